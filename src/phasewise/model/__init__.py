@@ -1,0 +1,1 @@
+"""One decoder for many families, driven by a Hugging Face `config.json` and safetensors."""

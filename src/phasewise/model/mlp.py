@@ -1,0 +1,76 @@
+"""The gated MLP, and the mixture of experts made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phasewise.ops.linear import Linear
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATION: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Counts(Protocol):
+    """Where a layer reports what it did."""
+
+    def count(self, counter: str, n: int) -> None: ...
+
+
+class MLP:
+    """down(act(gate x) * up x) for x [T, d]; gate and up are one matrix [2I, d]."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activate = ACTIVATION[activation]
+
+    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None) -> Tensor:
+        """`add` [T, d] is the residual, summed in by the last kernel."""
+        gate, up = self.gate_up(x).chunk(2, -1)  # [T, I] each
+        return self.down(self.activate(gate).mul_(up), add)
+
+
+@dataclass(frozen=True, eq=False)
+class MoE:
+    """`top_k` of the experts per row, mixed by the router's softmax; a row's result depends on that row alone."""
+
+    router: Linear
+    experts: tuple[MLP, ...]
+    top_k: int
+    renormalise: bool
+
+    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None) -> Tensor:
+        """Counts `expert_loads`: the distinct experts whose weights this call read."""
+        weights, chosen = self.route(x)  # [T, k] float32, [T, k]
+        order = chosen.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
+        loads = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        grouped = x[order // self.top_k]  # [T * k, d]
+        mixed = torch.empty_like(grouped)
+        start = 0
+        for expert, rows in zip(self.experts, loads):
+            if rows:
+                mixed[order[start : start + rows]] = expert(grouped[start : start + rows], counts)
+                start += rows
+        counts.count("expert_loads", sum(map(bool, loads)))
+        scaled = mixed.view(*chosen.shape, -1).float().mul_(weights[..., None])  # [T, k, d]
+        y = scaled.sum(1).to(x.dtype)
+        return y if add is None else y.add_(add)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (float32) and experts of each row, [T, k] each: softmax over all experts, then the top k."""
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.top_k, -1)
+        if self.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen

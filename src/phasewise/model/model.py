@@ -1,0 +1,164 @@
+"""The decoder: ragged rows in, logits out. It knows neither requests nor caches; `ctx.attend` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phasewise.model.config import ModelConfig
+from phasewise.model.hub import resolve
+from phasewise.model.layout import layout
+from phasewise.model.mlp import MLP, Counts, MoE
+from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
+from phasewise.model.parse import read_config
+from phasewise.model.rope import RopeTables, Rotary
+from phasewise.model.weights import Checkpoint, Weights
+from phasewise.ops.linear import Linear
+
+
+class LayerContext(Counts, Protocol):
+    """What a layer needs from the step it runs in."""
+
+    rotary: Rotary  # from Model.rotary, for exactly the rows of this call
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k and v [T, Hkv, D] (k already rotated), and returns what q [T, Hq, D] reads, [T, Hq, D].
+
+        All three may be strided views of one buffer that is not used again.
+        """
+        ...
+
+
+class Layer:
+    """One decoder layer: attention and MLP, each with its norms and residual. Rows never see each other outside
+    `ctx.attend`, so any subset of rows may be given."""
+
+    def __init__(self, index: int, config: ModelConfig, weights: Weights) -> None:
+        self.index = index
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.rope = config.rope_of[index]
+        self.before_attention = _norm(f"{index}.before_attention", config, weights)
+        self.after_attention = _norm(f"{index}.after_attention", config, weights)
+        self.before_mlp = _norm(f"{index}.before_mlp", config, weights)
+        self.after_mlp = _norm(f"{index}.after_mlp", config, weights)
+        self.qk_norm = _qk_norm(index, config, weights)
+        self.qkv = weights.linear(f"{index}.qkv")
+        self.o = weights.linear(f"{index}.o")
+        self.mlp = _mlp(index, config, weights)
+
+    def __call__(self, x: Tensor, ctx: LayerContext) -> Tensor:
+        return self.feed(self.mix(x, ctx), ctx)
+
+    def mix(self, x: Tensor, ctx: LayerContext) -> Tensor:
+        """The attention half, x [T, d] -> [T, d]."""
+        h = x if self.before_attention is None else self.before_attention(x)
+        rows, turned = x.shape[0], self.heads + self.kv_heads
+        qkv = self.qkv(h).view(rows, turned + self.kv_heads, self.head_dim)
+        qk, v = qkv.split_with_sizes((turned, self.kv_heads), 1)  # [T, Hq + Hkv, D], [T, Hkv, D]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        if self.rope is not None:
+            qk = ctx.rotary(self.rope, qk)
+        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
+        out = ctx.attend(self.index, q, k, v).reshape(rows, self.heads * self.head_dim)  # [T, Hq * D]
+        if self.after_attention is None:
+            return self.o(out, x)
+        return self.after_attention(self.o(out)).add_(x)
+
+    def feed(self, x: Tensor, ctx: LayerContext) -> Tensor:
+        """The MLP half, x [T, d] -> [T, d]."""
+        h = x if self.before_mlp is None else self.before_mlp(x)
+        if self.after_mlp is None:
+            return self.mlp(h, ctx, x)
+        return self.after_mlp(self.mlp(h, ctx)).add_(x)
+
+
+class Model:
+    """A decoder of one of the supported families. Plain tensors, no autograd: run it under `torch.inference_mode`.
+
+    Inputs are never changed in place; every result is a fresh tensor.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.dtype, self.device = config, weights.dtype, weights.device
+        self.table = weights.take("embed")  # [V, d]
+        self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))
+        self.norm = RMSNorm(_offset(weights.take("norm"), config), config.eps)
+        self.unembed = Linear(self.table) if config.tied else weights.linear("head")
+        self._ropes = RopeTables(config.ropes, self.dtype, self.device)
+        # in the model's dtype first, as the families were trained
+        self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
+        self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
+
+    @classmethod
+    def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
+             context: int | None = None) -> Model:  # fmt: skip
+        """The model in a local directory, or of a hub id. `dtype` None keeps the checkpoint's.
+
+        `context` is the longest sequence to serve; None takes the checkpoint's own. Where rotary frequencies depend
+        on it (longrope, dynamic), the default is the length up to which they are the trained ones.
+        Raises UserError, UnsupportedModel or WeightsError, each naming the file and the fix.
+        """
+        directory = resolve(path)
+        config = read_config(directory, context)
+        weights = Weights(Checkpoint(directory), layout(config), dtype, torch.device(device))
+        return cls(config, weights)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [T] -> [T, d] in the model's dtype."""
+        x = F.embedding(tokens, self.table)
+        return x if self._scale == 1.0 else x.mul_(self._scale)
+
+    def rotary(self, positions: Tensor) -> Rotary:
+        """int64 [T] -> cos and sin of each row for every kind of rotation, once per step."""
+        return self._ropes(positions)
+
+    def layer(self, i: int, x: Tensor, ctx: LayerContext) -> Tensor:
+        """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]."""
+        return self.layers[i](x, ctx)
+
+    def head(self, x: Tensor) -> Tensor:
+        """[R, d] -> logits [R, V] in float32, final norm and softcap included."""
+        logits = self.unembed(self.norm(x)).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def rotate(self, layer: int, k: Tensor, delta: int | Tensor) -> Tensor:
+        """Cached keys of one layer [..., D] moved by `delta` positions (int, or a tensor broadcasting over the
+        leading dimensions), in float32 and back; unchanged on a layer without rotary positions."""
+        kind = self.config.rope_of[layer]
+        return k if kind is None else self._ropes.shift(kind, k, delta)
+
+
+def _offset(weight: Tensor, config: ModelConfig) -> Tensor:
+    return weight if config.norm_offset == 0.0 else weight.float() + config.norm_offset
+
+
+def _norm(key: str, config: ModelConfig, weights: Weights) -> RMSNorm | None:
+    return RMSNorm(_offset(weights.take(key), config), config.eps) if key in weights else None
+
+
+def _qk_norm(index: int, config: ModelConfig, weights: Weights) -> HeadNorm | FullNorm | None:
+    if config.qk_norm is None:
+        return None
+    q = _offset(weights.take(f"{index}.q_norm"), config)
+    k = _offset(weights.take(f"{index}.k_norm"), config)
+    if config.qk_norm == "full":
+        return FullNorm(q, k, config.eps)
+    return HeadNorm(torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1))), config.eps)
+
+
+def _mlp(index: int, config: ModelConfig, weights: Weights) -> MLP | MoE:
+    def mlp(key: str) -> MLP:
+        return MLP(weights.linear(f"{key}.gate_up"), weights.linear(f"{key}.down"), config.activation)
+
+    spec = config.moe[index]
+    if spec is None:
+        return mlp(str(index))
+    router = weights.linear(f"{index}.router")
+    experts = tuple(mlp(f"{index}.expert.{e}") for e in range(spec.experts))
+    return MoE(router, experts, spec.top_k, spec.renormalise)

@@ -1,0 +1,67 @@
+"""From `config.json` to ModelConfig, or to an error that says what is not supported and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from phasewise.errors import UnsupportedModel, UserError, near
+from phasewise.model.config import ModelConfig
+from phasewise.model.families import FAMILIES
+from phasewise.model.mlp import ACTIVATION
+from phasewise.model.raw import RawConfig, read_json
+
+
+def read_config(directory: Path, context: int | None = None) -> ModelConfig:
+    """The architecture of the checkpoint in `directory`, to be used for sequences of up to `context` tokens.
+
+    `context` None takes the checkpoint's own length. Raises UserError for a missing or broken file and
+    UnsupportedModel for an architecture the decoder lacks.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json. Pass a directory in Hugging Face layout: config.json, "
+                        "*.safetensors and tokenizer.json.")  # fmt: skip
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(values).__name__}.")
+    generation = directory / "generation_config.json"
+    extra = read_json(generation) if generation.is_file() else {}
+    ends = [*_ids(extra.get("eos_token_id")), *_ids(values.get("eos_token_id"))]
+    return parse_config(RawConfig({**values, "eos_token_id": list(dict.fromkeys(ends))}, path), context)
+
+
+def parse_config(raw: RawConfig, context: int | None = None) -> ModelConfig:
+    """`read_config` for settings that are already in memory."""
+    name = str(raw.get("model_type", ""))
+    if name not in FAMILIES:
+        raise UnsupportedModel(f"{raw.path}: model_type {name!r} is not supported. {near(name, FAMILIES)}")
+    wanted = raw.get("architectures", [])
+    if wanted and not any(str(each).endswith("ForCausalLM") for each in wanted):
+        raise UnsupportedModel(f"{raw.path}: architecture {wanted[0]!r} is not a language model head; only "
+                               "*ForCausalLM checkpoints are supported.")  # fmt: skip
+    if raw.get("quantization_config"):
+        method = raw.get("quantization_config").get("quant_method", "unknown")
+        raise UnsupportedModel(f"{raw.path}: the checkpoint is quantised ({method}). Use an unquantised one in "
+                               "float32, bfloat16 or float16.")  # fmt: skip
+    config = FAMILIES[name](raw, context)
+    _check(config, raw)
+    return config
+
+
+def _ids(value: Any) -> list[int]:
+    return [int(each) for each in value] if isinstance(value, list) else [] if value is None else [int(value)]
+
+
+def _check(config: ModelConfig, raw: RawConfig) -> None:
+    if config.heads % config.kv_heads:
+        raise UserError(f"{raw.path}: num_attention_heads {config.heads} is not a multiple of "
+                        f"num_key_value_heads {config.kv_heads}.")  # fmt: skip
+    if config.activation not in ACTIVATION:
+        raise UnsupportedModel(f"{raw.path}: unknown activation {config.activation!r}. "
+                               f"{near(config.activation, ACTIVATION)}")  # fmt: skip
+    if raw.get("use_bidirectional_attention"):
+        raise UnsupportedModel(f"{raw.path}: bidirectional attention is not supported; this is an embedding model.")
+    for rope in config.ropes:
+        if rope.dim > config.head_dim:
+            raise UserError(f"{raw.path}: {rope.dim} rotary dimensions do not fit a head of {config.head_dim}.")

@@ -1,0 +1,43 @@
+"""JSON files of a checkpoint as read, with lookups that name the file and the key that is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phasewise.errors import UserError
+
+
+class RawConfig:
+    """`config.json` as read, with lookups that say what is missing; a JSON null counts as missing."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path | str = "config.json") -> None:
+        self.values = values
+        self.path = path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; UserError when it is missing without a default, or is something else."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise UserError(f"{self.path}: {key!r} must be a positive whole number, got {value!r}.")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"{self.path}: {key!r} must be a number, got {value!r}.")
+        return float(value)
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file; UserError naming it when it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}). Download or export the checkpoint again.") from error

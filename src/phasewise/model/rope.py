@@ -1,0 +1,219 @@
+"""Rotary position embeddings: the frequencies of every scaling scheme, one table per step, one shift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UnsupportedModel, UserError, near
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One kind of rotation: inverse frequencies (float32 values, one per rotated pair), factor on cos and sin."""
+
+    inverse: tuple[float, ...]
+    scale: float = 1.0
+
+    @property
+    def dim(self) -> int:
+        """How many leading dimensions of a head are rotated."""
+        return 2 * len(self.inverse)
+
+
+@dataclass(frozen=True)
+class RopeRequest:
+    """What a scaling scheme is computed from. `context` is the longest sequence that the model will serve."""
+
+    dim: int
+    theta: float
+    trained: int  # max_position_embeddings
+    original: int  # original_max_position_embeddings, before any stretching
+    context: int
+    settings: Mapping[str, Any]
+
+    def number(self, key: str) -> float:
+        value = self.settings.get(key)
+        if not isinstance(value, (int, float)):
+            raise UserError(f"config.json: the rope settings need a number {key!r}, got {value!r}.")
+        return float(value)
+
+
+Frequencies = tuple[Tensor, float]  # [dim / 2] float32, factor on cos and sin
+
+
+def _powers(request: RopeRequest, theta: float | None = None) -> Tensor:
+    """theta^(2i / dim) in float32, the arithmetic every published checkpoint was trained with."""
+    exponents = torch.arange(0, request.dim, 2, dtype=torch.float32) / request.dim
+    return torch.as_tensor((request.theta if theta is None else theta) ** exponents)
+
+
+def _default(request: RopeRequest) -> Frequencies:
+    return 1.0 / _powers(request), 1.0
+
+
+def _linear(request: RopeRequest) -> Frequencies:
+    return (1.0 / _powers(request)) / request.number("factor"), 1.0
+
+
+def _dynamic(request: RopeRequest) -> Frequencies:
+    """NTK-aware base for `context`, fixed for every request: the base must not depend on who shares a batch."""
+    length = max(request.context, request.trained)
+    factor = request.number("factor")
+    stretch = factor * length / request.trained - (factor - 1)
+    return 1.0 / _powers(request, request.theta * stretch ** (request.dim / (request.dim - 2))), 1.0
+
+
+def _llama3(request: RopeRequest) -> Frequencies:
+    """Long wavelengths are divided by `factor`, short ones kept, and those between are blended."""
+    factor, low, high = (request.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    inverse = 1.0 / _powers(request)
+    wavelength = 2 * math.pi / inverse
+    kept = ((request.original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * inverse / factor + kept * inverse, 1.0
+
+
+def _yarn(request: RopeRequest) -> Frequencies:
+    """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, sharpen attention by a log factor."""
+    factor = request.number("factor") if request.settings.get("factor") else request.trained / request.original
+
+    def dimension(turns: float) -> float:  # the dimension that turns this often within the original context
+        return request.dim * math.log(request.original / (turns * 2 * math.pi)) / (2 * math.log(request.theta))
+
+    first = dimension(request.settings.get("beta_fast") or 32)
+    last = dimension(request.settings.get("beta_slow") or 1)
+    if request.settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, request.dim - 1)
+    span = last - first if last != first else 0.001
+    kept = 1 - ((torch.arange(request.dim // 2, dtype=torch.float32) - first) / span).clamp(0, 1)
+    powers = _powers(request)
+    inverse = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
+    return inverse, _yarn_scale(request.settings, factor)
+
+
+def _yarn_scale(settings: Mapping[str, Any], factor: float) -> float:
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+
+    def gain(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    numerator, denominator = settings.get("mscale"), settings.get("mscale_all_dim")
+    return gain(numerator) / gain(denominator) if numerator and denominator else gain(1.0)
+
+
+def _longrope(request: RopeRequest) -> Frequencies:
+    """LongRoPE (arXiv 2402.13753): the long factors for all positions when `context` passes the original length."""
+    key = "long_factor" if request.context > request.original else "short_factor"
+    factors = request.settings.get(key)
+    if not isinstance(factors, list) or len(factors) != request.dim // 2:
+        size = len(factors) if isinstance(factors, list) else factors
+        raise UserError(f"config.json: rope setting {key!r} needs {request.dim // 2} numbers, got {size}.")
+    inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * _powers(request))
+    scale = request.settings.get("attention_factor")
+    if scale is None:
+        factor = request.settings.get("factor") or request.trained / request.original
+        scale = math.sqrt(1 + math.log(factor) / math.log(request.original)) if factor > 1 else 1.0
+    return inverse, float(scale)
+
+
+SCHEMES: dict[str, Callable[[RopeRequest], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # longrope's first name
+}
+
+
+def scheme_name(settings: Mapping[str, Any]) -> str:
+    """The scaling scheme that rope settings ask for; older checkpoints call the key `type`."""
+    name = settings.get("rope_type") or settings.get("type") or "default"
+    if name not in SCHEMES:
+        raise UnsupportedModel(f"Unknown rope scaling {name!r} in config.json. {near(str(name), SCHEMES)}")
+    return str(name)
+
+
+def context_limits(settings: Mapping[str, Any], trained: int, original: int) -> tuple[int, int]:
+    """(default, largest) sequence length that these rope settings serve.
+
+    Schemes whose frequencies depend on the length default to the length at which they equal the trained model.
+    """
+    name = scheme_name(settings)
+    if name in ("longrope", "su"):
+        return min(original, trained), trained
+    if name == "dynamic":
+        return trained, int(trained * float(settings.get("factor") or 1))
+    if name == "yarn":
+        stretched = max(trained, int(original * float(settings.get("factor") or 1)))
+        return stretched, stretched
+    return trained, trained
+
+
+def make_rope(request: RopeRequest) -> Rope:
+    inverse, scale = SCHEMES[scheme_name(request.settings)](request)
+    return Rope(tuple(inverse.tolist()), scale)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """cos and signed sin of one step's rows, one pair per kind of rotation: ([T, 1, R], [T, 1, R])."""
+
+    tables: tuple[tuple[Tensor, Tensor], ...]
+
+    def take(self, index: Tensor) -> Rotary:
+        """The same tables for a subset of the rows; `index` int64 or bool over the rows."""
+        return Rotary(tuple((cos[index], sin[index]) for cos, sin in self.tables))
+
+    def __call__(self, kind: int, x: Tensor) -> Tensor:
+        """`x` [T, n, D] rotated by its rows' positions; only the first R of D dimensions turn. May overwrite `x`."""
+        cos, sin = self.tables[kind]
+        size = cos.shape[-1]
+        if size == x.shape[-1]:
+            return _turn(x, cos, sin)
+        turning = x[..., :size]
+        turning.copy_(_turn(turning, cos, sin))
+        return x
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # sin carries the minus of the first half, so that swapping the halves is all that is left of the rotation
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class RopeTables:
+    """The frequencies of all kinds of rotation of a model, on its device."""
+
+    def __init__(self, ropes: tuple[Rope, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.scales = tuple(rope.scale for rope in ropes)
+        halves = [torch.tensor(rope.inverse, dtype=torch.float32, device=device) for rope in ropes]
+        self.signed = tuple(torch.cat((-half, half)) for half in halves)  # [R]: cos is even, sin is odd
+
+    def __call__(self, positions: Tensor) -> Rotary:
+        column = positions.to(torch.float32)[:, None, None]  # [T, 1, 1]
+        return Rotary(tuple(self._table(column, kind) for kind in range(len(self.signed))))
+
+    def _table(self, column: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+        angles = column * self.signed[kind]  # [T, 1, R]
+        cos, sin = angles.cos(), angles.sin_()
+        if self.scales[kind] != 1.0:
+            cos, sin = cos.mul_(self.scales[kind]), sin.mul_(self.scales[kind])
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def shift(self, kind: int, k: Tensor, delta: int | Tensor) -> Tensor:
+        """Rotated keys `k` [..., D] moved by `delta` positions (int, or a tensor that broadcasts over k's leading
+        dimensions), computed in float32 and returned in k's dtype. The factor on cos and sin is already in `k`."""
+        steps = torch.as_tensor(delta, dtype=torch.float32, device=k.device)[..., None]
+        angles = steps * self.signed[kind]
+        size = angles.shape[-1]
+        moved = _turn(k[..., :size].float(), angles.cos(), angles.sin()).to(k.dtype)
+        return moved if size == k.shape[-1] else torch.cat((moved, k[..., size:]), -1)

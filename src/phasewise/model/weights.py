@@ -1,0 +1,151 @@
+"""Reading safetensors checkpoints: memory-mapped, checked whole before the first byte is used, fused on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phasewise.errors import WeightsError
+from phasewise.model.layout import Layout, Part
+from phasewise.ops.linear import Linear
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Buffers that old exports wrote although they follow from the configuration.
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class Checkpoint:
+    """The tensors of a directory's safetensors files; a read is a view of the mapped file, not a copy."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.where: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for path in _files(directory):
+            for name in self._file(path).keys():  # noqa: SIM118 (not a dict)
+                self.where[name] = path
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path} is not a readable safetensors file ({error}). It is truncated or corrupt: "
+                                   "download or export it again.") from error  # fmt: skip
+        return self._open[path]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(self.where[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(self.where[name]).get_tensor(name)
+        return tensor
+
+
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files to read: those of the index, else the single file."""
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise WeightsError(f"{index} is not a valid index ({error!r}). Download or export it again.") from error
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            raise WeightsError(f"{index} lists files that are not there: {_some(absent)}. The download is incomplete.")
+        return [directory / name for name in names]
+    found = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise WeightsError(f"{directory} has {len(found)} safetensors files but no {INDEX} that says which to read.")
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    if pickled:
+        raise WeightsError(f"{directory} has only pickled weights ({_some(pickled)}), which can run code when read. "
+                           "Convert them to safetensors first.")  # fmt: skip
+    raise WeightsError(f"{directory} has no {SINGLE} and no {INDEX}. Pass a directory that holds the weights.")
+
+
+class Weights:
+    """The decoder's tensors, each taken once: read, fused, cast and moved one at a time, sources let go in between.
+
+    Construction compares the whole layout with the files and raises WeightsError naming missing, left-over and
+    misshapen tensors, so a load never fails half-way. `dtype` None keeps the checkpoint's (that of its embeddings).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.checkpoint = checkpoint
+        self.layout = dict(layout)
+        self.device = device
+        self.taken_bytes = 0
+        _compare(checkpoint, layout)
+        self.dtype = dtype or checkpoint.read(layout["embed"][0][0]).dtype
+        if self.dtype not in DTYPES:
+            raise WeightsError(f"dtype {self.dtype} is not supported (checkpoint {checkpoint.directory}); "
+                               f"choose one of {', '.join(map(str, DTYPES))}.")  # fmt: skip
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.layout
+
+    def take(self, key: str) -> Tensor:
+        """The tensor under `key`, once. A single part that needs no change stays a view of the mapped file."""
+        tensor = self._fuse(self.layout.pop(key))
+        self.taken_bytes += tensor.nbytes
+        return tensor
+
+    def _fuse(self, parts: tuple[Part, ...]) -> Tensor:
+        if len(parts) == 1:
+            return self._read(parts[0][0]).to(self.device, self.dtype)
+        rows = sum(shape[0] for _, shape in parts)
+        out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
+        start = 0
+        for name, shape in parts:
+            out[start : start + shape[0]].copy_(self._read(name))
+            start += shape[0]
+        return out
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.checkpoint.read(name)
+        if tensor.dtype not in DTYPES:
+            raise WeightsError(f"{self.checkpoint.where[name]}: tensor {name} is {tensor.dtype}; only unquantised "
+                               f"weights are supported ({', '.join(map(str, DTYPES))}).")  # fmt: skip
+        return tensor
+
+    def linear(self, key: str) -> Linear:
+        bias = self.take(f"{key}.bias") if f"{key}.bias" in self else None
+        return Linear(self.take(key), bias)
+
+
+def _compare(checkpoint: Checkpoint, layout: Layout) -> None:
+    expected: dict[str, Part] = {part[0]: part for parts in layout.values() for part in parts}
+    present = {name for name in checkpoint.where if not HARMLESS.fullmatch(name)}
+    if "head" not in layout:
+        present.discard("lm_head.weight")  # a copy of the embeddings that some exports of tied models keep
+    missing, extra = sorted(expected.keys() - present), sorted(present - expected.keys())
+    problems = []
+    if missing:
+        problems.append(f"missing: {_some(missing)}")
+    if extra:
+        files = sorted({checkpoint.where[name].name for name in extra})
+        problems.append(f"left over in {_some(files)}: {_some(extra)}")
+    for name in sorted(expected.keys() & present):
+        actual, wanted = checkpoint.shape(name), expected[name][1]
+        if actual != wanted:
+            where = checkpoint.where[name].name
+            problems.append(f"{name} in {where} has shape {list(actual)}, config.json asks for {list(wanted)}")
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise WeightsError(f"The weights in {checkpoint.directory} do not fit its config.json: {shown}.")
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,0 +1,1 @@
+"""The few kernels that decide the speed, each beside its plain twin."""
