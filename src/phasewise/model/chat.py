@@ -1,0 +1,114 @@
+"""Chat templates: messages to a prompt, through a sandbox, because templates come with downloaded checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from phasewise.errors import UserError, near
+from phasewise.model.hub import resolve
+from phasewise.model.raw import read_json
+from phasewise.model.tokenizer import special_tokens
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; for a prompt it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+    """Plain JSON: jinja2's own filter escapes for HTML, which would change the prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class ChatTemplate:
+    """A checkpoint's templates by name, with its special tokens as variables. Errors in them are UserErrors."""
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str] | None = None) -> None:
+        self.tokens = dict(tokens or {})
+        environment = _environment()
+        self._templates = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except TemplateSyntaxError as error:
+                raise UserError(f"The chat template {name!r} does not parse (line {error.lineno}: {error.message}). "
+                                "Fix it in chat_template.jinja or tokenizer_config.json.") from error  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | Path) -> ChatTemplate:
+        """From a local directory or a hub id; a checkpoint without templates loads, and says so when rendered."""
+        directory = resolve(path)
+        return cls(_sources(directory), special_tokens(directory))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
+               template: str | None = None, **extra: Any) -> str:  # fmt: skip
+        """The prompt for a conversation; `add_generation_prompt` ends it where the assistant's answer begins.
+
+        `template` picks one by name; None takes `tool_use` when `tools` are given and it exists, else `default`.
+        `extra` are variables for the template, such as `tools` or `enable_thinking`.
+        """
+        chosen = self._templates[self._pick(template, bool(extra.get("tools")))]
+        variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return chosen.render(variables)
+        except Exception as error:  # a template can fail in any way that an expression can; none is our traceback
+            reason = str(error) or type(error).__name__
+            raise UserError(f"The chat template cannot render these messages: {reason}. Check roles and content, or "
+                            "send a plain prompt instead.") from error  # fmt: skip
+
+    def _pick(self, name: str | None, tools: bool) -> str:
+        if not self._templates:
+            raise UserError("This model has no chat template. Send a plain prompt, or put a chat_template.jinja "
+                            "beside its tokenizer.json.")  # fmt: skip
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise UserError(f"There is no chat template {name!r}. {near(name, self._templates)}")
+        return name
+
+
+def _sources(directory: Path) -> dict[str, str]:
+    """Templates by name; files of their own go before the entry in tokenizer_config.json."""
+    config = directory / "tokenizer_config.json"
+    entry = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(entry, str):
+        found = {"default": entry}
+    elif isinstance(entry, list):
+        found = {str(each.get("name")): str(each.get("template")) for each in entry if isinstance(each, dict)}
+    else:
+        found = {}
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    own = directory / "chat_template.jinja"
+    if own.is_file():
+        found["default"] = own.read_text(encoding="utf-8")
+    return found

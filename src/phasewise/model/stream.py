@@ -1,0 +1,111 @@
+"""Decoding a token stream: never half a character, never twice, and in total exactly the text of all ids."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as Backend
+
+INVALID = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+LONGEST_CHARACTER = 4  # bytes in UTF-8
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The 256 printable stand-ins in which byte-level vocabularies are written, each to its byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {**{chr(byte): byte for byte in plain}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+
+
+ALPHABET = _byte_alphabet()
+
+
+class Pieces:
+    """The vocabulary entries of ids, skipping hidden and unknown ones; `known` is shared by one tokenizer's streams."""
+
+    def __init__(self, backend: Backend, hidden: frozenset[int], known: dict[int, str]) -> None:
+        self.backend = backend
+        self._hidden = hidden
+        self._known = known
+
+    def visible(self, ids: Sequence[int]) -> list[tuple[int, str]]:
+        return [(i, piece) for i in ids if i not in self._hidden and (piece := self._piece(i))]
+
+    def _piece(self, i: int) -> str:
+        piece = self._known.get(i)
+        if piece is None:
+            piece = self._known[i] = self.backend.id_to_token(i) or ""
+        return piece
+
+
+class ByteStream:
+    """For byte-level vocabularies: each token is a run of bytes, so an incremental UTF-8 decoder is exact and O(1)."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(token_bytes(piece) for _, piece in self._pieces.visible(ids)))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token; one with a character outside the alphabet (an added token) is plain text."""
+    try:
+        return bytes(ALPHABET[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+class WindowStream:
+    """For every other vocabulary: decode a short window that begins at the last emitted tokens, emit what is new.
+
+    The window's first tokens are context: leading-space rules then see the same neighbours as in the whole text. Byte
+    tokens (<0xE4>) are held until their run ends, because the decoder judges a run as a whole; an end that may still
+    become a character is held too.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._window: list[int] = []
+        self._context = 0  # how many of the window's tokens have been emitted whole
+        self._shown = ""  # the window's text that has been emitted
+        self._waiting = 0  # tokens since the window's end was last a whole character
+
+    def push(self, ids: Sequence[int]) -> str:
+        visible = self._pieces.visible(ids)
+        self._window += [i for i, _ in visible]
+        if not visible or BYTE_TOKEN.fullmatch(visible[-1][1]):
+            return ""
+        text = self._text(self._window)
+        self._waiting += len(visible)
+        if text.endswith(INVALID) and self._waiting < LONGEST_CHARACTER:
+            return self._emit(text[:-1])
+        delta = self._emit(text)
+        if delta:
+            self._slide()
+        return delta
+
+    def flush(self) -> str:
+        return self._emit(self._text(self._window)) if self._window else ""
+
+    def _emit(self, text: str) -> str:
+        delta = text[len(self._shown) :]
+        self._shown = text
+        return delta
+
+    def _slide(self) -> None:
+        """Keep only the tokens emitted just now, as context for the next."""
+        self._window = self._window[self._context :]
+        self._context = len(self._window)
+        self._shown = self._text(self._window)
+        self._waiting = 0
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._pieces.backend.decode(list(ids), skip_special_tokens=False))

@@ -1,0 +1,97 @@
+"""Text to token ids and back, from a checkpoint's `tokenizer.json`; whole texts, or token by token as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from phasewise.errors import UserError
+from phasewise.model.hub import resolve
+from phasewise.model.raw import read_json
+from phasewise.model.stream import ByteStream, Pieces, WindowStream
+
+
+class Tokenizer:
+    """A `tokenizers` pipeline and the special tokens named beside it."""
+
+    def __init__(self, backend: Backend, special: dict[str, str] | None = None) -> None:
+        self.backend = backend
+        self.special = special or {}  # bos_token, eos_token, ...: their text
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        decoder: Any = json.loads(backend.to_str()).get("decoder")
+        self.byte_level = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
+        self.known: dict[int, str] = {}  # vocabulary entries seen by detokenizers, in the vocabulary's spelling
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a local directory or a hub id; UserError when `tokenizer.json` is missing or broken."""
+        directory = resolve(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"{directory} has no tokenizer.json. Save one there with "
+                            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...).")  # fmt: skip
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the backend raises bare Exception
+            raise UserError(f"{file} is not a valid tokenizer ({error}). Download or export it again.") from error
+        return cls(backend, special_tokens(directory))
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS."""
+        return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids, invalid UTF-8 as U+FFFD; special tokens are left out unless asked for."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def id(self, token: str) -> int | None:
+        """The id of a token's exact text, or None."""
+        found = self.backend.token_to_id(token)
+        return None if found is None else int(found)
+
+    def token(self, i: int) -> str | None:
+        """The vocabulary entry of an id, in the vocabulary's own spelling, or None."""
+        found = self.backend.id_to_token(i)
+        return None if found is None else str(found)
+
+    @property
+    def size(self) -> int:
+        """How many ids the tokenizer knows; a model's vocabulary may be padded beyond that."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+
+class Detokenizer:
+    """Decodes one request's ids as they come: all pushes and the flush joined are `Tokenizer.decode` of all ids.
+
+    A push never ends in half a character; what it holds back comes with a later push or with `flush`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        hidden = tokenizer.special_ids if skip_special else frozenset()
+        pieces = Pieces(tokenizer.backend, hidden, tokenizer.known)
+        self._stream = ByteStream(pieces) if tokenizer.byte_level else WindowStream(pieces)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete, perhaps empty."""
+        return self._stream.push(ids)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the output."""
+        return self._stream.flush()
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """The texts of bos_token, eos_token and their like; entries that are absent or null are left out."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = directory / name
+        values = read_json(file) if file.is_file() else {}
+        for key, value in values.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and not key.startswith("add_") and isinstance(text, str):
+                found[key] = text
+    return found
