@@ -1,0 +1,88 @@
+"""Spans and batches: everything a request brings to one step, and all of it end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.kv.store import KV
+    from phasewise.phase import Phase
+    from phasewise.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Rows of one request in one step: a prompt slice, the last token, a draft tree, a block of masks.
+
+    `sees` says which rows of the span a row may read: None = causal (itself and those before), else bool
+    [rows, rows]. Committed cache rows at smaller positions are always visible, unless a method says otherwise.
+    `layers` is a half-open range when only part of the depth runs now (layered prefill); then `hidden` [rows, d]
+    carries the state from the step before and the result is handed back in it.
+    """
+
+    request: Request
+    kv: KV
+    phase: Phase
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sees: Tensor | None = None
+    layers: tuple[int, int] | None = None
+    hidden: Tensor | None = None
+    note: Any = None  # the proposing method's own memory from `propose` to `accept`
+    start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.start + len(self.tokens))
+
+    @property
+    def finishes(self) -> bool:
+        """Whether this step takes the rows through the last layer."""
+        return self.layers is None or self.layers[1] >= len(self.kv.layers)
+
+
+class Batch:
+    """Rows of all spans end to end, never padded. `tokens` int64 [T], `positions` int64 [T]."""
+
+    __slots__ = ("positions", "spans", "tokens")
+
+    def __init__(self, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
+        self.spans = list(spans)
+        start = 0
+        for span in self.spans:
+            span.start = start
+            start += span.rows
+        self.tokens = torch.tensor(list(chain.from_iterable(s.tokens for s in self.spans)), device=device)
+        self.positions = torch.tensor(list(chain.from_iterable(s.positions for s in self.spans)), device=device)
+
+    @property
+    def rows(self) -> int:
+        return int(self.tokens.shape[0])
+
+
+def ancestors(parents: Sequence[int]) -> Tensor:
+    """Bool [n, n]: row i sees itself and its ancestors. `parents[i] < i`; -1 marks a root."""
+    n = len(parents)
+    sees = torch.eye(n, dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            sees[i] |= sees[parent]
+    return sees
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Distance of each node from its root (a root has depth 0)."""
+    out: list[int] = []
+    for parent in parents:
+        out.append(0 if parent < 0 else out[parent] + 1)
+    return out

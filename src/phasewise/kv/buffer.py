@@ -1,0 +1,112 @@
+"""Byte-counted memory for KV rows: a ledger with a hard limit, and buffers that requests may share copy-on-write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one layer caches for one token: `heads` keys and values of `dim` numbers."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: str = "cpu"
+
+
+class Codec(Protocol):
+    """In what form rows are kept. A row's form depends on that row alone (DESIGN law 4)."""
+
+    exactness: str  # true | quantised | predicted | sparse
+
+    def planes(self, shape: KVShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Per plane: the trailing shape of one (head, row) entry, and its dtype."""
+        ...
+
+    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """[H, R, D] keys and values -> planes [H, R, ...]."""
+        ...
+
+    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Planes [H, N, ...] -> keys and values [H, N, D] of `dtype`."""
+        ...
+
+
+class Raw:
+    """Rows kept as the model made them."""
+
+    exactness = "true"
+
+    def planes(self, shape: KVShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((shape.dim,), shape.dtype)] * 2
+
+    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        return k, v
+
+    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return planes[0], planes[1]
+
+
+class Ledger:
+    """Bytes in use against a hard limit."""
+
+    __slots__ = ("limit", "peak", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.peak = 0
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.used
+
+    def add(self, n: int) -> None:
+        self.used += n
+        self.peak = max(self.peak, self.used)
+
+
+class Buffer:
+    """Planes [H, cap, ...] for the rows of some heads, with a count of the holders that share them."""
+
+    __slots__ = ("bytes", "cap", "heads", "ledger", "planes", "refs")
+
+    def __init__(self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger) -> None:
+        self.cap = cap
+        self.heads = heads
+        self.ledger = ledger
+        self.refs = 1
+        self.planes = [
+            torch.empty((heads, cap, *tail), dtype=dtype, device=shape.device) for tail, dtype in codec.planes(shape)
+        ]
+        self.bytes = sum(p.numel() * p.element_size() for p in self.planes)
+        ledger.add(self.bytes)
+
+    def share(self) -> Buffer:
+        self.refs += 1
+        return self
+
+    def drop(self) -> None:
+        """One holder fewer; the last one gives the bytes back."""
+        assert self.refs > 0, "a buffer was dropped more often than it was held"
+        self.refs -= 1
+        if self.refs == 0:
+            self.ledger.used -= self.bytes
+            self.planes = []
+
+
+def entry_bytes(codec: Codec, shape: KVShape) -> int:
+    """Bytes of one row of one head."""
+    total = 0
+    for tail, dtype in codec.planes(shape):
+        n = 1
+        for size in tail:
+            n *= size
+        total += n * dtype.itemsize
+    return total

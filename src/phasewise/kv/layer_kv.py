@@ -1,0 +1,276 @@
+"""Rows of one request at one layer: committed rows, then the rows of the step under way.
+
+Position, slot and visibility are three numbers (DESIGN law 5): every row carries its true position, its slot is only
+where it lies, and who may read it is decided from positions. Heads may keep different rows (ragged eviction): heads
+that share a length share a slab, so what is dropped is really freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import Buffer, Codec, KVShape, Ledger, entry_bytes
+
+ROUND = 64  # rows; capacities are multiples of it
+
+
+def rounded(rows: int) -> int:
+    return -(-max(rows, 1) // ROUND) * ROUND
+
+
+@dataclass(slots=True)
+class Part:
+    """What can be read at one layer for some KV heads. k, v [h, N, D]; the last `fresh` rows are this step's.
+
+    `ids` are the span rows of the fresh entries (None = 0, 1, 2, ...). `heads` None = all KV heads.
+    """
+
+    k: Tensor
+    v: Tensor
+    n: int  # committed rows
+    fresh: int
+    ids: Tensor | None
+    heads: Tensor | None
+    committed: Tensor | None  # positions [1 | h, n]; None = 0 .. n-1
+    pending: Sequence[int]
+
+    @property
+    def plain(self) -> bool:
+        """Positions are simply 0 .. n-1 for the committed rows."""
+        return self.committed is None
+
+    @property
+    def positions(self) -> Tensor:
+        """True positions, int64 [1 | h, N]."""
+        device = self.k.device
+        old = torch.arange(self.n, device=device)[None] if self.committed is None else self.committed
+        if not self.fresh:
+            return old
+        new = torch.tensor(list(self.pending), device=device)[None].expand(old.shape[0], -1)
+        return torch.cat((old, new), 1)
+
+
+class _Slab:
+    """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are 0 .. n-1."""
+
+    __slots__ = ("buffer", "heads", "n", "positions")
+
+    def __init__(self, buffer: Buffer, n: int, heads: Tensor | None, positions: Tensor | None) -> None:
+        self.buffer = buffer
+        self.n = n
+        self.heads = heads
+        self.positions = positions
+
+
+class LayerKV:
+    """append / read / commit / keep for one request at one layer. Nothing here allocates but `reserve` and `keep`."""
+
+    __slots__ = ("_ids", "_pending", "codec", "fresh", "ledger", "shape", "slabs", "version")
+
+    def __init__(self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int) -> None:
+        self.shape, self.codec, self.ledger = shape, codec, ledger
+        self.slabs = [_Slab(Buffer(codec, shape, shape.heads, cap, ledger), 0, None, None)]
+        self.fresh = 0
+        self._pending: Sequence[int] = ()
+        self._ids: list[int] | None = None
+        self.version = 0  # changes whenever committed rows are moved or dropped: derived data must be rebuilt
+
+    # ---- sizes
+    @property
+    def n(self) -> int:
+        """Committed rows of the longest head."""
+        return max(s.n for s in self.slabs)
+
+    @property
+    def spare(self) -> int:
+        """Rows that `append` can take now."""
+        return min(s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs)
+
+    @property
+    def bytes(self) -> int:
+        return sum(s.buffer.bytes for s in self.slabs)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of committed entries (what a method that drops rows really saves)."""
+        return sum(s.n * s.buffer.heads for s in self.slabs) * entry_bytes(self.codec, self.shape)
+
+    # ---- room
+    def growth(self, rows: int) -> int:
+        """Bytes that `reserve(rows)` would add to the ledger."""
+        each = entry_bytes(self.codec, self.shape)
+        total = 0
+        for s in self.slabs:
+            cap = s.buffer.cap
+            if s.n + rows > cap or s.buffer.refs > 1:
+                new = max(rounded(s.n + rows), cap) * s.buffer.heads * each
+                total += new - (s.buffer.bytes if s.buffer.refs == 1 else 0)
+        return total
+
+    def reserve(self, rows: int) -> int:
+        """Make room for `rows` more and stop sharing. Returns bytes copied."""
+        moved = 0
+        for s in self.slabs:
+            if s.n + rows <= s.buffer.cap and s.buffer.refs == 1:
+                continue
+            moved += self._replace(s, max(rounded(s.n + rows), s.buffer.cap))
+        return moved
+
+    def _replace(self, s: _Slab, cap: int) -> int:
+        old, n = s.buffer, s.n
+        new = Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
+        for a, b in zip(new.planes, old.planes):
+            a[:, :n] = b[:, :n]
+        if s.positions is not None:
+            grown = s.positions.new_empty((s.positions.shape[0], cap))
+            grown[:, :n] = s.positions[:, :n]
+            s.positions = grown
+        old.drop()
+        s.buffer = new
+        return n * old.heads * entry_bytes(self.codec, self.shape)
+
+    # ---- one step
+    def append(self, k: Tensor, v: Tensor, positions: Sequence[int], ids: list[int] | None = None) -> None:
+        """Add this step's rows, uncommitted. k, v [H, R, D]; `ids` are their span rows when some rows skip the layer."""
+        rows = len(positions)
+        planes = self.codec.encode(k, v)
+        for s in self.slabs:
+            at = slice(s.n + self.fresh, s.n + self.fresh + rows)
+            for plane, new in zip(s.buffer.planes, planes):
+                plane[:, at] = new if s.heads is None else new[s.heads]
+        if self.fresh:  # rows of one step may arrive in pieces
+            before = self._ids if self._ids is not None else list(range(self.fresh))
+            self._ids = [*before, *(ids if ids is not None else range(self.fresh, self.fresh + rows))]
+            self._pending = [*self._pending, *positions]
+        else:
+            self._ids, self._pending = ids, positions
+        self.fresh += rows
+
+    def read(self) -> list[Part]:
+        """What this step's rows can read, head group by head group (usually one)."""
+        ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)
+        parts = []
+        for s in self.slabs:
+            end = s.n + self.fresh
+            k, v = self.codec.decode([p[:, :end] for p in s.buffer.planes], self.shape.dtype)
+            committed = None if s.positions is None else s.positions[:, : s.n]
+            parts.append(Part(k, v, s.n, self.fresh, ids, s.heads, committed, self._pending))
+        return parts
+
+    def commit(self, rows: int | Sequence[int]) -> int:
+        """Keep the first `rows` fresh rows, or the span rows listed (a path); drop the others. Returns bytes moved."""
+        if not self.fresh:
+            return 0
+        if self._ids is None:
+            keep: Sequence[int] = range(min(rows, self.fresh)) if isinstance(rows, int) else rows
+        else:
+            wanted = range(rows) if isinstance(rows, int) else set(rows)
+            keep = [slot for slot, row in enumerate(self._ids) if row in wanted]
+        moved = 0
+        in_place = isinstance(keep, range) or list(keep) == list(range(len(keep)))
+        positions = [self._pending[slot] for slot in keep] if not isinstance(keep, range) else self._pending[: len(keep)]
+        for s in self.slabs:
+            if not in_place:
+                index = torch.tensor(list(keep), device=self.shape.device) + s.n
+                for p in s.buffer.planes:
+                    p[:, s.n : s.n + len(keep)] = p[:, index]
+                moved += len(keep) * s.buffer.heads * entry_bytes(self.codec, self.shape)
+            self._note(s, positions)
+            s.n += len(keep)
+        self.fresh, self._pending, self._ids = 0, (), None
+        return moved
+
+    def _note(self, s: _Slab, positions: Sequence[int]) -> None:
+        """Write down the positions of rows about to be committed, unless they merely continue 0 .. n-1."""
+        if s.positions is None:
+            if not positions or (positions[0] == s.n and all(b - a == 1 for a, b in zip(positions, positions[1:]))):
+                return
+            s.positions = torch.empty((1, s.buffer.cap), dtype=torch.int64, device=self.shape.device)
+            s.positions[0, : s.n] = torch.arange(s.n)
+        s.positions[:, s.n : s.n + len(positions)] = torch.tensor(list(positions), device=self.shape.device)
+
+    # ---- between steps
+    def drop_last(self, position: int) -> None:
+        """Roll back: forget every row at or after `position`."""
+        assert not self.fresh
+        for s in list(self.slabs):
+            if s.positions is None:
+                s.n = min(s.n, position)
+                continue
+            counts = (s.positions[:, : s.n] < position).sum(1)
+            assert bool((counts == counts[0]).all()), "heads of one slab roll back together"
+            s.n = int(counts[0])
+        self.version += 1
+
+    def keep(self, index: Tensor | Sequence[Tensor], room: int = ROUND) -> int:
+        """Give up all committed rows but those listed: one index [K] for all heads, [H, K] or one per head (ragged).
+
+        Frees what is dropped, leaving `room` rows to grow. Slots must be in increasing order. Returns bytes moved.
+        """
+        assert not self.fresh
+        self.version += 1
+        moved = 0
+        if isinstance(index, Tensor) and index.dim() == 1:
+            for s in self.slabs:
+                moved += self._gather(s, index[None], room)
+            return moved
+        rows = list(index)
+        if len(self.slabs) == 1 and len({int(r.shape[0]) for r in rows}) == 1:
+            return self._gather(self.slabs[0], torch.stack(rows), room)
+        return self._split(rows, room)
+
+    def _gather(self, s: _Slab, index: Tensor, room: int) -> int:
+        """index [1 | h, K] -> the slab holds just those rows."""
+        heads, count = s.buffer.heads, int(index.shape[1])
+        old_positions = s.positions[:, : s.n] if s.positions is not None else torch.arange(s.n)[None]
+        wide = max(old_positions.shape[0], index.shape[0])
+        positions = old_positions.expand(wide, -1).gather(1, index.expand(wide, -1))
+        new = Buffer(self.codec, self.shape, heads, rounded(count + room), self.ledger)
+        at = torch.arange(heads)[:, None]
+        for a, b in zip(new.planes, s.buffer.planes):
+            a[:, :count] = b[at, index.expand(heads, -1)]
+        s.buffer.drop()
+        s.buffer, s.n = new, count
+        s.positions = positions.new_empty((wide, new.cap))
+        s.positions[:, :count] = positions
+        return count * heads * entry_bytes(self.codec, self.shape)
+
+    def _split(self, rows: Sequence[Tensor], room: int) -> int:
+        """Give every head a slab of its own, holding the slots listed for it."""
+        moved, slabs = 0, []
+        for s in self.slabs:
+            heads = s.heads.tolist() if s.heads is not None else list(range(s.buffer.heads))
+            old_positions = s.positions[:, : s.n] if s.positions is not None else torch.arange(s.n)[None]
+            for j, head in enumerate(heads):
+                index = rows[head]
+                new = Buffer(self.codec, self.shape, 1, rounded(len(index) + room), self.ledger)
+                for a, b in zip(new.planes, s.buffer.planes):
+                    a[0, : len(index)] = b[j, index]
+                positions = torch.empty((1, new.cap), dtype=torch.int64)
+                positions[0, : len(index)] = old_positions[min(j, old_positions.shape[0] - 1), index]
+                slabs.append(_Slab(new, len(index), torch.tensor([head]), positions))
+                moved += len(index) * entry_bytes(self.codec, self.shape)
+            s.buffer.drop()
+        self.slabs = slabs
+        return moved
+
+    def fork(self) -> LayerKV:
+        """The same committed rows, shared until either side writes."""
+        assert not self.fresh
+        twin = object.__new__(LayerKV)
+        twin.shape, twin.codec, twin.ledger, twin.version = self.shape, self.codec, self.ledger, self.version
+        twin.slabs = [
+            _Slab(s.buffer.share(), s.n, s.heads, None if s.positions is None else s.positions.clone())
+            for s in self.slabs
+        ]
+        twin.fresh, twin._pending, twin._ids = 0, (), None
+        return twin
+
+    def close(self) -> None:
+        for s in self.slabs:
+            s.buffer.drop()
+        self.slabs = []

@@ -1,0 +1,137 @@
+"""Exact prefix reuse: a tree of prompt blocks keyed by chained hashes, reference-counted, least recently used first out.
+
+A block's key is the hash of its tokens and of its parent's key; the root's key names everything else that shaped the
+rows (model, store, prefill methods). Blocks own their memory; a request copies the rows it reuses into its own slab
+(a copy of 1k rows costs well under a millisecond) and holds its nodes so that they are still there after a preemption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.layer_kv import LayerKV
+
+BLOCK = 32  # rows per node
+
+
+class Node:
+    """One block of rows. `planes` [layer][plane] of [H, BLOCK, ...]."""
+
+    __slots__ = ("bytes", "children", "key", "parent", "planes", "refs", "rows", "used")
+
+    def __init__(self, key: bytes, parent: Node | None, planes: list[list[Tensor]], rows: int) -> None:
+        self.key, self.parent, self.planes, self.rows = key, parent, planes, rows
+        self.children: dict[bytes, Node] = {}
+        self.refs = 0
+        self.used = 0
+        self.bytes = sum(p.numel() * p.element_size() for layer in planes for p in layer)
+
+    def hold(self) -> Node:
+        self.refs += 1
+        return self
+
+    def release(self) -> None:
+        assert self.refs > 0, "a prefix node was released more often than it was held"
+        self.refs -= 1
+
+
+def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a block: stable across processes and runs."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class PrefixTree:
+    def __init__(self, key: str, ledger: Ledger) -> None:
+        self.root = Node(hashlib.blake2b(key.encode(), digest_size=16).digest(), None, [], 0)
+        self.ledger = ledger
+        self.clock = 0
+        self.bytes = 0
+
+    def match(self, tokens: Sequence[int]) -> list[Node]:
+        """The longest chain of cached blocks that `tokens` starts with; each node is held for the caller."""
+        self.clock += 1
+        node, path = self.root, []
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            child = node.children.get(chain(node.key, tokens[start : start + BLOCK]))
+            if child is None:
+                break
+            child.used = self.clock
+            path.append(child.hold())
+            node = child
+        return path
+
+    def copy_into(self, nodes: list[Node], layers: list[LayerKV]) -> int:
+        """Write the nodes' rows to the start of an empty KV. Returns bytes copied."""
+        moved, at = 0, 0
+        for node in nodes:
+            for layer, planes in zip(layers, node.planes):
+                for plane, rows in zip(layer.slabs[0].buffer.planes, planes):
+                    plane[:, at : at + node.rows] = rows
+            moved += node.bytes
+            at += node.rows
+        for layer in layers:
+            layer.slabs[0].n = at
+        return moved
+
+    def insert(self, tokens: Sequence[int], layers: list[LayerKV], held: list[Node]) -> tuple[list[Node], int]:
+        """Cache the whole blocks of `tokens` whose rows lie in `layers`. `held` are the caller's nodes so far.
+
+        Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends.
+        """
+        self.clock += 1
+        node = held[-1] if held else self.root
+        path, moved = list(held), 0
+        for start in range(len(held) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+            key = chain(node.key, tokens[start : start + BLOCK])
+            child = node.children.get(key)
+            if child is None:
+                size = sum(p[:, :BLOCK].numel() * p.element_size() for la in layers for p in la.slabs[0].buffer.planes)
+                if size > self.ledger.free:
+                    break
+                rows = slice(start, start + BLOCK)
+                planes = [[p[:, rows].clone() for p in layer.slabs[0].buffer.planes] for layer in layers]
+                child = node.children[key] = Node(key, node, planes, BLOCK)
+                self.ledger.add(child.bytes)
+                self.bytes += child.bytes
+                moved += child.bytes
+            child.used = self.clock
+            path.append(child.hold())
+            node = child
+        return path, moved
+
+    def nodes(self) -> list[Node]:
+        found, stack = [], [self.root]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            found.append(node)
+        return found[1:]
+
+    def shrink(self, n_bytes: int) -> int:
+        """Give back at least `n_bytes` if unheld blocks allow it, least recently used leaves first. Returns the bytes."""
+        freed = 0
+        while freed < n_bytes:
+            leaves = [node for node in self.nodes() if not node.children and not node.refs]
+            if not leaves:
+                break
+            for node in sorted(leaves, key=lambda leaf: leaf.used):
+                freed += self._remove(node)
+                if freed >= n_bytes:
+                    break
+        return freed
+
+    def clear(self) -> None:
+        """Forget every block nobody holds."""
+        self.shrink(self.bytes)
+
+    def _remove(self, node: Node) -> int:
+        assert node.parent is not None and not node.children and not node.refs
+        del node.parent.children[node.key]
+        self.ledger.used -= node.bytes
+        self.bytes -= node.bytes
+        return node.bytes

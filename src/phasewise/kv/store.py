@@ -1,0 +1,199 @@
+"""All KV of a model: one request's layers (`KV`), and the store that opens them inside a hard byte budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import Codec, KVShape, Ledger, entry_bytes
+from phasewise.kv.layer_kv import LayerKV, _Slab, rounded
+from phasewise.kv.prefix import PrefixTree
+from phasewise.trace import Counters
+
+if TYPE_CHECKING:
+    from phasewise.kv.prefix import Node
+    from phasewise.request import Request
+
+
+class KV:
+    """The cached rows of one request, all layers. Room is made once per step, by `reserve`, never inside a layer."""
+
+    def __init__(self, layers: list[LayerKV], counters: Counters) -> None:
+        self.layers = layers
+        self.counters = counters
+        self.nodes: list[Node] = []  # shared-prefix nodes this request holds
+        self._spare = min((layer.spare for layer in layers), default=0)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated; a buffer shared by forks counts for each of them (the store's ledger counts it once)."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(layer.live_bytes for layer in self.layers)
+
+    def growth(self, rows: int) -> int:
+        """Bytes that `reserve(rows)` would take from the budget."""
+        return 0 if rows <= self._spare else sum(layer.growth(rows) for layer in self.layers)
+
+    def reserve(self, rows: int) -> None:
+        if rows > self._spare:
+            self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer in self.layers)
+            self._spare = min(layer.spare for layer in self.layers)
+
+    def commit(self, rows: int | Sequence[int]) -> None:
+        """End the step: keep the first `rows` rows of the span, or the rows of a path; drop the others."""
+        moved = 0
+        for layer in self.layers:
+            moved += layer.commit(rows)
+        self.counters.kv_bytes_moved += moved
+        self._spare -= rows if isinstance(rows, int) else len(rows)
+
+    def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
+        """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
+        self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
+        self._spare = min(layer_kv.spare for layer_kv in self.layers)
+
+    def drop_last(self, position: int) -> None:
+        """Roll back to the first `position` positions."""
+        for layer in self.layers:
+            layer.drop_last(position)
+        self._spare = min(layer.spare for layer in self.layers)
+
+    def fork(self) -> KV:
+        """Copy-on-write twin."""
+        twin = KV([layer.fork() for layer in self.layers], self.counters)
+        twin.nodes = [node.hold() for node in self.nodes]
+        self._spare = 0  # the next write of either side makes its own copy
+        return twin
+
+    def dump(self) -> list[dict[str, Any]]:
+        """Committed rows as plain tensors, layer by layer: what a hand-off carries."""
+        out = []
+        for layer in self.layers:
+            for s in layer.slabs:
+                out.append(
+                    {
+                        "heads": s.heads,
+                        "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
+                        "planes": [p[:, : s.n].clone() for p in s.buffer.planes],
+                    }
+                )
+            out[-1]["last"] = True  # of this layer
+        return out
+
+    def load(self, dumped: list[dict[str, Any]]) -> None:
+        """Fill an empty KV from `dump`. The codec and shape must be those it was dumped with."""
+        slabs: list[list[dict[str, Any]]] = [[]]
+        for piece in dumped:
+            slabs[-1].append(piece)
+            if piece.get("last"):
+                slabs.append([])
+        assert len(slabs) - 1 == len(self.layers), "a dump of another model"
+        for layer, pieces in zip(self.layers, slabs):
+            self.counters.kv_bytes_moved += _fill(layer, pieces)
+        self._spare = min(layer.spare for layer in self.layers)
+
+    def close(self) -> None:
+        for layer in self.layers:
+            layer.close()
+        for node in self.nodes:
+            node.release()
+        self.layers, self.nodes, self._spare = [], [], 0
+
+
+def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
+    from phasewise.kv.buffer import Buffer
+
+    cap = max(rounded(p["planes"][0].shape[1] + 1) for p in pieces)
+    layer.close()
+    moved = 0
+    for piece in pieces:
+        heads, n = piece["planes"][0].shape[:2]
+        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger)
+        for plane, rows in zip(buffer.planes, piece["planes"]):
+            plane[:, :n] = rows
+            moved += rows.numel() * rows.element_size()
+        positions = piece["positions"]
+        if positions is not None:
+            wide = torch.empty((positions.shape[0], cap), dtype=torch.int64)
+            wide[:, :n] = positions
+            positions = wide
+        layer.slabs.append(_Slab(buffer, n, piece["heads"], positions))
+    layer.version += 1
+    return moved
+
+
+class Store:
+    """Opens KV for requests inside a hard byte budget (the ledger), with reuse of exact shared prefixes.
+
+    `prefix_key` names everything that shapes a prompt's KV besides its tokens (model, store, prefill methods), so
+    that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        codec: Codec,
+        *,
+        ledger: Ledger,
+        counters: Counters,
+        prefix_key: str | None = None,
+        private: int = 1,
+    ) -> None:
+        self.shapes = list(shapes)
+        self.codec = codec
+        self.counters = counters
+        self.ledger = ledger
+        self.private = private
+        self.tree = PrefixTree(prefix_key, self.ledger) if prefix_key is not None else None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return sum(entry_bytes(self.codec, shape) * shape.heads for shape in self.shapes)
+
+    def cost(self, tokens: int) -> int:
+        """Bytes that `open` takes for a request of `tokens` tokens."""
+        return rounded(tokens) * self.row_bytes
+
+    def room(self, n_bytes: int) -> bool:
+        """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be."""
+        if n_bytes <= self.ledger.free:
+            return True
+        if self.tree is not None:
+            self.tree.shrink(n_bytes - self.ledger.free)
+        return n_bytes <= self.ledger.free
+
+    def open(self, request: Request, tokens: int) -> KV:
+        """A KV with room for `tokens` rows, already holding the longest cached prefix of the request's prompt.
+
+        The last `private` prompt rows are always computed: there must be a row to draw from, and an evictor may have
+        to see their queries.
+        """
+        layers = [LayerKV(shape, self.codec, self.ledger, rounded(tokens)) for shape in self.shapes]
+        kv = KV(layers, self.counters)
+        if self.tree is not None:
+            kv.nodes = self.tree.match(request.tokens[: max(0, request.prompt_len - self.private)])
+            moved = self.tree.copy_into(kv.nodes, layers)
+            self.counters.kv_bytes_moved += moved
+            hit = sum(node.rows for node in kv.nodes)
+            self.counters.prefix_hits += hit
+            request.computed = hit
+            kv._spare = min(layer.spare for layer in layers)
+        return kv
+
+    def remember(self, request: Request) -> None:
+        """Keep the request's computed prompt for others, as far as the budget allows."""
+        if self.tree is None or request.kv is None:
+            return
+        if any(len(layer.slabs) != 1 or layer.slabs[0].positions is not None for layer in request.kv.layers):
+            return  # rewritten rows are private
+        upto = min(request.computed, request.prompt_len)
+        added, moved = self.tree.insert(request.tokens[:upto], request.kv.layers, request.kv.nodes)
+        request.kv.nodes = added
+        self.counters.kv_bytes_moved += moved

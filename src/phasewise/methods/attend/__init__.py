@@ -1,0 +1,1 @@
+"""Methods of the verb `attend`, one per file."""

@@ -1,0 +1,25 @@
+"""Every row reads everything it may see: exact attention, the reference of every other method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from phasewise.read import Read
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Exact attention over all visible rows."""
+
+    paper: ClassVar[str] = ""
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [read.attend() for read in reads]

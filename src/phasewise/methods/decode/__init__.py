@@ -1,0 +1,1 @@
+"""Methods of the verb `decode`, one per file."""

@@ -1,0 +1,39 @@
+"""One token per step from the last row's logits: the plain way, and the reference of every other method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.batch import Span
+from phasewise.phase import Hidden, Host, Outcome, Phase
+from phasewise.request import Request
+from phasewise.speculate import draw_outcomes, slice_span
+
+
+@dataclass(frozen=True)
+class Autoregressive:
+    """Known tokens that are not computed yet go through as slices; the last one's logits give the next token."""
+
+    paper: ClassVar[str] = ""
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    def bind(self, host: Host) -> _Autoregressive:
+        return _Autoregressive(host)
+
+
+class _Autoregressive:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def rows(self, request: Request) -> int:
+        return (request.prompt_len if request.prefilling else request.known) - request.computed
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        return [slice_span(request, budget, phase) for request, budget in zip(requests, budgets)]
+
+    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        return draw_outcomes(self.host, spans, hidden)

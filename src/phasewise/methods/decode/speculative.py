@@ -1,0 +1,28 @@
+"""Draft, then verify in one pass: several tokens per step at the price of one (arXiv 2211.17192, 2302.01318)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from phasewise.phase import Host
+from phasewise.speculate import Speculation
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """The loop of every drafter, chains and trees alike; `draft` and `verify` hold the methods of those verbs.
+
+    Exact as far as its verifier is: greedy tokens are the model's own, sampled ones keep its distribution.
+    """
+
+    draft: Any
+    verify: Any
+
+    paper: ClassVar[str] = "arXiv 2211.17192"
+    guarantee: ClassVar[str] = "distribution"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    def bind(self, host: Host) -> Speculation:
+        return Speculation(host, host.bind(self.draft), host.bind(self.verify))

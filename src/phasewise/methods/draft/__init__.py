@@ -1,0 +1,1 @@
+"""Methods of the verb `draft`, one per file."""

@@ -1,0 +1,1 @@
+"""Methods of the verb `evict`, one per file."""

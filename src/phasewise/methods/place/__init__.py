@@ -1,0 +1,1 @@
+"""Methods of the verb `place`, one per file."""

@@ -1,0 +1,1 @@
+"""Methods of the verb `sample`, one per file."""

@@ -1,0 +1,1 @@
+"""Methods of the verb `schedule`, one per file."""

@@ -1,0 +1,1 @@
+"""Methods of the verb `skip`, one per file."""

@@ -1,0 +1,1 @@
+"""Methods of the verb `store`, one per file."""

@@ -1,0 +1,21 @@
+"""KV as the model made it, in one slab per request and layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.kv.buffer import Codec, Raw
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Rows in the model's own dtype."""
+
+    paper: ClassVar[str] = ""
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    def codec(self) -> Codec:
+        return Raw()

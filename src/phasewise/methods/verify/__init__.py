@@ -1,0 +1,1 @@
+"""Methods of the verb `verify`, one per file."""

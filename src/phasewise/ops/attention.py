@@ -1,0 +1,75 @@
+"""Attention of one span's rows over one part of its KV, with its plain twin. Grouped heads are never expanded for one row.
+
+Shapes: q [R, Hq, D]; k, v [H, N, D] with Hq = H * G; mask bool [1 | H, R, N] (True = visible) or None = all visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
+    """softmax(scale * q k^T) v -> [R, Hq, D]. Rows that see nothing are not allowed."""
+    if softcap is not None:
+        return reference(q, k, v, mask, scale, softcap)[0]
+    rows, heads_q, dim = q.shape
+    heads = k.shape[0]
+    group = heads_q // heads
+    if rows == 1:
+        grouped = q.reshape(1, heads, group, dim)
+        wide = None if mask is None else mask.reshape(1, -1, 1, k.shape[1])
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], wide, scale=scale).reshape(1, heads_q, dim)
+    if group > 1:
+        k = k.repeat_interleave(group, 0)
+        v = v.repeat_interleave(group, 0)
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask.repeat_interleave(group, 0)
+    wide = None if mask is None else mask[None]
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], wide, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of a whole prompt slice to itself (R = N, row i sees 0..i), without building a mask."""
+    group = q.shape[1] // k.shape[0]
+    if group > 1:
+        k = k.repeat_interleave(group, 0)
+        v = v.repeat_interleave(group, 0)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The plain twin, with the log-sum-exp: -> out [R, Hq, D], lse float32 [R, Hq]. Rows that see nothing give 0, -inf."""
+    logits = scores(q, k, scale, softcap)  # [H, G, R, N]
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    lse = logits.logsumexp(-1)  # [H, G, R]
+    weights = (logits - lse[..., None].clamp(min=torch.finfo(torch.float32).min)).exp()
+    out = weights @ v.float()[:, None]  # [H, G, R, D]
+    rows, heads_q, dim = q.shape
+    return out.permute(2, 0, 1, 3).reshape(rows, heads_q, dim).to(q.dtype), lse.permute(2, 0, 1).reshape(rows, heads_q)
+
+
+def scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Unmasked float32 attention logits [H, G, R, N]."""
+    rows, heads_q, dim = q.shape
+    grouped = q.float().reshape(rows, k.shape[0], heads_q // k.shape[0], dim).permute(1, 2, 0, 3)  # [H, G, R, D]
+    logits: Tensor = grouped @ k.float()[:, None].transpose(-1, -2) * scale
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Join attention over disjoint sets of rows: [(out [R, Hq, D], lse [R, Hq])] -> out [R, Hq, D]."""
+    lse = torch.stack([p[1] for p in parts])  # [P, R, Hq]
+    weights: Any = torch.softmax(lse, 0)[..., None]
+    out = torch.stack([p[0].float() for p in parts])
+    return (weights * out).sum(0).to(parts[0][0].dtype)

@@ -1,0 +1,44 @@
+"""Logit rules over many rows at once. All take and return float32 [n, V]; per-row parameters are [n] tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def penalise(logits: Tensor, prompt: Sequence[int], out: Sequence[int], rules: tuple[float, float, float]) -> None:
+    """In place, for one row [V]. `rules` = repetition (seen in prompt or output: divide positive logits, multiply
+    negative ones), presence and frequency (subtract, over the output)."""
+    repetition, presence, frequency = rules
+    if repetition != 1.0:
+        seen = torch.tensor(list({*prompt, *out}), device=logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
+    if (presence or frequency) and out:
+        tokens, counts = torch.tensor(list(out), device=logits.device).unique(return_counts=True)
+        logits[tokens] -= presence + frequency * counts.float()
+
+
+def shape(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Temperature, then top-k, top-p and min-p on the tempered probabilities, renormalised. -> probabilities [n, V].
+
+    top_k 0, top_p 1 and min_p 0 switch a rule off for a row. Of equal logits at the top-k border all are kept.
+    """
+    logits = logits / temperature[:, None]
+    k_rows = top_k > 0
+    if bool(k_rows.any()):
+        largest = int(top_k.clamp(max=logits.shape[-1]).max())
+        values = logits.topk(largest, -1).values
+        border = values.gather(1, (top_k.clamp(1, largest) - 1)[:, None])
+        logits = logits.masked_fill((logits < border) & k_rows[:, None], float("-inf"))
+    probs = logits.softmax(-1)
+    if bool((top_p < 1.0).any()):
+        ordered, index = probs.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
+        drop = torch.zeros_like(probs, dtype=torch.bool).scatter(1, index, before >= top_p[:, None])
+        probs = probs.masked_fill(drop & (top_p < 1.0)[:, None], 0.0)
+    if bool((min_p > 0.0).any()):
+        probs = probs.masked_fill(probs < min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
+    return probs / probs.sum(-1, keepdim=True)

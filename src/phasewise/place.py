@@ -1,0 +1,48 @@
+"""Placements: engines made of engines, with the same verbs. Nothing above this line knows which one it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from phasewise.engine import Engine
+    from phasewise.model.model import Model
+    from phasewise.request import Request
+    from phasewise.trace import Counters
+
+
+class Placed(Protocol):
+    """What the server, the offline API and other placements see of an engine."""
+
+    model: Model
+    counters: Counters
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def waiting(self) -> Sequence[Request]: ...
+    @property
+    def running(self) -> Sequence[Request]: ...
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes in use now, prefix cache included."""
+        ...
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Of these, the bytes of the prefix cache."""
+        ...
+
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request: Request) -> bool: ...
+    def step(self) -> list[Request]: ...
+    def forget_prefixes(self) -> None: ...
+
+
+class Plan(Protocol):
+    """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
+
+    def engine(self, phases: tuple[str, ...], share: float) -> Engine:
+        """A new engine for these phases with `share` of the KV budget."""
+        ...

@@ -1,0 +1,147 @@
+"""The composition root: one method per verb, turned into phases and engines.
+
+This is the one core file that names methods, and only as the defaults of their verbs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise import catalog
+from phasewise.companion import Companion
+from phasewise.engine import Engine, Parts
+from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.store import Store
+from phasewise.model.model import Model
+from phasewise.phase import Host, Phase
+from phasewise.place import Placed
+from phasewise.trace import Counters
+
+DEFAULTS = {
+    "place": "colocated",
+    "schedule": "sarathi",
+    "decode": "autoregressive",
+    "verify": "rejection",
+    "attend": "dense",
+    "evict": "none",
+    "store": "slab",
+    "skip": "all",
+    "sample": "standard",
+}
+PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
+WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
+
+
+def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
+    """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults. Raises UserError."""
+    given = {verb: text for verb, text in options.items() if text}
+    texts = {**DEFAULTS, **(WITH_DRAFT if "draft" in given else {}), **given}
+    name = texts["decode"].partition(":")[0]
+    slots = catalog.slots_of(catalog.method("decode", name))
+    for verb in PARTS_OF_DECODE:
+        if verb in slots and verb not in texts:
+            raise UserError(f"decode {name} needs a {verb} method: add --{verb} NAME")
+        if verb in given and verb not in slots:
+            raise UserError(f"decode {name} has no use for --{verb} {given[verb]}: leave one of them out")
+    wanted = [verb for verb in texts if verb != "decode" and (verb in slots or verb not in PARTS_OF_DECODE)]
+    methods = {verb: catalog.build(verb, texts[verb]) for verb in wanted}
+    methods["decode"] = catalog.build("decode", texts["decode"], **{verb: methods[verb] for verb in slots})
+    return methods
+
+
+def memory_default() -> int:
+    """A quarter of the machine's memory, at most 4 GiB."""
+    return min(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine may use."""
+
+    kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
+    max_running: int = 64
+    prefix_cache: bool = True
+
+
+class Builder:
+    """A recipe bound to a model: what placements make their engines from."""
+
+    def __init__(
+        self,
+        model: Model,
+        methods: Mapping[str, Any],
+        limits: Limits,
+        *,
+        load: Callable[[str], Model],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model, self.methods, self.limits, self.clock = model, methods, limits, clock
+        self._load = load
+        self._loaded: dict[str, Model] = {}  # companions' models, shared by all engines of a placement
+
+    def build(self) -> Placed:
+        """The placement, ready for requests."""
+        placed: Placed = self.methods["place"].build(self)
+        return placed
+
+    def load(self, name: str) -> Model:
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def engine(self, phases: tuple[str, ...], share: float) -> Engine:
+        """A new engine for these phases with `share` of the KV budget, counters and companions of its own."""
+        counters = Counters()
+        budget = self.limits.kv_bytes if self.limits.kv_bytes is not None else memory_default()
+        ledger = Ledger(int(budget * share))
+        companions: list[Companion] = []
+
+        def companion(name: str, model: Model) -> Companion:
+            store = Store(kv_shapes(model), Raw(), ledger=ledger, counters=counters)
+            plain = Phase(name, decode=self.methods["decode"], attend=catalog.build("attend", DEFAULTS["attend"]))
+            companions.append(Companion(name, model, store, plain, counters))
+            return companions[-1]
+
+        host = Host(self.model, self.methods["sample"], counters, self.load, companion)
+        host.sample = host.bind(self.methods["sample"])
+        decode = host.bind(self.methods["decode"])
+        evict = host.bind(self.methods["evict"])
+        made = [
+            Phase(name, decode, host.bind(self._for("attend", name)), evict, host.bind(self._for("skip", name)))
+            for name in phases
+        ]
+        store = Store(
+            kv_shapes(self.model),
+            self.methods["store"].codec(),
+            ledger=ledger,
+            counters=counters,
+            prefix_key=self._prefix_key() if self.limits.prefix_cache else None,
+            private=1 if evict is None else max(1, evict.observes),
+        )
+        parts = Parts(
+            self.model, made, self.methods["schedule"], store, counters, self.clock, self.limits.max_running,
+            companions, host.taps,
+        )  # fmt: skip
+        return Engine(parts)
+
+    def _for(self, verb: str, phase: str) -> Any:
+        """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""
+        method = self.methods[verb]
+        return method if phase in method.phases else catalog.build(verb, DEFAULTS[verb])
+
+    def _prefix_key(self) -> str:
+        """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10)."""
+        shaping = [self.methods[verb] for verb in ("store", "evict", "decode")]
+        shaping += [self._for("attend", "prefill"), self._for("skip", "prefill")]
+        return repr((self.model.config, self.model.dtype, shaping))
+
+
+def kv_shapes(model: Model) -> list[KVShape]:
+    config = model.config
+    shape = KVShape(config.kv_heads, config.head_dim, model.dtype, str(model.device))
+    return [shape] * config.layers

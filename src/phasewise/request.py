@@ -1,0 +1,225 @@
+"""A request: what was asked, what is known, what is computed. The phase is derived from these, never stored."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from phasewise.errors import UserError
+from phasewise.trace import Trace
+
+if TYPE_CHECKING:
+    from phasewise.kv.store import KV
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """How tokens are drawn and when to stop. `temperature=0` is greedy; neutral values switch a rule off."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()  # besides the model's end tokens
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        )
+
+
+_RANGES = (
+    ("max_tokens", 1, 1 << 30),
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, 1 << 30),
+    ("top_p", 1e-9, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 1e-3, 1e3),
+    ("presence_penalty", -10.0, 10.0),
+    ("frequency_penalty", -10.0, 10.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Targets of one request, seconds; None = no target."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error)."""
+
+    how: Literal["finished", "cancelled", "failed"]
+    reason: str
+
+
+class Request:
+    """One sequence on its way through the phases.
+
+    `tokens` is everything known (prompt, then output); `computed` of them are in the KV. `state` is a drawer per
+    method, emptied when the request is preempted or leaves. `watch`, if given, is told each emitted token and answers
+    True where the text has to stop (stop strings).
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: Params | None = None,
+        *,
+        id: str | None = None,
+        slo: SLO | None = None,
+        watch: Callable[[int], bool] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.id = id if id is not None else f"r{next(_ids)}"
+        self.params = params or Params()
+        self.slo = slo or SLO()
+        self.watch = watch
+        self.tokens: list[int] = list(prompt)
+        self.prompt_len = len(self.tokens)
+        self.computed = 0
+        self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
+        self.depth = 0  # layers already run for the slice under way (layered prefill)
+        self.kv: KV | None = None
+        self.state: dict[str, Any] = {}
+        self.high_water = 0  # rows ever computed: what lies below it is recomputation
+        self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
+        self.left: Left | None = None
+        self.trace = Trace(now)
+
+    # ---- the only truth about progress
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prompt_len
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.prompt_len]
+
+    @property
+    def out(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def n_out(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def limit(self) -> int:
+        """Tokens it can ever hold."""
+        return self.prompt_len + self.params.max_tokens
+
+    def emit(self, tokens: Sequence[int], eos: Sequence[int], now: float) -> int:
+        """Append accepted tokens up to the first that ends the request (DESIGN law 9). Returns how many were taken."""
+        taken = 0
+        for token in tokens:
+            self.tokens.append(token)
+            taken += 1
+            ends = token in self.params.stop_tokens or (token in eos and not self.params.ignore_eos)
+            if ends or (self.watch is not None and self.watch(token)):
+                self.left = Left("finished", "stop")
+            elif self.n_out >= self.params.max_tokens:
+                self.left = Left("finished", "length")
+            if self.left:
+                break
+        if taken:
+            self.trace.emitted(now, taken)
+        return taken
+
+    def sibling(self, index: int) -> Request:
+        """A request for another sample of the same prompt: it shares this one's prefill and draws with its own seed."""
+        twin = Request(
+            self.prompt,
+            replace(self.params, seed=(self.params.seed + 0x9E3779B97F4A7C15 * index) & (2**63 - 1)),
+            id=f"{self.id}.{index}",
+            slo=self.slo,
+            now=self.trace.arrived,
+        )
+        twin.parent = self
+        return twin
+
+    def adopt(self, other: Request) -> None:
+        """Continue from `other`'s progress: its tokens, its KV (copy-on-write) and its methods' drawers."""
+        assert other.kv is not None
+        self.tokens = list(other.tokens)
+        self.computed = self.high_water = other.computed
+        self.kv = other.kv.fork()
+        self.state = {name: fork_state(value) for name, value in other.state.items()}
+
+    def release(self) -> None:
+        """Give up KV and every method's drawer (a drawer with `close` is closed)."""
+        for value in self.state.values():
+            if hasattr(value, "close"):
+                value.close()
+        self.state.clear()
+        if self.kv is not None:
+            self.kv.close()
+            self.kv = None
+
+    # ---- crossing a process boundary (placements)
+    def header(self) -> dict[str, Any]:
+        """Everything but the KV, as plain data: what another engine needs to go on (DESIGN section 7)."""
+        params = {name: getattr(self.params, name) for name in Params.__slots__}
+        return {
+            "id": self.id,
+            "tokens": list(self.tokens),
+            "prompt_len": self.prompt_len,
+            "computed": self.computed,
+            "high_water": self.high_water,
+            "params": params,
+            "slo": [self.slo.ttft, self.slo.tpot],
+            "arrived": self.trace.arrived,
+        }
+
+    @classmethod
+    def from_header(cls, header: dict[str, Any], watch: Callable[[int], bool] | None = None) -> Request:
+        request = cls(
+            header["tokens"],
+            Params(**header["params"]),
+            id=header["id"],
+            slo=SLO(*header["slo"]),
+            watch=watch,
+            now=header["arrived"],
+        )
+        request.prompt_len = header["prompt_len"]
+        request.computed = header["computed"]
+        request.high_water = header["high_water"]
+        return request
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}, prompt={self.prompt_len}, out={self.n_out}, computed={self.computed}, {self.left})"
+
+
+def fork_state(value: Any) -> Any:
+    """A copy of a method's drawer: by its own `fork` if it has one, else by deep copy."""
+    return value.fork() if hasattr(value, "fork") else copy.deepcopy(value)

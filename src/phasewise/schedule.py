@@ -1,0 +1,50 @@
+"""Scheduling is numbers only: the same policy objects run in the engine and in a simulator (DESIGN law 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Job(Protocol):
+    """What a scheduler may know of a request. `phasewise.request.Request` is one; a simulator brings its own."""
+
+    @property
+    def prompt_len(self) -> int: ...
+    @property
+    def computed(self) -> int: ...
+    @property
+    def prefilling(self) -> bool: ...
+    @property
+    def rows(self) -> int:
+        """Rows it would like to bring now: the rest of its prompt, or its decode step (draft or block included)."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Layers already run for the slice under way (layered prefill); 0 = none."""
+        ...
+
+    @property
+    def slo(self) -> Any: ...
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """`rows` rows of `job` in this step; `layers` = only this half-open range of the depth (layered prefill).
+
+    A slice under way (job.depth > 0) must go on with the same rows and the next layers.
+    """
+
+    job: Any
+    rows: int
+    layers: tuple[int, int] | None = None
+
+
+class Scheduler(Protocol):
+    """schedule: who runs in this step, with how many rows?"""
+
+    def plan(self, live: Sequence[Any], now: float) -> list[Work]:
+        """`live`: admitted jobs in order of priority (first come first). `now`: seconds of the engine's clock."""
+        ...

@@ -1,0 +1,236 @@
+"""Speculation, once for all drafters: draft chains and trees become spans, verified paths become outcomes.
+
+A draft node states how it was drawn (DESIGN law 8), so a verifier knows which rule keeps the target's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from phasewise.batch import Span, ancestors, depths
+from phasewise.phase import Hidden, Host, Outcome, Phase
+from phasewise.sampling import Context, Dist, Purpose, draw, uniform
+
+if TYPE_CHECKING:
+    from phasewise.request import Request
+
+Drawn = Literal["point", "iid", "without_replacement", "top_plus_one"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A tree of guesses below the pending token. `parents[i] < i`, -1 = child of the pending token; children of a node
+    stand in the order they were drawn. `q` float32 [nodes, V]: the distribution node i was drawn from (None if
+    unknown, or if `drawn` is "point": a deterministic guess)."""
+
+    tokens: list[int]
+    parents: list[int]
+    drawn: Drawn = "point"
+    q: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
+        return cls(list(tokens), list(range(-1, len(tokens) - 1)), drawn, q)
+
+    def children(self, node: int) -> list[int]:
+        """Children of a node in draw order; -1 = of the pending token."""
+        return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Tokens from the first node down to `node`."""
+        out: list[int] = []
+        while node >= 0:
+            out.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(out))
+
+    def cut(self, nodes: int) -> Draft:
+        """The first `nodes` nodes (parents come before children, so this is a tree again)."""
+        if nodes >= len(self.tokens):
+            return self
+        q = None if self.q is None else self.q[:nodes]
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q)
+
+
+class Random(Protocol):
+    def __call__(self, depth: int, purpose: int, index: int = 0) -> float:
+        """A number in [0, 1) for the token `depth` places after the pending one."""
+        ...
+
+
+class Drafter(Protocol):
+    """draft: what might come next?"""
+
+    def size(self, request: Request) -> int:
+        """The most nodes it may propose next (a bound on the rows a step needs)."""
+        ...
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        """At most `budget` nodes per request; None or an empty draft = no guess. Deterministic given the request."""
+        ...
+
+    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        """Told what became of its drafts, before the tokens are emitted."""
+        ...
+
+
+class Verifier(Protocol):
+    """verify: which guesses stay? Pure: no model, no cache."""
+
+    def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
+        """`p` row 0 is the target's distribution after the pending token, row i + 1 after node i.
+
+        -> (accepted nodes, root first, each the parent of the next; the token that follows them).
+        """
+        ...
+
+
+def slice_span(request: Request, rows: int, phase: Phase) -> Span:
+    """The next known tokens that are not computed yet, at most `rows` of them and never across the prompt's end."""
+    assert request.kv is not None
+    start = request.computed
+    end = min(start + rows, request.prompt_len if request.prefilling else request.known)
+    return Span(request, request.kv, phase, request.tokens[start:end], range(start, end))
+
+
+def catching_up(request: Request) -> bool:
+    """Whether known tokens other than the last are still to be computed (a prompt, or a replay after preemption)."""
+    return request.prefilling or request.known - request.computed > 1
+
+
+def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
+    """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors."""
+    assert request.kv is not None
+    tree = [-1, *(parent + 1 for parent in draft.parents)]
+    start = request.computed
+    if tree == list(range(-1, len(tree) - 1)):  # a chain is causal
+        return Span(
+            request, request.kv, phase, [request.tokens[-1], *draft.tokens], range(start, start + len(tree)), note=draft
+        )
+    positions = [start + d for d in depths(tree)]
+    return Span(
+        request, request.kv, phase, [request.tokens[-1], *draft.tokens], positions, sees=ancestors(tree), note=draft
+    )
+
+
+class Speculation:
+    """The decode loop of every drafter: propose pending token + draft, verify, keep the accepted path.
+
+    Prompts and replays go through as plain slices. With no draft a step is one ordinary row.
+    """
+
+    def __init__(self, host: Host, drafter: Drafter, verifier: Verifier) -> None:
+        self.host, self.drafter, self.verifier = host, drafter, verifier
+
+    def rows(self, request: Request) -> int:
+        if catching_up(request):
+            return (request.prompt_len if request.prefilling else request.known) - request.computed
+        return 1 + max(0, min(self.drafter.size(request), request.limit - request.known - 1))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans: list[Span | None] = [None] * len(requests)
+        ready = []
+        for i, (request, budget) in enumerate(zip(requests, budgets)):
+            if catching_up(request):
+                spans[i] = slice_span(request, budget, phase)
+            else:
+                ready.append(i)
+        if ready:
+            room = [min(budgets[i], self.rows(requests[i])) - 1 for i in ready]
+            drafts = self.drafter.draft([requests[i] for i in ready], room)
+            for i, most, draft in zip(ready, room, drafts):
+                has = draft is not None and draft.tokens and most > 0
+                spans[i] = (
+                    draft_span(requests[i], draft.cut(most), phase) if has and draft else slice_span(requests[i], 1, phase)
+                )
+        return [span for span in spans if span is not None]
+
+    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        wanted: list[int] = []
+        contexts: list[Context] = []
+        for span in spans:
+            if span.note is not None:
+                draft: Draft = span.note
+                wanted.extend(range(span.start, span.start + span.rows))
+                contexts.extend(Context(span.request, draft.path(node)) for node in range(-1, len(draft.tokens)))
+            elif span.positions[-1] + 1 == span.request.known:
+                wanted.append(span.start + span.rows - 1)
+                contexts.append(Context(span.request))
+        if not wanted:
+            return [Outcome(span.rows, []) for span in spans]
+        logits = self.host.model.head(hidden.x[torch.tensor(wanted, device=hidden.x.device)])
+        self.host.counters.head_rows += len(wanted)
+        dist = self.host.sample(logits, contexts)
+        outcomes, row = [], 0
+        for span in spans:
+            outcome, used = self._judge(span, dist, row)
+            outcomes.append(outcome)
+            row += used
+        self.drafter.learn(spans, hidden, outcomes)
+        return outcomes
+
+    def _judge(self, span: Span, dist: Dist, row: int) -> tuple[Outcome, int]:
+        """The outcome of one span whose distributions start at `row`, and how many rows it had."""
+        request = span.request
+        seed, known = request.params.seed, request.known
+        if span.note is None:
+            if span.positions[-1] + 1 != known:
+                return Outcome(span.rows, []), 0
+            return Outcome(span.rows, [dist.draw(row, uniform(seed, known, Purpose.SAMPLE))]), 1
+        draft: Draft = span.note
+
+        def rng(depth: int, purpose: int, index: int = 0) -> float:
+            return uniform(seed, known + depth, purpose, index)
+
+        path, token = self.verifier(draft, _Shifted(dist, row, span.rows), rng)
+        tokens = [draft.tokens[node] for node in path] + [token]
+        keep: int | list[int] = [0, *(node + 1 for node in path)]
+        if keep == list(range(len(path) + 1)):
+            keep = len(path) + 1
+        return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path)), span.rows
+
+
+class _Shifted(Dist):
+    """The rows of one span within the distributions of the whole batch."""
+
+    __slots__ = ("_whole", "_offset", "_count")
+
+    def __init__(self, whole: Dist, offset: int, count: int) -> None:
+        self._whole, self._offset, self._count = whole, offset, count
+        self.vocab = whole.vocab
+        self.top = whole.top[offset : offset + count]
+
+    def greedy(self, row: int) -> bool:
+        return self._whole.greedy(self._offset + row)
+
+    def row(self, row: int) -> Tensor:
+        return self._whole.row(self._offset + row)
+
+    def prob(self, row: int, token: int) -> float:
+        return self._whole.prob(self._offset + row, token)
+
+    def draw(self, row: int, u: float) -> int:
+        return self._whole.draw(self._offset + row, u)
+
+
+def draw_outcomes(host: Host, spans: Sequence[Span], hidden: Hidden, shape: Callable[[Tensor, list[Span]], Tensor] | None = None) -> list[Outcome]:
+    """Plain decoding: a token for every span that reaches its request's last known token.
+
+    `shape`, if given, replaces the logits [n, V] of those spans (two-model methods).
+    """
+    done = [span for span in spans if span.positions[-1] + 1 == span.request.known]
+    tokens: dict[int, int] = {}
+    if done:
+        last = torch.tensor([span.start + span.rows - 1 for span in done], device=hidden.x.device)
+        logits = host.model.head(hidden.x[last])
+        host.counters.head_rows += len(done)
+        if shape is not None:
+            logits = shape(logits, done)
+        drawn = draw(host.sample, logits, [Context(span.request) for span in done])
+        tokens = {id(span): token for span, token in zip(done, drawn)}
+    return [Outcome(s.rows, [tokens[id(s)]] if id(s) in tokens else []) for s in spans]
