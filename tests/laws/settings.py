@@ -1,0 +1,32 @@
+"""How each discovered method is set up on the tiny model, from what it declares about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phasewise import catalog
+
+SECOND_MODEL_KNOBS = ("model", "amateur", "little")  # knobs that name a second model
+
+
+def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
+    """The text of a method with these knobs; a knob naming a second model gets a tiny one."""
+    known = catalog.knobs_of(catalog.method(verb, name))
+    chosen = {knob: "tiny-draft" for knob in SECOND_MODEL_KNOBS if knob in known} | (knobs or {})
+    return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
+
+
+def options(verb: str, name: str, knobs: dict[str, Any] | None = None) -> dict[str, str]:
+    """Verb options that put the method to work, with whatever it needs beside it."""
+    given = {verb: spell(verb, name, knobs)}
+    if verb == "verify" or (verb == "decode" and "draft" in catalog.slots_of(catalog.method(verb, name))):
+        given["draft"] = spell("draft", "draft_model", {"k": 3})
+    return given
+
+
+def discovered() -> list[tuple[str, str]]:
+    return [(verb, name) for verb, name, _ in catalog.every()]
+
+
+def guarantee(verb: str, name: str) -> str:
+    return str(catalog.method(verb, name).guarantee)
