@@ -9,7 +9,8 @@ from phasewise.errors import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # No pickle: nothing that could run code is even downloaded.
-PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+WANTED = ["*.safetensors", "*.json", "*.jinja"]
+UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights
 
 
 def resolve(path: str | Path) -> Path:
@@ -37,9 +38,10 @@ def _download(name: str) -> Path:
         raise UserError(f"There is no directory {name!r}, and downloading it as a hub id needs the extra: "
                         f"pip install 'phasewise[hub]', {local}.") from error  # fmt: skip
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except HFValidationError as error:
-        raise UserError(f"There is no directory {name!r}, and it is not a valid hub id ({error}); {local}.") from error
+        raise UserError(f"There is no directory {name!r}, and it is not a valid hub id ({error}). Check the "
+                        f"name, {local}.") from error  # fmt: skip
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"There is no directory {name!r}, and the hub id could not be downloaded ({reason}). Check the "

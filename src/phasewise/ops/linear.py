@@ -27,18 +27,14 @@ class Linear:
         self._bias = bias
         wanted = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 if packed is None else packed
         self._packed = wanted and _can_pack(weight.dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._packed else weight
+        self._weight = _pack(weight) if self._packed else weight
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """`add` [T, out] is summed into the result; in the packed form within the same kernel."""
         if not self._packed:
             y = F.linear(x, self._weight, self._bias)
             return y if add is None else y.add_(add)
-        if add is None:
-            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        else:
-            y = torch.ops.mkldnn._linear_pointwise.binary(x, add, self._weight, self._bias, "add")
-        return y  # type: ignore[no-any-return]
+        return _multiply(x, self._weight, self._bias, add)
 
     @property
     def packed(self) -> bool:
@@ -49,13 +45,27 @@ class Linear:
         return self._weight.to_dense() if self._packed else self._weight
 
 
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return packed
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    y: Tensor
+    if add is None:
+        y = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    else:
+        y = torch.ops.mkldnn._linear_pointwise.binary(x, add, packed, bias, "add")
+    return y
+
+
 @cache
 def _can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs and multiplies weights of this type here; says so once in the log when it does not."""
     try:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype))
-        torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 16, dtype=dtype), weight, None, "none", [], "")
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        x = torch.zeros(1, 16, dtype=dtype)
+        _multiply(x, _pack(torch.zeros(16, 16, dtype=dtype)), None, x)
+    except (AttributeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         log.warning("oneDNN cannot pack %s weights here, using plain linear layers: %s", dtype, error)
         return False
     return True
