@@ -64,7 +64,7 @@ class MoE:
                 mixed[order[start : start + rows]] = expert(grouped[start : start + rows], counts)
                 start += rows
         counts.count("expert_loads", sum(map(bool, loads)))
-        scaled = mixed.view(*chosen.shape, -1).float().mul_(weights[..., None])  # [T, k, d]
+        scaled = mixed.view(*chosen.shape, x.shape[-1]).float().mul_(weights[..., None])  # [T, k, d]
         y = scaled.sum(1).to(x.dtype)
         return y if add is None else y.add_(add)
 

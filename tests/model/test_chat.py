@@ -1,0 +1,150 @@
+"""Chat templates: what checkpoints rely on, and what a hostile one may not do."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from phasewise.errors import UserError
+from phasewise.model.chat import ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": '2 + 2 < 5 & "so"?'},
+    {"role": "assistant", "content": "é"},
+    {"role": "user", "content": "thanks"},
+]
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|im_start|>system\n<|im_end|>\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
+{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
+{% set system_message = false %}{% endif %}{% for message in loop_messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>' \
++ message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+TOOLS = """{{ tools | tojson }}|{{ messages | tojson(indent=2) }}|{% for m in messages %}{% if m.role == 'system' %}\
+{% continue %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}
+  {% if enable_thinking %}
+    think
+  {% endif %}
+{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"""
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, TOKENS)
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA2, TOOLS], ids=["chatml", "llama2", "tools"])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_equals_transformers(source: str, add_generation_prompt: bool) -> None:
+    extra: dict[str, Any] = {"tools": [{"name": "é<&>", "n": 1}], "enable_thinking": True}
+    theirs, _ = render_jinja_template(
+        conversations=[MESSAGES], chat_template=source, add_generation_prompt=add_generation_prompt, **extra, **TOKENS
+    )
+    ours = template(source).render(MESSAGES, add_generation_prompt, **extra)
+    assert ours == theirs[0]
+    assert "thanks" in ours
+
+
+def test_generation_prompt_is_the_default() -> None:
+    assert template(CHATML).render(MESSAGES).endswith("<|im_start|>assistant\n")
+    assert template(CHATML).render(MESSAGES, False).endswith("thanks<|im_end|>\n")
+
+
+def test_the_clock() -> None:
+    assert template("{{ strftime_now('%Y') }}").render(MESSAGES) == str(datetime.now().year)
+
+
+def test_a_template_may_refuse() -> None:
+    with pytest.raises(UserError, match="roles must alternate"):
+        template(LLAMA2).render([{"role": "assistant", "content": "first"}])
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ nothing() }}",
+                                    "{% include 'x' %}", "{{ 'a' + 1 }}"])  # fmt: skip
+def test_a_failing_template_is_a_user_error(source: str) -> None:
+    with pytest.raises(UserError, match="cannot render"):
+        template(source).render(MESSAGES)
+
+
+def test_a_template_that_does_not_parse() -> None:
+    with pytest.raises(UserError, match=r"'default' does not parse \(line 2"):
+        template("fine\n{% if %}")
+
+
+@pytest.mark.parametrize("attack", [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__['json'] }}",
+    "{{ (messages | attr('__class__')).__name__ }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ namespace.__init__.__globals__['os'].system('true') }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'].getcwd() }}",
+])  # fmt: skip
+def test_a_hostile_template_reaches_nothing(attack: str) -> None:
+    """Each either fails as a UserError or prints nothing: no attribute of a Python object gets out."""
+    try:
+        out = template(attack).render(MESSAGES)
+    except UserError:
+        return
+    assert out.strip() == ""
+
+
+@pytest.mark.parametrize("attack", ["{% set _ = messages.append(1) %}", "{% set _ = messages[0].update(role='x') %}",
+                                    "{% set _ = messages.clear() %}"])  # fmt: skip
+def test_messages_cannot_be_changed(attack: str) -> None:
+    messages = [dict(message) for message in MESSAGES]
+    with pytest.raises(UserError):
+        template(attack).render(messages)
+    assert messages == MESSAGES
+
+
+def test_named_templates() -> None:
+    both = ChatTemplate({"default": "plain", "tool_use": "tools", "rag": "rag"})
+    assert both.render(MESSAGES) == "plain"
+    assert both.render(MESSAGES, tools=[{"name": "f"}]) == "tools"
+    assert both.render(MESSAGES, tools=[]) == "plain"
+    assert both.render(MESSAGES, template="rag") == "rag"
+    with pytest.raises(UserError, match="Did you mean tool_use"):
+        both.render(MESSAGES, template="tooluse")
+
+
+def test_no_template(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no chat template.*chat_template\.jinja"):
+        ChatTemplate.load(tmp_path).render(MESSAGES)
+
+
+def test_load(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "{{ bos_token }}{{ eos_token }}A"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "<s>A"
+    config["chat_template"] = [{"name": "default", "template": "B"}, {"name": "tool_use", "template": "C"}]  # type: ignore[assignment]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "B"
+    assert ChatTemplate.load(tmp_path).render(MESSAGES, tools=[1]) == "C"
+    (tmp_path / "chat_template.jinja").write_text("D")
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("E")
+    loaded = ChatTemplate.load(tmp_path)
+    assert [loaded.render(MESSAGES, template=name) for name in (None, "rag", "tool_use")] == ["D", "E", "C"]
