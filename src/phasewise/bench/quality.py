@@ -1,0 +1,171 @@
+"""Quality as numbers: loss on held-out library source and exact accuracy on generated tasks.
+
+Works with anything that can generate and score tokens: an engine, a dense model, another tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import jinja2
+from tokenizers import Tokenizer
+
+from phasewise.errors import UserError, near
+from phasewise.train.corpus import sources
+from phasewise.train.tasks import Example, Message, example
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Greedy continuations of prompts (token ids), at most so many new tokens each; a final end token may be included."""
+Loss = Callable[[list[int]], float]
+"""Mean cross-entropy in nats of tokens 1.. of a sequence, each given the tokens before it."""
+
+TASKS: dict[str, tuple[str, int]] = {
+    "copy": ("copy", 128),
+    "reverse": ("reverse", 128),
+    "sort": ("sort", 128),
+    "arithmetic": ("arithmetic", 128),
+    "json": ("json", 128),
+    "edit": ("edit", 128),
+    "list": ("list", 128),
+    "recall@256": ("recall", 256),
+    "recall@1k": ("recall", 1024),
+    "recall@2k": ("recall", 2000),
+    "passkey@256": ("passkey", 256),
+    "passkey@1k": ("passkey", 1024),
+    "passkey@2k": ("passkey", 1960),
+}
+"""Row name -> generator and its length in tokens."""
+NEXT_LINE, CODE_LOSS = "next line", "code"
+ALL = (*TASKS, NEXT_LINE, CODE_LOSS)
+LINE_CONTEXT, LINE_TOKENS, WINDOW = 256, 48, 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a value with its 95 % interval over n examples."""
+
+    name: str
+    unit: str  # "exact", "nats/token" or "bits/byte"
+    n: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Text:
+    """How the model under test turns text into token ids and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]  # leaves special tokens out
+    chat: Callable[[Sequence[Message]], list[int]]  # a conversation, opened for the assistant's reply
+
+    @classmethod
+    def load(cls, folder: Path) -> Text:
+        """From a folder with tokenizer.json and a tokenizer_config.json that holds a chat template."""
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        template = jinja2.Template(json.loads((folder / "tokenizer_config.json").read_text())["chat_template"])
+
+        def encode(text: str) -> list[int]:
+            return list(backend.encode(text).ids)
+
+        def chat(messages: Sequence[Message]) -> list[int]:
+            return encode(template.render(messages=list(messages), add_generation_prompt=True))
+
+        return cls(encode, lambda ids: str(backend.decode(ids)), chat)
+
+
+def evaluate(
+    generate: Generate, loss: Loss, text: Text, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
+) -> list[Row]:
+    """Measure every named row on `examples` examples drawn with `seed`; none of them is ever trained on.
+
+    Raises UserError for an unknown row name.
+    """
+    rows: list[Row] = []
+    for name in tasks:
+        rng = Random(f"{seed} {name}")
+        if name == CODE_LOSS:
+            rows += code_loss(loss, text, rng, examples)
+        elif name == NEXT_LINE:
+            rows.append(next_line(generate, text, rng, examples))
+        elif name in TASKS:
+            task, length = TASKS[name]
+            drawn = [example(task, rng, length) for _ in range(examples)]
+            rows.append(accuracy(name, generate, text, drawn))
+        else:
+            raise UserError(f"Unknown quality row {name!r}. {near(name, ALL)}")
+    return rows
+
+
+def accuracy(name: str, generate: Generate, text: Text, examples: Sequence[Example]) -> Row:
+    """Exact accuracy of greedy replies."""
+    room = max(len(text.encode(item.answer)) for item in examples) + 8
+    replies = generate([text.chat(item.messages) for item in examples], room)
+    right = sum(item.check(text.decode(reply)) for item, reply in zip(examples, replies, strict=True))
+    return proportion(name, right, len(examples))
+
+
+def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Row:
+    """How often the next line of held-out library code is completed exactly (indentation included)."""
+    prompts, wanted = [], []
+    files = [source.splitlines(keepends=True) for source in sources(held_out=True).values()]
+    lines = [(file, index) for file in files for index, line in enumerate(file) if index > 4 and line.strip()]
+    for file, index in rng.sample(lines, min(examples, len(lines))):
+        before = "".join(file[max(0, index - 60) : index]).removesuffix("\n")  # most tokens for indentation hold \n
+        prompts.append(text.encode(before)[-LINE_CONTEXT:])
+        wanted.append(file[index].rstrip())
+    replies = [text.decode(reply) for reply in generate(prompts, LINE_TOKENS)]
+    right = sum(_first_line(reply) == line for reply, line in zip(replies, wanted, strict=True))
+    return proportion(NEXT_LINE, right, len(prompts))
+
+
+def _first_line(reply: str) -> str:
+    """The first line that holds something: blank lines before it are a matter of layout."""
+    return next((line.rstrip() for line in reply.splitlines() if line.strip()), "")
+
+
+def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Row]:
+    """Loss on windows of held-out library source, per token and per byte."""
+    ids = text.encode("\n\n".join(sources(held_out=True).values()))
+    nats, bits = [], []
+    for _ in range(examples):
+        start = rng.randrange(max(1, len(ids) - WINDOW))
+        window = ids[start : start + WINDOW]
+        nats.append(loss(window))
+        scored_bytes = max(1, len(text.decode(window[1:]).encode()))
+        bits.append(nats[-1] * (len(window) - 1) / math.log(2) / scored_bytes)
+    return [mean(CODE_LOSS, "nats/token", nats), mean(CODE_LOSS, "bits/byte", bits)]
+
+
+def proportion(name: str, right: int, n: int) -> Row:
+    """A share with its Wilson score interval."""
+    z, share = 1.96, right / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return Row(name, "exact", n, share, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def mean(name: str, unit: str, values: Sequence[float]) -> Row:
+    """A mean with its normal interval."""
+    centre = statistics.fmean(values)
+    half = 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Row(name, unit, len(values), centre, centre - half, centre + half)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| what | value | 95 % interval | n |", "|---|---:|---:|---:|"]
+    for row in rows:
+        if row.unit == "exact":
+            value, interval = f"{row.value:.1%} exact", f"{row.low:.1%} to {row.high:.1%}"
+        else:
+            value, interval = f"{row.value:.3f} {row.unit}", f"{row.low:.3f} to {row.high:.3f}"
+        lines.append(f"| {row.name} | {value} | {interval} | {row.n} |")
+    return "\n".join(lines)

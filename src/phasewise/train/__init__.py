@@ -1,0 +1,1 @@
+"""Training of the small artefacts phasewise ships: corpus, tasks, tokenizer, dense model, trainer."""

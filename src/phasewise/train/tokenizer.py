@@ -1,0 +1,65 @@
+"""The byte-level BPE tokenizer of the pocket model: trained on the corpus and the task texts, digits kept apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from phasewise.train.words import CITIES, COLORS, NAMES, SHOUTED, WORDS
+
+END_OF_TEXT, PAD, MASK, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|mask|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (END_OF_TEXT, PAD, MASK, TURN_START, TURN_END)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
+    """Learn a byte-level BPE of `vocab_size` entries; the task words are repeated so that each becomes one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_with_task_words(texts), trainer)
+    return tokenizer
+
+
+def _with_task_words(texts: Iterable[str]) -> Iterable[str]:
+    yield from texts
+    words = [*WORDS, *NAMES, *CITIES, *COLORS, *(word.upper() for word in SHOUTED)]
+    yield from ["".join(f" {word}\n{word}\n" for word in words)] * 2000
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of one of the special tokens."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer was not trained here: it lacks {token}"
+    return int(found)
+
+
+def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """Write tokenizer.json and a tokenizer_config.json with the ChatML template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "eos_token": TURN_END,
+        "pad_token": PAD,
+        "mask_token": MASK,
+        "additional_special_tokens": [TURN_START, TURN_END],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

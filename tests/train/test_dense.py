@@ -1,0 +1,64 @@
+"""The training decoder is the Llama of transformers, and its padding changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from phasewise.train import dense
+from phasewise.train.dense import Dense, Shape
+from phasewise.train.pocket import SHAPES
+
+SMALL = Shape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("shape", [SMALL, SHAPES["draft"]])
+def test_equals_transformers_on_the_exported_checkpoint(shape: Shape, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    dense.save(Dense(shape), tmp_path, [1])
+    mine = dense.load(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    ids = torch.randint(0, shape.vocab_size, (2, 70))
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+    wanted = set(theirs.state_dict()) - {"lm_head.weight"}
+    assert {f"model.{name}" for name in mine.state_dict()} == wanted
+
+
+def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
+    model = Dense(SMALL)
+    dense.save(model, tmp_path, [1, 2])
+    again = dense.load(tmp_path)
+    assert again.shape == SMALL
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value.bfloat16().float(), atol=0, rtol=0)
+
+
+def test_right_padding_does_not_change_the_loss() -> None:
+    model = Dense(SMALL)
+    ids = torch.randint(0, 300, (1, 20))
+    padded = F.pad(ids, (0, 9))
+    targets = torch.full_like(padded, -1)
+    targets[:, 4:19] = padded[:, 5:20]
+    with torch.no_grad():
+        alone, count = dense.summed_loss(model, ids, targets[:, :20])
+        beside, padded_count = dense.summed_loss(model, padded, targets)
+    assert count == padded_count == 15
+    torch.testing.assert_close(alone, beside)
+
+
+def test_loss_is_the_cross_entropy_of_the_chosen_targets() -> None:
+    model = Dense(SMALL)
+    ids = torch.randint(0, 300, (3, 12))
+    targets = torch.randint(0, 300, (3, 12))
+    targets[1] = -1
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        total, count = dense.summed_loss(model, ids, targets)
+    assert count == 24
+    torch.testing.assert_close(total, expected)

@@ -1,0 +1,87 @@
+"""Training lowers the loss, resumes to the bit, and exports a model that others can load."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from phasewise.train import dense
+from phasewise.train.dense import Dense
+from phasewise.train.pocket import export
+from phasewise.train.trainer import Run, start, train
+from tests.train import tiny
+
+
+def fresh(steps: int) -> Run:
+    torch.manual_seed(0)
+    return start(Dense(tiny.SHAPE), tiny.recipe(steps))
+
+
+def losses(folder: Path) -> list[list[str]]:
+    with (folder / "losses.csv").open() as file:
+        return [row[:5] for row in csv.reader(file)]  # all but the speed
+
+
+def test_thirty_steps_lower_the_loss_and_the_export_loads(tmp_path: Path) -> None:
+    run = fresh(30)
+    train(run, tiny.mixture(), tiny.recipe(30), tmp_path)
+    rows = losses(tmp_path)[1:]
+    assert len(rows) == run.step >= 30
+    for column in (2, 3):
+        first = sum(float(row[column]) for row in rows[:3]) / 3
+        last = sum(float(row[column]) for row in rows[-3:]) / 3
+        assert last < first - 0.7
+    export(run.model, tiny.tokenizer(), tmp_path / "model")
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ids = torch.tensor([tiny.tokenizer().encode("def f(x):").ids])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, dense.load(tmp_path / "model")(ids), atol=1e-4, rtol=1e-4)
+    assert loaded.generation_config.eos_token_id == [4, 0]
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    straight = fresh(10)
+    train(straight, tiny.mixture(), tiny.recipe(10), whole)
+
+    def interrupt(run: Run) -> None:
+        if run.step == 4:
+            raise _Interrupted
+
+    with pytest.raises(_Interrupted):
+        train(fresh(10), tiny.mixture(), tiny.recipe(10, checkpoint_seconds=0.0), cut, interrupt)
+    with (cut / "losses.csv").open("a") as file:
+        file.write("5,1,9.9,9.9,1,1\n")  # a step that was logged but not saved
+    torch.manual_seed(123)
+    resumed = start(Dense(tiny.SHAPE), tiny.recipe(10))
+    resumed.read(cut / "checkpoint.pt")
+    assert resumed.step == 4
+    train(resumed, tiny.mixture(), tiny.recipe(10), cut)
+    assert losses(cut) == losses(whole)
+    for mine, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+
+
+def test_another_seed_sees_other_data() -> None:
+    stage = tiny.STAGES[0]
+    ids = [tiny.mixture(seed).step(3, stage)[0][0][0] for seed in (0, 0, 1)]
+    assert torch.equal(ids[0], ids[1])
+    assert not torch.equal(ids[0], ids[2])
+
+
+def test_the_pace_warms_up_stays_and_falls() -> None:
+    recipe = tiny.recipe(100)
+    plan = list(recipe.steps())
+    pace = [recipe.pace(step, progress) for step, (_, progress) in enumerate(plan)]
+    assert pace[0] == 0.25
+    assert pace[3] == pace[40] == 1.0
+    assert pace[-1] < 0.1
+    assert pace[60:] == sorted(pace[60:], reverse=True)

@@ -1,0 +1,40 @@
+"""A tokenizer, a mixture and shapes small enough for unit tests."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+from tokenizers import Tokenizer
+
+from phasewise.train.corpus import sources
+from phasewise.train.dense import Shape
+from phasewise.train.mixture import Mixture, Stage
+from phasewise.train.tasks import TASKS, turns
+from phasewise.train.tokenizer import train_tokenizer
+from phasewise.train.trainer import Recipe
+
+SHAPE = Shape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=512)
+STAGES = (Stage(0.5, 256, 512, 0.3, 0.2, 0.2), Stage(1.0, 320, 768, 0.3, 0.2, 0.2))
+
+
+@cache
+def texts() -> tuple[str, ...]:
+    library = sources(held_out=False)
+    return tuple(library[name] for name in ("bisect.py", "heapq.py", "textwrap.py"))
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    rng = Random(0)
+    samples = ["\n".join(turn.prompt for turn in turns(task, rng, 100, False)) for task in TASKS for _ in range(30)]
+    return train_tokenizer([*texts(), *samples], SHAPE.vocab_size)
+
+
+def mixture(seed: int = 0) -> Mixture:
+    return Mixture(tokenizer(), texts(), seed)
+
+
+def recipe(steps: int, checkpoint_seconds: float = 1e9) -> Recipe:
+    tokens = steps * 614  # half of the tokens in steps of 512, half in steps of 768
+    return Recipe(tokens, STAGES, warmup_steps=4, checkpoint_seconds=checkpoint_seconds)
