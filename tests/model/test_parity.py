@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from phasewise.model.model import Model
+from phasewise.model.rope import Rotary
 
 from .families import FAMILIES, ROPES
 from .reference import Runner, prompt, run, save_random, theirs
@@ -82,6 +83,33 @@ def test_layers_matter(pair: Pair) -> None:
 
 def test_weight_bytes(pair: Pair) -> None:
     assert pair.ours.weight_bytes == sum(p.nbytes for p in pair.theirs.parameters())
+
+
+def test_any_subset_of_rows(pair: Pair) -> None:
+    """Tables of some rows are those rows of the tables, and a layer gives a row the same without its mates."""
+    positions = torch.tensor([3, 0, 9, 4, 200])
+    index = torch.tensor([4, 1, 2])
+    part, direct = pair.ours.rotary(positions).take(index), pair.ours.rotary(positions[index])
+    for taken, wanted in zip(part.tables, direct.tables):
+        assert all(torch.equal(a, b) for a, b in zip(taken, wanted))
+
+    class Alone:
+        def __init__(self, rotary: Rotary) -> None:
+            self.rotary = rotary
+
+        def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return q + k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+        def count(self, counter: str, n: int) -> None: ...
+
+    with torch.inference_mode():
+        x = pair.ours.embed(torch.tensor(prompt(1, 5)))
+        for i in range(pair.ours.config.layers):
+            whole = pair.ours.layer(i, x, Alone(pair.ours.rotary(positions)))
+            some = pair.ours.layer(i, x[index], Alone(part))
+            torch.testing.assert_close(some, whole[index], atol=1e-4, rtol=1e-4)
+            none = pair.ours.layer(i, x[:0], Alone(part.take(index[:0])))
+            assert none.shape == (0, x.shape[1])
 
 
 def test_inputs_stay(pair: Pair) -> None:

@@ -53,6 +53,6 @@ class FullNorm:
 
     def __call__(self, qk: Tensor) -> Tensor:
         split = (self.q_weight.shape[0], self.k_weight.shape[0])
-        q, k = qk.reshape(qk.shape[0], -1).split_with_sizes(split, -1)
+        q, k = qk.flatten(1).split_with_sizes(split, -1)
         joined = torch.cat((rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)), -1)
         return joined.view(qk.shape)
