@@ -75,6 +75,13 @@ def test_a_broken_config_file(tmp_path: Path, text: str) -> None:
         read_config(tmp_path)
 
 
+def test_a_broken_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        read_config(tmp_path)
+
+
 def test_tied_by_default_only_where_the_family_is() -> None:
     tied = {name for name in FAMILIES if family(name).tied}
     assert tied == {"gemma2", "gemma3_text", "smollm3"}
@@ -155,6 +162,7 @@ def test_what_is_not_supported_says_so() -> None:
     fails(UnsupportedModel, "'yam'", "yarn", rope_scaling={"rope_type": "yam"})
     fails(UnsupportedModel, "bidirectional", model_type="gemma3_text", use_bidirectional_attention=True)
     fails(UserError, "factor", rope_scaling={"rope_type": "linear"})
+    fails(UserError, "'rope_scaling'", "[4.0]", rope_scaling=[4.0])
     fails(UserError, "short_factor", "8", model_type="phi3", rope_scaling={"type": "longrope", "short_factor": [1.0],
                                                                           "long_factor": [1.0]})  # fmt: skip
 

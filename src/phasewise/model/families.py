@@ -18,7 +18,7 @@ Family = Callable[[RawConfig, int | None], ModelConfig]
 
 def _settings(raw: RawConfig, theta: float) -> dict[str, Any]:
     """The rope settings of a checkpoint with one kind of rotation, from either generation of `config.json`."""
-    settings = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    settings = raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
     if settings.get("rope_theta") is None:
         settings["rope_theta"] = raw.number("rope_theta", theta)
     if settings.get("partial_rotary_factor") is None:
@@ -214,8 +214,8 @@ def gemma3(raw: RawConfig, context: int | None) -> ModelConfig:
     every = raw.size("sliding_window_pattern", 6)
     layers = raw.size("num_hidden_layers")
     kinds = list(raw.get("layer_types") or [SLIDING if (i + 1) % every else FULL for i in range(layers)])
-    given = raw.get("rope_parameters") or {}
-    shared = dict(raw.get("rope_scaling") or {})
+    given = raw.mapping("rope_parameters")
+    shared = raw.mapping("rope_scaling")
     far = {"rope_theta": raw.number("rope_theta", 1_000_000.0), **shared, **(given.get(FULL) or {})}
     near_by = {"rope_theta": raw.number("rope_local_base_freq", 10_000.0), **(given.get(SLIDING) or {})}
     defaults = {"sliding_window": 4096, "max_position_embeddings": 131_072}

@@ -23,8 +23,6 @@ def read_config(directory: Path, context: int | None = None) -> ModelConfig:
         raise UserError(f"{directory} has no config.json. Pass a directory in Hugging Face layout: config.json, "
                         "*.safetensors and tokenizer.json.")  # fmt: skip
     values = read_json(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(values).__name__}.")
     generation = directory / "generation_config.json"
     extra = read_json(generation) if generation.is_file() else {}
     ends = [*_ids(extra.get("eos_token_id")), *_ids(values.get("eos_token_id"))]
@@ -40,8 +38,8 @@ def parse_config(raw: RawConfig, context: int | None = None) -> ModelConfig:
     if wanted and not any(str(each).endswith("ForCausalLM") for each in wanted):
         raise UnsupportedModel(f"{raw.path}: architecture {wanted[0]!r} is not a language model head; only "
                                "*ForCausalLM checkpoints are supported.")  # fmt: skip
-    if raw.get("quantization_config"):
-        method = raw.get("quantization_config").get("quant_method", "unknown")
+    if raw.mapping("quantization_config"):
+        method = raw.mapping("quantization_config").get("quant_method", "unknown")
         raise UnsupportedModel(f"{raw.path}: the checkpoint is quantised ({method}). Use an unquantised one in "
                                "float32, bfloat16 or float16.")  # fmt: skip
     config = FAMILIES[name](raw, context)

@@ -34,10 +34,20 @@ class RawConfig:
             raise UserError(f"{self.path}: {key!r} must be a number, got {value!r}.")
         return float(value)
 
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A nested object, empty when missing."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise UserError(f"{self.path}: {key!r} must be an object, got {value!r}.")
+        return dict(value)
 
-def read_json(path: Path) -> Any:
-    """The parsed file; UserError naming it when it is not JSON."""
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError naming the file when it holds anything else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON ({error}). Download or export the checkpoint again.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold a JSON object, got {type(values).__name__}.")
+    return values
