@@ -102,7 +102,7 @@ class Read:
         part, spec = self.part, self.step.model.config.attention[self.layer]
         if select is None:
             self.count(part.n + part.fresh)
-            if self.view is None and self._whole_prompt(spec.softcap):
+            if self.view is None and self._causal(spec.softcap, spec.window):
                 return ops.causal(self.q, part.k, part.v, spec.scale)
         mask = self.mask()
         if select is not None:
@@ -125,10 +125,10 @@ class Read:
             self.q, part.k.gather(1, wide), part.v.gather(1, wide), mask, spec.scale, spec.softcap
         )
 
-    def _whole_prompt(self, softcap: float | None) -> bool:
-        window = self.step.model.config.attention[self.layer].window
-        plain = self.span.sees is None and self.rows is None and softcap is None
-        return plain and self.part.n == 0 and self.q.shape[0] > 1 and (window is None or self.span.rows <= window)
+    def _causal(self, softcap: float | None, window: int | None) -> bool:
+        """Whether the rows simply see everything before them."""
+        plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
+        return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
 
     def _attend_moved(self, mask: Tensor | None, softcap: float | None) -> Tensor:
         """Rows whose keys are read at another position: rotate the query the other way, and merge by log-sum-exp."""
