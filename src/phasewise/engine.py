@@ -154,6 +154,7 @@ class Engine:
             tokens = request.known + 1
             if len(self.running) >= self.parts.max_running or not self.store.room(self._need(tokens)):
                 return
+            request.computed = 0  # a sibling may have been prepared to fork
             request.kv = self.store.open(request, tokens)
             self.counters.recomputed -= min(request.computed, request.high_water)  # those need no computing
             if request.trace.admitted is None:
@@ -240,11 +241,11 @@ class Engine:
             for span, work in zip(proposed, group):
                 span.layers = work.layers
                 if span.rows > work.rows:  # a method's smallest unit
-                    if not self.store.room(span.kv.growth(span.rows)):
+                    if work.job.kv is None or not self._make_room(work.job, span.rows, 0):
                         continue
                     span.kv.reserve(span.rows)
                 spans.append(span)
-        return spans
+        return [span for span in spans if span.request.kv is not None]  # unless preempted for another's unit
 
     def _run(self, spans: list[Span]) -> None:
         """Forward and accept. If anything raises, every span is tried alone, so that only the culprit fails."""

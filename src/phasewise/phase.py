@@ -45,7 +45,10 @@ class Outcome:
 
 
 class Decode(Protocol):
-    """decode: which rows does a request bring, and what is made of the result?"""
+    """decode: which rows does a request bring, and what is made of the result?
+
+    A method whose rows see later rows of their own block has an attribute `unit: int`, the rows of a block.
+    """
 
     def rows(self, request: Request) -> int:
         """Rows the request would like to bring to the next step (at least 1)."""

@@ -122,6 +122,7 @@ class Builder:
             counters=counters,
             prefix_key=self._prefix_key() if self.limits.prefix_cache else None,
             private=1 if evict is None else max(1, evict.observes),
+            unit=getattr(decode, "unit", 1),
         )
         parts = Parts(
             self.model, made, self.methods["schedule"], store, counters, self.clock, self.limits.max_running,

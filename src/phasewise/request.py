@@ -169,12 +169,13 @@ class Request:
         return twin
 
     def adopt(self, other: Request) -> None:
-        """Continue from `other`'s progress: its tokens, its KV (copy-on-write) and its methods' drawers."""
+        """Continue from `other`'s progress: its tokens, its KV (copy-on-write) and its methods' drawers, but for those
+        that a method has already filled for this request (draws of its own)."""
         assert other.kv is not None
         self.tokens = list(other.tokens)
         self.computed = self.high_water = other.computed
         self.kv = other.kv.fork()
-        self.state = {name: fork_state(value) for name, value in other.state.items()}
+        self.state |= {name: fork_state(value) for name, value in other.state.items() if name not in self.state}
 
     def release(self) -> None:
         """Give up KV and every method's drawer (a drawer with `close` is closed)."""

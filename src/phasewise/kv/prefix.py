@@ -8,6 +8,7 @@ rows (model, store, prefill methods). Blocks own their memory; a request copies 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -16,11 +17,11 @@ from torch import Tensor
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import LayerKV
 
-BLOCK = 32  # rows per node
+BLOCK = 32  # rows per node, or the smallest multiple of the decode method's unit
 
 
 class Node:
-    """One block of rows. `planes` [layer][plane] of [H, BLOCK, ...]."""
+    """One block of rows. `planes` [layer][plane] of [H, rows, ...]."""
 
     __slots__ = ("bytes", "children", "key", "parent", "planes", "refs", "rows", "used")
 
@@ -46,7 +47,10 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixTree:
-    def __init__(self, key: str, ledger: Ledger) -> None:
+    """`unit`: rows of one unit depend on each other's tokens, so only whole units may be shared."""
+
+    def __init__(self, key: str, ledger: Ledger, unit: int = 1) -> None:
+        self.block = math.lcm(BLOCK, unit)
         self.root = Node(hashlib.blake2b(key.encode(), digest_size=16).digest(), None, [], 0)
         self.ledger = ledger
         self.clock = 0
@@ -56,8 +60,8 @@ class PrefixTree:
         """The longest chain of cached blocks that `tokens` starts with; each node is held for the caller."""
         self.clock += 1
         node, path = self.root, []
-        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            child = node.children.get(chain(node.key, tokens[start : start + BLOCK]))
+        for start in range(0, len(tokens) - self.block + 1, self.block):
+            child = node.children.get(chain(node.key, tokens[start : start + self.block]))
             if child is None:
                 break
             child.used = self.clock
@@ -84,18 +88,19 @@ class PrefixTree:
         Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends.
         """
         self.clock += 1
+        block = self.block
         node = held[-1] if held else self.root
         path, moved = list(held), 0
-        for start in range(len(held) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
-            key = chain(node.key, tokens[start : start + BLOCK])
+        for start in range(len(held) * block, len(tokens) - block + 1, block):
+            key = chain(node.key, tokens[start : start + block])
             child = node.children.get(key)
             if child is None:
-                size = sum(p[:, :BLOCK].numel() * p.element_size() for la in layers for p in la.slabs[0].buffer.planes)
+                size = sum(p[:, :block].numel() * p.element_size() for la in layers for p in la.slabs[0].buffer.planes)
                 if size > self.ledger.free:
                     break
-                rows = slice(start, start + BLOCK)
+                rows = slice(start, start + block)
                 planes = [[p[:, rows].clone() for p in layer.slabs[0].buffer.planes] for layer in layers]
-                child = node.children[key] = Node(key, node, planes, BLOCK)
+                child = node.children[key] = Node(key, node, planes, block)
                 self.ledger.add(child.bytes)
                 self.bytes += child.bytes
                 moved += child.bytes

@@ -132,7 +132,8 @@ class Store:
     """Opens KV for requests inside a hard byte budget (the ledger), with reuse of exact shared prefixes.
 
     `prefix_key` names everything that shapes a prompt's KV besides its tokens (model, store, prefill methods), so
-    that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off.
+    that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off. Prompt rows depend on tokens of
+    their own `unit` rows and before (block-causal attention), so prefixes are shared in whole units.
     """
 
     def __init__(
@@ -144,13 +145,14 @@ class Store:
         counters: Counters,
         prefix_key: str | None = None,
         private: int = 1,
+        unit: int = 1,
     ) -> None:
         self.shapes = list(shapes)
         self.codec = codec
         self.counters = counters
         self.ledger = ledger
         self.private = private
-        self.tree = PrefixTree(prefix_key, self.ledger) if prefix_key is not None else None
+        self.tree = PrefixTree(prefix_key, self.ledger, unit) if prefix_key is not None else None
 
     @property
     def row_bytes(self) -> int:

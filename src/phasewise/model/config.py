@@ -69,4 +69,5 @@ class ModelConfig:
     embed_scale: float = 1.0
     logit_softcap: float | None = None
     tied: bool = False
+    mask: int | None = None  # the token that stands for an unknown one, in diffusion models
     fused: bool = False  # the checkpoint stores qkv_proj and gate_up_proj whole

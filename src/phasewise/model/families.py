@@ -77,6 +77,7 @@ def _common(raw: RawConfig, context: int | None, *, theta: float = 10_000.0, eps
         eps=raw.number("rms_norm_eps", eps),
         eos=tuple(ends) if isinstance(ends, (list, tuple)) else (ends,),
         bos=raw.get("bos_token_id"),
+        mask=raw.get("mask_token_id"),
         attention=(AttentionSpec(size**-0.5),) * layers,
         ropes=(_rope(raw, settings, size, length),),
         rope_of=(0,) * layers,
