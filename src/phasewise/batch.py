@@ -22,8 +22,8 @@ class Span:
 
     `sees` says which rows of the span a row may read: None = causal (itself and those before), else bool
     [rows, rows]. Committed cache rows at smaller positions are always visible, unless a method says otherwise.
-    `layers` is a half-open range when only part of the depth runs now (layered prefill); then `hidden` [rows, d]
-    carries the state from the step before and the result is handed back in it.
+    `layers` is a half-open range when only part of the depth runs now (layered prefill); then `hidden` [rows, d] and
+    `taps` {layer: [rows, d]} carry the state from step to step. The span object is the same in all these steps.
     """
 
     request: Request
@@ -34,6 +34,7 @@ class Span:
     sees: Tensor | None = None
     layers: tuple[int, int] | None = None
     hidden: Tensor | None = None
+    taps: dict[int, Tensor] = field(default_factory=dict)
     note: Any = None  # the proposing method's own memory from `propose` to `accept`
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
 

@@ -1,7 +1,7 @@
 """The engine: one loop in which requests of any method share every step.
 
     add -> waiting -> (store.open) -> running -> ... -> finished | cancelled | failed
-    step:  admit -> schedule.plan -> decode.propose -> room (preempt if need be) -> forward -> decode.accept
+    step:  admit -> schedule.plan -> room (preempt if need be) -> decode.propose -> forward -> decode.accept (turn.py)
            -> commit -> evict -> siblings fork -> emit
 
 `tokens known` and `tokens computed` of a request are the only truth about its progress; its phase follows from them.
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,12 @@ import torch
 from phasewise.batch import Span
 from phasewise.companion import Companion
 from phasewise.errors import UserError
-from phasewise.forward import forward
 from phasewise.kv.store import Store
-from phasewise.phase import Decode, Hidden, Outcome, Phase
+from phasewise.phase import Outcome, Phase
 from phasewise.request import Left, Request
 from phasewise.schedule import Scheduler, Work
 from phasewise.trace import Counters
+from phasewise.turn import Settled, Turn, isolate
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -57,6 +57,8 @@ class Engine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.departed: list[Request] = []  # prompts done, for a placement to carry on
+        self.promised = 0  # bytes set aside in the ledger for requests on their way here
+        self._turn = Turn(parts.model, parts.counters, parts.taps)
         self._partial: dict[str, Span] = {}  # slices that have not reached the last layer
         self._order = 0
         self._rank: dict[str, int] = {}  # order of arrival = priority
@@ -77,11 +79,11 @@ class Engine:
         """Of these, the bytes of the prefix cache."""
         return 0 if self.store.tree is None else self.store.tree.bytes
 
-    def add(self, request: Request) -> None:
-        """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
+    def check(self, request: Request) -> None:
+        """Raise UserError if the request can never run here; cut `max_tokens` to the model's context."""
         config, limit = self.model.config, self.store.ledger.limit
-        if request.id in self._rank:
-            raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
+        if request.left is not None:
+            raise UserError(f"request {request.id!r} has already left: make a new Request to run it again")
         if not request.prompt_len:
             raise UserError("the prompt is empty: give at least one token")
         bad = next((t for t in request.tokens if not 0 <= t < config.vocab), None)
@@ -94,22 +96,26 @@ class Engine:
             )
         if request.limit > config.max_positions:
             request.params = replace(request.params, max_tokens=config.max_positions - request.prompt_len)
-        need = self._need(request.limit + 64)
-        if need > limit:
+        tokens = request.prompt_len + 1 if self._departs else request.limit + 64
+        if self._need(tokens) > limit:
             raise UserError(
-                f"the request may need {need:,} bytes of KV ({request.limit} tokens), but the budget is {limit:,}: "
-                f"raise --kv-bytes or lower max_tokens"
+                f"the request may need {self._need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
+                f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
-        self._rank[request.id] = self._order
-        self._order += 1
+
+    def add(self, request: Request) -> None:
+        """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
+        if request.id in self._rank:
+            raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
+        self.check(request)
+        self._register(request)
         request.trace.arrived = self.parts.clock()
         self.waiting.append(request)
 
     def resume(self, request: Request) -> None:
         """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
-        assert request.kv is not None
-        self._rank[request.id] = self._order
-        self._order += 1
+        assert request.kv is not None and request.id not in self._rank
+        self._register(request)
         self._enter(request)
         self.running.append(request)
 
@@ -124,15 +130,15 @@ class Engine:
         """One step. Returns the requests that got tokens or left."""
         self._progressed = []
         self._admit()
-        for request in self.running:
-            request.rows = self._rows(request)
+        self._measure()
+        preemptions = self.counters.preemptions
         works = self.parts.schedule.plan(self.running, self.parts.clock())
         spans = self._propose(self._with_room(works))
         if spans:
             self.counters.steps += 1
             self._run(spans)
-        elif self.running:
-            self._unblock()
+        elif works and self.counters.preemptions == preemptions and not self._progressed:
+            self._free_for(self.running[0])  # nothing found room and nothing was freed: no deadlock
         return self._progressed
 
     def forget_prefixes(self) -> None:
@@ -141,6 +147,16 @@ class Engine:
             self.store.tree.clear()
 
     # ---- admission and memory
+    @property
+    def _departs(self) -> bool:
+        """Whether requests leave for another engine when their prompt is done."""
+        return len(self.parts.phases) == 1
+
+    def _register(self, request: Request) -> None:
+        self._rank[request.id] = self._order
+        self._order += 1
+        request.layers = self.model.config.layers
+
     def _need(self, tokens: int) -> int:
         """Bytes of KV for `tokens` tokens of one request, companions included."""
         return self.store.cost(tokens) + sum(c.store.cost(tokens) for c in self.parts.companions)
@@ -148,20 +164,37 @@ class Engine:
     def _admit(self) -> None:
         """First come first served: open KV for the whole prompt, stop at the first request that finds no room."""
         for request in list(self.waiting):
-            if request.parent is not None and request.parent.left is None:
-                continue  # waits for its parent's prefill
-            request.parent = None
+            if request.parent is not None and self._may_fork(request.parent):
+                continue
+            request.parent, request.computed = None, 0
             tokens = request.known + 1
             if len(self.running) >= self.parts.max_running or not self.store.room(self._need(tokens)):
                 return
-            request.computed = 0  # a sibling may have been prepared to fork
-            request.kv = self.store.open(request, tokens)
-            self.counters.recomputed -= min(request.computed, request.high_water)  # those need no computing
+            try:
+                request.kv = self.store.open(request, tokens)
+            except Exception as error:
+                self._fail(request, error)
+                continue
             if request.trace.admitted is None:
                 request.trace.admitted = self.parts.clock()
             self.waiting.remove(request)
-            self.running.append(request)
-            self.running.sort(key=lambda r: self._rank[r.id])
+            self._start(request)
+
+    def _may_fork(self, parent: Request) -> bool:
+        """Whether siblings of `parent` should wait for its prompt: it is here, and has not completed it before."""
+        return parent.id in self._rank and parent.left is None and parent.high_water < parent.prompt_len
+
+    def _start(self, request: Request) -> None:
+        self.running.append(request)
+        self.running.sort(key=lambda r: self._rank[r.id])
+
+    def promise(self, n_bytes: int) -> bool:
+        """Set room aside for a request on its way here; False if there is none. `promise(-n_bytes)` gives it back."""
+        if n_bytes > 0 and not self.store.room(n_bytes):
+            return False
+        self.promised += n_bytes
+        self.store.ledger.add(n_bytes)
+        return True
 
     def _with_room(self, works: list[Work]) -> list[Work]:
         """Reserve KV for every piece of work, most important first, preempting the least important requests."""
@@ -172,7 +205,7 @@ class Engine:
             if request.kv is None:
                 continue  # preempted for a request before it
             if request.depth == 0:
-                extra = sum(c.growth(request, request.known + work.rows) for c in self.parts.companions)
+                extra = self._companion_growth(request, work.rows)
                 if not self._make_room(request, work.rows, promised + extra):
                     continue
                 promised += extra
@@ -180,24 +213,41 @@ class Engine:
             kept.append(work)
         return [work for work in kept if work.job.kv is not None]
 
+    def _companion_growth(self, request: Request, rows: int) -> int:
+        """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included."""
+        companions = self.parts.companions
+        if not companions:
+            return 0
+        forks = 0
+        if request.prefilling and request.computed + rows >= request.prompt_len:
+            forks = sum(sibling.parent is request for sibling in self.waiting)
+        return sum(c.growth(request, request.known + rows) for c in companions) * (1 + forks)
+
     def _make_room(self, request: Request, rows: int, extra: int) -> bool:
+        """Room for `rows` more rows and `extra` bytes, at the price of less important requests; False = not now."""
         assert request.kv is not None
         while True:
             need = request.kv.growth(rows) + extra
             if need == 0 or self.store.room(need):
                 return True
-            victim = self.running[-1]
-            if len(self.running) == 1:
-                if request.kv.nodes:  # its own prefix blocks hold the last bytes
-                    for node in request.kv.nodes:
-                        node.release()
-                    request.kv.nodes = []
-                    continue
-                self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))
+            if not self._free_for(request):
                 return False
+
+    def _free_for(self, request: Request) -> bool:
+        """Preempt the least important request, or let go of a lone one's prefix. False if `request` gains nothing:
+        it was itself preempted, has to wait for memory that will come back, or failed."""
+        victim = self.running[-1]
+        if len(self.running) > 1:
             self._preempt(victim)
-            if victim is request:
-                return False
+            return victim is not request
+        if request.kv is not None and request.kv.nodes:  # its own prefix blocks hold the last bytes
+            for node in request.kv.nodes:
+                node.release()
+            request.kv.nodes = []
+            return True
+        if not self.departed and not self.promised:
+            self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))
+        return False
 
     def _preempt(self, request: Request) -> None:
         """Free everything a request holds; it will be recomputed from its tokens."""
@@ -205,127 +255,104 @@ class Engine:
         self._partial.pop(request.id, None)
         request.release()
         self.counters.preemptions += 1
-        self.counters.recomputed += request.high_water  # as opposed to what is computed for the first time
         request.computed = request.depth = 0
         self.running.remove(request)
         self.waiting.append(request)
         self.waiting.sort(key=lambda r: self._rank[r.id])
 
-    def _unblock(self) -> None:
-        """Nothing could be scheduled although requests hold KV: free the least important (no deadlock)."""
-        if len(self.running) > 1:
-            self._preempt(self.running[-1])
-
     # ---- one step
     def _phase(self, request: Request) -> Phase:
         return self.parts.phases[0 if request.prefilling else -1]
 
-    def _rows(self, request: Request) -> int:
-        if request.depth:
-            return self._partial[request.id].rows
-        return self._phase(request).decode.rows(request)
+    def _measure(self) -> None:
+        """Ask every running request how many rows it would bring."""
+        for request in list(self.running):
+            try:
+                under_way = self._partial.get(request.id)
+                request.rows = self._phase(request).decode.rows(request) if under_way is None else under_way.rows
+            except Exception as error:
+                self._fail(request, error)
 
     def _propose(self, works: Sequence[Work]) -> list[Span]:
+        """Slices under way go on; everybody else is asked, phase by phase."""
         spans: list[Span] = []
         fresh: dict[int, tuple[Phase, list[Work]]] = {}
         for work in works:
             if work.job.depth:
-                span = self._partial.pop(work.job.id)
+                span = self._partial[work.job.id]
                 span.layers = work.layers
                 spans.append(span)
             else:
                 phase = self._phase(work.job)
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
         for phase, group in fresh.values():
-            proposed = phase.decode.propose([w.job for w in group], [w.rows for w in group], phase)
-            for span, work in zip(proposed, group):
-                span.layers = work.layers
-                if span.rows > work.rows:  # a method's smallest unit
-                    if work.job.kv is None or not self._make_room(work.job, span.rows, 0):
-                        continue
-                    span.kv.reserve(span.rows)
-                spans.append(span)
+            spans.extend(self._proposals(phase, [work for work in group if work.job.kv is not None]))
         return [span for span in spans if span.request.kv is not None]  # unless preempted for another's unit
 
-    def _run(self, spans: list[Span]) -> None:
-        """Forward and accept. If anything raises, every span is tried alone, so that only the culprit fails."""
-        try:
-            with torch.inference_mode():
-                hidden = forward(self.model, spans, self.counters, self.parts.taps)
-                outcomes = self._outcomes(spans, hidden)
-        except Exception as error:
-            for span in spans:
-                span.kv.commit(0)
-            if len(spans) == 1:
-                log.exception("request %s failed", spans[0].request.id)
-                self._leave(spans[0].request, Left("failed", f"{type(error).__name__}: {error}"))
-                return
-            for span in spans:
-                if span.layers is not None:  # a half-run slice starts again
-                    self._preempt(span.request)
-                else:
-                    self._run([span])
-            return
-        self._settle(outcomes)
+    def _proposals(self, phase: Phase, works: list[Work]) -> Iterator[Span]:
+        def propose(some: list[Work]) -> list[Span]:
+            return phase.decode.propose([work.job for work in some], [work.rows for work in some], phase)
 
-    def _outcomes(self, spans: list[Span], hidden: Hidden) -> list[tuple[Span, Outcome, list[tuple[Request, Outcome]]]]:
-        """Outcomes of the spans that reached the last layer, with those of siblings that fork there."""
-        groups: dict[int, tuple[Decode, list[Span]]] = {}
-        for span in spans:
-            if not span.finishes:
-                assert span.layers is not None
-                span.hidden = hidden.x[span.slice]
-                span.request.depth = span.layers[1]
-                self._partial[span.request.id] = span
+        for work, span in zip(works, isolate(propose, works)):
+            if isinstance(span, Exception):
+                self._fail(work.job, span)
                 continue
-            decode = span.phase.decode
-            groups.setdefault(id(decode), (decode, []))[1].append(span)
-        settled = []
-        for decode, group in groups.values():
-            twins = [(i, twin) for i, span in enumerate(group) for twin in self._twins(span)]
-            outcomes = decode.accept(group + [twin for _, twin in twins], hidden)
-            forks: list[list[tuple[Request, Outcome]]] = [[] for _ in group]
-            for (i, twin), outcome in zip(twins, outcomes[len(group) :]):
-                forks[i].append((twin.request, outcome))
-            settled.extend(zip(group, outcomes, forks))
-        return settled
+            span.layers = work.layers
+            if span.rows > work.rows:  # a method's smallest unit
+                if work.job.kv is None or not self._make_room(work.job, span.rows, 0):
+                    continue
+                span.kv.reserve(span.rows)
+            yield span
 
-    def _twins(self, span: Span) -> list[Span]:
-        """The same rows once more for every sibling that waits for this prompt to be complete."""
-        request = span.request
-        if not request.prefilling or span.positions[-1] + 1 < request.prompt_len:
-            return []
-        twins = []
-        for sibling in self.waiting:
-            if sibling.parent is request:
-                sibling.computed = request.computed
-                twin = replace(span, request=sibling)
-                twin.start = span.start
-                twins.append(twin)
-        return twins
-
-    def _settle(self, settled: list[tuple[Span, Outcome, list[tuple[Request, Outcome]]]]) -> None:
+    def _run(self, spans: list[Span]) -> None:
+        """Forward, accept, commit, fork, emit. A request for which anything raises fails, and no other."""
         emissions: list[tuple[Request, list[int]]] = []
-        for span, outcome, forks in settled:
+        for span, result in zip(spans, self._turn.run(spans, self.waiting)):
             request = span.request
-            self._commit(span, outcome)
-            emissions.append((request, outcome.tokens))
-            for sibling, its in forks:
-                self.waiting.remove(sibling)
-                sibling.parent = None
-                sibling.trace.admitted = self.parts.clock()
-                sibling.adopt(request)
-                self.running.append(sibling)
-                emissions.append((sibling, its.tokens))
-        self.running.sort(key=lambda r: self._rank[r.id])
+            if result is None:
+                self._partial[request.id] = span
+                continue
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                self._commit(span, result.outcome)
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            emissions.append((request, result.outcome.tokens))
+            emissions.extend(self._fork(result))
         now = self.parts.clock()
         for request, tokens in emissions:
+            self._emit(request, tokens, now)
+
+    def _fork(self, settled: Settled) -> Iterator[tuple[Request, list[int]]]:
+        """Siblings go on from the KV of a prompt just completed, each with the tokens drawn for it."""
+        for sibling, outcome in settled.forks:
+            sibling.parent = None
+            if len(self.running) >= self.parts.max_running:
+                sibling.release()  # it will draw the same tokens when its turn comes
+                continue
+            try:
+                sibling.adopt(settled.span.request)
+            except Exception as error:
+                self._fail(sibling, error)
+                continue
+            sibling.trace.admitted = self.parts.clock()
+            self.waiting.remove(sibling)
+            self._start(sibling)
+            yield sibling, outcome.tokens
+
+    def _emit(self, request: Request, tokens: list[int], now: float) -> None:
+        try:
             if tokens:
                 self.counters.emitted += request.emit(tokens, self.model.config.eos, now)
                 self._progressed.append(request)
+        except Exception as error:  # raised by the request's own watch
+            self._fail(request, error)
+        else:
             if request.left is not None:
                 self._leave(request, request.left)
-            elif not request.prefilling and len(self.parts.phases) == 1:
+            elif self._departs and not request.prefilling:
                 self.running.remove(request)
                 self.departed.append(request)
 
@@ -333,8 +360,10 @@ class Engine:
         request = span.request
         was_prefilling = request.prefilling
         span.kv.commit(outcome.keep)
+        self._partial.pop(request.id, None)
+        before, request.depth = request.computed, 0
         request.computed += outcome.kept
-        request.depth = 0
+        self.counters.recomputed += max(0, min(request.computed, request.high_water) - before)
         request.high_water = max(request.high_water, request.computed)
         self.counters.drafted += outcome.drafted
         self.counters.accepted += outcome.accepted
@@ -352,9 +381,13 @@ class Engine:
     def _enter(self, request: Request) -> None:
         """A request begins its second phase: KV that no row will read again is freed."""
         skip = self._phase(request).skip
-        if skip is not None and request.kv is not None and len(self.parts.phases) > 1:
+        if skip is not None and request.kv is not None and not self._departs:
             for layer in skip.unused(len(request.kv.layers)):
-                request.kv.keep(layer, torch.empty(0, dtype=torch.int64), room=1)
+                request.kv.free(layer)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        log.error("request %s failed", request.id, exc_info=error)
+        self._leave(request, Left("failed", f"{type(error).__name__}: {error}"))
 
     def _leave(self, request: Request, left: Left) -> None:
         """The one exit. Memory goes back here and nowhere else."""

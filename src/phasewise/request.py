@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from phasewise.trace import Trace
 if TYPE_CHECKING:
     from phasewise.kv.store import KV
 
+log = logging.getLogger(__name__)
 _ids = itertools.count()
 
 
@@ -106,6 +108,7 @@ class Request:
         self.computed = 0
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
         self.depth = 0  # layers already run for the slice under way (layered prefill)
+        self.layers = 0  # layers of the model; the engine that accepts it fills it in
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}
         self.high_water = 0  # rows ever computed: what lies below it is recomputation
@@ -179,13 +182,16 @@ class Request:
 
     def release(self) -> None:
         """Give up KV and every method's drawer (a drawer with `close` is closed)."""
-        for value in self.state.values():
-            if hasattr(value, "close"):
-                value.close()
-        self.state.clear()
-        if self.kv is not None:
-            self.kv.close()
-            self.kv = None
+        state, self.state = self.state, {}
+        kv, self.kv = self.kv, None
+        if kv is not None:
+            kv.close()
+        for name, value in state.items():
+            try:
+                if hasattr(value, "close"):
+                    value.close()
+            except Exception:  # memory must come back whatever a method does
+                log.exception("request %s: the drawer of %s could not be closed", self.id, name)
 
     # ---- crossing a process boundary (placements)
     def header(self) -> dict[str, Any]:

@@ -27,6 +27,11 @@ class Job(Protocol):
         ...
 
     @property
+    def layers(self) -> int:
+        """Layers of the model it runs through: where `depth` ends."""
+        ...
+
+    @property
     def slo(self) -> Any: ...
 
 

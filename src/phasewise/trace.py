@@ -12,7 +12,7 @@ class Counters:
     steps: int = 0
     forwards: int = 0  # passes of the target model
     draft_forwards: int = 0  # passes of companion models (draft, amateur, ...)
-    rows: int = 0  # token rows that entered the target model
+    rows: int = 0  # token rows that entered the target model's first layer
     row_layers: int = 0  # (row, layer) pairs of the target model
     head_rows: int = 0  # rows that went through the language-model head
     kv_bytes_read: int = 0

@@ -1,0 +1,130 @@
+"""From spans to outcomes: one forward, then the verdict of each decode method. Nothing is committed here.
+
+A try that raises is undone and repeated on ever smaller groups, so that only the culprit fails (DESIGN law 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from phasewise.batch import Span
+from phasewise.forward import forward
+from phasewise.phase import Decode, Hidden, Outcome
+from phasewise.request import Request
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.trace import Counters
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Settled:
+    """A span that reached the last layer: what became of it, and of the siblings that may fork from it."""
+
+    span: Span
+    outcome: Outcome
+    forks: list[tuple[Request, Outcome]]
+
+
+def isolate(
+    call: Callable[[list[T]], Sequence[R]], items: list[T], undo: Callable[[T], None] | None = None
+) -> list[R | Exception]:
+    """One result per item of `call(items)`. If it raises, every item is undone and the halves are tried by themselves,
+    so that in the end only the culprits' results are exceptions."""
+    try:
+        results = list(call(items))
+        assert len(results) == len(items), f"{len(results)} results for {len(items)} items"
+        return results  # type: ignore[return-value]
+    except Exception as error:
+        for item in items if undo else ():
+            undo(item)  # type: ignore[misc]
+        if len(items) == 1:
+            return [error]
+        half = len(items) // 2
+        return isolate(call, items[:half], undo) + isolate(call, items[half:], undo)
+
+
+def restart(span: Span) -> None:
+    """Forget a step's uncommitted rows. A slice that was under way starts again, and then runs its whole depth."""
+    span.kv.commit(0)
+    if span.layers is not None:
+        span.layers = span.hidden = None
+        span.taps.clear()
+        span.request.depth = 0
+
+
+class Turn:
+    """Runs spans through the model and lets their decode methods judge; the KV is left uncommitted."""
+
+    def __init__(self, model: Model, counters: Counters, taps: set[int]) -> None:
+        self.model, self.counters, self.taps = model, counters, taps
+
+    def run(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | Exception | None]:
+        """Per span: its outcome, why it failed, or None where it has not reached the last layer yet.
+
+        A span that completes a prompt also draws for the siblings among `waiting`; should that fail, it is tried
+        once more by itself.
+        """
+
+        def attempt(some: list[Span]) -> list[Settled | None]:
+            return self._attempt(some, waiting)
+
+        def alone(some: list[Span]) -> list[Settled | None]:
+            return self._attempt(some, ())
+
+        results = isolate(attempt, spans, restart)
+        for i, (span, result) in enumerate(zip(spans, results)):
+            if isinstance(result, Exception) and any(True for _ in _siblings(span, waiting)):
+                results[i] = isolate(alone, [span], restart)[0]
+        return results
+
+    @torch.inference_mode()
+    def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
+        hidden = forward(self.model, spans, self.counters, self.taps)
+        groups: dict[int, tuple[Decode, list[Span]]] = {}
+        for span in spans:
+            if span.finishes:
+                groups.setdefault(id(span.phase.decode), (span.phase.decode, []))[1].append(span)
+        settled: dict[int, Settled] = {}
+        for decode, group in groups.values():
+            settled |= self._judge(decode, group, hidden, waiting)
+        for span in spans:
+            if not span.finishes:
+                assert span.layers is not None
+                span.request.depth = span.layers[1]
+        return [settled.get(id(span)) for span in spans]
+
+    def _judge(
+        self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]
+    ) -> dict[int, Settled]:
+        twins = [(span, twin) for span in group for twin in _twins(span, waiting)]
+        outcomes = decode.accept(group + [twin for _, twin in twins], hidden)
+        assert len(outcomes) == len(group) + len(twins), "accept gives one outcome per span"
+        settled = {id(span): Settled(span, outcome, []) for span, outcome in zip(group, outcomes)}
+        for (span, twin), outcome in zip(twins, outcomes[len(group) :]):
+            settled[id(span)].forks.append((twin.request, outcome))
+        return settled
+
+
+def _siblings(span: Span, waiting: Iterable[Request]) -> Iterable[Request]:
+    """Those that wait for the prompt which `span` completes."""
+    request = span.request
+    if not request.prefilling or span.positions[-1] + 1 < request.prompt_len:
+        return ()
+    return (sibling for sibling in waiting if sibling.parent is request)
+
+
+def _twins(span: Span, waiting: Iterable[Request]) -> Iterable[Span]:
+    """The same rows once more for every such sibling."""
+    for sibling in _siblings(span, waiting):
+        sibling.computed = span.request.computed
+        twin = replace(span, request=sibling)
+        twin.start = span.start
+        yield twin
