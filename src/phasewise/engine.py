@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from phasewise.batch import Span
 from phasewise.companion import Companion
 from phasewise.errors import UserError

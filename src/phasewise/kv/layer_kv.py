@@ -7,13 +7,15 @@ that share a length share a slab, so what is dropped is really freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import Buffer, Codec, KVShape, Ledger, entry_bytes
+from phasewise.kv.part import Derived, Part
 
 ROUND = 64  # rows; capacities are multiples of it
 
@@ -22,39 +24,7 @@ def rounded(rows: int) -> int:
     return -(-max(rows, 1) // ROUND) * ROUND
 
 
-@dataclass(slots=True)
-class Part:
-    """What can be read at one layer for some KV heads. k, v [h, N, D]; the last `fresh` rows are this step's.
-
-    `ids` are the span rows of the fresh entries (None = 0, 1, 2, ...). `heads` None = all KV heads.
-    """
-
-    k: Tensor
-    v: Tensor
-    n: int  # committed rows
-    fresh: int
-    ids: Tensor | None
-    heads: Tensor | None
-    committed: Tensor | None  # positions [1 | h, n]; None = 0 .. n-1
-    pending: Sequence[int]
-
-    @property
-    def plain(self) -> bool:
-        """Positions are simply 0 .. n-1 for the committed rows."""
-        return self.committed is None
-
-    @property
-    def positions(self) -> Tensor:
-        """True positions, int64 [1 | h, N]."""
-        device = self.k.device
-        old = torch.arange(self.n, device=device)[None] if self.committed is None else self.committed
-        if not self.fresh:
-            return old
-        new = torch.tensor(list(self.pending), device=device)[None].expand(old.shape[0], -1)
-        return torch.cat((old, new), 1)
-
-
-class _Slab:
+class Slab:
     """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are 0 .. n-1."""
 
     __slots__ = ("buffer", "heads", "n", "positions")
@@ -69,26 +39,27 @@ class _Slab:
 class LayerKV:
     """append / read / commit / keep for one request at one layer. Nothing here allocates but `reserve` and `keep`."""
 
-    __slots__ = ("_ids", "_pending", "codec", "fresh", "ledger", "shape", "slabs", "version")
+    __slots__ = ("_ids", "_pending", "codec", "derived", "fresh", "ledger", "shape", "slabs", "version")
 
     def __init__(self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int) -> None:
         self.shape, self.codec, self.ledger = shape, codec, ledger
-        self.slabs = [_Slab(Buffer(codec, shape, shape.heads, cap, ledger), 0, None, None)]
+        self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger), 0, None, None)]
         self.fresh = 0
         self._pending: Sequence[int] = ()
         self._ids: list[int] | None = None
-        self.version = 0  # changes whenever committed rows are moved or dropped: derived data must be rebuilt
+        self.version = 0  # changes whenever committed rows are moved or dropped
+        self.derived: dict[Hashable, Derived] = {}  # emptied at the same moments
 
     # ---- sizes
     @property
     def n(self) -> int:
         """Committed rows of the longest head."""
-        return max(s.n for s in self.slabs)
+        return max((s.n for s in self.slabs), default=0)
 
     @property
     def spare(self) -> int:
-        """Rows that `append` can take now."""
-        return min(s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs)
+        """Rows that `append` can take now; a layer that was closed wants none."""
+        return min((s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs), default=sys.maxsize)
 
     @property
     def bytes(self) -> int:
@@ -120,7 +91,7 @@ class LayerKV:
             moved += self._replace(s, max(rounded(s.n + rows), s.buffer.cap))
         return moved
 
-    def _replace(self, s: _Slab, cap: int) -> int:
+    def _replace(self, s: Slab, cap: int) -> int:
         old, n = s.buffer, s.n
         new = Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
         for a, b in zip(new.planes, old.planes):
@@ -135,7 +106,7 @@ class LayerKV:
 
     # ---- one step
     def append(self, k: Tensor, v: Tensor, positions: Sequence[int], ids: list[int] | None = None) -> None:
-        """Add this step's rows, uncommitted. k, v [H, R, D]; `ids` are their span rows when some rows skip the layer."""
+        """Add this step's rows, uncommitted. k, v [H, R, D]; `ids` are their span rows when some skip the layer."""
         rows = len(positions)
         planes = self.codec.encode(k, v)
         for s in self.slabs:
@@ -154,11 +125,13 @@ class LayerKV:
         """What this step's rows can read, head group by head group (usually one)."""
         ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)
         parts = []
-        for s in self.slabs:
-            end = s.n + self.fresh
-            k, v = self.codec.decode([p[:, :end] for p in s.buffer.planes], self.shape.dtype)
+        for i, s in enumerate(self.slabs):
+            planes = [p[:, : s.n + self.fresh] for p in s.buffer.planes]
             committed = None if s.positions is None else s.positions[:, : s.n]
-            parts.append(Part(k, v, s.n, self.fresh, ids, s.heads, committed, self._pending))
+            parts.append(
+                Part(planes, self.codec, self.shape.dtype, s.n, self.fresh, ids, s.heads, committed, self._pending,
+                     i, self.derived)
+            )  # fmt: skip
         return parts
 
     def commit(self, rows: int | Sequence[int]) -> int:
@@ -171,8 +144,9 @@ class LayerKV:
             wanted = range(rows) if isinstance(rows, int) else set(rows)
             keep = [slot for slot, row in enumerate(self._ids) if row in wanted]
         moved = 0
-        in_place = isinstance(keep, range) or list(keep) == list(range(len(keep)))
-        positions = [self._pending[slot] for slot in keep] if not isinstance(keep, range) else self._pending[: len(keep)]
+        first = isinstance(keep, range)
+        in_place = first or list(keep) == list(range(len(keep)))
+        positions = self._pending[: len(keep)] if first else [self._pending[slot] for slot in keep]
         for s in self.slabs:
             if not in_place:
                 index = torch.tensor(list(keep), device=self.shape.device) + s.n
@@ -184,76 +158,97 @@ class LayerKV:
         self.fresh, self._pending, self._ids = 0, (), None
         return moved
 
-    def _note(self, s: _Slab, positions: Sequence[int]) -> None:
+    def _note(self, s: Slab, positions: Sequence[int]) -> None:
         """Write down the positions of rows about to be committed, unless they merely continue 0 .. n-1."""
         if s.positions is None:
-            if not positions or (positions[0] == s.n and all(b - a == 1 for a, b in zip(positions, positions[1:]))):
+            if not positions or (positions[0] == s.n and _consecutive(positions)):
                 return
             s.positions = torch.empty((1, s.buffer.cap), dtype=torch.int64, device=self.shape.device)
             s.positions[0, : s.n] = torch.arange(s.n)
         s.positions[:, s.n : s.n + len(positions)] = torch.tensor(list(positions), device=self.shape.device)
 
     # ---- between steps
+    def positions(self, s: Slab) -> Tensor:
+        """True positions of a slab's committed rows, int64 [1 | h, n]."""
+        return torch.arange(s.n, device=self.shape.device)[None] if s.positions is None else s.positions[:, : s.n]
+
     def drop_last(self, position: int) -> None:
-        """Roll back: forget every row at or after `position`."""
+        """Roll back: forget every row at or after `position`. Rows lie in the order of their positions."""
         assert not self.fresh
-        for s in list(self.slabs):
+        stay: dict[int, int] = {}  # rows by head
+        for s in self.slabs:
             if s.positions is None:
-                s.n = min(s.n, position)
-                continue
-            counts = (s.positions[:, : s.n] < position).sum(1)
-            assert bool((counts == counts[0]).all()), "heads of one slab roll back together"
-            s.n = int(counts[0])
-        self.version += 1
+                counts = [min(s.n, position)] * s.buffer.heads
+            else:
+                counts = (s.positions[:, : s.n] < position).sum(1).expand(s.buffer.heads).tolist()
+            stay |= zip(self._heads(s), counts)
+        if all(len({stay[head] for head in self._heads(s)}) == 1 for s in self.slabs):
+            for s in self.slabs:
+                s.n = stay[self._heads(s)[0]]
+            self._changed()
+        else:  # heads of one slab have kept different rows
+            self.keep([torch.arange(stay[head], device=self.shape.device) for head in sorted(stay)])
 
     def keep(self, index: Tensor | Sequence[Tensor], room: int = ROUND) -> int:
         """Give up all committed rows but those listed: one index [K] for all heads, [H, K] or one per head (ragged).
 
-        Frees what is dropped, leaving `room` rows to grow. Slots must be in increasing order. Returns bytes moved.
+        Frees what is dropped, leaving `room` rows to grow, but never takes more memory than before. Slots must be in
+        increasing order. Returns bytes moved.
         """
         assert not self.fresh
-        self.version += 1
-        moved = 0
+        self._changed()
         if isinstance(index, Tensor) and index.dim() == 1:
-            for s in self.slabs:
-                moved += self._gather(s, index[None], room)
-            return moved
+            return sum(self._gather(s, index[None], room) for s in self.slabs)
         rows = list(index)
         if len(self.slabs) == 1 and len({int(r.shape[0]) for r in rows}) == 1:
             return self._gather(self.slabs[0], torch.stack(rows), room)
         return self._split(rows, room)
 
-    def _gather(self, s: _Slab, index: Tensor, room: int) -> int:
+    def _changed(self) -> None:
+        self.version += 1
+        self.derived = {}
+
+    def _heads(self, s: Slab) -> list[int]:
+        heads: list[int] = list(range(s.buffer.heads)) if s.heads is None else s.heads.tolist()
+        return heads
+
+    def _gather(self, s: Slab, index: Tensor, room: int) -> int:
         """index [1 | h, K] -> the slab holds just those rows."""
         heads, count = s.buffer.heads, int(index.shape[1])
-        old_positions = s.positions[:, : s.n] if s.positions is not None else torch.arange(s.n)[None]
-        wide = max(old_positions.shape[0], index.shape[0])
-        positions = old_positions.expand(wide, -1).gather(1, index.expand(wide, -1))
-        new = Buffer(self.codec, self.shape, heads, rounded(count + room), self.ledger)
-        at = torch.arange(heads)[:, None]
+        old = self.positions(s)
+        wide = max(old.shape[0], index.shape[0])
+        kept = old.expand(wide, -1).gather(1, index.expand(wide, -1))
+        new = Buffer(self.codec, self.shape, heads, min(rounded(count + room), s.buffer.cap), self.ledger)
+        at = torch.arange(heads, device=self.shape.device)[:, None]
         for a, b in zip(new.planes, s.buffer.planes):
             a[:, :count] = b[at, index.expand(heads, -1)]
         s.buffer.drop()
         s.buffer, s.n = new, count
-        s.positions = positions.new_empty((wide, new.cap))
-        s.positions[:, :count] = positions
+        s.positions = kept.new_empty((wide, new.cap))
+        s.positions[:, :count] = kept
         return count * heads * entry_bytes(self.codec, self.shape)
 
     def _split(self, rows: Sequence[Tensor], room: int) -> int:
-        """Give every head a slab of its own, holding the slots listed for it."""
-        moved, slabs = 0, []
-        for s in self.slabs:
-            heads = s.heads.tolist() if s.heads is not None else list(range(s.buffer.heads))
-            old_positions = s.positions[:, : s.n] if s.positions is not None else torch.arange(s.n)[None]
-            for j, head in enumerate(heads):
-                index = rows[head]
-                new = Buffer(self.codec, self.shape, 1, rounded(len(index) + room), self.ledger)
+        """Every head keeps the slots listed for it; heads that keep equally many share a slab."""
+        old = {head: (s, j) for s in self.slabs for j, head in enumerate(self._heads(s))}
+        groups: dict[int, list[int]] = {}
+        for head in sorted(old):
+            groups.setdefault(len(rows[head]), []).append(head)
+        slabs, moved = [], 0
+        for count, heads in groups.items():
+            cap = min(rounded(count + room), *(old[head][0].buffer.cap for head in heads))
+            new = Buffer(self.codec, self.shape, len(heads), cap, self.ledger)
+            positions = torch.empty((len(heads), cap), dtype=torch.int64, device=self.shape.device)
+            for i, head in enumerate(heads):
+                s, j = old[head]
                 for a, b in zip(new.planes, s.buffer.planes):
-                    a[0, : len(index)] = b[j, index]
-                positions = torch.empty((1, new.cap), dtype=torch.int64)
-                positions[0, : len(index)] = old_positions[min(j, old_positions.shape[0] - 1), index]
-                slabs.append(_Slab(new, len(index), torch.tensor([head]), positions))
-                moved += len(index) * entry_bytes(self.codec, self.shape)
+                    a[i, :count] = b[j, rows[head]]
+                known = self.positions(s)
+                positions[i, :count] = known[min(j, known.shape[0] - 1), rows[head]]
+            whole = len(heads) == self.shape.heads
+            slabs.append(Slab(new, count, None if whole else torch.tensor(heads, device=self.shape.device), positions))
+            moved += count * len(heads) * entry_bytes(self.codec, self.shape)
+        for s in self.slabs:
             s.buffer.drop()
         self.slabs = slabs
         return moved
@@ -264,13 +259,22 @@ class LayerKV:
         twin = object.__new__(LayerKV)
         twin.shape, twin.codec, twin.ledger, twin.version = self.shape, self.codec, self.ledger, self.version
         twin.slabs = [
-            _Slab(s.buffer.share(), s.n, s.heads, None if s.positions is None else s.positions.clone())
+            Slab(s.buffer.share(), s.n, s.heads, None if s.positions is None else s.positions.clone())
             for s in self.slabs
         ]
+        twin.derived = {key: value.fork() for key, value in self.derived.items()}
         twin.fresh, twin._pending, twin._ids = 0, (), None
         return twin
 
     def close(self) -> None:
+        """Free every row; a closed layer takes none again."""
         for s in self.slabs:
             s.buffer.drop()
         self.slabs = []
+        self._changed()
+
+
+def _consecutive(positions: Sequence[int]) -> bool:
+    if isinstance(positions, range):
+        return positions.step == 1
+    return all(b - a == 1 for a, b in pairwise(positions))

@@ -1,4 +1,4 @@
-"""Exact prefix reuse: a tree of prompt blocks keyed by chained hashes, reference-counted, least recently used first out.
+"""Exact prefix reuse: a reference-counted tree of prompt blocks keyed by chained hashes, least recently used out first.
 
 A block's key is the hash of its tokens and of its parent's key; the root's key names everything else that shaped the
 rows (model, store, prefill methods). Blocks own their memory; a request copies the rows it reuses into its own slab
@@ -118,7 +118,7 @@ class PrefixTree:
         return found[1:]
 
     def shrink(self, n_bytes: int) -> int:
-        """Give back at least `n_bytes` if unheld blocks allow it, least recently used leaves first. Returns the bytes."""
+        """Give back at least `n_bytes` if unheld blocks allow it, least recently used leaves first. -> bytes."""
         freed = 0
         while freed < n_bytes:
             leaves = [node for node in self.nodes() if not node.children and not node.refs]

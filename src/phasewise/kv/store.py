@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec, KVShape, Ledger, entry_bytes
-from phasewise.kv.layer_kv import LayerKV, _Slab, rounded
+from phasewise.kv.buffer import Buffer, Codec, KVShape, Ledger, entry_bytes
+from phasewise.kv.layer_kv import LayerKV, Slab, rounded
 from phasewise.kv.prefix import PrefixTree
 from phasewise.trace import Counters
 
@@ -58,6 +58,11 @@ class KV:
         self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
         self._spare = min(layer_kv.spare for layer_kv in self.layers)
 
+    def free(self, layer: int) -> None:
+        """Give up all rows of a layer that no row will run again."""
+        self.layers[layer].close()
+        self._spare = min(layer_kv.spare for layer_kv in self.layers)
+
     def drop_last(self, position: int) -> None:
         """Roll back to the first `position` positions."""
         for layer in self.layers:
@@ -73,16 +78,17 @@ class KV:
 
     def dump(self) -> list[dict[str, Any]]:
         """Committed rows as plain tensors, layer by layer: what a hand-off carries."""
-        out = []
+        out: list[dict[str, Any]] = []
         for layer in self.layers:
-            for s in layer.slabs:
-                out.append(
-                    {
-                        "heads": s.heads,
-                        "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
-                        "planes": [p[:, : s.n].clone() for p in s.buffer.planes],
-                    }
-                )
+            pieces = [
+                {
+                    "heads": s.heads,
+                    "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
+                    "planes": [p[:, : s.n].clone() for p in s.buffer.planes],
+                }
+                for s in layer.slabs
+            ]
+            out.extend(pieces or [{"heads": None, "positions": None, "planes": []}])  # a freed layer
             out[-1]["last"] = True  # of this layer
         return out
 
@@ -107,24 +113,23 @@ class KV:
 
 
 def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
-    from phasewise.kv.buffer import Buffer
-
-    cap = max(rounded(p["planes"][0].shape[1] + 1) for p in pieces)
     layer.close()
     moved = 0
     for piece in pieces:
+        if not piece["planes"]:
+            continue  # freed before it was dumped
         heads, n = piece["planes"][0].shape[:2]
+        cap = rounded(n + 1)
         buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger)
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows
             moved += rows.numel() * rows.element_size()
         positions = piece["positions"]
         if positions is not None:
-            wide = torch.empty((positions.shape[0], cap), dtype=torch.int64)
+            wide = torch.empty((positions.shape[0], cap), dtype=torch.int64, device=layer.shape.device)
             wide[:, :n] = positions
             positions = wide
-        layer.slabs.append(_Slab(buffer, n, piece["heads"], positions))
-    layer.version += 1
+        layer.slabs.append(Slab(buffer, n, piece["heads"], positions))
     return moved
 
 
@@ -186,7 +191,7 @@ class Store:
             hit = sum(node.rows for node in kv.nodes)
             self.counters.prefix_hits += hit
             request.computed = hit
-            kv._spare = min(layer.spare for layer in layers)
+            kv._spare = min((layer.spare for layer in layers), default=0)
         return kv
 
     def remember(self, request: Request) -> None:

@@ -1,0 +1,76 @@
+"""What the rows of a step can read at one layer, decoded no earlier and no further than asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import Codec
+
+
+class Derived(Protocol):
+    """What a method has worked out from committed rows (page bounds, say) and keeps beside them."""
+
+    def fork(self) -> Derived: ...
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows of some KV heads: `planes` [h, N, ...] as the codec keeps them; `k`, `v` and `take` as the model made them.
+
+    The last `fresh` of the N rows are this step's, and `ids` their rows in the span (None = 0, 1, 2, ...). `heads`
+    None = all KV heads. `derived` is shared by the parts of a layer and emptied whenever committed rows move or go;
+    `slab` tells the parts apart until then.
+    """
+
+    planes: Sequence[Tensor]
+    codec: Codec
+    dtype: torch.dtype
+    n: int  # committed rows
+    fresh: int
+    ids: Tensor | None
+    heads: Tensor | None
+    committed: Tensor | None  # positions [1 | h, n]; None = 0 .. n-1
+    pending: Sequence[int]
+    slab: int
+    derived: dict[Hashable, Derived]
+    _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+
+    @property
+    def k(self) -> Tensor:
+        """[h, N, D]; rows are decoded when first asked for."""
+        return self._decoded()[0]
+
+    @property
+    def v(self) -> Tensor:
+        """[h, N, D]."""
+        return self._decoded()[1]
+
+    def _decoded(self) -> tuple[Tensor, Tensor]:
+        if self._whole is None:
+            self._whole = self.codec.decode(self.planes, self.dtype)
+        return self._whole
+
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [h, S, D] of the slots `index` [h, S]; no other row is read or decoded."""
+        heads = torch.arange(index.shape[0], device=index.device)[:, None]
+        return self.codec.decode([plane[heads, index] for plane in self.planes], self.dtype)
+
+    @property
+    def plain(self) -> bool:
+        """Positions are simply 0 .. n-1 for the committed rows."""
+        return self.committed is None
+
+    @property
+    def positions(self) -> Tensor:
+        """True positions, int64 [1 | h, N]."""
+        device = self.planes[0].device
+        old = torch.arange(self.n, device=device)[None] if self.committed is None else self.committed
+        if not self.fresh:
+            return old
+        new = torch.tensor(list(self.pending), device=device)[None].expand(old.shape[0], -1)
+        return torch.cat((old, new), 1)
