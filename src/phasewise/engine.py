@@ -19,7 +19,9 @@ from phasewise.companion import Companion
 from phasewise.errors import UserError
 from phasewise.kv.store import Store
 from phasewise.phase import Outcome, Phase
+from phasewise.queues import Queues
 from phasewise.request import Left, Request
+from phasewise.room import Room
 from phasewise.schedule import Scheduler, Work
 from phasewise.trace import Counters
 from phasewise.turn import Settled, Turn, isolate
@@ -52,14 +54,11 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.model, self.store, self.counters = parts.model, parts.store, parts.counters
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.departed: list[Request] = []  # prompts done, for a placement to carry on
-        self.promised = 0  # bytes set aside in the ledger for requests on their way here
+        self.queues = Queues()
+        self.waiting, self.running = self.queues.waiting, self.queues.running
+        self.departed = self.queues.departed  # prompts done, for a placement to carry on
+        self.room = Room(parts.store, parts.companions, self.queues, parts.counters, self._no_room)
         self._turn = Turn(parts.model, parts.counters, parts.taps)
-        self._partial: dict[str, Span] = {}  # slices that have not reached the last layer
-        self._order = 0
-        self._rank: dict[str, int] = {}  # order of arrival = priority
         self._progressed: list[Request] = []
 
     # ---- what users of an engine call
@@ -95,31 +94,31 @@ class Engine:
         if request.limit > config.max_positions:
             request.params = replace(request.params, max_tokens=config.max_positions - request.prompt_len)
         tokens = request.prompt_len + 1 if self._departs else request.limit + 64
-        if self._need(tokens) > limit:
+        if self.room.need(tokens) > limit:
             raise UserError(
-                f"the request may need {self._need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
+                f"the request may need {self.room.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
-        if request.id in self._rank:
+        if self.queues.named(request.id):
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         self.check(request)
-        self._register(request)
+        request.layers = self.model.config.layers
         request.trace.arrived = self.parts.clock()
-        self.waiting.append(request)
+        self.queues.join(request, self.waiting)
 
     def resume(self, request: Request) -> None:
         """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
-        assert request.kv is not None and request.id not in self._rank
-        self._register(request)
+        assert request.kv is not None and request not in self.queues
+        request.layers = self.model.config.layers
+        self.queues.join(request, self.running)
         self._enter(request)
-        self.running.append(request)
 
     def cancel(self, request: Request) -> bool:
         """Drop a request wherever it is; False if it had already left."""
-        if request.left is not None or request.id not in self._rank:
+        if request.left is not None or request not in self.queues:
             return False
         self._leave(request, Left("cancelled", "cancelled"))
         return True
@@ -131,12 +130,12 @@ class Engine:
         self._measure()
         preemptions = self.counters.preemptions
         works = self.parts.schedule.plan(self.running, self.parts.clock())
-        spans = self._propose(self._with_room(works))
+        spans = self._propose(self.room.reserve(works))
         if spans:
             self.counters.steps += 1
             self._run(spans)
         elif works and self.counters.preemptions == preemptions and not self._progressed:
-            self._free_for(self.running[0])  # nothing found room and nothing was freed: no deadlock
+            self.room.free_for(self.running[0])  # nothing found room and nothing was freed: no deadlock
         return self._progressed
 
     def forget_prefixes(self) -> None:
@@ -144,20 +143,11 @@ class Engine:
         if self.store.tree is not None:
             self.store.tree.clear()
 
-    # ---- admission and memory
+    # ---- one step
     @property
     def _departs(self) -> bool:
         """Whether requests leave for another engine when their prompt is done."""
         return len(self.parts.phases) == 1
-
-    def _register(self, request: Request) -> None:
-        self._rank[request.id] = self._order
-        self._order += 1
-        request.layers = self.model.config.layers
-
-    def _need(self, tokens: int) -> int:
-        """Bytes of KV for `tokens` tokens of one request, companions included."""
-        return self.store.cost(tokens) + sum(c.store.cost(tokens) for c in self.parts.companions)
 
     def _admit(self) -> None:
         """First come first served: open KV for the whole prompt, stop at the first request that finds no room."""
@@ -166,99 +156,24 @@ class Engine:
                 continue
             request.parent, request.computed = None, 0
             tokens = request.known + 1
-            if len(self.running) >= self.parts.max_running or not self.store.room(self._need(tokens)):
+            if len(self.running) >= self.parts.max_running or not self.store.room(self.room.need(tokens)):
                 return
             try:
                 request.kv = self.store.open(request, tokens)
             except Exception as error:
                 self._fail(request, error)
                 continue
-            if request.trace.admitted is None:
-                request.trace.admitted = self.parts.clock()
-            self.waiting.remove(request)
             self._start(request)
 
     def _may_fork(self, parent: Request) -> bool:
         """Whether siblings of `parent` should wait for its prompt: it is here, and has not completed it before."""
-        return parent.id in self._rank and parent.left is None and parent.high_water < parent.prompt_len
+        return parent in self.queues and parent.high_water < parent.prompt_len
 
     def _start(self, request: Request) -> None:
-        self.running.append(request)
-        self.running.sort(key=lambda r: self._rank[r.id])
+        if request.trace.admitted is None:
+            request.trace.admitted = self.parts.clock()
+        self.queues.move(request, self.running)
 
-    def promise(self, n_bytes: int) -> bool:
-        """Set room aside for a request on its way here; False if there is none. `promise(-n_bytes)` gives it back."""
-        if n_bytes > 0 and not self.store.room(n_bytes):
-            return False
-        self.promised += n_bytes
-        self.store.ledger.add(n_bytes)
-        return True
-
-    def _with_room(self, works: list[Work]) -> list[Work]:
-        """Reserve KV for every piece of work, most important first, preempting the least important requests."""
-        kept: list[Work] = []
-        promised = 0  # bytes that companions will take while proposing
-        for work in sorted(works, key=lambda w: self._rank[w.job.id]):
-            request: Request = work.job
-            if request.kv is None:
-                continue  # preempted for a request before it
-            if request.depth == 0:
-                extra = self._companion_growth(request, work.rows)
-                if not self._make_room(request, work.rows, promised + extra):
-                    continue
-                promised += extra
-                request.kv.reserve(work.rows)
-            kept.append(work)
-        return [work for work in kept if work.job.kv is not None]
-
-    def _companion_growth(self, request: Request, rows: int) -> int:
-        """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included."""
-        companions = self.parts.companions
-        if not companions:
-            return 0
-        forks = 0
-        if request.prefilling and request.computed + rows >= request.prompt_len:
-            forks = sum(sibling.parent is request for sibling in self.waiting)
-        return sum(c.growth(request, request.known + rows) for c in companions) * (1 + forks)
-
-    def _make_room(self, request: Request, rows: int, extra: int) -> bool:
-        """Room for `rows` more rows and `extra` bytes, at the price of less important requests; False = not now."""
-        assert request.kv is not None
-        while True:
-            need = request.kv.growth(rows) + extra
-            if need == 0 or self.store.room(need):
-                return True
-            if not self._free_for(request):
-                return False
-
-    def _free_for(self, request: Request) -> bool:
-        """Preempt the least important request, or let go of a lone one's prefix. False if `request` gains nothing:
-        it was itself preempted, has to wait for memory that will come back, or failed."""
-        victim = self.running[-1]
-        if len(self.running) > 1:
-            self._preempt(victim)
-            return victim is not request
-        if request.kv is not None and request.kv.nodes:  # its own prefix blocks hold the last bytes
-            for node in request.kv.nodes:
-                node.release()
-            request.kv.nodes = []
-            return True
-        if not self.departed and not self.promised:
-            self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))
-        return False
-
-    def _preempt(self, request: Request) -> None:
-        """Free everything a request holds; it will be recomputed from its tokens."""
-        log.info("preempting %s after %d computed rows", request.id, request.computed)
-        self._partial.pop(request.id, None)
-        request.release()
-        self.counters.preemptions += 1
-        request.computed = request.depth = 0
-        self.running.remove(request)
-        self.waiting.append(request)
-        self.waiting.sort(key=lambda r: self._rank[r.id])
-
-    # ---- one step
     def _phase(self, request: Request) -> Phase:
         return self.parts.phases[0 if request.prefilling else -1]
 
@@ -266,7 +181,7 @@ class Engine:
         """Ask every running request how many rows it would bring."""
         for request in list(self.running):
             try:
-                under_way = self._partial.get(request.id)
+                under_way = request.slice
                 request.rows = self._phase(request).decode.rows(request) if under_way is None else under_way.rows
             except Exception as error:
                 self._fail(request, error)
@@ -276,10 +191,9 @@ class Engine:
         spans: list[Span] = []
         fresh: dict[int, tuple[Phase, list[Work]]] = {}
         for work in works:
-            if work.job.depth:
-                span = self._partial[work.job.id]
-                span.layers = work.layers
-                spans.append(span)
+            if work.job.slice is not None:
+                work.job.slice.layers = work.layers
+                spans.append(work.job.slice)
             else:
                 phase = self._phase(work.job)
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
@@ -297,7 +211,7 @@ class Engine:
                 continue
             span.layers = work.layers
             if span.rows > work.rows:  # a method's smallest unit
-                if work.job.kv is None or not self._make_room(work.job, span.rows, 0):
+                if work.job.kv is None or not self.room.make(work.job, span.rows):
                     continue
                 span.kv.reserve(span.rows)
             yield span
@@ -308,8 +222,7 @@ class Engine:
         for span, result in zip(spans, self._turn.run(spans, self.waiting)):
             request = span.request
             if result is None:
-                self._partial[request.id] = span
-                continue
+                continue  # under way
             try:
                 if isinstance(result, Exception):
                     raise result
@@ -335,8 +248,6 @@ class Engine:
             except Exception as error:
                 self._fail(sibling, error)
                 continue
-            sibling.trace.admitted = self.parts.clock()
-            self.waiting.remove(sibling)
             self._start(sibling)
             yield sibling, outcome.tokens
 
@@ -351,21 +262,19 @@ class Engine:
             if request.left is not None:
                 self._leave(request, request.left)
             elif self._departs and not request.prefilling:
-                self.running.remove(request)
-                self.departed.append(request)
+                self.queues.move(request, self.departed)
 
     def _commit(self, span: Span, outcome: Outcome) -> None:
         request = span.request
-        was_prefilling = request.prefilling
+        was_prefilling, before = request.prefilling, request.computed
         span.kv.commit(outcome.keep)
-        self._partial.pop(request.id, None)
-        before, request.depth = request.computed, 0
+        request.slice, request.depth = None, 0
         request.computed += outcome.kept
         self.counters.recomputed += max(0, min(request.computed, request.high_water) - before)
         request.high_water = max(request.high_water, request.computed)
         self.counters.drafted += outcome.drafted
         self.counters.accepted += outcome.accepted
-        if was_prefilling and not request.prefilling:
+        if before < self.store.shareable(request) <= request.computed:
             self.store.remember(request)
         evict = span.phase.evict
         if evict is not None and evict.due(request):
@@ -383,24 +292,24 @@ class Engine:
             for layer in skip.unused(len(request.kv.layers)):
                 request.kv.free(layer)
 
+    # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:
         log.error("request %s failed", request.id, exc_info=error)
         self._leave(request, Left("failed", f"{type(error).__name__}: {error}"))
+
+    def _no_room(self, request: Request) -> None:
+        self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))
 
     def _leave(self, request: Request, left: Left) -> None:
         """The one exit. Memory goes back here and nowhere else."""
         request.left = left
         request.trace.left = self.parts.clock()
-        for queue in (self.waiting, self.running, self.departed):
-            if request in queue:
-                queue.remove(request)
-        self._partial.pop(request.id, None)
-        self._rank.pop(request.id, None)
+        self.queues.drop(request)
         request.release()
-        self._progressed.append(request) if request not in self._progressed else None
+        if request not in self._progressed:
+            self._progressed.append(request)
 
     def depart(self, request: Request) -> None:
-        """A placement has taken `request` out of `departed`: forget it here and free its memory."""
-        self.departed.remove(request)
-        self._rank.pop(request.id, None)
+        """A placement has taken over `request`: forget it here and free its memory."""
+        self.queues.drop(request)
         request.release()

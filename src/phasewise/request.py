@@ -13,6 +13,7 @@ from phasewise.errors import UserError
 from phasewise.trace import Trace
 
 if TYPE_CHECKING:
+    from phasewise.batch import Span
     from phasewise.kv.store import KV
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.computed = 0
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
-        self.depth = 0  # layers already run for the slice under way (layered prefill)
+        self.slice: Span | None = None  # one under way that has not reached the last layer (layered prefill) ...
+        self.depth = 0  # ... and the layers it has run
         self.layers = 0  # layers of the model; the engine that accepts it fills it in
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}
@@ -184,6 +186,7 @@ class Request:
         """Give up KV and every method's drawer (a drawer with `close` is closed)."""
         state, self.state = self.state, {}
         kv, self.kv = self.kv, None
+        self.slice, self.depth = None, 0
         if kv is not None:
             kv.close()
         for name, value in state.items():

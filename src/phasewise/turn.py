@@ -57,7 +57,7 @@ def restart(span: Span) -> None:
     if span.layers is not None:
         span.layers = span.hidden = None
         span.taps.clear()
-        span.request.depth = 0
+        span.request.slice, span.request.depth = None, 0
 
 
 class Turn:
@@ -98,7 +98,7 @@ class Turn:
         for span in spans:
             if not span.finishes:
                 assert span.layers is not None
-                span.request.depth = span.layers[1]
+                span.request.slice, span.request.depth = span, span.layers[1]
         return [settled.get(id(span)) for span in spans]
 
     def _judge(
