@@ -14,7 +14,7 @@ from phasewise.ops import attention as ops
 if TYPE_CHECKING:
     from phasewise.batch import Span
     from phasewise.forward import Step
-    from phasewise.kv.layer_kv import Part
+    from phasewise.kv.part import Part
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ class Read:
         positions = self.span.positions
         if self.rows is not None:
             positions = [positions[r] for r in self.rows]
-        return torch.tensor(list(positions), device=self.q.device)
+        elif isinstance(positions, range):
+            return torch.arange(positions.start, positions.stop, positions.step, device=self.q.device)
+        return torch.tensor(positions, device=self.q.device)
 
     @property
     def state(self) -> dict[str, object]:
@@ -78,76 +80,108 @@ class Read:
             window = None
         if rows == 1 and part.fresh == 1 and window is None:
             return None
-        if not part.plain or self.rows is not None:
+        if not part.plain or self.rows is not None or (window is not None and self._moved):
             return self._build(window)
-        key = (id(self.span), window, part.n)
+        key = (id(self.span), window, part.n, part.fresh)
         if key not in self.step.masks:
             self.step.masks[key] = self._build(window)
         return self.step.masks[key]
 
     def _build(self, window: int | None) -> Tensor:
         part, device = self.part, self.q.device
-        rows = torch.arange(self.span.rows, device=device) if self.rows is None else torch.tensor(self.rows)
+        every = torch.arange(self.span.rows, device=device)
+        rows = every if self.rows is None else every[self.rows]
         ids = torch.arange(part.fresh, device=device) if part.ids is None else part.ids
         sees = self.span.sees
         fresh = ids[None, :] <= rows[:, None] if sees is None else sees[rows][:, ids]  # [R, fresh]
         mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
         if window is not None:
-            mask = mask & (self.q_positions[None, :, None] - part.positions[:, None, :] < window)
+            distance = self.q_positions[None, :, None] - part.positions[:, None, :]
+            if self._moved:  # far rows that are read as if they were near
+                slots, delta = self._moved
+                distance[:, :, slots] -= delta[:, None]
+            mask = mask & (distance < window)
         return mask
+
+    @property
+    def _moved(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.view is None else self.view.moved
 
     # ---- attention
     def attend(self, select: Tensor | None = None) -> Tensor:
-        """Exact attention over what is visible and, if given, selected (bool [1 | h, R, N]). -> [R, hq, D]."""
+        """Exact attention over what is visible and, if given, selected (bool [1 | h, R, N]). -> [R, hq, D].
+
+        Of a selection, only the selected entries are read, unless reading everything once is less.
+        """
         part, spec = self.part, self.step.model.config.attention[self.layer]
-        if select is None:
-            self.count(part.n + part.fresh)
-            if self.view is None and self._causal(spec.softcap, spec.window):
-                return ops.causal(self.q, part.k, part.v, spec.scale)
+        if select is None and self.view is None and self._causal(spec.softcap, spec.window):
+            self.count(part.size[1])
+            return ops.causal(self.q, part.k, part.v, spec.scale)
         mask = self.mask()
         if select is not None:
             mask = select if mask is None else mask & select
-            self.count_entries(int(mask.any(1).sum()) * (part.k.shape[0] // mask.shape[0]))
-        if self.view is not None and self.view.moved is not None:
-            return self._attend_moved(mask, spec.softcap)
-        return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
+            most = int(mask.sum(-1).max())
+            if most * mask.shape[1] < part.size[1]:
+                index = mask.byte().topk(most, -1, sorted=False).indices  # [1 | h, R, S]
+                valid = mask.gather(2, index).expand(part.size[0], -1, -1)
+                self.count_entries(int(valid.sum()))
+                return self._gathered(index.expand(part.size[0], -1, -1), valid)
+        self.count(part.size[1])
+        if self._moved is None:
+            return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
+        slots, _ = self._moved
+        logits = ops.scores(self.q, part.k, spec.scale, spec.softcap)  # [h, G, R, N]
+        logits[..., slots] = ops.scores(self._turned_back(), part.k[:, slots], spec.scale, spec.softcap)
+        return ops.weigh(logits, part.v, mask)[0]
 
     def attend_rows(self, index: Tensor) -> Tensor:
-        """For one query row: exact attention over the slots `index` [h, S] only, reading nothing else. -> [1, hq, D]."""
-        assert self.q.shape[0] == 1 and (self.view is None or self.view.moved is None)
-        part, spec = self.part, self.step.model.config.attention[self.layer]
+        """Exact attention over the slots `index` only, reading nothing else. -> [R, hq, D].
+
+        index [h, S] for a single query row, else [h, R, S]: every row reads slots of its own.
+        """
+        index = index.view(index.shape[0], -1, index.shape[-1])
         self.count_entries(index.numel())
-        wide = index[..., None].expand(-1, -1, part.k.shape[2])
         mask = self.mask()
-        if mask is not None:
-            mask = mask[:, 0].expand(index.shape[0], -1).gather(1, index)[:, None]
-        return ops.attention(
-            self.q, part.k.gather(1, wide), part.v.gather(1, wide), mask, spec.scale, spec.softcap
-        )
+        return self._gathered(index, None if mask is None else mask.expand(index.shape[0], -1, -1).gather(2, index))
+
+    def _gathered(self, index: Tensor, valid: Tensor | None) -> Tensor:
+        """Row r of head h reads slots index[h, r]; where `valid` [h, R, S] is False nothing is seen.
+
+        Every (head, row) pair becomes a head with one query row of its own.
+        """
+        heads, rows, slots = index.shape
+        spec = self.step.model.config.attention[self.layer]
+        k, v = (x.reshape(heads * rows, slots, x.shape[2]) for x in self.part.take(index.flatten(1)))
+        mask = None if valid is None else valid.reshape(heads * rows, 1, slots)
+        q = self._by_pair(self.q, heads)
+        if self._moved is None:
+            out = ops.attention(q, k, v, mask, spec.scale, spec.softcap)
+        else:
+            seems = torch.isin(index, self._moved[0]).reshape(heads * rows, 1, 1, slots)
+            near = ops.scores(self._by_pair(self._turned_back(), heads), k, spec.scale, spec.softcap)
+            out = ops.weigh(torch.where(seems, near, ops.scores(q, k, spec.scale, spec.softcap)), v, mask)[0]
+        return out.view(heads, rows, -1, out.shape[2]).transpose(0, 1).reshape(self.q.shape)
+
+    @staticmethod
+    def _by_pair(q: Tensor, heads: int) -> Tensor:
+        """[R, h * G, D] -> [1, h * R * G, D]."""
+        rows, heads_q, dim = q.shape
+        return q.reshape(rows, heads, heads_q // heads, dim).transpose(0, 1).reshape(1, rows * heads_q, dim)
+
+    def _turned_back(self) -> Tensor:
+        """The query as moved rows meet it: turned by -delta, which is what moving the keys by delta comes to."""
+        assert self._moved is not None
+        return self.step.model.rotate(self.layer, self.q, -self._moved[1][:, None])
 
     def _causal(self, softcap: float | None, window: int | None) -> bool:
         """Whether the rows simply see everything before them."""
         plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
         return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
 
-    def _attend_moved(self, mask: Tensor | None, softcap: float | None) -> Tensor:
-        """Rows whose keys are read at another position: rotate the query the other way, and merge by log-sum-exp."""
-        assert self.view is not None and self.view.moved is not None
-        slots, delta = self.view.moved
-        part = self.part
-        if mask is None:
-            mask = torch.ones(1, self.q.shape[0], part.k.shape[1], dtype=torch.bool, device=self.q.device)
-        rest = mask.clone()
-        rest[:, :, slots] = False
-        back = self.step.model.rotate(self.layer, self.q, -delta[:, None])
-        still = ops.reference(self.q, part.k, part.v, rest, self.scale, softcap)
-        moved = ops.reference(back, part.k[:, slots], part.v[:, slots], mask[:, :, slots], self.scale, softcap)
-        return ops.merge([still, moved])
-
     # ---- counters
     def count(self, rows: int) -> None:
         """`rows` cached rows of every head were read."""
-        self.count_entries(rows * self.part.k.shape[0])
+        self.count_entries(rows * self.part.size[0])
 
     def count_entries(self, entries: int) -> None:
         """`entries` (row, KV head) pairs were read."""

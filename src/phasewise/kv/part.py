@@ -41,6 +41,11 @@ class Part:
     _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(KV heads, rows)."""
+        return self.planes[0].shape[0], self.n + self.fresh
+
+    @property
     def k(self) -> Tensor:
         """[h, N, D]; rows are decoded when first asked for."""
         return self._decoded()[0]

@@ -1,11 +1,9 @@
-"""Attention of one span's rows over one part of its KV, with its plain twin. Grouped heads are never expanded for one row.
+"""Attention of one span's rows over one part of its KV, with its plain twin.
 
 Shapes: q [R, Hq, D]; k, v [H, N, D] with Hq = H * G; mask bool [1 | H, R, N] (True = visible) or None = all visible.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +33,7 @@ def attention(
     return out[0].transpose(0, 1)
 
 
-ROWS = 64  # query rows per block of `causal`: scores of a block stay in the cache, and most of the upper triangle is skipped
+ROWS = 64  # query rows per block of `causal`: a block's scores stay in the cache, and most of the future is skipped
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -64,15 +62,20 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The plain twin, with the log-sum-exp: -> out [R, Hq, D], lse float32 [R, Hq]. Rows that see nothing give 0, -inf."""
-    logits = scores(q, k, scale, softcap)  # [H, G, R, N]
+    """The plain twin, with the log-sum-exp: -> out [R, Hq, D], lse float32 [R, Hq]. Rows blind to all give 0, -inf."""
+    return weigh(scores(q, k, scale, softcap), v, mask)
+
+
+def weigh(logits: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of logits [H, G, R, N] over what is visible, applied to v. -> out [R, Hq, D], lse float32 [R, Hq]."""
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None], float("-inf"))
     lse = logits.logsumexp(-1)  # [H, G, R]
     weights = (logits - lse[..., None].clamp(min=torch.finfo(torch.float32).min)).exp()
     out = weights @ v.float()[:, None]  # [H, G, R, D]
-    rows, heads_q, dim = q.shape
-    return out.permute(2, 0, 1, 3).reshape(rows, heads_q, dim).to(q.dtype), lse.permute(2, 0, 1).reshape(rows, heads_q)
+    heads, group, rows, dim = out.shape
+    joined = out.permute(2, 0, 1, 3).reshape(rows, heads * group, dim).to(v.dtype)
+    return joined, lse.permute(2, 0, 1).reshape(rows, heads * group)
 
 
 def scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -86,6 +89,6 @@ def scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Join attention over disjoint sets of rows: [(out [R, Hq, D], lse [R, Hq])] -> out [R, Hq, D]."""
     lse = torch.stack([p[1] for p in parts])  # [P, R, Hq]
-    weights: Any = torch.softmax(lse, 0)[..., None]
-    out = torch.stack([p[0].float() for p in parts])
-    return (weights * out).sum(0).to(parts[0][0].dtype)
+    weights = torch.softmax(lse, 0)[..., None]
+    out: Tensor = (weights * torch.stack([p[0].float() for p in parts])).sum(0)
+    return out.to(parts[0][0].dtype)
