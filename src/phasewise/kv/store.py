@@ -157,6 +157,7 @@ class Store:
         self.counters = counters
         self.ledger = ledger
         self.private = private
+        self.unit = unit
         self.tree = PrefixTree(prefix_key, self.ledger, unit) if prefix_key is not None else None
 
     @property
@@ -193,6 +194,10 @@ class Store:
             request.computed = hit
             kv._spare = min((layer.spare for layer in layers), default=0)
         return kv
+
+    def shareable(self, request: Request) -> int:
+        """How many rows of its prompt others could reuse: those of whole units."""
+        return request.prompt_len // self.unit * self.unit
 
     def remember(self, request: Request) -> None:
         """Keep the request's computed prompt for others, as far as the budget allows."""
