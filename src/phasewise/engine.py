@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from phasewise.batch import Span
 from phasewise.companion import Companion
 from phasewise.errors import UserError
+from phasewise.kv.layer_kv import ROUND
 from phasewise.kv.store import Store
 from phasewise.phase import Outcome, Phase
 from phasewise.queues import Queues
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from phasewise.model.model import Model
 
 log = logging.getLogger(__name__)
+MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts, blocks
 
 
 @dataclass
@@ -77,7 +79,8 @@ class Engine:
         return 0 if self.store.tree is None else self.store.tree.bytes
 
     def check(self, request: Request) -> None:
-        """Raise UserError if the request can never run here; cut `max_tokens` to the model's context."""
+        """Raise UserError if the request can never run here. A `max_tokens` beyond the model's context means as many as
+        fit, in the context and in the KV budget: it is cut to that."""
         config, limit = self.model.config, self.store.ledger.limit
         if request.left is not None:
             raise UserError(f"request {request.id!r} has already left: make a new Request to run it again")
@@ -86,19 +89,28 @@ class Engine:
         bad = next((t for t in request.tokens if not 0 <= t < config.vocab), None)
         if bad is not None:
             raise UserError(f"token id {bad} is outside the vocabulary: ids must lie in [0, {config.vocab})")
+        bad = next((t for t in request.params.logit_bias if not 0 <= t < config.vocab), None)
+        if bad is not None:
+            raise UserError(f"logit_bias names token id {bad}: ids must lie in [0, {config.vocab})")
         if request.prompt_len >= config.max_positions:
             raise UserError(
                 f"the prompt has {request.prompt_len} tokens, but the model's context is {config.max_positions}: "
                 f"shorten it to at most {config.max_positions - 1}"
             )
         if request.limit > config.max_positions:
-            request.params = replace(request.params, max_tokens=config.max_positions - request.prompt_len)
-        tokens = request.prompt_len + 1 if self._departs else request.limit + 64
+            most = config.max_positions if self._departs else self._longest()
+            request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
+        tokens = request.prompt_len + 1 if self._departs else request.limit + MARGIN
         if self.room.need(tokens) > limit:
             raise UserError(
                 f"the request may need {self.room.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
+
+    def _longest(self) -> int:
+        """Tokens one request may hold: the model's context, or fewer where the KV budget ends."""
+        fit = self.store.ledger.limit // self.room.need(ROUND) * ROUND - MARGIN
+        return min(self.model.config.max_positions, fit)
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
