@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +29,20 @@ class Purpose(IntEnum):
     METHOD = 4  # free for a method's own use
 
 
+_WORD = 2**64 - 1
+
+
 def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:
-    """A number in [0, 1) from Philox counters; the same arguments always give the same number."""
-    counter = np.array([position, purpose, index, 0], dtype=np.uint64)
-    raw = int(np.random.Philox(key=seed & (2**128 - 1), counter=counter).random_raw())
-    return float((raw >> 11) * 2.0**-53)
+    """A number in [0, 1) that depends on the arguments alone: Philox 2x64, ten rounds (Salmon et al., 2011).
+
+    `seed` counts modulo 2**64, `index` stays below 2**32.
+    """
+    left, right, key = position & _WORD, (purpose << 32) | index, seed & _WORD
+    for _ in range(10):
+        product = left * 0xD2B74407B1CE6E93
+        left, right = (product >> 64) ^ key ^ right, product & _WORD
+        key = (key + 0x9E3779B97F4A7C15) & _WORD
+    return (left >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +66,20 @@ class Dist:
     def __init__(self, top: list[int], vocab: int, sampled: Sequence[int] = (), probs: Tensor | None = None) -> None:
         self.top = top  # most likely token per row
         self.vocab = vocab
-        self._row = {row: i for i, row in enumerate(sampled)}  # rows that are not greedy
+        self._row = {row: i for i, row in enumerate(sampled)}  # rows that are not greedy, increasing
         self.probs = probs  # float32 [len(sampled), V]
 
     def __len__(self) -> int:
         return len(self.top)
+
+    def part(self, start: int, end: int) -> Dist:
+        """Rows start .. end-1 as a distribution of their own, sharing memory."""
+        sampled = [row for row in range(start, end) if row in self._row]
+        if not sampled:
+            return Dist(self.top[start:end], self.vocab)
+        assert self.probs is not None
+        probs = self.probs[self._row[sampled[0]] : self._row[sampled[-1]] + 1]
+        return Dist(self.top[start:end], self.vocab, [row - start for row in sampled], probs)
 
     def greedy(self, row: int) -> bool:
         return row not in self._row
@@ -91,17 +108,16 @@ class Dist:
         tokens = list(self.top)
         if self._row:
             assert self.probs is not None
-            sampled = sorted(self._row, key=self._row.__getitem__)
             cumulated = self.probs.double().cumsum(-1)
-            at = torch.tensor([us[row] for row in sampled], dtype=torch.float64)[:, None]
+            at = torch.tensor([us[row] for row in self._row], dtype=torch.float64)[:, None]
             found = torch.searchsorted(cumulated, at.to(cumulated.device) * cumulated[:, -1:], right=True)
-            for row, token in zip(sampled, found[:, 0].tolist()):
+            for row, token in zip(self._row, found[:, 0].tolist()):
                 tokens[row] = min(token, self.vocab - 1)
         return tokens
 
 
 def pick(probs: Tensor, u: float) -> int:
-    """Inverse-CDF draw from probabilities [V] (need not be normalised)."""
+    """The token whose stretch of the cumulated `probs` [V] (of any sum) holds `u`; never one of weight 0."""
     cumulated = probs.double().cumsum(-1)
     found = int(torch.searchsorted(cumulated, u * float(cumulated[-1]), right=True))
     return min(found, probs.shape[-1] - 1)

@@ -25,8 +25,12 @@ Drawn = Literal["point", "iid", "without_replacement", "top_plus_one"]
 @dataclass(slots=True)
 class Draft:
     """A tree of guesses below the pending token. `parents[i] < i`, -1 = child of the pending token; children of a node
-    stand in the order they were drawn. `q` float32 [nodes, V]: the distribution node i was drawn from (None if
-    unknown, or if `drawn` is "point": a deterministic guess)."""
+    stand in the order they were drawn.
+
+    `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
+    siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
+    None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
+    """
 
     tokens: list[int]
     parents: list[int]
@@ -36,6 +40,21 @@ class Draft:
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
         return cls(list(tokens), list(range(-1, len(tokens) - 1)), drawn, q)
+
+    @classmethod
+    def trie(cls, paths: Sequence[Sequence[int]]) -> Draft:
+        """Deterministic guesses whose common beginnings are shared; nodes of earlier paths come first."""
+        tree = cls([], [])
+        nodes: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = -1
+            for token in path:
+                if (node, token) not in nodes:
+                    nodes[node, token] = len(tree.tokens)
+                    tree.tokens.append(token)
+                    tree.parents.append(node)
+                node = nodes[node, token]
+        return tree
 
     def children(self, node: int) -> list[int]:
         """Children of a node in draw order; -1 = of the pending token."""
@@ -71,11 +90,14 @@ class Drafter(Protocol):
         ...
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        """At most `budget` nodes per request; None or an empty draft = no guess. Deterministic given the request."""
+        """At most `budget` nodes per request (more are cut); None or an empty draft = no guess.
+
+        Deterministic given the request.
+        """
         ...
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
-        """Told what became of its drafts, before the tokens are emitted."""
+        """Told what became of every span (prompt slices, plain rows, drafts), before the tokens are emitted."""
         ...
 
 
@@ -142,12 +164,13 @@ class Speculation:
                 ready.append(i)
         if ready:
             room = [min(budgets[i], self.rows(requests[i])) - 1 for i in ready]
-            drafts = self.drafter.draft([requests[i] for i in ready], room)
+            with torch.inference_mode():
+                drafts = self.drafter.draft([requests[i] for i in ready], room)
             for i, most, draft in zip(ready, room, drafts):
-                has = draft is not None and draft.tokens and most > 0
-                spans[i] = (
-                    draft_span(requests[i], draft.cut(most), phase) if has and draft else slice_span(requests[i], 1, phase)
-                )
+                if draft is not None and draft.tokens and most > 0:
+                    spans[i] = draft_span(requests[i], draft.cut(most), phase)
+                else:
+                    spans[i] = slice_span(requests[i], 1, phase)
         return [span for span in spans if span is not None]
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
@@ -161,11 +184,12 @@ class Speculation:
             elif span.positions[-1] + 1 == span.request.known:
                 wanted.append(span.start + span.rows - 1)
                 contexts.append(Context(span.request))
-        if not wanted:
-            return [Outcome(span.rows, []) for span in spans]
-        logits = self.host.model.head(hidden.x[torch.tensor(wanted, device=hidden.x.device)])
-        self.host.counters.head_rows += len(wanted)
-        dist = self.host.sample(logits, contexts)
+        if wanted:
+            logits = self.host.model.head(hidden.x[torch.tensor(wanted, device=hidden.x.device)])
+            self.host.counters.head_rows += len(wanted)
+            dist = self.host.sample(logits, contexts)
+        else:
+            dist = Dist([], self.host.model.config.vocab)
         outcomes, row = [], 0
         for span in spans:
             outcome, used = self._judge(span, dist, row)
@@ -176,49 +200,28 @@ class Speculation:
 
     def _judge(self, span: Span, dist: Dist, row: int) -> tuple[Outcome, int]:
         """The outcome of one span whose distributions start at `row`, and how many rows it had."""
-        request = span.request
-        seed, known = request.params.seed, request.known
-        if span.note is None:
-            if span.positions[-1] + 1 != known:
-                return Outcome(span.rows, []), 0
-            return Outcome(span.rows, [dist.draw(row, uniform(seed, known, Purpose.SAMPLE))]), 1
-        draft: Draft = span.note
+        seed, known = span.request.params.seed, span.request.known
 
         def rng(depth: int, purpose: int, index: int = 0) -> float:
             return uniform(seed, known + depth, purpose, index)
 
-        path, token = self.verifier(draft, _Shifted(dist, row, span.rows), rng)
-        tokens = [draft.tokens[node] for node in path] + [token]
+        if span.note is None:
+            if span.positions[-1] + 1 != known:
+                return Outcome(span.rows, []), 0
+            u = 0.0 if dist.greedy(row) else rng(0, Purpose.SAMPLE)
+            return Outcome(span.rows, [dist.draw(row, u)]), 1
+        draft: Draft = span.note
+        path, token = self.verifier(draft, dist.part(row, row + span.rows), rng)
         keep: int | list[int] = [0, *(node + 1 for node in path)]
         if keep == list(range(len(path) + 1)):
             keep = len(path) + 1
+        tokens = [*(draft.tokens[node] for node in path), token]
         return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path)), span.rows
 
 
-class _Shifted(Dist):
-    """The rows of one span within the distributions of the whole batch."""
-
-    __slots__ = ("_whole", "_offset", "_count")
-
-    def __init__(self, whole: Dist, offset: int, count: int) -> None:
-        self._whole, self._offset, self._count = whole, offset, count
-        self.vocab = whole.vocab
-        self.top = whole.top[offset : offset + count]
-
-    def greedy(self, row: int) -> bool:
-        return self._whole.greedy(self._offset + row)
-
-    def row(self, row: int) -> Tensor:
-        return self._whole.row(self._offset + row)
-
-    def prob(self, row: int, token: int) -> float:
-        return self._whole.prob(self._offset + row, token)
-
-    def draw(self, row: int, u: float) -> int:
-        return self._whole.draw(self._offset + row, u)
-
-
-def draw_outcomes(host: Host, spans: Sequence[Span], hidden: Hidden, shape: Callable[[Tensor, list[Span]], Tensor] | None = None) -> list[Outcome]:
+def draw_outcomes(
+    host: Host, spans: Sequence[Span], hidden: Hidden, shape: Callable[[Tensor, list[Span]], Tensor] | None = None
+) -> list[Outcome]:
     """Plain decoding: a token for every span that reaches its request's last known token.
 
     `shape`, if given, replaces the logits [n, V] of those spans (two-model methods).

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
-def penalise(logits: Tensor, prompt: Sequence[int], out: Sequence[int], rules: tuple[float, float, float]) -> None:
-    """In place, for one row [V]. `rules` = repetition (seen in prompt or output: divide positive logits, multiply
-    negative ones), presence and frequency (subtract, over the output)."""
+def penalise(logits: Tensor, seen: Tensor, counts: Tensor, rules: tuple[float, float, float]) -> None:
+    """In place, for one row [V]. `rules` = repetition (of tokens `seen` in prompt or output, bool [V]: divide positive
+    logits, multiply negative ones), presence and frequency (subtract, by `counts` [V] in the output)."""
     repetition, presence, frequency = rules
     if repetition != 1.0:
-        seen = torch.tensor(list({*prompt, *out}), device=logits.device)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
-    if (presence or frequency) and out:
-        tokens, counts = torch.tensor(list(out), device=logits.device).unique(return_counts=True)
-        logits[tokens] -= presence + frequency * counts.float()
+        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
+    if presence or frequency:
+        logits -= presence * (counts > 0) + frequency * counts
 
 
 def shape(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -26,7 +21,8 @@ def shape(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min
 
     top_k 0, top_p 1 and min_p 0 switch a rule off for a row. Of equal logits at the top-k border all are kept.
     """
-    logits = logits / temperature[:, None]
+    best = logits.amax(-1, keepdim=True)  # taken off first: no temperature overflows
+    logits = (logits - best) / temperature.clamp(min=1e-30)[:, None]
     k_rows = top_k > 0
     if bool(k_rows.any()):
         largest = int(top_k.clamp(max=logits.shape[-1]).max())

@@ -13,9 +13,9 @@ from phasewise.speculate import Draft, Random
 class Match:
     """At each node one token is drawn from the target, with the randomness plain decoding would use there; the child
     that carries it is accepted, otherwise the token itself is emitted. So even sampled output equals plain decoding's,
-    token for token; with a sampled draft, fewer guesses are accepted than `rejection` would."""
+    token for token, whatever the drafter (drafter-invariant decoding); `rejection` accepts more of a sampled draft."""
 
-    paper: ClassVar[str] = "arXiv 2211.17192"
+    paper: ClassVar[str] = "arXiv 2408.07978"
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}

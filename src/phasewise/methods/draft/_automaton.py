@@ -1,0 +1,82 @@
+"""A suffix automaton that grows with its text: the longest earlier match of the end, at constant cost per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+MARKED = 32  # matches of one text's end whose position is brought up to date with each token
+
+
+class SuffixAutomaton:
+    """Every substring of the tokens so far, as states of substrings that end at the same places.
+
+    Amortised O(1) time and memory per token. A state knows where its substrings ended last; only where more than
+    `MARKED` different matches nest (long runs of a short period) may the shortest of them know an older place.
+    """
+
+    __slots__ = ("_end", "_last", "_length", "_link", "_next", "n")
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]  # the state of the longest suffix that also ends elsewhere
+        self._length = [0]  # of the state's longest substring
+        self._end = [-1]  # position of a substring's last token
+        self._last = 0  # the state of the whole text
+        self.n = 0
+
+    def fork(self) -> SuffixAutomaton:
+        twin = SuffixAutomaton()
+        twin._next = [edges.copy() for edges in self._next]
+        twin._link, twin._length, twin._end = self._link.copy(), self._length.copy(), self._end.copy()
+        twin._last, twin.n = self._last, self.n
+        return twin
+
+    @property
+    def match(self) -> int:
+        """Length of the longest suffix of the text that has ended before."""
+        return self._length[self._link[self._last]] if self.n else 0
+
+    def extend(self, token: int) -> None:
+        now = self._state({}, 0, self._length[self._last] + 1, self.n)
+        state = self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = now
+            state = self._link[state]
+        if state >= 0:
+            self._link[now] = self._suffix(state, token)
+        self._last = now
+        link = self._link[now]
+        for _ in range(MARKED):
+            if link <= 0:
+                break
+            self._end[link] = self.n
+            link = self._link[link]
+        self.n += 1
+
+    def followers(self, shortest: int) -> Iterator[int]:
+        """Positions right after earlier places where a suffix of at least `shortest` tokens ended: longest suffix
+        first, then latest; per suffix one for each token that has followed it."""
+        state = self._link[self._last]
+        while state > 0 and self._length[state] >= shortest:
+            yield from sorted((self._end[after] for after in self._next[state].values()), reverse=True)
+            state = self._link[state]
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of `state`'s longest substring followed by `token`, split off where it has more to it."""
+        found = self._next[state][token]
+        length = self._length[state] + 1
+        if self._length[found] == length:
+            return found
+        split = self._state(self._next[found].copy(), self._link[found], length, self._end[found])
+        self._link[found] = split
+        while state >= 0 and self._next[state].get(token) == found:
+            self._next[state][token] = split
+            state = self._link[state]
+        return split
+
+    def _state(self, edges: dict[int, int], link: int, length: int, end: int) -> int:
+        self._next.append(edges)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._link) - 1

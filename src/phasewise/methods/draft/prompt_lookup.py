@@ -1,0 +1,95 @@
+"""Copy what followed the last time (prompt lookup, n-gram speculation): exact under every verifier that keeps chosen
+guesses exact, no model, no training. No paper; the automaton is that of arXiv 2411.10666 (SAM decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.batch import Span
+from phasewise.errors import UserError
+from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.phase import Hidden, Outcome
+from phasewise.request import Request
+from phasewise.speculate import Draft
+
+CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
+NEAR = 4  # matches looked at per branch wanted
+NAME = "prompt_lookup"
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """The continuation of the longest earlier match of the text's end (the latest, of equally long ones).
+
+    `k` caps a guess; so does twice the match's length, and a cap per request that halves when a guess is rejected
+    whole and doubles when it is accepted whole. A match that reaches the end of the text goes on with the guess itself.
+    With `branches` > 1, continuations of several matches are merged into a tree. Left out: matches in other requests.
+    """
+
+    k: int = 8
+    min_match: int = 2  # tokens
+    branches: int = 1
+
+    paper: ClassVar[str] = "arXiv 2411.10666"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    def __post_init__(self) -> None:
+        for knob in ("k", "min_match", "branches"):
+            if getattr(self, knob) < 1:
+                raise UserError(f"prompt_lookup: {knob}={getattr(self, knob)} must be at least 1")
+
+    def size(self, request: Request) -> int:
+        return self.k * self.branches
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
+
+    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        for span, outcome in zip(spans, outcomes):
+            if isinstance(span.note, Draft):
+                state: _Lookup = span.request.state[NAME]
+                depth = len(span.note.path(len(span.note.tokens) - 1))
+                if not outcome.accepted:
+                    state.cap = max(1, state.cap // 2)
+                elif outcome.accepted >= depth:
+                    state.cap = min(self.k, state.cap * 2)
+
+    def _guess(self, request: Request, budget: int) -> Draft | None:
+        state: _Lookup | None = request.state.get(NAME)
+        if state is None:
+            state = request.state[NAME] = _Lookup(SuffixAutomaton(), self.k)
+        text = state.text
+        for token in request.tokens[text.n : text.n + CHUNK]:
+            text.extend(token)
+        if text.n < request.known or text.match < self.min_match or budget < 1:
+            return None
+        length = min(self.k, 2 * text.match, state.cap, budget)
+        paths: list[list[int]] = []
+        for _, start in zip(range(NEAR * self.branches), text.followers(self.min_match)):
+            path = copied(request.tokens, start, length)
+            if path not in paths:
+                paths.append(path)
+            if len(paths) == self.branches:
+                break
+        return Draft.trie(paths)
+
+
+@dataclass(slots=True)
+class _Lookup:
+    text: SuffixAutomaton
+    cap: int
+
+    def fork(self) -> _Lookup:
+        return _Lookup(self.text.fork(), self.cap)
+
+
+def copied(tokens: Sequence[int], start: int, length: int) -> list[int]:
+    """`length` tokens from `start` on; where the text ends, the copy goes on with what it has copied."""
+    out: list[int] = []
+    for at in range(start, start + length):
+        out.append(tokens[at] if at < len(tokens) else out[at - len(tokens)])
+    return out
