@@ -7,8 +7,11 @@ from torch import Tensor
 
 
 def retain(scores: Tensor, keep: int, recent: int = 0) -> Tensor:
-    """Slots of the `keep` best scores [H, N] per head plus the last `recent` slots after them. -> increasing [H, keep + recent]."""
+    """Slots of the `keep` best scores [H, N] per head, and the `recent` slots after all of them.
+
+    -> increasing [H, min(keep, N) + recent]. Of equal scores the earlier slot stays, on every device.
+    """
     heads, n = scores.shape
-    best = scores.topk(min(keep, n), -1).indices.sort(-1).values
+    best = scores.sort(stable=True, dim=-1, descending=True).indices[:, :keep].sort(-1).values
     last = torch.arange(n, n + recent, device=scores.device).expand(heads, -1)
     return torch.cat((best, last), -1)

@@ -1,0 +1,85 @@
+"""Attention sinks and a moving window: endless text in constant memory (StreamingLLM, arXiv 2309.17453).
+
+Promises dense attention's results until a row has more than `sinks + window` rows to see, and bytes that never grow
+after. It is not a longer context: what has left the window is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.phase import Host
+from phasewise.read import Read, View
+from phasewise.request import Request
+
+EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """A row at position t sees the first `sinks` rows and the last `window` rows, itself included; so in prompts too.
+
+    With positions "cache", the paper's, a row's distance to a sink is counted within the cache: the window keeps its
+    rotation and the sinks are read as if they stood right before it. With "text" every row keeps its place in the text,
+    which is meaningful within the trained length only. Left out: models trained with a sink of their own.
+    """
+
+    sinks: int = 4
+    window: int = 1020
+    positions: Literal["cache", "text"] = "cache"
+
+    paper: ClassVar[str] = "arXiv 2309.17453"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"window": 1 << 30}
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.window < 1:
+            raise UserError(f"streaming: sinks={self.sinks} must be at least 0, window={self.window} at least 1")
+
+    def bind(self, host: Host) -> _Streaming:
+        return _Streaming(self)
+
+
+class _Streaming:
+    observes = 0
+
+    def __init__(self, knobs: Streaming) -> None:
+        self.sinks, self.window = knobs.sinks, knobs.window
+        self.shifts = knobs.positions == "cache" and knobs.sinks > 0
+
+    def observe(self, read: Read) -> None:
+        """Needs no scores."""
+
+    def view(self, read: Read) -> View | None:
+        if max(read.span.positions) < self.sinks + self.window:
+            return None
+        at = read.q_positions[:, None]  # [R, 1]
+        rows = read.part.positions[:, None]  # [1 | h, 1, N]
+        mask = (rows < self.sinks) | (rows > at - self.window)  # [1 | h, R, N]
+        if not self.shifts:
+            return View(mask)
+        beyond = (at[:, 0] - (self.sinks + self.window - 1)).clamp_min(0)  # [R]: rows given up before this one
+        return View(mask, (torch.nonzero(rows[0, 0] < self.sinks)[:, 0], beyond))
+
+    def due(self, request: Request) -> bool:
+        return self._first(request) - int(request.state.get("streaming", self.sinks)) >= EVERY
+
+    def keep(self, request: Request, layer: int) -> Tensor | None:
+        assert request.kv is not None
+        first = self._first(request)
+        request.state["streaming"] = first
+        parts = request.kv.layers[layer].read()
+        if not parts:
+            return None  # a layer that no row will run again
+        rows = parts[0].positions[0]  # the same for all heads
+        return torch.nonzero((rows < self.sinks) | (rows >= first))[:, 0]
+
+    def _first(self, request: Request) -> int:
+        """The first position behind the sinks that the next row will still see."""
+        return request.computed - self.window + 1
