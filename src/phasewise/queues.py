@@ -21,6 +21,9 @@ class Queues:
         self._ids: set[str] = set()
         self._next = 0
 
+    def __len__(self) -> int:
+        return len(self._rank)
+
     def __contains__(self, request: Request) -> bool:
         return request in self._rank
 

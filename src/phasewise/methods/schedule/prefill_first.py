@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from phasewise.errors import UserError
 from phasewise.schedule import Work
 
 
@@ -24,8 +25,13 @@ class PrefillFirst:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
 
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise UserError(f"prefill_first: budget={self.budget} must be at least 1")
+
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
-        prompts, left = [], self.budget
+        prompts: list[Work] = []
+        left = self.budget
         for job in live:
             if job.prefilling:
                 if prompts and job.rows > left:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from phasewise.errors import UserError
 from phasewise.schedule import Work
 
 
@@ -13,7 +14,9 @@ from phasewise.schedule import Work
 class Sarathi:
     """No decode ever waits for a prompt, and no step has more than `budget` rows (unless the decodes alone do).
 
-    Decodes eat the budget; `reserve` rows are kept for prompts all the same, so that they cannot starve.
+    Decodes eat the budget; `reserve` rows are kept for prompts all the same, so that they cannot starve. The paper
+    admits a request only when some budget is left for it; here the engine admits as soon as its whole prompt has KV,
+    and a prompt without budget waits with its KV in hand. Left out: chunk sizes that fall with a prompt's progress.
     """
 
     budget: int = 512
@@ -24,11 +27,15 @@ class Sarathi:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
 
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise UserError(f"sarathi: budget={self.budget} must be at least 1")
+        if not 0 <= self.reserve <= self.budget:
+            raise UserError(f"sarathi: reserve={self.reserve} must lie in [0, budget={self.budget}]")
+
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
         works = [Work(job, job.rows) for job in live if not job.prefilling]
         left = max(self.budget - sum(work.rows for work in works), self.reserve)
-        if not works:
-            left = max(left, 1)
         for job in live:
             if job.prefilling and left > 0:
                 works.append(Work(job, min(job.rows, left)))
