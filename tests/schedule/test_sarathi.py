@@ -18,9 +18,7 @@ def test_a_worked_trace() -> None:
     jobs = [decoding("A"), decoding("B"), decoding("C"), Job("D", 13), Job("E", 4)]
     abc = {"A": 1, "B": 1, "C": 1}
     outs = []
-    history = simulate(
-        Sarathi(budget=8), jobs, steps=5, watch=lambda *_: outs.append((jobs[3].out, jobs[4].out))
-    )
+    history = simulate(Sarathi(budget=8), jobs, steps=5, watch=lambda *_: outs.append((jobs[3].out, jobs[4].out)))
     assert [rows(step) for step in history] == [
         abc | {"D": 5},
         abc | {"D": 5},
