@@ -42,6 +42,9 @@ class Params:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+        for token, bias in self.logit_bias.items():
+            if not -_BIAS <= bias <= _BIAS:
+                raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
 
     @property
     def greedy(self) -> bool:
@@ -54,6 +57,7 @@ class Params:
         )
 
 
+_BIAS = 1e4  # finite: infinities of either sign could leave no token, or two certain ones
 _RANGES = (
     ("max_tokens", 1, 1 << 30),
     ("temperature", 0.0, 100.0),
