@@ -1,0 +1,67 @@
+# `make serve` and `make test` set up .venv by themselves; nothing is reinstalled until a pinned version changes.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+PINS   := pyproject.toml constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint types lines readme pocket clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@echo '  Arguments go in ARGS: make serve ARGS="--model DIR --port 8011", make test ARGS="tests/kv -x".'
+	@echo '  Another Python (3.11 or newer): make PYTHON=python3.12 serve'
+
+serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocket model)
+	@exec $(BIN)/phasewise serve $(ARGS)
+
+test: $(VENV)/.test ## Run all tests
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## Check style with ruff
+	@$(BIN)/ruff check --quiet . && echo "ruff: no findings"
+
+types: $(VENV)/.dev ## Check types with mypy --strict
+	@$(BIN)/mypy
+
+lines: ## Count lines per file, the change against main, and the core's budget
+	@$(PYTHON) scripts/lines.py
+
+readme: $(VENV)/.serve ## Write the generated tables into README.md
+	@$(BIN)/python scripts/readme_tables.py
+
+pocket: $(VENV)/.test ## Train the pocket model: make pocket ARGS="--out runs/pocket"
+	@exec $(BIN)/phasewise train pocket $(ARGS)
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+
+# ---- environment: one stamp per set of extras; a larger set contains the smaller ones
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: phasewise needs Python 3.11 or newer, and '$(PYTHON)' is not: try make PYTHON=python3.12 ..." >&2; \
+	  exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+
+# torch goes first and alone: resolved together with packages that ask for any torch, it may come in a far larger build.
+define install
+	@echo "phasewise: installing the '$(1)' dependencies into $(VENV) (once; the first time takes a few minutes)"
+	@$(PIP) torch setuptools
+	@$(PIP) --no-build-isolation --editable '.[$(1)]'
+	@touch $(foreach stamp,$(2),$(VENV)/.$(stamp))
+endef
+
+$(VENV)/.serve: $(PINS) | $(BIN)/python
+	$(call install,serve,serve)
+
+$(VENV)/.test: $(PINS) | $(BIN)/python
+	$(call install,test,serve test)
+
+$(VENV)/.dev: $(PINS) | $(BIN)/python
+	$(call install,dev,serve test dev)

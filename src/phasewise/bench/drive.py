@@ -1,0 +1,79 @@
+"""Running a workload on an engine in this process, and counting what it cost."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.bench.latency import Served
+from phasewise.bench.workloads import Shot
+from phasewise.load import dtype_of, load_model
+from phasewise.model.model import Model
+from phasewise.place import Placed
+from phasewise.recipe import Builder, Limits, parse
+from phasewise.request import Params, Request
+from phasewise.trace import Counters
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One run: wall-clock seconds, work done, the most KV bytes held, and the requests with their time stamps."""
+
+    seconds: float
+    work: Counters
+    peak_kv: int
+    requests: list[Request]
+
+    @property
+    def served(self) -> list[Served]:
+        return [Served(r.trace, r.prompt_len, _reason(r)) for r in self.requests]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(r.n_out for r in self.requests) / self.seconds
+
+
+def _reason(request: Request) -> str | None:
+    assert request.left is not None
+    return None if request.left.how == "finished" else request.left.reason
+
+
+class Bench:
+    """A model from which engines with different methods are made; weights are shared, second models loaded once."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._loaded: dict[str, Model] = {}
+
+    @classmethod
+    def load(cls, name: str, dtype: str | None = None) -> Bench:
+        return cls(load_model(name, dtype=dtype_of(dtype)))
+
+    def engine(self, verbs: dict[str, str], limits: Limits, **replaced: Any) -> Placed:
+        """A fresh engine; `replaced` are methods given as objects. Raises UserError for what does not fit."""
+        return Builder(self.model, {**parse(verbs), **replaced}, limits, load=self._second).build()
+
+    def _second(self, name: str) -> Model:
+        if name not in self._loaded:
+            self._loaded[name] = load_model(name, dtype=self.model.dtype)
+        return self._loaded[name]
+
+
+def drive(engine: Placed, shots: Sequence[Shot], progress: Progress = lambda done: None) -> Drive:
+    """Add all requests at once (arrivals are ignored), greedy, the end token ignored; step until all have left."""
+    requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True)) for shot in shots]
+    before, peak, done = copy.copy(engine.counters), 0, 0
+    start = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while done < len(requests):
+        engine.step()
+        peak = max(peak, engine.kv_bytes)
+        done = sum(request.left is not None for request in requests)
+        progress(done)
+    return Drive(time.perf_counter() - start, engine.counters - before, peak, requests)

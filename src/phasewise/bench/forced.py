@@ -1,0 +1,65 @@
+"""Loss of an engine with its methods: it is made to write a given text, and what it thought of each token is kept.
+
+The text is scored in stretches: what comes before a stretch is a prompt, the stretch is decoded, so that methods of
+both phases count. Speculation works as usual; a token's score is that of the pass that decided it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.place import Placed
+from phasewise.request import Params, Request
+from phasewise.sampling import Context, Dist
+
+STRETCH = 64
+
+
+@dataclass
+class Forced:
+    """A `sample` that follows each request's script, and keeps what the model thought of it: `nats[id][position]`."""
+
+    scripts: dict[str, list[int]] = field(default_factory=dict)
+    nats: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+
+    def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
+        scores = -logits.float().log_softmax(-1)
+        top = []
+        for row, context in zip(scores, contexts):
+            script, position = self.scripts[context.request.id], context.position
+            token = script[position] if position < len(script) else 0
+            if position < len(script) and list(context.path) == script[context.request.known : position]:
+                # a drafter may have asked before the target did: the last answer is the one that counts
+                self.nats[context.request.id][position] = float(row[token])
+            top.append(token)
+        return Dist(top, logits.shape[-1])
+
+
+def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:
+    """Mean cross-entropy, nats, of tokens 1.. each given those before it. `engine` must sample with `forced`."""
+    script = list(tokens)
+    requests = []
+    for start in range(1, len(script), STRETCH):
+        end = min(len(script), start + STRETCH)
+        request = Request(script[:start], Params(max_tokens=end - start, ignore_eos=True))
+        forced.scripts[request.id], forced.nats[request.id] = script[:end], {}
+        engine.add(request)
+        requests.append(request)
+    while any(request.left is None for request in requests):
+        engine.step()
+    total = 0.0
+    for request in requests:
+        scores = forced.nats.pop(request.id)
+        del forced.scripts[request.id]
+        if request.left is None or request.left.how != "finished":
+            raise UserError(f"the loss could not be measured: {request.left and request.left.reason}")
+        total += sum(scores[position] for position in range(request.prompt_len, request.known))
+    return total / (len(script) - 1)

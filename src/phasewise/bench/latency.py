@@ -1,0 +1,75 @@
+"""From time stamps to numbers: TTFT, TPOT, ITL, throughput, and goodput under targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phasewise.request import SLO
+from phasewise.trace import Trace
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request as it was served: its time stamps (`arrived` = when it was due), and an error if it failed."""
+
+    trace: Trace
+    prompt_tokens: int
+    error: str | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.trace.counts)
+
+    def meets(self, slo: SLO) -> bool:
+        """Whether it came in full and within both targets (a missing target is met)."""
+        ttft, tpot = self.trace.ttft, self.trace.tpot
+        if self.error is not None or ttft is None:
+            return False
+        return (slo.ttft is None or ttft <= slo.ttft) and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+    """The q-quantile (0 to 1), interpolated between the two nearest values; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * q
+    low, high = math.floor(at), math.ceil(at)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def summary(served: Sequence[Served], seconds: float, slo: SLO | None = None) -> dict[str, float | int | None]:
+    """Flat numbers, times in seconds. Latencies count requests that came in full; rates count over `seconds`.
+
+    ITL is the gap between successive emissions, each of which may hold several tokens; TPOT is per token.
+    """
+    good = [one for one in served if one.error is None]
+    out = sum(one.new_tokens for one in good)
+    prompt = sum(one.prompt_tokens for one in good)
+    numbers: dict[str, float | int | None] = {
+        "requests": len(served),
+        "failed": len(served) - len(good),
+        "seconds": seconds,
+        "prompt_tokens": prompt,
+        "output_tokens": out,
+        "requests_per_s": len(good) / seconds,
+        "output_tokens_per_s": out / seconds,
+        "total_tokens_per_s": (prompt + out) / seconds,
+    }
+    series: dict[str, list[float]] = {
+        "ttft": [t for one in good if (t := one.trace.ttft) is not None],
+        "tpot": [t for one in good if (t := one.trace.tpot) is not None],
+        "itl": [gap for one in good for gap in one.trace.itl],
+    }
+    for name, values in series.items():
+        for q in QUANTILES:
+            numbers[f"{name}_p{q * 100:.0f}_s"] = percentile(values, q)
+    if slo is not None and (slo.ttft is not None or slo.tpot is not None):
+        met = sum(one.meets(slo) for one in served)
+        numbers |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot}
+        numbers |= {"goodput_per_s": met / seconds, "good_share": met / len(served) if served else None}
+    return numbers

@@ -1,0 +1,39 @@
+"""Which machine a number was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu() -> str:
+    """The processor's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe() -> dict[str, str | int]:
+    return {
+        "cpu": cpu(), "cores": cores(), "threads": torch.get_num_threads(), "system": platform.system(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def peak_rss() -> int:
+    """The most bytes of memory this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,52 @@
+"""Where prompts come from: random ids, the standard library's source, a text file. No prompt comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+from phasewise.errors import UserError
+
+Prompts = Callable[[int], list[int]]
+"""The next prompt, of so many tokens."""
+
+
+def prompts_from(kind: str, model: str, vocab: int, seed: int) -> Prompts:
+    """`random`, `code`, or the path of a text file, in the tokens of `model`. Raises UserError."""
+    if kind == "random":
+        return random_prompts(vocab, seed)
+    from phasewise.load import model_path
+    from phasewise.model.tokenizer import Tokenizer
+    from phasewise.train.corpus import sources
+
+    if kind == "code":
+        text = "\n\n".join(sources(held_out=True).values())
+    elif Path(kind).is_file():
+        text = Path(kind).read_text(encoding="utf-8")
+    else:
+        raise UserError(f"prompts={kind!r}: say random, code, or the path of a text file")
+    return text_prompts(Tokenizer.load(model_path(model)).encode(text, add_special=False), seed)
+
+
+def random_prompts(vocab: int, seed: int) -> Prompts:
+    """Prompts of random token ids; the first three ids, special in most vocabularies, are left out."""
+    rng = Random(f"prompts {seed}")
+    low = min(3, vocab - 1)
+    return lambda length: [rng.randrange(low, vocab) for _ in range(length)]
+
+
+def text_prompts(ids: Sequence[int], seed: int) -> Prompts:
+    """Stretches of one long text, each starting at another place; prompts longer than the text wrap around."""
+    if not ids:
+        raise UserError("the text for prompts is empty")
+    rng, used = Random(f"text {seed}"), set[int]()
+
+    def take(length: int) -> list[int]:
+        start = rng.randrange(len(ids))
+        while start in used and len(used) < len(ids):
+            start = rng.randrange(len(ids))
+        used.add(start)
+        return [ids[(start + i) % len(ids)] for i in range(length)]
+
+    return take

@@ -1,0 +1,163 @@
+"""What is asked of an engine: lengths, arrivals and prompts. Everything is seeded, and no prompt comes twice."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from phasewise.bench.prompts import Prompts
+from phasewise.catalog import configure
+from phasewise.errors import UserError, near
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One request: when it arrives (seconds after the start), its prompt, and how many tokens it wants."""
+
+    arrival: float
+    prompt: list[int]
+    new: int
+
+
+class Lengths(Protocol):
+    """Where lengths come from; `gaps` are the recorded seconds between arrivals, where there are any."""
+
+    def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
+        """(prompt tokens, new tokens) of one request after another."""
+        ...
+
+    def gaps(self) -> list[float] | None: ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Every request alike."""
+
+    prompt: int = 128
+    new: int = 128
+
+    def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
+        while True:
+            yield self.prompt, self.new
+
+    def gaps(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Lengths as in chat traffic: many short ones, few long ones; defaults resemble ShareGPT conversations."""
+
+    prompt: int = 120  # median
+    spread: float = 0.9  # sigma of the prompts' logarithm
+    longest: int = 1024
+    new: int = 80
+    new_spread: float = 0.7
+    new_longest: int = 256
+
+    def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
+        while True:
+            prompt = round(self.prompt * math.exp(self.spread * rng.gauss(0, 1)))
+            new = round(self.new * math.exp(self.new_spread * rng.gauss(0, 1)))
+            yield min(self.longest, max(16, prompt)), min(self.new_longest, max(8, new))
+
+    def gaps(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests of a recorded service: a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    `scale` shortens all lengths for a small machine; `start` is the first row taken.
+    """
+
+    path: str
+    scale: float = 1.0
+    start: int = 0
+
+    def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
+        for row in self._rows():
+            yield tuple(max(1, round(int(row[name]) * self.scale)) for name in COLUMNS[1:])  # type: ignore[misc]
+
+    def gaps(self) -> list[float]:
+        times = [datetime.fromisoformat(row[COLUMNS[0]]) for row in self._rows()]
+        return [max(0.0, (b - a).total_seconds()) for a, b in zip(times, times[1:])]  # noqa: RUF007
+
+    def _rows(self) -> list[dict[str, str]]:
+        try:
+            with Path(self.path).expanduser().open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        except OSError as error:
+            raise UserError(f"the trace {self.path!r} cannot be read: {error.strerror}") from error
+        missing = [name for name in COLUMNS if not rows or name not in rows[0]]
+        if missing:
+            raise UserError(f"the trace {self.path!r} lacks the column {missing[0]}: it needs {', '.join(COLUMNS)}")
+        return rows[self.start :]
+
+
+KINDS: dict[str, type] = {"fixed": Fixed, "lognormal": Lognormal, "trace": Trace}
+
+
+def lengths(text: str) -> Lengths:
+    """Lengths written as `fixed:prompt=128,new=64`, `lognormal` or `trace:path=FILE,scale=0.1`. Raises UserError."""
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        raise UserError(f"unknown workload {name!r}. {near(name, KINDS)}")
+    knobs: dict[str, str] = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UserError(f"workload {name}: {item!r} is not of the form knob=value")
+        knobs[key] = value
+    if name == "trace" and "path" not in knobs:
+        raise UserError("workload trace needs a file: write trace:path=FILE.csv")
+    made: Lengths = configure(KINDS[name], knobs, f"workload {name}")
+    return made
+
+
+def workload(shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = None, seed: int = 0) -> list[Shot]:
+    """`n` requests. `rate` (requests/s): Poisson arrivals; infinite: all at once; None: as recorded, else all at once.
+
+    A recorded trace with a `rate` keeps its bursts and is stretched to that mean rate.
+    Raises UserError if a trace holds fewer than `n` requests.
+    """
+    if rate is not None and not rate > 0:
+        raise UserError(f"rate={rate:g} is not a rate: give requests per second above 0")
+    rng = Random(seed)
+    recorded = shape.gaps()
+    sizes, gaps = [], []
+    for size in shape.draw(rng):
+        sizes.append(size)
+        gaps.append(rng.expovariate(1.0))
+        if len(sizes) == n:
+            break
+    else:
+        raise UserError(f"the workload holds only {len(sizes)} requests, {n} were asked for: lower --requests")
+    if recorded is not None:
+        gaps, mean = recorded[: n - 1], sum(recorded[: n - 1]) / max(1, n - 1)
+        stretch = 1.0 if rate is None else (0.0 if not mean else 1 / (rate * mean))
+    else:
+        stretch = 0.0 if rate is None else 1 / rate
+    shots, now = [], 0.0
+    for (length, new), gap in zip(sizes, [*gaps, 0.0]):
+        shots.append(Shot(now, prompts(length), new))
+        now += gap * stretch
+    return shots
+
+
+def fit(shots: Sequence[Shot], context: int) -> list[Shot]:
+    """The same requests cut to a context length: first the prompt loses its beginning, then the output its end."""
+    fitted = []
+    for shot in shots:
+        new = min(shot.new, max(1, context // 2), context - 1)
+        fitted.append(Shot(shot.arrival, shot.prompt[new - context :], new))
+    return fitted

@@ -1,0 +1,120 @@
+"""`phasewise bench`: throughput, latency under load, methods against each other, engines against each other."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli import show, versus
+from phasewise.cli.asked import ASKED, TARGETS, Asked, Targets
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import counting, working
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.bench.workloads import Shot
+
+app = typer.Typer(no_args_is_help=True)
+FOREIGN = (1000, 4096)  # vocabulary and context assumed of a server whose checkpoint is not known
+
+
+@app.callback()
+def bench() -> None:
+    """Measure: throughput, latency under load, methods against each other, engines against each other."""
+
+
+@app.command("offline")
+@spread
+def offline(asked: Asked = ASKED, targets: Targets = TARGETS, engine: EngineOptions = DEFAULTS) -> None:
+    """Throughput in this process: all requests at once.
+
+    [bold]Examples[/]
+
+      phasewise bench offline --requests 64
+      phasewise bench offline --workload fixed:prompt=512,new=64 --prompts code --draft prompt_lookup
+      phasewise bench offline --workload trace:path=azure.csv,scale=0.1 --out results.jsonl
+    """
+    engine.check()
+    from phasewise.bench.drive import Bench, drive
+    from phasewise.bench.latency import summary
+
+    with working(f"loading {engine.model}"):
+        made = Bench.load(engine.model, engine.dtype)
+    config = made.model.config
+    shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions)
+    placed = made.engine(engine.verbs, engine.limits())
+    with counting("requests", len(shots)) as tell:
+        run = drive(placed, shots, tell)
+    numbers = summary(run.served, run.seconds, targets.slo())
+    work = {**run.work.as_dict(), "peak_kv_bytes": run.peak_kv}
+    show.title(f"{engine.model}, {asked.workload}, all at once")
+    show.latencies(numbers)
+    print("counters: " + ", ".join(f"{name} {value}" for name, value in work.items() if value))
+    show.record(asked.out, "offline", engine, [{**numbers, **work}])
+
+
+@app.command("load")
+@spread
+def load(
+    url: Annotated[str | None, typer.Option(help="A running server; without it, one is started.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="PER_S", help="Mean rate of Poisson arrivals, or inf. Default: 1, or a trace's."),
+    ] = None,
+    asked: Asked = ASKED,
+    targets: Targets = TARGETS,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """Latency under open-loop load over HTTP: arrivals do not wait for answers. Any OpenAI-compatible server will do.
+
+    [bold]Examples[/]
+
+      phasewise bench load --rate 4 --requests 100 --ttft 500 --tpot 50
+      phasewise bench load --rate 4 --schedule prefill_first
+      phasewise bench load --url http://127.0.0.1:8000 --workload trace:path=azure.csv,scale=0.1
+    """
+    engine.check()
+    try:
+        from phasewise.bench.load import measure
+    except ImportError as error:
+        raise UserError("the load client needs httpx: pip install 'phasewise[bench]'") from error
+    from phasewise.bench.latency import summary
+    from phasewise.bench.server import serving
+
+    if rate is None and not asked.workload.startswith("trace"):
+        rate = 1.0
+    shots = _shots(asked, engine, rate, foreign=url is not None)
+    with ExitStack() as stack:
+        address = url
+        if address is None:
+            with working(f"starting a server with {engine.model}"):
+                address = stack.enter_context(serving(engine.arguments()))
+        with counting("requests", len(shots)) as tell:
+            result = measure(address.rstrip("/"), shots, tell)
+    numbers = summary(result.served, result.seconds, targets.slo())
+    arrivals = "arrivals as recorded" if rate is None else f"{rate:g} requests/s"
+    show.title(f"{result.model}, {asked.workload}, {arrivals}")
+    show.latencies(numbers)
+    if failure := next((one.error for one in result.served if one.error), None):
+        print(f"first failure: {failure}")
+    if result.late > 0.1:
+        print(f"note: the client was up to {result.late:.2f} s late; latencies count from when a request was due")
+    show.record(asked.out, "load", engine, [{**numbers, "rate": rate, "late_s": result.late, "url": url}])
+
+
+def _shots(asked: Asked, engine: EngineOptions, rate: float | None, foreign: bool) -> list[Shot]:
+    from phasewise.load import model_path
+    from phasewise.model.hub import resolve
+    from phasewise.model.parse import read_config
+
+    vocab, context = FOREIGN
+    if not foreign:
+        config = read_config(resolve(model_path(engine.model)))
+        vocab, context = config.vocab, config.max_positions
+    return asked.shots(asked.source(engine.model, vocab), context, rate)
+
+
+app.command("methods")(versus.methods)
+app.command("compare")(versus.compare)

@@ -1,0 +1,141 @@
+"""Options that several commands share, as dataclasses: one option per verb, and what an engine may use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phasewise import catalog
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.llm import LLM
+    from phasewise.recipe import Limits
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes written as 536870912, 512M, 1.5G or 2GiB (powers of 1024). Raises UserError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+    if size <= 0:
+        raise UserError(f"{text!r} is not a size: write a positive number of bytes such as 512M or 2G")
+    return size
+
+
+def _method(verb: str) -> Any:
+    """The option of one verb; its help lists the methods without importing any of them."""
+    question = catalog.QUESTIONS[verb].rstrip("?")
+    return typer.Option(
+        f"--{verb}",
+        metavar="METHOD",
+        help=f"{question[0].upper()}{question[1:]}: {', '.join(catalog.names(verb))}.",
+        rich_help_panel="One method per verb: NAME or NAME:KNOB=VALUE,... (see `phasewise methods`)",
+        show_default=False,
+    )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is made of: a model, limits, and a method per verb (None = the verb's default)."""
+
+    model: Annotated[str, typer.Option(help="A checkpoint directory, a hub id, or pocket (embedded).")] = "pocket"
+    dtype: Annotated[
+        str | None, typer.Option(metavar="float32|bfloat16|float16", help="Default: the checkpoint's own.")
+    ] = None
+    kv_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Hard KV budget: 512M, 2G. Default: a quarter of memory, <= 4G.")
+    ] = None
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that may share a step.")] = 64
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt afresh.")] = False
+    place: Annotated[str | None, _method("place")] = None
+    schedule: Annotated[str | None, _method("schedule")] = None
+    decode: Annotated[str | None, _method("decode")] = None
+    draft: Annotated[str | None, _method("draft")] = None
+    verify: Annotated[str | None, _method("verify")] = None
+    attend: Annotated[str | None, _method("attend")] = None
+    evict: Annotated[str | None, _method("evict")] = None
+    store: Annotated[str | None, _method("store")] = None
+    skip: Annotated[str | None, _method("skip")] = None
+    sample: Annotated[str | None, _method("sample")] = None
+
+    @property
+    def verbs(self) -> dict[str, str]:
+        """{verb: text} of the verbs that were given."""
+        return {verb: text for verb in catalog.VERBS if (text := getattr(self, verb))}
+
+    def limits(self) -> Limits:
+        from phasewise.recipe import Limits
+
+        budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
+        return Limits(budget, self.max_running, not self.no_prefix_cache)
+
+    def check(self) -> None:
+        """Raise UserError for a mistake that can be seen without loading anything."""
+        if self.kv_bytes is not None:
+            parse_bytes(self.kv_bytes)
+        for verb, text in self.verbs.items():
+            name = text.partition(":")[0].strip()
+            if name not in catalog.names(verb):
+                catalog.method(verb, name)
+
+    def llm(self) -> LLM:
+        """The model with its methods. Raises UserError naming whatever does not fit."""
+        self.check()
+        from phasewise.cli.progress import working
+        from phasewise.llm import LLM
+
+        with working(f"loading {self.model}"):
+            return LLM(self.model, dtype=self.dtype, limits=self.limits(), **self.verbs)
+
+    def arguments(self) -> list[str]:
+        """The same options as command-line words, for a process of its own."""
+        words: list[str] = []
+        for field in dataclasses.fields(self):
+            value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if value != field.default:
+                words += [option] if value is True else [option, str(value)]
+        return words
+
+
+DEFAULTS = EngineOptions()
+
+
+def spread(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with each parameter whose type is a dataclass replaced by that dataclass's fields as options."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(_option(name, parameter.default, hints[name]))
+            continue
+        inner = typing.get_type_hints(groups[name], include_extras=True)
+        parameters += [_option(f.name, f.default, inner[f.name]) for f in dataclasses.fields(groups[name])]
+
+    @functools.wraps(command)
+    def call(**given: Any) -> Any:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+            for name, kind in groups.items()
+        }
+        return command(**given, **made)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

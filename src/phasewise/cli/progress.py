@@ -1,0 +1,31 @@
+"""Progress on the terminal: on stderr, so that output can be piped; silent when stderr is not a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner for something whose length is not known."""
+    with console().status(what):
+        yield
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar; the yielded function takes how many of `total` are done."""
+    text = TextColumn("{task.description}")
+    with Progress(
+        SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console(), transient=True
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,131 @@
+"""`phasewise run`: a prompt to text on stdout, or a conversation."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import console
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.llm import LLM
+    from phasewise.request import Params
+
+
+@spread
+def run(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one it is read from stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="A conversation with history.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """Continue a prompt, or talk to the model with --chat; the text streams to stdout.
+
+    [bold]Examples[/]
+
+      phasewise run "def fibonacci(n):"
+      git diff | phasewise run --max-tokens 64
+      phasewise run --chat --temperature 0.7
+      phasewise run "import os" --draft prompt_lookup:k=6
+    """
+    if prompt is None and not chat:
+        prompt = _piped()
+    llm = engine.llm()
+    from phasewise.request import Params
+
+    params = Params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if chat:
+        Conversation(llm, params).hold(prompt)
+    else:
+        assert prompt is not None
+        _show(llm, prompt, params)
+
+
+def _piped() -> str:
+    """stdin as a prompt, without the newline that ends it."""
+    if sys.stdin.isatty():
+        raise UserError("there is no prompt: write one (phasewise run 'def f():'), pipe one in, or add --chat")
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise UserError("the prompt on stdin is empty: pipe some text in, or write the prompt as an argument")
+    return text
+
+
+def _show(llm: LLM, prompt: str | list[dict[str, str]], params: Params) -> str:
+    """Stream a continuation to stdout, then the counters of the work to stderr. Returns the text."""
+    before, start = copy.copy(llm.engine.counters), time.perf_counter()
+    parts: list[str] = []
+    try:
+        for text in llm.stream(prompt, params):
+            parts.append(text)
+            print(text, end="", flush=True)
+    finally:
+        print(flush=True)
+    seconds, work = time.perf_counter() - start, llm.engine.counters - before
+    note = f"{work.emitted} tokens in {seconds:.2f} s ({work.emitted / seconds:.0f}/s), {work.forwards} forwards"
+    if work.drafted:
+        note += f", {work.accepted} of {work.drafted} drafted tokens accepted"
+    if sys.stderr.isatty():
+        console().print(note, style="dim")
+    return "".join(parts)
+
+
+class Conversation:
+    """Turns through the model's chat template. The oldest turns are forgotten when the context is full."""
+
+    def __init__(self, llm: LLM, params: Params) -> None:
+        self.llm, self.params = llm, params
+        self.messages: list[dict[str, str]] = []
+
+    def hold(self, first: str | None) -> None:
+        """Answer `first`, if given, then every line typed, until the end of input or Ctrl-C at the prompt."""
+        if first is not None:
+            self.say(first)
+        for line in _lines():
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        """Add the user's words, stream the answer, and remember it. Ctrl-C stops the answer only."""
+        self.messages.append({"role": "user", "content": text})
+        self._forget()
+        try:
+            answer = _show(self.llm, self.messages, self.params)
+        except KeyboardInterrupt:
+            self.messages.pop()  # an answer cut short is no example to follow
+            return
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def _forget(self) -> None:
+        """Drop the oldest turns until an answer has room in the context."""
+        context = self.llm.model.config.max_positions
+        answer = min(self.params.max_tokens, context // 4)
+        while len(self.messages) > 2 and len(self.llm.encode_chat(self.messages)) + answer > context:
+            del self.messages[:2]
+            console().print("(the oldest turn no longer fits the context and is forgotten)", style="dim")
+
+
+def _lines() -> Iterator[str]:
+    """Non-empty lines of stdin, with a prompt when somebody types them."""
+    typed = sys.stdin.isatty()
+    if typed:
+        import readline  # noqa: F401  (line editing and history for input())
+
+        console().print("Ctrl-D or Ctrl-C leaves; Ctrl-C during an answer stops it.", style="dim")
+    try:
+        while True:
+            line = input("> ") if typed else sys.stdin.readline()
+            if not line and not typed:
+                return
+            if line.strip():
+                yield line.rstrip("\n")
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)

@@ -1,0 +1,30 @@
+"""`phasewise serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+
+
+@spread
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """Serve a model over HTTP, for any OpenAI client.
+
+    [bold]Examples[/]
+
+      phasewise serve
+      phasewise serve --model path/to/model --port 8011 --dtype bfloat16 --kv-bytes 2G
+      phasewise serve --draft prompt_lookup:k=6 --evict snapkv:keep=0.25 --schedule sarathi:budget=256
+      phasewise serve --place disaggregated
+    """
+    engine.check()
+    from phasewise.serve.app import run
+
+    run(engine.llm(), host=host, port=port)

@@ -1,0 +1,46 @@
+"""Results on stdout, tables as Markdown when they are piped, and as JSON lines in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from phasewise.cli.options import EngineOptions
+
+
+def title(text: str) -> None:
+    """What the following table is, and which machine it was measured on."""
+    from phasewise.bench.machine import describe
+
+    about = describe()
+    print(f"{text}\non {about['cpu']}, {about['cores']} cores, torch {about['torch']}\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from phasewise.bench import report
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(report.table(header, rows))
+    else:
+        print(report.markdown(header, rows))
+
+
+def latencies(numbers: Mapping[str, Any]) -> None:
+    """Throughput in a line, then TTFT, TPOT and ITL."""
+    from phasewise.bench import report
+
+    table(["", "p50", "p90", "p99"], report.latency_rows(numbers))
+    print(f"\n{report.throughput_line(numbers)}")
+
+
+def record(out: Path | None, what: str, engine: EngineOptions, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a file, each with what was run and where."""
+    from phasewise.bench.machine import describe
+    from phasewise.bench.report import json_lines
+
+    about = {"bench": what, "model": engine.model, "methods": engine.verbs, "machine": describe()}
+    json_lines(({**about, **row} for row in rows), out)

@@ -1,0 +1,43 @@
+"""`phasewise train`: the models that ship with phasewise, rebuilt from a Python installation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from phasewise.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, help="Train what ships with phasewise.")
+
+
+@app.callback()
+def train() -> None:
+    """Train what ships with phasewise."""
+
+
+@app.command("pocket")
+def pocket(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
+    size: Annotated[str, typer.Option(help="target, or draft: the small one that drafts for it.")] = "target",
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the run in tokens.")] = 16_000_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+) -> None:
+    """Train a pocket model from the standard library's source and generated tasks.
+
+    [bold]Examples[/]
+
+      phasewise train pocket --out runs/pocket
+      phasewise train pocket --out runs/draft --size draft --tokens 8000000
+      phasewise train pocket --out runs/pocket --resume
+    """
+    sizes: dict[str, Literal["target", "draft"]] = {"target": "target", "draft": "draft"}
+    if size not in sizes:
+        raise UserError(f"size={size!r}: choose one of {', '.join(sizes)}")
+    if resume and not (out / "checkpoint.pt").is_file():
+        raise UserError(f"there is nothing to resume: {out / 'checkpoint.pt'} does not exist; leave --resume out")
+    from phasewise.train.pocket import train as train_pocket
+
+    print(train_pocket(out, sizes[size], tokens, seed, resume))
