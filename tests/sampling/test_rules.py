@@ -31,7 +31,7 @@ RULES = {
     "repetition": Params(temperature=1.0, repetition_penalty=1.7),
     "presence": Params(temperature=1.0, presence_penalty=1.5),
     "frequency": Params(temperature=1.0, frequency_penalty=0.8),
-    "negative penalties": Params(temperature=1.0, presence_penalty=-1.0, frequency_penalty=-0.5, repetition_penalty=0.6),
+    "rewards": Params(temperature=1.0, presence_penalty=-1.0, frequency_penalty=-0.5, repetition_penalty=0.6),
     "bias": Params(temperature=1.0, logit_bias={3: 4.0, 5: -100.0}),
     "greedy": Params(),
     "greedy with penalties": Params(repetition_penalty=3.0, frequency_penalty=2.0, logit_bias={1: 1.0}),
@@ -74,7 +74,7 @@ def test_rows_of_one_call_do_not_touch_each_other() -> None:
         np.testing.assert_array_equal(together[i], probabilities(logits[i : i + 1], [context])[0])
 
 
-@pytest.mark.parametrize("name", ["repetition", "presence", "frequency", "negative penalties", "everything"])
+@pytest.mark.parametrize("name", ["repetition", "presence", "frequency", "rewards", "everything"])
 def test_a_draft_path_counts_as_output(name: str) -> None:
     """Tokens of a path not yet accepted weigh like emitted ones, for that row only."""
     params, gen = RULES[name], torch.Generator().manual_seed(1)
