@@ -186,4 +186,8 @@ class Read:
     def count_entries(self, entries: int) -> None:
         """`entries` (row, KV head) pairs were read."""
         layer = self.span.kv.layers[self.layer]
-        self.step.counters.kv_bytes_read += entries * entry_bytes(layer.codec, layer.shape)
+        self.count_bytes(entries * entry_bytes(layer.codec, layer.shape))
+
+    def count_bytes(self, n: int) -> None:
+        """`n` bytes of KV, or of what is kept beside it, were read."""
+        self.step.counters.kv_bytes_read += n

@@ -1,0 +1,185 @@
+"""Each query reads only the pages whose bounds promise the most (Quest, arXiv 2406.10774).
+
+Promises exact attention over at most `budget` rows per query row and KV head, of which only those are read; the cache
+stays whole, so a later query may read any row. Prompts are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.kv.part import Part
+from phasewise.read import Read
+
+
+@dataclass(frozen=True)
+class Quest:
+    """A page is `page` consecutive positions. A row always reads its own page; the others are ranked by the upper bound
+    that their smallest and largest keys put on the query's scores (largest over the query heads that share a KV head),
+    and taken in that order while the rows read fit the budget, which is at least three pages.
+
+    Bounds are taken over what the row may see, so drafts, replays and evicted caches choose as single steps would. The
+    first `dense_layers` layers read everything. Bounds cost 1 / `page` of the KV, outside the KV budget. Left out: a
+    choice for each query head of its own.
+    """
+
+    page: int = 16
+    budget: int = 1024
+    dense_layers: int = 2
+
+    paper: ClassVar[str] = "arXiv 2406.10774"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    def __post_init__(self) -> None:
+        for name, least in (("page", 1), ("budget", 1), ("dense_layers", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"quest: {name}={getattr(self, name)} must be at least {least}")
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [self._one(read) for read in reads]
+
+    @property
+    def most(self) -> int:
+        """Rows that one query row reads per KV head, at most."""
+        return max(self.budget, 3 * self.page)
+
+    def _one(self, read: Read) -> Tensor:
+        part = read.part
+        if read.layer < self.dense_layers or part.size[1] <= self.most:
+            return read.attend()
+        bounds = self._bounds(read)
+        read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
+        if part.plain and read.mask() is None:
+            return read.attend_rows(self._best(read, bounds))
+        return read.attend(self._select(read, bounds))
+
+    def _bounds(self, read: Read) -> _Bounds:
+        """Bounds of the pages that are complete before this step."""
+        part = read.part
+        upto = min(read.span.positions) // self.page
+        key = ("quest", self.page, part.slab)
+        bounds = part.derived.get(key)
+        if not isinstance(bounds, _Bounds):
+            bounds = _Bounds.none(part)
+        if bounds.upto < upto:
+            read.count_bytes(part.keys(bounds.start, part.n).nbytes)
+            bounds = part.derived[key] = bounds.extend(part, upto, self.page)
+        return bounds
+
+    def _best(self, read: Read, bounds: _Bounds) -> Tensor:
+        """For one row that sees all of a plain cache: the slots it reads, [h, S]."""
+        heads, n = read.part.size
+        own = bounds.upto * self.page  # first slot of its page
+        value = _promise(read.q, bounds.low, bounds.high)[:, 0]  # [h, pages]
+        pages = value.topk((self.most - n + own) // self.page, sorted=False).indices
+        steps = torch.arange(self.page, device=pages.device)
+        old = (pages[:, :, None] * self.page + steps).flatten(1)  # [h, pages * page]
+        return torch.cat((old, torch.arange(own, n, device=pages.device).expand(heads, -1)), 1)
+
+    def _select(self, read: Read, bounds: _Bounds) -> Tensor:
+        """What every row reads, bool [h, R, N], for rows with structure, windows or evicted caches."""
+        part, mask = read.part, read.mask()
+        heads, n = part.size
+        page = part.positions // self.page  # [1 | h, N]
+        own = read.q_positions // self.page  # [R]
+        seen = page.new_ones(1, len(own), n, dtype=torch.bool) if mask is None else mask  # [1 | h, R, N]
+        rivals = seen & (page[:, None] < own[:, None])  # the rest of what is seen is read in any case
+        if read.view is not None and read.view.moved is not None:
+            slots, delta = read.view.moved
+            rivals[:, :, slots] &= (delta == 0)[:, None]
+        left = self.most - (seen & ~rivals).sum(-1, keepdim=True)  # [1 | h, R, 1]
+        must, rivals = seen & ~rivals, rivals.expand(heads, -1, -1)
+        pages = torch.cat((bounds.pages, torch.arange(bounds.upto, int(own.max()), device=page.device)))
+        column = torch.searchsorted(pages, page.contiguous()).expand(heads, -1)  # [h, N]; len(pages) = none of them
+        of_row = column[:, None].expand_as(rivals)
+        rows = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.int64, device=page.device)
+        rows = rows.scatter_add(2, of_row, rivals.long())[..., :-1]  # [h, R, pages]
+        order = self._values(read, bounds, rivals, column, rows).argsort(-1, descending=True)
+        fits = rows.gather(2, order).cumsum(-1) <= left
+        chosen = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.bool, device=page.device)
+        return must | (rivals & chosen.scatter(2, order, fits).gather(2, of_row))
+
+    def _values(self, read: Read, bounds: _Bounds, rivals: Tensor, column: Tensor, rows: Tensor) -> Tensor:
+        """What each page promises each row, [h, R, pages]; `rows` of it are rivals that the row sees.
+
+        Pages of which a row sees all that is stored have their bounds; the others (filled by this step, or at the edge
+        of a window) get bounds of their own.
+        """
+        known = len(bounds.pages)
+        value = rows.new_full(rows.shape, float("-inf"), dtype=torch.float32)
+        value[..., :known] = _promise(read.q, bounds.low, bounds.high)
+        value.masked_fill_(rows == 0, float("-inf"))
+        partial = rows > 0
+        partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
+        for c in partial.any(0).any(0).nonzero()[:, 0].tolist():
+            here = column == c  # [h, N]
+            slots = here.any(0).nonzero()[:, 0]
+            k = read.part.take(slots.expand(len(here), -1))[0][:, None]  # [h, 1, m, D]
+            read.count_bytes(k.nbytes)
+            among = (rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
+            low = k.masked_fill(~among, float("inf")).amin(2)  # [h, R, D]
+            high = k.masked_fill(~among, float("-inf")).amax(2)
+            up, down = _split(read.q, len(here))
+            exact = (up * high[:, None] + down * low[:, None]).sum(-1).amax(1)  # [h, R]
+            value[..., c] = torch.where(partial[..., c], exact, value[..., c])
+        return value
+
+
+def _split(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """q [R, h * G, D] -> its positive and its negative part, float32 [h, G, R, D]."""
+    grouped = q.float().view(q.shape[0], heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+    return grouped.clamp_min(0), grouped.clamp_max(0)
+
+
+def _promise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The most that q [R, h * G, D] times a key within bounds [h, P, D] can be, over the group: float32 [h, R, P]."""
+    up, down = _split(q, low.shape[0])
+    best: Tensor = (up @ high.float()[:, None].mT + down @ low.float()[:, None].mT).amax(1)
+    return best
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Smallest and largest keys of all pages below `upto`. Tensors are never written to, so forks share them."""
+
+    pages: Tensor  # int64 [P], increasing: pages of which some head stores rows
+    rows: Tensor  # int64 [1 | h, P]: how many
+    low: Tensor  # [h, P, D]
+    high: Tensor
+    upto: int
+    start: int  # first slot that is not covered in some head
+
+    @classmethod
+    def none(cls, part: Part) -> _Bounds:
+        keys = part.keys(0, 0)  # [h, 0, D]
+        nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
+        return cls(nothing, nothing[None], keys, keys, 0, 0)
+
+    def fork(self) -> _Bounds:
+        return self
+
+    def extend(self, part: Part, upto: int, size: int) -> _Bounds:
+        """With the pages below `upto`, all of whose rows are committed. Only rows from `start` on are looked at."""
+        page = part.positions[:, self.start : part.n] // size  # [1 | h, m]
+        fresh = (page >= self.upto) & (page < upto)
+        pages = torch.unique(page[fresh])
+        column = torch.searchsorted(pages, page.contiguous()).masked_fill(~fresh, len(pages))
+        keys = part.keys(self.start, part.n)  # [h, m, D]
+        wide = column.expand(keys.shape[0], -1)[..., None].expand_as(keys)
+        edge = keys.new_full((keys.shape[0], len(pages) + 1, keys.shape[2]), float("inf"))
+        low = edge.scatter_reduce(1, wide, keys, "amin")[:, :-1]
+        high = (-edge).scatter_reduce(1, wide, keys, "amax")[:, :-1]
+        rows = page.new_zeros(page.shape[0], len(pages) + 1).scatter_add(1, column, fresh.long())[:, :-1]
+        if self.pages.numel():
+            low, high = torch.cat((self.low, low), 1), torch.cat((self.high, high), 1)
+            rows, pages = torch.cat((self.rows, rows), 1), torch.cat((self.pages, pages))
+        return _Bounds(pages, rows, low, high, upto, self.start + int((page < upto).sum(1).min()))
