@@ -91,7 +91,7 @@ def test_preemption_changes_nothing(verb: str, name: str) -> None:
     prompts, given = tiny.prompts(41, 50, 60, 30), options(verb, name)
     roomy = tiny.engine(given, prefix_cache=False)
     want = tiny.outs(tiny.run(roomy, prompts, tiny.greedy(40)))
-    for scarce in (150_000, 250_000, 400_000, 700_000):
+    for scarce in (int(40_000 * 1.3**i) for i in range(12)):
         placed = tiny.engine(given, prefix_cache=False, kv_bytes=scarce)
         try:
             got = tiny.run(placed, prompts, tiny.greedy(40))
