@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from functools import cached_property
 from typing import Any
 
-import torch
-
-from phasewise.errors import UserError, near
+from phasewise.errors import PhasewiseError, UserError
+from phasewise.load import dtype_of, load_model, model_path
+from phasewise.model.chat import ChatTemplate
 from phasewise.model.model import Model
-from phasewise.model.tokenizer import Detokenizer, Tokenizer
+from phasewise.model.tokenizer import Tokenizer
 from phasewise.place import Placed
 from phasewise.recipe import Builder, Limits, parse
 from phasewise.request import Left, Params, Request
+from phasewise.text import Text
 from phasewise.trace import Trace
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EMBEDDED = {"pocket": "target", "pocket-draft": "draft"}  # models that ship with the package
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Stop = str | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -31,42 +33,18 @@ class Output:
     trace: Trace
 
 
-def model_path(name: str) -> str:
-    """A directory or hub id as given, or the directory of an embedded model."""
-    if name not in EMBEDDED:
-        return name
-    return str(files("phasewise").joinpath("pocket", EMBEDDED[name]))
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise UserError(f"unknown dtype {name!r}. {near(name, DTYPES)}")
-    return DTYPES[name]
-
-
-class StopStrings:
-    """Watches a request's text and says when one of `stops` has appeared; `text` is what comes before it."""
-
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
-        self.detokenizer, self.stops = detokenizer, [s for s in stops if s]
-        self.text = ""
-
-    def __call__(self, token: int) -> bool:
-        start = max(0, len(self.text) - max(map(len, self.stops), default=0))
-        self.text += self.detokenizer.push([token])
-        found = [at for at in (self.text.find(stop, start) for stop in self.stops) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
-
-
 class LLM:
     """A model with one method per verb, run in the calling thread.
 
     `model`: a directory, a hub id, or "pocket". Verbs are given as `draft="prompt_lookup:k=6"`; the others keep their
     defaults. Raises UserError naming whatever does not fit.
+
+        llm = LLM("pocket", draft="prompt_lookup", evict="snapkv:keep=0.5")
+        for output in llm.generate(["def add(", "import os"], Params(max_tokens=32)):
+            print(output.text, output.left.reason, output.trace.ttft)
+        print(llm.chat([{"role": "user", "content": "What is 17 + 25?"}]).text)
+        for piece in llm.stream("Once upon", stop=["."]):
+            print(piece, end="", flush=True)
     """
 
     def __init__(
@@ -79,65 +57,128 @@ class LLM:
         **verbs: str | None,
     ) -> None:
         methods = parse(verbs)
-        path = model_path(model)
-        self.model = Model.load(path, dtype=dtype_of(dtype), device=device)
-        self.tokenizer = Tokenizer.load(path)
+        self.name = model
+        self.limits = limits or Limits()
+        self.model = load_model(model, dtype=dtype_of(dtype), device=device)
+        self.tokenizer = Tokenizer.load(model_path(model))
 
         def load(name: str) -> Model:
-            return Model.load(model_path(name), dtype=self.model.dtype, device=device)
+            return load_model(name, dtype=self.model.dtype, device=device)
 
-        self.engine: Placed = Builder(self.model, methods, limits or Limits(), load=load).build()
+        self.engine: Placed = Builder(self.model, methods, self.limits, load=load).build()
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The checkpoint's chat templates; only chatting needs them."""
+        return ChatTemplate.load(model_path(self.name))
+
+    # ---- what a user calls
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
         progress: Callable[[int], Any] | None = None,
     ) -> list[Output]:
-        """One output per prompt (text or token ids), in order. `progress` is told after each finished request."""
-        each = list(params) if isinstance(params, Sequence) else [params or Params()] * len(prompts)
-        if len(each) != len(prompts):
-            raise UserError(f"{len(each)} params for {len(prompts)} prompts: give one, or one for each")
-        requests = [self._request(prompt, p, stop) for prompt, p in zip(prompts, each)]
-        for request in requests:
-            self.engine.add(request)
-        left = 0
-        while any(request.left is None for request in requests):
-            done = sum(request.left is not None for request in self.engine.step())
-            left += done
-            if progress is not None and done:
-                progress(left)
-        return [self._output(request) for request in requests]
+        """One output per prompt (text or token ids), in order; all of them run together.
 
-    def stream(self, prompt: str | Sequence[int], params: Params | None = None) -> Iterator[str]:
-        """Text as it comes, never half a character."""
-        request = self._request(prompt, params or Params(), ())
-        detokenizer, seen = Detokenizer(self.tokenizer), request.known
+        `params`: for all, or one for each. `stop`: a string that ends the text, or several. `progress` is told how many
+        requests have left, whenever it is more. Look at `Output.left`: a request that failed does not raise.
+        """
+        each = _several(prompts)
+        settings = list(params) if isinstance(params, Sequence) else [params or Params()] * len(each)
+        if len(settings) != len(each):
+            raise UserError(f"{len(settings)} params for {len(each)} prompts: give one, or one for each")
+        requests = [self.request(self.encode(prompt), p, stop) for prompt, p in zip(each, settings)]
+        try:
+            for request in requests:
+                self.engine.add(request)
+            self._run(requests, progress)
+        finally:  # also when interrupted, or when a later prompt was refused
+            for request in requests:
+                self.engine.cancel(request)
+        return [self._output(request, stop) for request in requests]
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: Params | None = None, *, stop: Stop = ()
+    ) -> Iterator[str]:
+        """Text as it comes, never half a character; `prompt` may be a conversation. Leaving the loop early cancels.
+
+        Raises PhasewiseError if the request fails on the way.
+        """
+        return self._pieces(self.request(self._ids(prompt), params or Params(), stop), stop)
+
+    def chat(
+        self, messages: Sequence[Message], params: Params | None = None, *, stop: Stop = (), **extra: Any
+    ) -> Output:
+        """The assistant's answer to a conversation of {"role", "content"} messages.
+
+        `extra` are variables for the chat template. Raises UserError if the model has none.
+        """
+        return self.generate([self.encode_chat(messages, **extra)], params, stop=stop)[0]
+
+    # ---- what the server needs as well
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_chat(self, messages: Sequence[Message], **extra: Any) -> list[int]:
+        """The token ids of a conversation, up to where the assistant's answer begins."""
+        return self.tokenizer.encode(self.template.render(messages, **extra), add_special=False)
+
+    def request(self, ids: Sequence[int], params: Params, stop: Stop = ()) -> Request:
+        """A request that ends at a stop string as well."""
+        return Request(ids, params, watch=self.text(params, stop).watch if stop else None)
+
+    def text(self, params: Params, stop: Stop = ()) -> Text:
+        """A writer of the text of one output drawn with `params`."""
+        eos = () if params.ignore_eos else self.model.config.eos
+        return Text(self.tokenizer, stop, {*eos, *params.stop_tokens})
+
+    # ---- inside
+    def _ids(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            return self.encode_chat(prompt)  # type: ignore[arg-type]
+        return self.encode(prompt)  # type: ignore[arg-type]
+
+    def _run(self, requests: Sequence[Request], progress: Callable[[int], Any] | None) -> None:
+        told = 0
+        while any(request.left is None for request in requests):
+            some_left = any(request.left is not None for request in self.engine.step())
+            if progress is not None and some_left:
+                left = sum(request.left is not None for request in requests)
+                if left > told:
+                    progress(left)
+                told = left
+
+    def _pieces(self, request: Request, stop: Stop) -> Iterator[str]:
+        text, seen = self.text(request.params, stop), request.known
         self.engine.add(request)
         try:
-            while request.left is None:
-                self.engine.step()
+            over = False
+            while not over:
+                if request.left is None and request.known == seen:
+                    self.engine.step()
+                over = request.left is not None  # others may step the engine too: look before reading the tokens
                 new, seen = request.tokens[seen:], request.known
-                text = detokenizer.push(new)
-                if text:
-                    yield text
+                piece = text.push(new) + (text.flush() if over else "")
+                if piece:
+                    yield piece
+            assert request.left is not None
             if request.left.how == "failed":
-                raise UserError(f"the request failed: {request.left.reason}")
-            yield detokenizer.flush()
+                raise PhasewiseError(f"the request failed: {request.left.reason}")
         finally:
             self.engine.cancel(request)
 
-    def _request(self, prompt: str | Sequence[int], params: Params, stop: Sequence[str]) -> Request:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        watch = StopStrings(Detokenizer(self.tokenizer), stop) if stop else None
-        return Request(tokens, params, watch=watch)
-
-    def _output(self, request: Request) -> Output:
+    def _output(self, request: Request, stop: Stop) -> Output:
         assert request.left is not None
-        if isinstance(request.watch, StopStrings):
-            text = request.watch.text
-        else:
-            text = self.tokenizer.decode(request.out)
-        return Output(request.out, text, request.left, request.trace)
+        text = self.text(request.params, stop)
+        return Output(request.out, text.push(request.out) + text.flush(), request.left, request.trace)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt counts as a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,56 @@
+"""Errors as OpenAI clients expect them: {"error": {"message", "type", "param", "code"}} with the right status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from phasewise.errors import PhasewiseError, UserError
+from phasewise.serve.loop import Full, Unavailable
+
+SHUTDOWN = "the server is shutting down"
+
+
+class ApiError(PhasewiseError):
+    """An error with its HTTP status; `param` is the request field at fault, `code` a word for programs."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def api_error(error: Exception) -> ApiError:
+    """Any exception as an ApiError. Those not raised on purpose become a 500 that shows no internals."""
+    match error:
+        case ApiError():
+            return error
+        case Full():
+            return ApiError(429, str(error), code="queue_full")
+        case Unavailable():
+            return ApiError(503, str(error), code="unavailable")
+        case UserError():
+            return ApiError(400, str(error))
+        case HTTPException():
+            return ApiError(error.status_code, error.detail)
+        case _:
+            return ApiError(500, "an internal error; the server's log has the details", code="internal_error")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, as a response's body or as an event in a stream."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(body), status, dict(headers or {}), media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error_body(error), error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)

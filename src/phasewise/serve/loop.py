@@ -1,0 +1,244 @@
+"""The engine's thread does nothing but steps; everybody else talks to it through a queue of commands.
+
+    event loop:     add / cancel / snapshot -> command queue                    Feed.tokens, Feed.left, Feed.news
+    engine thread:  obey commands -> step -> what is new of every feed -> call_soon_threadsafe, once per step
+
+With nothing to run the thread sleeps in the queue. If stepping itself breaks, every live request fails with the reason
+and nothing new is accepted; a single request that fails is the engine's own business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from phasewise.errors import PhasewiseError, UserError
+from phasewise.place import Placed
+from phasewise.request import Left, Request
+from phasewise.trace import Trace
+
+log = logging.getLogger(__name__)
+JOIN_SECONDS = 5.0  # how long `stop` waits for a step under way
+
+
+class Full(PhasewiseError):
+    """As many requests as the server takes are live; try again later."""
+
+
+class Unavailable(PhasewiseError):
+    """The engine has failed, or the server is shutting down."""
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """What one request gives, on the event loop's side. After `EngineLoop.add` the request itself is the engine's.
+
+    `tokens` have arrived and wait to be taken; a feed that is not `partial` gets them all at the end. `news` is set
+    whenever something arrived, and may be shared by several feeds.
+    """
+
+    request: Request
+    news: asyncio.Event
+    partial: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    tokens: list[int] = field(default_factory=list)
+    left: Left | None = None
+    trace: Trace | None = None  # from when it has left
+    posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way
+
+    def __post_init__(self) -> None:
+        self.posted = self.request.known
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The engine between two steps. Bytes are of KV."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_bytes: int = 0
+    prefix_bytes: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+News = tuple[Feed, list[int], Left | None, Trace | None]
+
+
+class EngineLoop:
+    """Owns an engine in a thread of its own. Public methods are for the event loop that called `start`.
+
+    At most `capacity` requests are live at a time. `on_left` is told, on the event loop, of each that has left.
+    """
+
+    def __init__(self, placed: Placed, capacity: int, on_left: Callable[[Feed], Any] = lambda feed: None) -> None:
+        self.capacity = capacity
+        self.live = 0
+        self.failed: str | None = None  # why the engine can no longer step
+        self.stopping = False
+        self._placed, self._on_left = placed, on_left
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._feeds: dict[str, Feed] = {}  # of live requests; the engine thread's
+        self._last = Snapshot()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- the event loop's side
+    def start(self) -> None:
+        self._events = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def add(self, feeds: Sequence[Feed]) -> None:
+        """Hand requests over, all or none: returns when the engine has accepted them.
+
+        Raises UserError if one can never run, Full or Unavailable if the server cannot take them now.
+        """
+        if self.failed is not None:
+            raise Unavailable(f"the engine has failed ({self.failed}); restart the server")
+        if self.stopping:
+            raise Unavailable("the server is shutting down")
+        if len(feeds) > self.capacity:
+            raise UserError(f"{len(feeds)} sequences at once are more than this server takes ({self.capacity})")
+        if self.live + len(feeds) > self.capacity:
+            raise Full(f"{self.live} requests are live and the limit is {self.capacity}: try again later")
+        self.live += len(feeds)
+        answer: asyncio.Future[Exception | None] = self._events.create_future()
+        self._commands.put(lambda: self._add(feeds, answer))
+        try:
+            error = await answer
+        except asyncio.CancelledError:
+            self.cancel(feeds)
+            raise
+        if error is not None:
+            raise error
+
+    def cancel(self, feeds: Sequence[Feed]) -> None:
+        """Drop those that have not left yet."""
+        self._commands.put(lambda: self._cancel(feeds))
+
+    def cancel_all(self) -> None:
+        """Drop everything, at the end of a shutdown's patience."""
+        self._commands.put(lambda: self._cancel(list(self._feeds.values())))
+
+    async def snapshot(self, patience: float = 1.0) -> Snapshot:
+        """The engine after the step under way, or an older one if that takes longer than `patience` seconds."""
+        answer: asyncio.Future[Snapshot] = self._events.create_future()
+        self._commands.put(lambda: self._snapshot(answer))
+        try:
+            self._last = await asyncio.wait_for(answer, patience)
+        except TimeoutError:
+            log.info("the engine's step takes longer than %.1f s", patience)
+        return self._last
+
+    def stop(self) -> None:
+        """End the thread after the step under way; what still runs is dropped."""
+        self._commands.put(None)
+        self._thread.join(JOIN_SECONDS)
+
+    # ---- the engine's thread
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._obey():
+                    return
+                if self.failed is None and not self._placed.idle:
+                    self._post(self._placed.step())
+            except Exception as error:
+                self._break(error)
+
+    def _obey(self) -> bool:
+        """Run the commands that wait; with nothing else to do, wait for one. False when told to end."""
+        wait = self.failed is not None or self._placed.idle
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+            wait = False
+        return True
+
+    def _add(self, feeds: Sequence[Feed], answer: asyncio.Future[Exception | None]) -> None:
+        refusal: Exception | None = None
+        if self.failed is not None:
+            refusal = Unavailable(f"the engine has failed ({self.failed}); restart the server")
+        else:
+            try:
+                for feed in feeds:
+                    self._placed.add(feed.request)
+                    self._feeds[feed.request.id] = feed
+            except Exception as error:
+                refusal = error
+                if not isinstance(error, UserError):
+                    log.exception("the engine could not take a request")
+                for feed in feeds:
+                    if self._feeds.pop(feed.request.id, None) is not None:
+                        self._placed.cancel(feed.request)
+        self._tell(self._added, answer, refusal, len(feeds))
+
+    def _cancel(self, feeds: Sequence[Feed]) -> None:
+        if self.failed is not None:
+            return
+        alive = [feed.request for feed in feeds if feed.request.id in self._feeds]
+        for request in alive:
+            self._placed.cancel(request)
+        self._post([request for request in alive if request.left is not None])
+
+    def _snapshot(self, answer: asyncio.Future[Snapshot]) -> None:
+        if self.failed is not None:
+            self._tell(_resolve, answer, Snapshot())
+            return
+        placed = self._placed
+        self._tell(_resolve, answer, Snapshot(len(placed.waiting), len(placed.running), placed.kv_bytes,
+                                              placed.prefix_bytes, placed.counters.as_dict()))  # fmt: skip
+
+    def _post(self, progressed: Sequence[Request]) -> None:
+        """Send what is new of these requests to their feeds, in one go."""
+        news: list[News] = []
+        for request in progressed:
+            feed = self._feeds.get(request.id)
+            if feed is None or not (feed.partial or request.left):
+                continue
+            tokens, feed.posted = request.tokens[feed.posted :], request.known
+            if request.left is not None:
+                del self._feeds[request.id]
+            news.append((feed, tokens, request.left, request.trace if request.left else None))
+        if news:
+            self._tell(self._deliver, news)
+
+    def _break(self, error: Exception) -> None:
+        """Stepping itself is broken: nobody can be served any more."""
+        log.exception("the engine has failed; every live request fails with it")
+        self.failed = f"{type(error).__name__}: {error}"
+        left = Left("failed", f"the engine has failed ({self.failed})")
+        feeds, self._feeds = list(self._feeds.values()), {}
+        self._tell(self._deliver, [(feed, [], left, feed.request.trace) for feed in feeds])
+
+    def _tell(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self._events.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            log.debug("the event loop is closed: nobody is left to tell")
+
+    # ---- on the event loop again
+    def _added(self, answer: asyncio.Future[Exception | None], refusal: Exception | None, feeds: int) -> None:
+        if refusal is not None:
+            self.live -= feeds
+        _resolve(answer, refusal)
+
+    def _deliver(self, news: Sequence[News]) -> None:
+        for feed, tokens, left, trace in news:
+            feed.tokens += tokens
+            if left is not None:
+                self.live -= 1
+                feed.left, feed.trace = left, trace
+                self._on_left(feed)
+            feed.news.set()
+
+
+def _resolve(answer: asyncio.Future[Any], value: Any) -> None:
+    if not answer.done():
+        answer.set_result(value)

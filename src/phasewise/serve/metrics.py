@@ -1,0 +1,100 @@
+"""Numbers for Prometheus: latencies of requests that have left, the engine's counters, queue lengths and KV bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from phasewise.serve.loop import Feed, Snapshot
+
+SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Histogram:
+    """Counts per bucket; seconds. Plain lists, since one request may bring thousands of latencies."""
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.help, self.bounds = name, help, bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float | None) -> None:
+        """None (there is no such latency) is not counted."""
+        if seconds is not None:
+            self.counts[bisect_left(self.bounds, seconds)] += 1
+            self.sum += seconds
+
+    def family(self) -> Metric:
+        edges = [*map(str, self.bounds), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.help)
+        family.add_metric([], list(zip(edges, accumulate(self.counts))), self.sum)
+        return family
+
+
+class Metrics(Collector):
+    """What `/metrics` shows. Latencies begin when the server had read the request, as the client sees them."""
+
+    def __init__(self, kv_limit: int) -> None:
+        self.kv_limit = kv_limit
+        self.snapshot = Snapshot()
+        self.ways: Counter[str] = Counter()  # finished requests by how they left
+        self.errors: Counter[int] = Counter()  # HTTP errors by status
+        self.prompt_tokens = 0
+        self.ttft = Histogram("phasewise_time_to_first_token_seconds", "Arrival to first token", LONG)
+        self.tpot = Histogram("phasewise_time_per_output_token_seconds", "Mean per request, after the first", SHORT)
+        self.itl = Histogram("phasewise_inter_token_latency_seconds", "Gaps between emissions", SHORT)
+        self.e2e = Histogram("phasewise_request_seconds", "Arrival to end of each request", LONG)
+        self.queued = Histogram("phasewise_queue_seconds", "Arrival to admission", LONG)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def left(self, feed: Feed) -> None:
+        """A request has left; its latencies and its way out are counted."""
+        assert feed.left is not None and feed.trace is not None
+        finished = feed.left.how == "finished"
+        self.ways[feed.left.reason if finished else feed.left.how] += 1
+        trace = feed.trace
+        if trace.tokens:
+            self.ttft.observe(trace.tokens[0] - feed.arrived)
+        if trace.admitted is not None:
+            self.queued.observe(trace.admitted - feed.arrived)
+        self.tpot.observe(trace.tpot)
+        for gap in trace.itl:
+            self.itl.observe(gap)
+        if finished and trace.left is not None:
+            self.e2e.observe(trace.left - feed.arrived)
+
+    def render(self, snapshot: Snapshot) -> bytes:
+        """The exposition text."""
+        self.snapshot = snapshot
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        now = self.snapshot
+        yield from (h.family() for h in (self.ttft, self.tpot, self.itl, self.e2e, self.queued))
+        yield _labelled("phasewise_requests", "Requests that have left, by how", "how", self.ways)
+        yield _labelled("phasewise_http_errors", "Error responses, by status", "status", self.errors)
+        yield CounterMetricFamily("phasewise_prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)
+        for name, value in now.counters.items():
+            yield CounterMetricFamily(f"phasewise_{name}", f"The engine's counter `{name}`", value)
+        yield GaugeMetricFamily("phasewise_requests_waiting", "Requests not admitted yet", now.waiting)
+        yield GaugeMetricFamily("phasewise_requests_running", "Requests that hold KV", now.running)
+        live = now.kv_bytes - now.prefix_bytes
+        yield GaugeMetricFamily("phasewise_kv_live_bytes", "KV bytes of requests", live)
+        yield GaugeMetricFamily("phasewise_kv_prefix_bytes", "KV bytes of the prefix cache", now.prefix_bytes)
+        yield GaugeMetricFamily("phasewise_kv_limit_bytes", "The KV budget, prefix cache included", self.kv_limit)
+
+
+def _labelled(name: str, help: str, label: str, counts: Counter[str] | Counter[int]) -> Metric:
+    family = CounterMetricFamily(name, help, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([str(value)], count)
+    return family

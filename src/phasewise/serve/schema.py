@@ -1,0 +1,209 @@
+"""What clients may send. Fields that would change the answer and are not supported are refused, never ignored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from phasewise.request import Params
+from phasewise.serve.failures import ApiError
+
+AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
+GREEDY_BELOW = 1e-5  # temperatures that float32 logits cannot be divided by
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+MOST_STOPS = 16
+
+# Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "best_of": (1,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "web_search_options": (),
+    "reasoning_effort": (), "verbosity": (), "chat_template": (), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": (),
+    "length_penalty": (1.0,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "truncate_prompt_tokens": (), "structured_outputs": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": (),
+    "typical_p": (1.0,), "mirostat": (0,),
+}  # fmt: skip
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+class Ask(BaseModel):
+    """The fields both endpoints share. Types are strict: a number in quotes is not a number."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    stop: Any = Field(None, description="a string, or a list of strings")
+    seed: Int | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    # beyond OpenAI's
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Int] | None = None
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _stop(cls, value: Any) -> list[str]:
+        stops = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+            raise ValueError("must be a string or a list of strings, none of them empty")
+        if len(stops) > MOST_STOPS:
+            raise ValueError(f"has {len(stops)} strings; at most {MOST_STOPS} are allowed")
+        return stops
+
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and not isinstance(value.get("include_usage", False), bool):
+            raise ValueError("include_usage must be true or false")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        bad = next((key for key in value or {} if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+        if bad is not None:
+            raise ValueError(f"has the key {bad!r}, which is not a token id")
+        return value
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in REFUSED and not _among(value, REFUSED[name]):
+                raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream=true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def limit(self) -> int | None:
+        """Output tokens asked for; None = as many as fit."""
+        return self.max_tokens
+
+    def params(self) -> Params:
+        """The engine's parameters, OpenAI's defaults filled in; without a seed, a random one."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Params(
+            max_tokens=self.limit() or AS_MANY_AS_FIT,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_k=max(self.top_k or 0, 0),  # -1 is another way to say all
+            top_p=1.0 if self.top_p is None else max(self.top_p, 1e-9),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            seed=random.getrandbits(63) if self.seed is None else self.seed,
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class CompletionAsk(Ask):
+    """POST /v1/completions. `prompt` becomes a list of texts, or of lists of token ids."""
+
+    prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
+    echo: bool | None = None
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompt(cls, value: Any) -> list[str] | list[list[int]]:
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list) and value:
+            if all(isinstance(each, str) for each in value):
+                return value
+            if _ids(value):
+                return [value]
+            if all(isinstance(each, list) and each and _ids(each) for each in value):
+                return value
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; not empty")
+
+    def limit(self) -> int | None:
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class ChatAsk(Ask):
+    """POST /v1/chat/completions. Messages are checked here and become plain {"role", "content", ...}."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _messages(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_message(message, i) for i, message in enumerate(value)]
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _kwargs(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = {"messages", "add_generation_prompt", "template", "tools", "self"} & set(value or {})
+        if taken:
+            raise ValueError(f"must not have {', '.join(sorted(taken))}")
+        return value
+
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+A = TypeVar("A", bound=Ask)
+
+
+def read(kind: type[A], body: bytes) -> A:
+    """The body as an Ask of this kind. Raises ApiError 400 naming the field at fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        raise ApiError(400, f"the body is not JSON ({message.removeprefix('Invalid JSON: ')})", code="invalid_json")
+    if not first["loc"]:
+        raise ApiError(400, "the body must be a JSON object")
+    param, where = str(first["loc"][0]), ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        raise ApiError(400, f"{where} is required", param, "missing_required_parameter")
+    raise ApiError(400, f"{where}: {message}", param, "invalid_value")
+
+
+def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """One message with its content as plain text; `developer` is what newer clients call `system`."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"message {i} needs a role, such as system, user or assistant")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise ValueError(f'message {i}: the only content parts supported are {{"type": "text", "text": "..."}}')
+        content = "".join(part["text"] for part in content)
+    elif not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise ValueError(f"message {i}: content must be a string or a list of text parts")
+    return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
+
+
+def _ids(values: Iterable[Any]) -> bool:
+    return all(type(each) is int and 0 <= each < 1 << 31 for each in values)
+
+
+def _among(value: object, harmless: tuple[object, ...]) -> bool:
+    """Whether `value` is one of these, where 0 is not False and 1 is not True."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

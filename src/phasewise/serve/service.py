@@ -1,0 +1,132 @@
+"""The endpoints: from a request's body to an order for the engine, and its answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from phasewise.errors import UserError
+from phasewise.llm import LLM
+from phasewise.recipe import memory_default
+from phasewise.serve.answer import Answer, Order
+from phasewise.serve.failures import ApiError, api_error, error_response, json_response
+from phasewise.serve.loop import EngineLoop
+from phasewise.serve.metrics import Metrics
+from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
+from phasewise.serve.stream import EventStream, read_body
+from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
+
+INLINE_CHARACTERS = 4096  # longer texts are tokenised in a worker thread, so that streams go on meanwhile
+T = TypeVar("T")
+
+
+class Service:
+    """A model behind HTTP. `name` is what clients call it; at most `queue` requests wait beside those that run."""
+
+    def __init__(self, llm: LLM, name: str, queue: int) -> None:
+        self.llm, self.name, self.created = llm, name, int(time.time())
+        limit = llm.limits.kv_bytes
+        self.metrics = Metrics(memory_default() if limit is None else limit)
+        self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
+
+    # ---- endpoints
+    async def health(self) -> Response:
+        """200 while requests are taken, 503 once the engine has failed or the server shuts down."""
+        if self.engine.failed is not None:
+            return json_response({"status": "failed", "reason": self.engine.failed}, 503)
+        if self.engine.stopping:
+            return json_response({"status": "stopping"}, 503)
+        return json_response({"status": "ok", "model": self.name})
+
+    async def show_metrics(self) -> Response:
+        """Prometheus' exposition format."""
+        snapshot = await self.engine.snapshot()
+        return Response(self.metrics.render(snapshot), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> Response:
+        """The one model, as a list."""
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """The model, if that is its name."""
+        self._check_name(name)
+        return json_response(self._card())
+
+    async def completions(self, request: Request) -> Response:
+        """Text that continues each prompt."""
+        ask = read(CompletionAsk, await read_body(request))
+        self._check_name(ask.model)
+        prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
+        leads: Sequence[str] = ()
+        if ask.echo:
+            leads = [p if isinstance(p, str) else self.llm.tokenizer.decode(p) for p in ask.prompt]
+        return await self._answer(request, ask, self._order(ask, prompts, "prompt", leads), COMPLETION)
+
+    async def chat(self, request: Request) -> Response:
+        """The assistant's next message."""
+        ask = read(ChatAsk, await read_body(request))
+        self._check_name(ask.model)
+        size = sum(len(message["content"]) for message in ask.messages)
+        extra = ask.chat_template_kwargs or {}
+        try:
+            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, **extra))
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
+        return await self._answer(request, ask, self._order(ask, [ids], "messages"), CHAT)
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """The response to any exception."""
+        known = api_error(error)
+        self.metrics.errors[known.status] += 1
+        return error_response(known)
+
+    # ---- inside
+    async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
+        answer = Answer(self.llm, self.engine, order)
+        await answer.start()
+        self.metrics.prompt_tokens += answer.prompt_tokens
+        wire = Wire(format, self.name, ask.include_usage)
+        if order.stream:
+            return EventStream(answer, wire)
+        async with answer.attended(request.receive):
+            pieces = await answer.whole()
+            return json_response(wire.body(answer, pieces))
+
+    def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
+        params, asked, context = ask.params(), ask.limit(), self.llm.model.config.max_positions
+        longest = max(map(len, prompts))
+        if longest >= context or (asked is not None and longest + asked > context):
+            raise ApiError(
+                400,
+                f"the model's context is {context} tokens, but this asks for {longest} of prompt"
+                + ("" if asked is None else f" and {asked} of output") + ": shorten one of them",
+                param, "context_length_exceeded",
+            )  # fmt: skip
+        self._check_tokens("logit_bias", params.logit_bias)
+        self._check_tokens("stop_token_ids", params.stop_tokens)
+        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream))
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            message = f"there is no model {name!r}; this server has {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _check_tokens(self, param: str, tokens: Any) -> None:
+        vocab = self.llm.model.config.vocab
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise ApiError(400, f"token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
+
+    def _card(self) -> dict[str, Any]:
+        context = self.llm.model.config.max_positions
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "phasewise",
+                "max_model_len": context}  # fmt: skip
+
+    async def _worker(self, size: int, work: Callable[[], T]) -> T:
+        return work() if size < INLINE_CHARACTERS else await asyncio.to_thread(work)

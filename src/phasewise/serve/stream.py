@@ -1,0 +1,62 @@
+"""Bodies in, server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phasewise.serve.answer import Answer
+from phasewise.serve.failures import ApiError, api_error, error_body
+from phasewise.serve.wire import DONE, Wire, event
+
+log = logging.getLogger(__name__)
+BODY_BYTES = 8 << 20  # the largest body that is read
+DRAIN_BYTES = 64 << 20  # of a larger one, how much is thrown away so that its sender sees the answer
+BODY_SECONDS = 60.0  # how long a client may take to send its body
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises ApiError 413 if it is too large, 408 if it does not come."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size <= BODY_BYTES:
+                    parts.append(part)
+                elif size > DRAIN_BYTES:
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+    if size > BODY_BYTES:
+        raise ApiError(413, f"the body is larger than {BODY_BYTES:,} bytes", code="body_too_large")
+    return b"".join(parts)
+
+
+class EventStream(Response):
+    """An answer as server-sent events: one write per engine step, however many choices it has."""
+
+    def __init__(self, answer: Answer, wire: Wire) -> None:
+        super().__init__(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._answer, self._wire = answer, wire
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, wire = self._answer, self._wire
+        async with answer.attended(receive):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for pieces in answer.pieces():
+                    text = "".join(map(wire.chunk, pieces))
+                    if text:
+                        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                end = wire.last(answer)
+            except Exception as error:  # the status is sent: the client can only be told in the stream
+                if not isinstance(error, ApiError):
+                    log.exception("a stream broke")
+                end = event(error_body(api_error(error))) + DONE
+            await send({"type": "http.response.body", "body": end, "more_body": False})

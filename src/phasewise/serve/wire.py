@@ -1,0 +1,87 @@
+"""The JSON that clients get. Stream events are put together by hand: only the text of each is encoded per step."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise.serve.answer import Answer, Piece
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Format:
+    """What differs between endpoints: `object` of a whole answer and of a stream's events, and where the text is."""
+
+    prefix: str  # of ids
+    whole: str
+    part: str
+    content: Callable[[Piece], dict[str, Any]]  # in a choice of a whole answer
+    delta: Callable[[Piece], str]  # JSON text, in a choice of an event
+
+
+def _chat_delta(piece: Piece) -> str:
+    if not (piece.text or piece.first):
+        return '"delta": {}'
+    role = '"role": "assistant", ' if piece.first else ""
+    return f'"delta": {{{role}"content": {json.dumps(piece.text)}}}'
+
+
+COMPLETION = Format(
+    "cmpl", "text_completion", "text_completion",
+    content=lambda piece: {"text": piece.text},
+    delta=lambda piece: f'"text": {json.dumps(piece.text)}',
+)  # fmt: skip
+CHAT = Format(
+    "chatcmpl", "chat.completion", "chat.completion.chunk",
+    content=lambda piece: {"message": {"role": "assistant", "content": piece.text, "refusal": None}},
+    delta=_chat_delta,
+)  # fmt: skip
+
+
+class Wire:
+    """Writes one answer, whole or as events."""
+
+    def __init__(self, format: Format, model: str, include_usage: bool = False) -> None:
+        self._format, self._include_usage = format, include_usage
+        self._head = {"id": f"{format.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        chunk = json.dumps({**self._head, "object": format.part})[:-1]
+        self._open = f'data: {chunk}, "choices": [{{"logprobs": null, "index": '
+        self._close = ', "usage": null}\n\n' if include_usage else "}\n\n"
+
+    def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A whole answer."""
+        choices = [
+            {"index": piece.index, **self._format.content(piece), "logprobs": None, "finish_reason": piece.finish}
+            for piece in pieces
+        ]
+        return {**self._head, "object": self._format.whole, "choices": choices, "usage": usage(answer)}
+
+    def chunk(self, piece: Piece) -> str:
+        """The event of a piece; empty if the piece says nothing."""
+        if not (piece.text or piece.first or piece.finish):
+            return ""
+        finish = f'"{piece.finish}"' if piece.finish else "null"
+        return f'{self._open}{piece.index}, {self._format.delta(piece)}, "finish_reason": {finish}}}]{self._close}'
+
+    def last(self, answer: Answer) -> bytes:
+        """What ends a stream."""
+        if not self._include_usage:
+            return DONE
+        return event({**self._head, "object": self._format.part, "choices": [], "usage": usage(answer)}) + DONE
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    """A prompt counts once, however many samples it has; an end token counts as output."""
+    prompt, output = answer.prompt_tokens, answer.output_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body).encode() + b"\n\n"

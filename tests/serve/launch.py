@@ -1,0 +1,59 @@
+"""Starts a real server, as the command line does, with faults on request:
+
+python -m tests.serve.launch MODEL '{"host": ..., "port": ..., "queue": ..., "limits": {...}, "faults": {...}}'
+
+Faults: `pause` = seconds added to each step; `poison` = a token id whose requests cannot be computed;
+`break_at` = the step that raises.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from phasewise.errors import UserError
+from phasewise.llm import LLM
+from phasewise.recipe import Limits
+from phasewise.request import Request
+from phasewise.serve.app import run
+
+
+def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -> LLM:
+    """The model with an engine that misbehaves."""
+    engine: Any = llm.engine
+    step, embed = engine.step, llm.model.embed
+    steps = 0
+
+    def broken_step() -> list[Request]:
+        nonlocal steps
+        steps += 1
+        if steps == break_at:
+            raise RuntimeError("the engine's step is broken on purpose")
+        time.sleep(pause)
+        return step()
+
+    def broken_embed(tokens: Any) -> Any:
+        if poison >= 0 and bool((tokens == poison).any()):
+            raise RuntimeError("this token is poison")
+        return embed(tokens)
+
+    engine.step = broken_step
+    llm.model.embed = broken_embed  # type: ignore[method-assign]
+    return llm
+
+
+def main(model: str, text: str) -> None:
+    options = json.loads(text)
+    limits, faults = options.pop("limits", {}), options.pop("faults", {})
+    verbs = options.pop("verbs", {})
+    try:
+        run(lambda: faulty(LLM(model, limits=Limits(**limits), **verbs), **faults), **options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""A real server in a process of its own, and what tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from tests.serve.tiny_chat import chat_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 60.0  # seconds for anything that must happen at all
+
+
+def launch(*words: str) -> subprocess.Popen[str]:
+    """A Python process in the repository's root, with one thread for torch."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+class Server:
+    """`options` as in launch.py. Use as a context manager; leaving it ends the process."""
+
+    def __init__(self, *, chat: bool = True, **options: Any) -> None:
+        options = {"port": 0, "name": "tiny", **options}
+        self.process = launch("-m", "tests.serve.launch", str(chat_checkpoint(chat)), json.dumps(options))
+        assert self.process.stdout is not None
+        self.banner = self.process.stdout.readline()
+        self.curl = self.process.stdout.readline()
+        found = re.search(r"http://[^ ]+", self.banner)
+        if found is None:
+            raise AssertionError(f"the server did not start: {self.process.communicate(timeout=PATIENCE)[1]}")
+        self.url = found[0]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=PATIENCE)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, **options)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        """`body` as JSON, or as it is if it is text or bytes."""
+        content = body if isinstance(body, str | bytes) else json.dumps(body)
+        return httpx.post(f"{self.url}{path}", content=content, timeout=PATIENCE, **options)
+
+    def health(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/health", timeout=PATIENCE)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by name, labels included."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def settled(self) -> dict[str, float]:
+        """The metrics once nothing runs; every KV byte of requests has gone back by then."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            now = self.metrics()
+            if not now["phasewise_requests_running"] and not now["phasewise_requests_waiting"]:
+                break
+            assert time.monotonic() < deadline, f"requests still run: {now}"
+            time.sleep(0.02)
+        assert now["phasewise_kv_live_bytes"] == 0, f"{now['phasewise_kv_live_bytes']} KV bytes are left behind"
+        return now
+
+    def end(self, signal: int) -> tuple[int, str]:
+        """The exit code after a signal, and what was written to stderr."""
+        self.process.send_signal(signal)
+        _, errors = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, errors
