@@ -16,9 +16,14 @@ def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
     return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
 
 
+def tight(verb: str, name: str) -> dict[str, Any]:
+    """Knobs at which the method bites within a few dozen tokens: what the laws are tested at."""
+    return dict(getattr(catalog.method(verb, name), "tight", {}))
+
+
 def options(verb: str, name: str, knobs: dict[str, Any] | None = None) -> dict[str, str]:
-    """Verb options that put the method to work, with whatever it needs beside it."""
-    given = {verb: spell(verb, name, knobs)}
+    """Verb options that put the method to work, at its tight knobs unless others are given, with what it needs beside."""
+    given = {verb: spell(verb, name, tight(verb, name) if knobs is None else knobs)}
     if verb == "verify" or (verb == "decode" and "draft" in catalog.slots_of(catalog.method(verb, name))):
         given["draft"] = spell("draft", "draft_model", {"k": 3})
     return given

@@ -37,6 +37,7 @@ class Quest:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"page": 4, "budget": 12, "dense_layers": 0}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:

@@ -42,6 +42,7 @@ class SnapKV:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": 1.0}
+    tight: ClassVar[dict[str, object]] = {"keep": 6.0, "window": 4}
 
     def __post_init__(self) -> None:
         if not self.keep > 0:

@@ -37,6 +37,7 @@ class Streaming:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"window": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"sinks": 2, "window": 10}
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.window < 1:

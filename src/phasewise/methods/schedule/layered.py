@@ -32,6 +32,7 @@ class Layered:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"rows_per_group": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"rows_per_group": 16}
 
     def __post_init__(self) -> None:
         if self.rows_per_group < 1:

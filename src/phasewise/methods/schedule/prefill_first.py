@@ -24,6 +24,7 @@ class PrefillFirst:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    tight: ClassVar[dict[str, object]] = {"budget": 48}
 
     def __post_init__(self) -> None:
         if self.budget < 1:

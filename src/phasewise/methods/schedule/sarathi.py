@@ -26,6 +26,7 @@ class Sarathi:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"budget": 9}
 
     def __post_init__(self) -> None:
         if self.budget < 1:

@@ -1,0 +1,173 @@
+"""Law 1 for sampled tokens: speculation draws from the target's distribution, by chi-square against exact enumeration.
+
+Seeds are fixed, so each test gives one p-value for ever. A sound verifier passes p > 1e-3; a lax one must fall below
+1e-6 in the very same test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tests import oracle, tiny
+from tests.laws.settings import spell
+from tests.sampling import reference
+from tests.speculation.markov import Tree, fits, generate, sequences, table
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.model.model import Model
+from phasewise.request import Params, Request
+from phasewise.sampling import Dist
+from phasewise.speculate import Draft, Random
+
+PASS, FAIL = 1e-3, 1e-6
+VOCAB, LENGTH, RUNS = 5, 3, 4000
+P, Q = table(VOCAB, seed=1), table(VOCAB, seed=2)
+SHAPES = {"chain": (1, 1, 1), "bush": (3,), "tree": (2, 2), "comb": (3, 1, 2)}
+DRAWN = ("point", "iid", "without_replacement", "top_plus_one")
+VERIFIERS = [name for name in catalog.names("verify") if catalog.method("verify", name).guarantee != "lossy"]
+
+
+def p_value(verify: object, drafter: object, runs: int = RUNS) -> float:
+    drawn = [tuple(generate(verify, drafter, P, LENGTH, seed)) for seed in range(runs)]
+    return fits(drawn, sequences(P, LENGTH))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_verifiers_keep_the_distribution(name: str, drawn: str, shape: str) -> None:
+    verify = catalog.build("verify", name)
+    if hasattr(verify, "bind"):
+        pytest.skip(f"{name} needs a model: see the test through the engine")
+    try:
+        assert p_value(verify, Tree(Q, SHAPES[shape], drawn)) > PASS
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+# ---- the same test must catch verifiers that cut corners
+
+
+def always(draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
+    """Accepts every first child unseen."""
+    path: list[int] = []
+    while children := draft.children(path[-1] if path else -1):
+        path.append(children[0])
+    return path, p.draw(path[-1] + 1 if path else 0, rng(len(path), 0))
+
+
+def likeliest(last: int, seed: int, position: int) -> Draft:
+    """An argmax chain that claims to have been drawn from q."""
+    tokens = [int(Q[last].argmax())]
+    tokens.append(int(Q[tokens[0]].argmax()))
+    return Draft.chain(tokens, "iid", Q[[last, tokens[0]]])
+
+
+def sorted_siblings(last: int, seed: int, position: int) -> Draft:
+    """Siblings drawn without replacement, then put in order of probability: the law of the draw is lost."""
+    draft = Tree(Q, (3,), "without_replacement")(last, seed, position)
+    order = sorted(range(3), key=lambda i: -float(Q[last, draft.tokens[i]]))
+    rows, rest = [], Q[last].clone()
+    for i in order:
+        rows.append(rest / rest.sum())
+        rest = rest.clone()
+        rest[draft.tokens[i]] = 0.0
+    return Draft([draft.tokens[i] for i in order], [-1] * 3, "without_replacement", torch.stack(rows))
+
+
+def best_two_of_three(last: int, seed: int, position: int) -> Draft:
+    """Three siblings drawn, the least likely thrown away: whether a sibling exists depends on which it is (law 8)."""
+    draft = Tree(Q, (3,), "without_replacement")(last, seed, position)
+    worst = min(range(3), key=lambda i: float(Q[last, draft.tokens[i]]))
+    keep = [i for i in range(3) if i != worst]
+    assert draft.q is not None
+    return Draft([draft.tokens[i] for i in keep], [-1, -1], "without_replacement", draft.q[keep])
+
+
+def test_a_verifier_that_always_accepts_is_caught() -> None:
+    assert p_value(always, Tree(Q, SHAPES["chain"], "iid")) < FAIL
+
+
+@pytest.mark.parametrize("drafter", [likeliest, sorted_siblings, best_two_of_three], ids=lambda f: f.__name__)
+def test_drafts_that_lie_about_their_draw_are_caught(drafter: object) -> None:
+    assert p_value(catalog.build("verify", "rejection"), drafter) < FAIL
+
+
+# ---- through the engine, every drafter with every verifier
+
+SMALL = {"vocab": 8, "layers": 1, "hidden": 32, "sharp": 3.0}
+PROMPT = [3, 4, 5, 3, 4, 6, 3, 4, 5]
+PARAMS = {
+    "temperature": Params(max_tokens=LENGTH, temperature=1.0, ignore_eos=True),
+    "every rule": Params(
+        max_tokens=LENGTH, temperature=1.3, top_p=0.93, top_k=6, repetition_penalty=1.2, presence_penalty=0.7,
+        frequency_penalty=0.3, ignore_eos=True,
+    ),
+}  # fmt: skip
+PAIRS = list(itertools.product(catalog.names("draft"), VERIFIERS))
+KNOBS = {
+    "prompt_lookup": {"min_match": 1, "branches": 2},
+    "draft_model": {"k": 3, "branches": 2},
+}
+
+
+def target() -> Model:
+    return tiny.model(**SMALL)
+
+
+@cache
+def chances(how: str) -> dict[tuple[int, ...], float]:
+    """Exact chances of the first tokens, from uncached passes and the slow sampling rules."""
+    found = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for out, chance in found.items():
+            logits = oracle.logits(target(), [*PROMPT, *out])[-1].double().numpy()
+            probs = reference.distribution(logits, PROMPT, out, PARAMS[how])
+            longer |= {(*out, token): chance * float(p) for token, p in enumerate(probs)}
+        found = longer
+    return found
+
+
+def through_the_engine(verbs: dict[str, str], how: str, runs: int) -> list[tuple[int, ...]]:
+    try:
+        placed = tiny.engine(verbs, of=target(), max_running=runs)
+    except UserError as error:
+        pytest.skip(str(error))
+    prompts: Sequence[Sequence[int]] = [PROMPT] * runs
+    requests = tiny.run(placed, prompts, [replace(PARAMS[how], seed=seed) for seed in range(runs)])
+    refused = next((r for r in requests if r.left is not None and "UserError" in r.left.reason), None)
+    if refused is not None:
+        pytest.skip(str(refused.left))
+    assert placed.counters.drafted > runs / 2, "hardly anything was drafted: this test tests nothing"
+    return [tuple(out) for out in tiny.outs(requests)]
+
+
+def spelled(draft: str) -> str:
+    """A drafter for the small vocabulary."""
+    text = spell("draft", draft, KNOBS.get(draft))
+    return text.replace("tiny-draft", str(tiny.checkpoint(**SMALL, seed=1)))
+
+
+@pytest.mark.parametrize("how", PARAMS)
+@pytest.mark.parametrize(("draft", "verify"), PAIRS, ids=[f"{d}-{v}" for d, v in PAIRS])
+def test_speculation_keeps_the_distribution(draft: str, verify: str, how: str) -> None:
+    verbs = {"draft": spelled(draft), "verify": verify}
+    assert fits(through_the_engine(verbs, how, 800), chances(how)) > PASS
+
+
+def test_plain_decoding_and_its_failure() -> None:
+    """The reference itself fits, and not with the chances of other parameters."""
+    params = [replace(PARAMS["temperature"], seed=seed) for seed in range(800)]
+    placed = tiny.engine(of=target(), max_running=800)
+    drawn = [tuple(out) for out in tiny.outs(tiny.run(placed, [PROMPT] * 800, params))]
+    assert fits(drawn, chances("temperature")) > PASS
+    hotter = {cell: chance**0.7 for cell, chance in chances("temperature").items()}
+    total = sum(hotter.values())
+    assert fits(drawn, {cell: chance / total for cell, chance in hotter.items()}) < FAIL
