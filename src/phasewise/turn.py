@@ -105,7 +105,11 @@ class Turn:
         self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]
     ) -> dict[int, Settled]:
         twins = [(span, twin) for span in group for twin in _twins(span, waiting)]
-        outcomes = decode.accept(group + [twin for _, twin in twins], hidden)
+        try:
+            outcomes = decode.accept(group + [twin for _, twin in twins], hidden)
+        finally:
+            for _, twin in twins:
+                twin.request.computed = 0  # its own only once it has forked
         assert len(outcomes) == len(group) + len(twins), "accept gives one outcome per span"
         settled = {id(span): Settled(span, outcome, []) for span, outcome in zip(group, outcomes)}
         for (span, twin), outcome in zip(twins, outcomes[len(group) :]):

@@ -1,0 +1,111 @@
+"""The engine under random load: nothing is lost, nothing leaks, nobody's tokens depend on anybody else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.errors import UserError
+from phasewise.invariants import check
+from phasewise.request import Params, Request
+from tests import oracle, tiny
+from tests.core.engines import same, sampled, step_all
+
+SLAB = 64 * tiny.engine().store.row_bytes
+SCHEDULES = ("sarathi:budget=1", "sarathi:budget=9", "sarathi", "prefill_first", "layered:rows_per_group=7")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a random workload."""
+
+    prompt: int  # rows
+    new: int
+    step: int
+    temperature: float = 0.0
+    siblings: int = 0
+    cancelled: int | None = None  # steps after its arrival
+    head: bool = False  # begins like others do
+    stop: int | None = None  # a token that ends it
+
+    @property
+    def params(self) -> Params:
+        stop = () if self.stop is None else (self.stop,)
+        return Params(self.new, self.temperature, seed=self.prompt, stop_tokens=stop, ignore_eos=True)
+
+    @property
+    def tokens(self) -> list[int]:
+        (own,) = tiny.prompts(self.prompt, seed=self.prompt)
+        return tiny.prompts(70)[0] + own if self.head else own
+
+
+arrivals = st.builds(
+    Arrival,
+    prompt=st.integers(1, 90),
+    new=st.integers(1, 12),
+    step=st.integers(0, 25),
+    temperature=st.sampled_from((0.0, 1.0)),
+    siblings=st.integers(0, 2),
+    cancelled=st.none() | st.integers(0, 20),
+    head=st.booleans(),
+    stop=st.none() | st.integers(3, 20),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=7),
+    st.sampled_from(SCHEDULES),
+    st.integers(5, 14),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_random_load(load: list[Arrival], schedule: str, slabs: int, max_running: int, prefix_cache: bool) -> None:
+    engine = tiny.engine(
+        {"schedule": schedule}, kv_bytes=slabs * SLAB, max_running=max_running, prefix_cache=prefix_cache
+    )
+    families = [_family(arrival) for arrival in load]
+    for now in range(2000):
+        for arrival, family in zip(load, families):
+            if arrival.step == now:
+                for request in family:
+                    engine.add(request)
+            if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
+                engine.cancel(family[0])
+            check(engine)
+        progressed = engine.step()
+        check(engine)
+        assert len(engine.running) <= max_running
+        assert len(set(map(id, progressed))) == len(progressed)
+        if now > 60 and all(r.left for family in families for r in family):
+            break
+    for arrival, family in zip(load, families):
+        for request in family:
+            assert request.left is not None, "lost"
+            assert request.left.how in ("finished", "cancelled")
+            assert same(request, _full(arrival, request))
+    engine.forget_prefixes()
+    assert engine.idle and engine.kv_bytes == 0
+
+
+def _family(arrival: Arrival) -> list[Request]:
+    parent = Request(arrival.tokens, arrival.params)
+    return [parent, *(parent.sibling(i + 1) for i in range(arrival.siblings))]
+
+
+@cache
+def _tokens(arrival: Arrival, seed: int) -> list[int]:
+    params = Params(arrival.new, arrival.temperature, seed=seed, ignore_eos=True)
+    placed = tiny.engine({"schedule": "prefill_first"}, prefix_cache=False)
+    return tiny.outs(tiny.run(placed, [arrival.tokens], params))[0]
+
+
+def _full(arrival: Arrival, request: Request) -> list[int]:
+    """The tokens of an uninterrupted run, up to its stop token."""
+    tokens = _tokens(arrival, request.params.seed)
+    stops = [i for i, token in enumerate(tokens) if token == arrival.stop]
+    return tokens[: stops[0] + 1] if stops else tokens
