@@ -23,13 +23,13 @@ def branch(q: Tensor, n: int, drawn: Drawn, us: Callable[[int], float]) -> tuple
         return [pick(q, us(i)) for i in range(n)], q.expand(n, -1)
     if drawn == "top_plus_one":
         return _top_plus_one(q, n, us)
-    tokens: list[int] = []
-    rows: list[Tensor] = []
-    rest: Tensor | None = q
-    while rest is not None and len(tokens) < n:
+    tokens, rows = [pick(q, us(0))], [q]
+    while len(tokens) < n:
+        rest = _without(rows[-1], tokens[-1:])
+        if rest is None:
+            break
         tokens.append(pick(rest, us(len(tokens))))
         rows.append(rest)
-        rest = _without(rest, tokens[-1:])
     return tokens, torch.stack(rows)
 
 
@@ -51,6 +51,7 @@ def _likeliest(q: Tensor, n: int) -> list[int]:
 def _without(q: Tensor, tokens: list[int]) -> Tensor | None:
     """q with some tokens taken out, renormalised; None if nothing is left."""
     rest = q.clone()
-    rest[tokens] = 0.0
+    for token in tokens:
+        rest[token] = 0.0
     total = float(rest.sum())
     return rest / total if total > 0 else None
