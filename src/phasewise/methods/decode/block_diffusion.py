@@ -18,7 +18,7 @@ from phasewise.errors import UserError
 from phasewise.methods.decode._selectors import SELECTORS, THRESHOLDS, Masked, quota
 from phasewise.phase import Hidden, Host, Outcome, Phase
 from phasewise.request import Request
-from phasewise.sampling import Context, Purpose, uniform
+from phasewise.sampling import Context, Dist, Purpose, uniform
 
 UNLIMITED = 1 << 60
 
@@ -85,17 +85,24 @@ class _Canvas:
 
 @dataclass(slots=True)
 class _Wanted:
-    """Rows of a batch to draw tokens from, each with the context and randomness of the token it predicts."""
+    """Rows of a batch to draw tokens from, each with the context of the token it predicts and its denoising step."""
 
     rows: list[int] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
-    draws: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     def add(self, row: int, context: Context, step: int) -> None:
-        request = context.request
         self.rows.append(row)
         self.contexts.append(context)
-        self.draws.append(uniform(request.params.seed, context.position, Purpose.SAMPLE, step))
+        self.steps.append(step)
+
+    def draw(self, dist: Dist) -> list[int]:
+        """A token per row; a position still masked is drawn afresh at every step."""
+        us = [
+            0.0 if dist.greedy(i) else uniform(context.request.params.seed, context.position, Purpose.SAMPLE, step)
+            for i, (context, step) in enumerate(zip(self.contexts, self.steps))
+        ]
+        return dist.draw_all(us)
 
 
 @dataclass(slots=True)
@@ -194,7 +201,7 @@ class _BlockDiffusion:
         if self.unit > 1 or not self.shift:  # plain decoding has no mask
             logits[:, self.mask] = float("-inf")
         probs = logits.softmax(-1, dtype=torch.float64)  # before the sampler, which may write into the logits
-        tokens = self.host.sample(logits, wanted.contexts).draw_all(wanted.draws)
+        tokens = wanted.draw(self.host.sample(logits, wanted.contexts))
         confidence = probs.gather(1, torch.tensor(tokens, device=probs.device)[:, None])[:, 0].tolist()
         entropy = torch.special.entr(probs).sum(-1).tolist() if self.name == "entropy" else []
         return _Drawn(tokens, confidence, entropy)
