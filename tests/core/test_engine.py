@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.errors import UserError
 from phasewise.invariants import check
 from phasewise.request import Params, Request
-from tests import oracle, tiny
-from tests.core.engines import same, sampled, step_all
+from tests import tiny
+from tests.core.engines import same
 
 SLAB = 64 * tiny.engine().store.row_bytes
 SCHEDULES = ("sarathi:budget=1", "sarathi:budget=9", "sarathi", "prefill_first", "layered:rows_per_group=7")
