@@ -27,4 +27,4 @@ def serve(
     engine.check()
     from phasewise.serve.app import run
 
-    run(engine.llm(), host=host, port=port)
+    run(engine.llm, host=host, port=port)
