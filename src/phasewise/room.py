@@ -46,7 +46,7 @@ class Room:
     def reserve(self, works: Sequence[Work]) -> list[Work]:
         """The work that has room now, most important first. Slices under way have theirs already."""
         kept: list[Work] = []
-        owed = 0  # bytes that companions will take while proposing
+        owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
         for work in sorted(works, key=lambda work: self.queues.rank(work.job)):
             request: Request = work.job
             if request.kv is None:
@@ -56,8 +56,11 @@ class Room:
                 if not self.make(request, work.rows, owed + extra):
                     continue
                 owed += extra
+                wished += self._companion_growth(request, work.rows, optional=True)
                 request.kv.reserve(work.rows)
             kept.append(work)
+        if wished:
+            self.store.room(owed + wished)  # unused prefixes make way for drafts; nobody is preempted for them
         return [work for work in kept if work.job.kv is not None]
 
     def make(self, request: Request, rows: int, extra: int = 0) -> bool:
@@ -95,11 +98,12 @@ class Room:
         self.counters.preemptions += 1
         self.queues.move(request, self.queues.waiting)
 
-    def _companion_growth(self, request: Request, rows: int) -> int:
+    def _companion_growth(self, request: Request, rows: int, optional: bool = False) -> int:
         """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included."""
-        if not self.companions:
+        companions = [c for c in self.companions if c.optional == optional]
+        if not companions:
             return 0
         forks = 0
         if request.prefilling and request.computed + rows >= request.prompt_len:
             forks = sum(sibling.parent is request for sibling in self.queues.waiting)
-        return sum(c.growth(request, request.known + rows) for c in self.companions) * (1 + forks)
+        return sum(c.growth(request, request.known + rows) for c in companions) * (1 + forks)
