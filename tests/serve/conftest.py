@@ -18,6 +18,13 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def narrow() -> Iterator[Server]:
+    """A slow server with little KV, room for three requests, and a model without a chat template."""
+    with Server(chat=False, queue=1, limits={"max_running": 2, "kv_bytes": 400_000}, faults={"pause": 0.01}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def client(server: Server) -> openai.OpenAI:
     return server.client()
 

@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
@@ -20,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # seconds for anything that must happen at all
 
 
-def launch(*words: str) -> subprocess.Popen[str]:
+def launch(*words: str, errors: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
     """A Python process in the repository's root, with one thread for torch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
     return subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=errors
     )
 
 
@@ -33,13 +34,16 @@ class Server:
 
     def __init__(self, *, chat: bool = True, **options: Any) -> None:
         options = {"port": 0, "name": "tiny", **options}
-        self.process = launch("-m", "tests.serve.launch", str(chat_checkpoint(chat)), json.dumps(options))
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe that nobody reads would fill up)
+        self.process = launch(
+            "-m", "tests.serve.launch", str(chat_checkpoint(chat)), json.dumps(options), errors=self._errors
+        )
         assert self.process.stdout is not None
         self.banner = self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
         found = re.search(r"http://[^ ]+", self.banner)
         if found is None:
-            raise AssertionError(f"the server did not start: {self.process.communicate(timeout=PATIENCE)[1]}")
+            raise AssertionError(f"the server did not start: {self.errors()}")
         self.url = found[0]
         self.port = int(self.url.rpartition(":")[2])
 
@@ -50,6 +54,12 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate(timeout=PATIENCE)
+        self._errors.close()
+
+    def errors(self) -> str:
+        """What it has written to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, **options)
@@ -85,5 +95,5 @@ class Server:
     def end(self, signal: int) -> tuple[int, str]:
         """The exit code after a signal, and what was written to stderr."""
         self.process.send_signal(signal)
-        _, errors = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, errors
+        self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, self.errors()

@@ -70,13 +70,12 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
     )  # fmt: skip
 
 
-def test_a_model_without_a_template_says_so_and_still_completes() -> None:
-    with Server(chat=False) as plain:
-        assert "/v1/completions" in plain.curl
-        with pytest.raises(openai.BadRequestError) as refused:
-            plain.client().chat.completions.create(model="tiny", messages=HELLO)
-        assert refused.value.param == "messages" and "chat template" in refused.value.message
-        assert plain.client().completions.create(model="tiny", prompt="the", max_tokens=2).choices[0].text
+def test_a_model_without_a_template_says_so_and_still_completes(narrow: Server) -> None:
+    assert "/v1/completions" in narrow.curl
+    with pytest.raises(openai.BadRequestError) as refused:
+        narrow.client().chat.completions.create(model="tiny", messages=HELLO)
+    assert refused.value.param == "messages" and "chat template" in refused.value.message
+    assert narrow.client().completions.create(model="tiny", prompt="the", max_tokens=2).choices[0].text
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -12,7 +12,6 @@ from phasewise.request import Params
 from tests.serve.running import Server
 
 
-
 def streamed(client: openai.OpenAI, **body: Any) -> tuple[dict[int, list[str]], dict[int, str | None], list[Any]]:
     """The texts and finish reasons by choice, and the usages that came."""
     texts: dict[int, list[str]] = {}

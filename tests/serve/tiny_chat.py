@@ -30,7 +30,9 @@ def write_tokenizer(path: Path, chat: bool = True) -> None:
         vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog and then the other thing"] * 50, trainer)
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog and then the other thing"] * 50, trainer
+    )
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "bos_token": "<s>"} | ({"chat_template": TEMPLATE} if chat else {})
     (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -75,10 +75,11 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE) -> Fast
     app.add_api_route("/metrics", service.show_metrics)
     app.add_api_route("/v1/models", service.models)
     app.add_api_route("/v1/models/{name:path}", service.model)
-    app.add_api_route("/v1/completions", service.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
-    for kind in (PhasewiseError, HTTPException, Exception):
-        app.add_exception_handler(kind, service.refuse)
+    for path, endpoint, kind in service.posts:
+        schema = {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": schema})
+    for error in (PhasewiseError, HTTPException, Exception):
+        app.add_exception_handler(error, service.refuse)
     return app
 
 

@@ -46,6 +46,7 @@ class Metrics(Collector):
         self.snapshot = Snapshot()
         self.ways: Counter[str] = Counter()  # finished requests by how they left
         self.errors: Counter[int] = Counter()  # HTTP errors by status
+        self.accepted = 0
         self.prompt_tokens = 0
         self.ttft = Histogram("phasewise_time_to_first_token_seconds", "Arrival to first token", LONG)
         self.tpot = Histogram("phasewise_time_per_output_token_seconds", "Mean per request, after the first", SHORT)
@@ -80,6 +81,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self.snapshot
         yield from (h.family() for h in (self.ttft, self.tpot, self.itl, self.e2e, self.queued))
+        yield CounterMetricFamily("phasewise_requests_accepted", "Requests, each sample one", self.accepted)
         yield _labelled("phasewise_requests", "Requests that have left, by how", "how", self.ways)
         yield _labelled("phasewise_http_errors", "Error responses, by status", "status", self.errors)
         yield CounterMetricFamily("phasewise_prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)

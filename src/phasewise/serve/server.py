@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
 def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None]) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM."""
     config = uvicorn.Config(
-        app, ws="none", log_config=None, access_log=False, server_header=False,
+        app, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS,
     )  # fmt: skip
     Server(config, app.state.engine, ready).run([sock])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -22,8 +22,9 @@ from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.stream import EventStream, read_body
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
-INLINE_CHARACTERS = 4096  # longer texts are tokenised in a worker thread, so that streams go on meanwhile
+INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
 T = TypeVar("T")
+A = TypeVar("A", bound=Ask)
 
 
 class Service:
@@ -34,6 +35,10 @@ class Service:
         limit = llm.limits.kv_bytes
         self.metrics = Metrics(memory_default() if limit is None else limit)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
+        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
+            ("/v1/completions", self.completions, CompletionAsk),
+            ("/v1/chat/completions", self.chat, ChatAsk),
+        ]
 
     # ---- endpoints
     async def health(self) -> Response:
@@ -60,7 +65,7 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
-        ask = read(CompletionAsk, await read_body(request))
+        ask = await self._read(CompletionAsk, request)
         self._check_name(ask.model)
         prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
         leads: Sequence[str] = ()
@@ -70,7 +75,7 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
-        ask = read(ChatAsk, await read_body(request))
+        ask = await self._read(ChatAsk, request)
         self._check_name(ask.model)
         size = sum(len(message["content"]) for message in ask.messages)
         extra = ask.chat_template_kwargs or {}
@@ -87,9 +92,14 @@ class Service:
         return error_response(known)
 
     # ---- inside
+    async def _read(self, kind: type[A], request: Request) -> A:
+        body = await read_body(request)
+        return await self._worker(len(body), lambda: read(kind, body))
+
     async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
         answer = Answer(self.llm, self.engine, order)
         await answer.start()
+        self.metrics.accepted += len(answer.choices)
         self.metrics.prompt_tokens += answer.prompt_tokens
         wire = Wire(format, self.name, ask.include_usage)
         if order.stream:
@@ -121,7 +131,7 @@ class Service:
         vocab = self.llm.model.config.vocab
         bad = next((token for token in tokens if not 0 <= token < vocab), None)
         if bad is not None:
-            raise ApiError(400, f"token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
+            raise ApiError(400, f"{param}: token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
 
     def _card(self) -> dict[str, Any]:
         context = self.llm.model.config.max_positions
@@ -129,4 +139,4 @@ class Service:
                 "max_model_len": context}  # fmt: skip
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
-        return work() if size < INLINE_CHARACTERS else await asyncio.to_thread(work)
+        return work() if size < INLINE else await asyncio.to_thread(work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +20,7 @@ BODY_SECONDS = 60.0  # how long a client may take to send its body
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError 413 if it is too large, 408 if it does not come."""
+    """The whole body. Raises ApiError: 413 if it is too large, 408 if it does not come, 499 if its sender left."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -30,6 +30,8 @@ async def read_body(request: Request) -> bytes:
                     parts.append(part)
                 elif size > DRAIN_BYTES:
                     break
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before its body was complete") from None
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
     if size > BODY_BYTES:

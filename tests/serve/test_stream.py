@@ -1,0 +1,106 @@
+"""Streams towards clients of every kind, without a socket in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from phasewise.llm import LLM
+from phasewise.request import Params
+from phasewise.serve.answer import Answer, Order
+from phasewise.serve.failures import ApiError
+from phasewise.serve.loop import EngineLoop
+from phasewise.serve.schema import GREEDY_BELOW, CompletionAsk, read
+from phasewise.serve.stream import EventStream
+from phasewise.serve.wire import CHAT, COMPLETION, Wire
+
+Message = MutableMapping[str, Any]
+
+
+def stream(
+    llm: LLM, order: Order, gates: list[asyncio.Event], wire: Wire, leave: asyncio.Event | None = None
+) -> list[bytes]:
+    """The bodies that were sent; the i-th waits for the i-th gate. The client goes away when `leave` is set."""
+    bodies: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            if len(bodies) < len(gates):
+                await gates[len(bodies)].wait()
+            bodies.append(message["body"])
+
+    async def receive() -> Message:
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        engine = EngineLoop(llm.engine, 100)
+        engine.start()
+        answer = Answer(llm, engine, order)
+        await answer.start()
+        response = asyncio.create_task(EventStream(answer, wire)({}, receive, send))
+        while engine.live:  # everything has left although the client has read nothing yet
+            if leave is not None and bodies:
+                leave.set()
+            await asyncio.sleep(0.01)
+        for gate in gates:
+            gate.set()
+        async with asyncio.timeout(10):
+            await response
+        await asyncio.to_thread(engine.stop)
+
+    asyncio.run(main())
+    return bodies
+
+
+def events(bodies: list[bytes]) -> list[Any]:
+    lines = [line for line in b"".join(bodies).decode().split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_client_that_does_not_read_gets_all_it_missed_at_once(llm: LLM) -> None:
+    params = Params(max_tokens=50, ignore_eos=True)
+    order = Order([llm.encode("the fox")], params, stream=True)
+    bodies = stream(llm, order, [asyncio.Event()], Wire(COMPLETION, "tiny"))
+    assert len(bodies) <= 4  # the first tokens, the rest, the end
+    assert "".join(event["choices"][0]["text"] for event in events(bodies)) == llm.generate("the fox", params)[0].text
+
+
+def test_one_write_per_step_whatever_the_number_of_choices(llm: LLM) -> None:
+    order = Order([llm.encode("the")], Params(max_tokens=10, ignore_eos=True, temperature=2), n=6, stream=True)
+    bodies = stream(llm, order, [], Wire(CHAT, "tiny"))
+    assert len(bodies) <= 11
+    assert {event["choices"][0]["index"] for event in events(bodies)} == set(range(6))
+
+
+def test_a_client_that_leaves_while_writing_is_blocked(llm: LLM) -> None:
+    order = Order([llm.encode("the")], Params(max_tokens=1900, ignore_eos=True), stream=True)
+    never = asyncio.Event()
+    bodies = stream(llm, order, [_open(), never], Wire(CHAT, "tiny"), leave=asyncio.Event())
+    assert len(bodies) < 10
+    assert llm.engine.idle and llm.engine.kv_bytes == llm.engine.prefix_bytes
+
+
+def _open() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
+def test_defaults_are_openais() -> None:
+    params = read(CompletionAsk, b'{"prompt": "a"}').params()
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
+    assert read(CompletionAsk, b'{"prompt": "a", "max_tokens": null, "temperature": null}').params().max_tokens == 16
+    assert read(CompletionAsk, f'{{"prompt": "a", "temperature": {GREEDY_BELOW / 2}}}'.encode()).params().greedy
+
+
+def test_zero_is_not_false_and_one_is_not_true() -> None:
+    read(CompletionAsk, b'{"prompt": "a", "logprobs": false, "best_of": 1}')
+    for field in (b'"logprobs": 0', b'"best_of": true'):
+        with pytest.raises(ApiError):
+            read(CompletionAsk, b'{"prompt": "a", ' + field + b"}")
