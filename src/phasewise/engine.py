@@ -125,8 +125,8 @@ class Engine:
         """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
         assert request.kv is not None and request not in self.queues
         request.layers = self.model.config.layers
-        self.queues.join(request, self.running)
         self._enter(request)
+        self.queues.join(request, self.running)
 
     def cancel(self, request: Request) -> bool:
         """Drop a request wherever it is; False if it had already left."""

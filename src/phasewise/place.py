@@ -16,7 +16,11 @@ class Placed(Protocol):
     """What the server, the offline API and other placements see of an engine."""
 
     model: Model
-    counters: Counters
+
+    @property
+    def counters(self) -> Counters:
+        """Work done since start, by all engines together."""
+        ...
 
     @property
     def idle(self) -> bool: ...

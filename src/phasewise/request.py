@@ -217,9 +217,13 @@ class Request:
 
     @classmethod
     def from_header(cls, header: dict[str, Any], watch: Callable[[int], bool] | None = None) -> Request:
+        """The request of a header, which may have travelled as JSON (keys become text there, tuples lists)."""
+        params = dict(header["params"])
+        params["stop_tokens"] = tuple(params["stop_tokens"])
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
         request = cls(
             header["tokens"],
-            Params(**header["params"]),
+            Params(**params),
             id=header["id"],
             slo=SLO(*header["slo"]),
             watch=watch,

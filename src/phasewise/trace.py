@@ -33,6 +33,9 @@ class Counters:
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
     def __sub__(self, other: Counters) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
 
@@ -43,6 +46,8 @@ class Trace:
 
     arrived: float
     admitted: float | None = None
+    sent: float | None = None  # its KV set out for another engine ...
+    owned: float | None = None  # ... which went on with it, or starts it anew
     tokens: list[float] = field(default_factory=list)  # one per emission, with `counts` tokens each
     counts: list[int] = field(default_factory=list)
     left: float | None = None
@@ -55,6 +60,11 @@ class Trace:
     def queued(self) -> float | None:
         """Seconds between arrival and admission."""
         return None if self.admitted is None else self.admitted - self.arrived
+
+    @property
+    def handoff(self) -> float | None:
+        """Seconds that its KV was on its way to another engine."""
+        return None if self.sent is None or self.owned is None else self.owned - self.sent
 
     @property
     def ttft(self) -> float | None:

@@ -121,15 +121,14 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
         heads, n = piece["planes"][0].shape[:2]
         cap = rounded(n + 1)
         buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger)
+        layer.slabs.append(slab := Slab(buffer, n, piece["heads"], None))  # at once: `close` must find it
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows
             moved += rows.numel() * rows.element_size()
         positions = piece["positions"]
         if positions is not None:
-            wide = torch.empty((positions.shape[0], cap), dtype=torch.int64, device=layer.shape.device)
-            wide[:, :n] = positions
-            positions = wide
-        layer.slabs.append(Slab(buffer, n, piece["heads"], positions))
+            slab.positions = torch.empty((positions.shape[0], cap), dtype=torch.int64, device=layer.shape.device)
+            slab.positions[:, :n] = positions
     return moved
 
 
@@ -183,7 +182,13 @@ class Store:
         The last `private` prompt rows are always computed: there must be a row to draw from, and an evictor may have
         to see their queries.
         """
-        layers = [LayerKV(shape, self.codec, self.ledger, rounded(tokens)) for shape in self.shapes]
+        layers: list[LayerKV] = []
+        try:
+            for shape in self.shapes:
+                layers.append(LayerKV(shape, self.codec, self.ledger, rounded(tokens)))
+        except Exception:  # the machine has less memory than the budget says: nothing stays behind
+            KV(layers, self.counters).close()
+            raise
         kv = KV(layers, self.counters)
         if self.tree is not None:
             kv.nodes = self.tree.match(request.tokens[: max(0, request.prompt_len - self.private)])

@@ -1,0 +1,185 @@
+"""A request's KV on its way from one engine to another: what is sent, over what, and in which state the move is.
+
+    reserved -> sending -> delivered -> owned -> released        (released at once when cancelled, lost or refused)
+
+Until a move is owned its KV stays where it was computed, so that nothing is lost with a message: the request is then
+recomputed from its tokens. The receiver sets room aside before anything is sent (pull), so a full receiver makes the
+sender wait. Left out: sending layer by layer while the prompt is still computed, and splitting heads between devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.store import KV, Store
+
+if TYPE_CHECKING:
+    from phasewise.request import Request
+
+Header = dict[str, Any]  # plain data: JSON carries it
+
+
+class Misfit(Exception):
+    """What arrived cannot be used here; the message says why."""
+
+
+# ---- the link
+class Link(Protocol):
+    """Carries messages one way, in any time and perhaps never. What arrives, arrives whole."""
+
+    def send(self, header: Header, tensors: Sequence[Tensor]) -> None:
+        """Hand a message over. The tensors are the link's from here on. May raise if the other side is known dead."""
+        ...
+
+    def receive(self) -> tuple[Header, Sequence[Tensor]] | None:
+        """The next message, or None if there is none now."""
+        ...
+
+
+class Loopback:
+    """The link within one process. Headers make the trip as JSON, as they would between processes."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[str, Sequence[Tensor]]] = deque()
+
+    def send(self, header: Header, tensors: Sequence[Tensor]) -> None:
+        self._messages.append((json.dumps(header), tensors))
+
+    def receive(self) -> tuple[Header, Sequence[Tensor]] | None:
+        if not self._messages:
+            return None
+        text, tensors = self._messages.popleft()
+        return json.loads(text), tensors
+
+
+# ---- the state machine
+class State(Enum):
+    RESERVED = "room is set aside at the receiver"
+    SENDING = "the message is on its way"
+    DELIVERED = "the message is there, its rows not yet in the receiver's KV"
+    OWNED = "the receiver has the request"
+    RELEASED = "it is over, and the sender's KV is free"
+
+
+_NEXT = {
+    State.RESERVED: (State.SENDING, State.RELEASED),
+    State.SENDING: (State.DELIVERED, State.RELEASED),
+    State.DELIVERED: (State.OWNED, State.RELEASED),
+    State.OWNED: (State.RELEASED,),
+    State.RELEASED: (),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """One move of one request. A message counts only while the move that its `ticket` names is open."""
+
+    ticket: int
+    request: Request
+    room: int  # bytes set aside at the receiver
+    deadline: float  # seconds of the engines' clock; after it the message is taken for lost
+    state: State = field(default=State.RESERVED, init=False)
+
+    def to(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"a hand-off cannot go from {self.state.name} to {state.name}"
+        self.state = state
+
+
+# ---- what is sent
+def layout(config: object, store: Store) -> str:
+    """A hash of all that the bytes of a KV mean: model, shapes, dtypes and the form rows are kept in."""
+    codec = store.codec
+    planes = [codec.planes(shape) for shape in store.shapes]
+    known = repr((config, store.shapes, type(codec).__name__, codec.exactness, planes))
+    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+
+
+def exactness(kv: KV) -> str:
+    """How true the rows are: as the codec keeps them, or sparse once some were given up."""
+    evicted = any(slab.positions is not None for layer in kv.layers for slab in layer.slabs)
+    return "sparse" if evicted else kv.layers[0].codec.exactness
+
+
+def landing(kv: KV) -> int:
+    """Bytes that the rows take where they land."""
+    return sum(
+        rounded(slab.n + 1) * slab.buffer.heads * entry_bytes(layer.codec, layer.shape)
+        for layer in kv.layers
+        for slab in layer.slabs
+    )
+
+
+def pack(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tensor]]:
+    """Everything another engine needs to go on with the request: progress, KV as it is, and drawers of plain data.
+
+    Other drawers stay behind; their methods start again from the tokens, as they do after a preemption.
+    """
+    assert request.kv is not None
+    tensors: list[Tensor] = []
+    state = {}
+    for name, drawer in request.state.items():
+        mark = len(tensors)
+        try:
+            state[name] = _encode(drawer, tensors)
+        except Misfit:
+            del tensors[mark:]
+    header = {
+        "ticket": ticket,
+        "layout": layout,
+        "exactness": exactness(request.kv),
+        "request": request.header(),
+        "kv": _encode(request.kv.dump(), tensors),
+        "state": state,
+    }
+    return header, tensors
+
+
+def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str) -> tuple[KV, dict[str, Any]]:
+    """The KV, in `store`, and the drawers of a packed request. Raises Misfit, leaving nothing behind."""
+    if header["layout"] != layout:
+        raise Misfit(f"the rows have layout {header['layout']}, but here it is {layout}")
+    if header["exactness"] not in ("sparse", store.codec.exactness):
+        raise Misfit(f"the rows are {header['exactness']}, but here they are {store.codec.exactness}")
+    kv = KV([LayerKV(shape, store.codec, store.ledger, 0) for shape in store.shapes], store.counters)
+    try:
+        kv.load(_decode(header["kv"], tensors))
+        return kv, {name: _decode(drawer, tensors) for name, drawer in header["state"].items()}
+    except Exception as error:
+        kv.close()
+        raise Misfit(f"the rows cannot be loaded: {error}") from error
+
+
+def _encode(value: Any, tensors: list[Tensor]) -> Any:
+    """Plain data as JSON; tensors are put into `tensors` and named by their place there."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_encode(item, tensors) for item in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]}
+    raise Misfit(f"{type(value).__name__} is not plain data")
+
+
+def _decode(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {_decode(k, tensors): _decode(v, tensors) for k, v in content}
+    items = [_decode(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items
