@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phasewise.read import Read
+from phasewise.read import Read, attend_all
 
 
 @dataclass(frozen=True)
@@ -22,4 +22,4 @@ class Dense:
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        return [read.attend() for read in reads]
+        return attend_all(reads)

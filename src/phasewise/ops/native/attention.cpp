@@ -1,0 +1,284 @@
+// Attention of a list of spans in one call, each span's rows over its own keys and values where they lie.
+//
+// A job is a few (row, query head) pairs that share one KV head. Long jobs are cut into parts at fixed slots and joined
+// by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads.
+#include <math.h>
+
+#include "kernels.h"
+#include "pool.h"
+#include "simd.h"
+
+struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
+  const void *q, *k, *v;
+  void* out;
+  float* lse;  // [rows, heads_q] or null
+  int64_t q_row, k_head, k_row, v_head, v_row;  // strides count elements
+  int64_t n, rows;
+  const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: those before it, and itself
+};
+
+struct AttentionCall {
+  const Span* spans;
+  int64_t count, heads_q, heads, dim;
+  int64_t kind;
+  int64_t window;  // 0: none; else a row sees only this many slots up to its own
+  int64_t threads;
+  double scale;
+};
+
+constexpr long KEYS = 64;       // slots whose scores are held at a time
+constexpr long QUERIES = 16;    // queries per job
+constexpr long MOST_DIM = 256;  // of a head
+constexpr long PART = 1024;     // slots per part
+
+struct Job {
+  const Span* span;
+  long head, first, count;  // queries, numbered row * group + query head of the group
+  long part, parts;
+};
+
+struct Part {
+  long job, from, to;
+};
+
+struct State {  // softmax under way: largest score, sum of weights, weighted sum of values
+  float top[QUERIES], total[QUERIES];
+  float sum[QUERIES][MOST_DIM];
+};
+
+// ---- scores
+// 16 (8) registers -> their sums, lane by lane
+static inline F sums_of(F* v) {
+#if LANES == 16
+  __m512 half[16];
+  for (int i = 0; i < 16; i += 2)
+    half[i / 2] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]) + _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+  __m512 quarter[4];
+  for (int i = 0; i < 4; i++) {
+    __m512d a = (__m512d)half[2 * i], b = (__m512d)half[2 * i + 1];
+    quarter[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+  }
+  auto fold = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+  return (F)fold(fold(quarter[0], quarter[1]), fold(quarter[2], quarter[3]));
+#else
+  __m256 half[4];
+  for (int i = 0; i < 8; i += 2)
+    half[i / 2] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]) + _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+  __m256 quarter[2];
+  for (int i = 0; i < 2; i++) {
+    __m256d a = (__m256d)half[2 * i], b = (__m256d)half[2 * i + 1];
+    quarter[i] = (__m256)_mm256_unpacklo_pd(a, b) + (__m256)_mm256_unpackhi_pd(a, b);
+  }
+  return (F)(_mm256_permute2f128_ps(quarter[0], quarter[1], 0x20) + _mm256_permute2f128_ps(quarter[0], quarter[1], 0x31));
+#endif
+}
+
+static inline long whole(long dim, const float*) { return dim / LANES * LANES; }
+static inline F product(const float* q, const float* k, long length) {
+  F acc = {};
+  for (long d = 0; d < length; d += LANES) acc += load<F>(q + d) * load<F>(k + d);
+  return acc;
+}
+#if DOT_INSTRUCTIONS
+static inline long whole(long dim, const bf16*) { return dim / (2 * LANES) * (2 * LANES); }
+static inline F product(const bf16* q, const bf16* k, long length) {
+  __m512 acc = _mm512_setzero_ps();
+  for (long d = 0; d < length; d += 2 * LANES)
+    acc = _mm512_dpbf16_ps(acc, (__m512bh)load<__m512i>(q + d), (__m512bh)load<__m512i>(k + d));
+  return (F)acc;
+}
+#else
+static inline long whole(long dim, const bf16*) { return dim / LANES * LANES; }
+static inline F product(const bf16* q, const bf16* k, long length) {
+  F acc = {};
+  for (long d = 0; d < length; d += LANES) acc += load_floats(q + d) * load_floats(k + d);
+  return acc;
+}
+#endif
+
+// out[0 .. LANES) = scale * q . k of the slots from `k` on, of which `count` exist
+template <class T> static void score(const T* q, const T* k, long row, long count, long dim, float scale, float* out) {
+  long length = whole(dim, q), last = (count < LANES ? count : LANES) - 1;
+  F parts[LANES];
+  for (long j = 0; j < LANES; j++) parts[j] = product(q, k + (j < last ? j : last) * row, length);
+  store(out, sums_of(parts));
+  for (long j = 0; j <= last; j++)
+    for (long d = length; d < dim; d++) out[j] += to_float(q[d]) * to_float(k[j * row + d]);
+  for (long j = 0; j < LANES; j++) out[j] *= scale;
+}
+
+// ---- weights
+// The scores of one query become weights; what was summed before is scaled to the new largest score.
+static void weigh(float* scores, long query, long dim, State& s) {
+  F top = splat(s.top[query]);
+  for (long j = 0; j < KEYS; j += LANES) top = max(load<F>(scores + j), top);
+  float highest = most(top);
+  float from = highest == -INFINITY ? 0 : highest;  // nothing seen yet
+  F total = {};
+  for (long j = 0; j < KEYS; j += LANES) {
+    F weight = exp_negative(load<F>(scores + j) - from);
+    store(scores + j, weight);
+    total += weight;
+  }
+  float shrink = expf(s.top[query] - from);
+  s.top[query] = highest;
+  s.total[query] = s.total[query] * shrink + sum(total);
+  if (shrink != 1)
+    for (long d = 0; d < dim; d++) s.sum[query][d] *= shrink;
+}
+
+// ---- values
+// sum[q][d ...] += weights[q][j] * v[j][d ...] for Q queries and N registers
+template <class T, int Q, int N>
+static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, float (*sum)[MOST_DIM]) {
+  F acc[Q][N];
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
+  for (long j = 0; j < count; j++)
+    for (int i = 0; i < N; i++) {
+      F value = load_floats(v + j * row + i * LANES);
+      for (int q = 0; q < Q; q++) acc[q][i] += value * weights[q][j];
+    }
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
+}
+
+template <class T, int Q>
+static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, long dim, State& s, long query) {
+  constexpr int N = DOT_INSTRUCTIONS || Q == 1 ? 4 : 2;
+  long d = 0;
+  auto sum = s.sum + query;
+  for (; d + N * LANES <= dim; d += N * LANES)
+    add_values<T, Q, N>(weights, v + d, row, count, (float(*)[MOST_DIM])(sum[0] + d));
+  for (; d + LANES <= dim; d += LANES)
+    add_values<T, Q, 1>(weights, v + d, row, count, (float(*)[MOST_DIM])(sum[0] + d));
+  for (; d < dim; d++)
+    for (int q = 0; q < Q; q++)
+      for (long j = 0; j < count; j++) sum[q][d] += weights[q][j] * to_float(v[j * row + d]);
+}
+
+// ---- jobs
+typedef AttentionCall Call;
+
+static long group(const Call& call) { return call.heads_q / call.heads; }
+static long limit(const Span& span, long row) { return span.sees ? span.n : span.n - span.rows + row + 1; }
+static long start(const Call& call, long limit) { return call.window && limit > call.window ? limit - call.window : 0; }
+
+// Scores of slots that a query may not see become -inf.
+static void hide(const Call& call, const Span& span, long row, long slot, long to, float* scores) {
+  long end = limit(span, row), begin = start(call, end), own = span.n - span.rows;
+  end = end < to ? end : to;
+  for (long j = 0; j < KEYS; j++) {
+    long at = slot + j;
+    bool seen = at >= begin && at < end && (!span.sees || at < own || span.sees[row * span.rows + at - own]);
+    if (!seen) scores[j] = -INFINITY;
+  }
+}
+
+template <class T> static void read_part(const Call& call, const Job& job, long from, long to, State& s) {
+  const Span& span = *job.span;
+  long dim = call.dim;
+  const T *k = (const T*)span.k + job.head * span.k_head, *v = (const T*)span.v + job.head * span.v_head;
+  for (long i = 0; i < job.count; i++) {
+    s.top[i] = -INFINITY, s.total[i] = 0;
+    memset(s.sum[i], 0, dim * 4);
+  }
+  float weights[QUERIES][KEYS];
+  for (long slot = from; slot < to; slot += KEYS) {
+    long count = to - slot < KEYS ? to - slot : KEYS;
+    for (long i = 0; i < job.count; i++) {
+      long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
+      const T* q = (const T*)span.q + row * span.q_row + head * dim;
+      for (long j = 0; j < count; j += LANES)
+        score(q, k + (slot + j) * span.k_row, span.k_row, count - j, dim, call.scale, weights[i] + j);
+      long end = limit(span, row);
+      if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
+        hide(call, span, row, slot, to, weights[i]);
+      weigh(weights[i], i, dim, s);
+    }
+    const T* values = v + slot * span.v_row;
+    long i = 0;
+    for (; i + 4 <= job.count; i += 4) add_values<T, 4>(weights + i, values, span.v_row, count, dim, s, i);
+    for (; i + 2 <= job.count; i += 2) add_values<T, 2>(weights + i, values, span.v_row, count, dim, s, i);
+    for (; i < job.count; i++) add_values<T, 1>(weights + i, values, span.v_row, count, dim, s, i);
+  }
+}
+
+template <class T> static void finish(const Call& call, const Job& job, const State& s) {
+  for (long i = 0; i < job.count; i++) {
+    long row = (job.first + i) / group(call);
+    long head = job.head * group(call) + (job.first + i) % group(call);
+    T* out = (T*)job.span->out + (row * call.heads_q + head) * call.dim;
+    float scale = s.total[i] > 0 || s.total[i] != s.total[i] ? 1 / s.total[i] : 0;  // a row that sees nothing reads 0
+    for (long d = 0; d < call.dim; d++) put(out + d, s.sum[i][d] * scale);
+    if (job.span->lse) job.span->lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
+  }
+}
+
+static void join(const Job& job, const State* parts, long dim, State& s) {
+  for (long i = 0; i < job.count; i++) {
+    s.top[i] = -INFINITY, s.total[i] = 0;
+    memset(s.sum[i], 0, dim * 4);
+    for (long p = 0; p < job.parts; p++) s.top[i] = parts[p].top[i] > s.top[i] ? parts[p].top[i] : s.top[i];
+    for (long p = 0; p < job.parts; p++) {
+      float weight = parts[p].top[i] == -INFINITY ? 0 : expf(parts[p].top[i] - s.top[i]);
+      s.total[i] += weight * parts[p].total[i];
+      for (long d = 0; d < dim; d++) s.sum[i][d] += weight * parts[p].sum[i][d];
+    }
+  }
+}
+
+// Jobs and parts of all spans; with null pointers only counted.
+static void plan(const Call& call, Job* jobs, Part* parts, long& job_count, long& part_count) {
+  job_count = part_count = 0;
+  for (const Span* span = call.spans; span < call.spans + call.count; span++)
+    for (long head = 0; head < call.heads; head++)
+      for (long first = 0; first < span->rows * group(call); first += QUERIES) {
+        long left = span->rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
+        long from = start(call, limit(*span, first / group(call))) / KEYS * KEYS;
+        long to = limit(*span, (first + some - 1) / group(call)), begin = from / PART * PART;
+        long pieces = (to - begin + PART - 1) / PART;
+        if (jobs) jobs[job_count] = {span, head, first, some, part_count, pieces};
+        for (long at = begin; parts && at < to; at += PART)
+          parts[part_count + (at - begin) / PART] = {job_count, at > from ? at : from, at + PART < to ? at + PART : to};
+        part_count += pieces;
+        job_count++;
+      }
+}
+
+template <class T> static void attend_all(const Call& call) {
+  long job_count, part_count;
+  plan(call, nullptr, nullptr, job_count, part_count);
+  int64_t work = 0;
+  for (const Span* span = call.spans; span < call.spans + call.count; span++) work += span->n * span->rows;
+  int threads = enough(call.threads, work * call.heads_q * call.dim);
+  bool cut = part_count > job_count;
+  char* room = (char*)scratch(job_count * sizeof(Job) + part_count * (sizeof(Part) + (cut ? sizeof(State) : 0)));
+  Job* jobs = (Job*)room;
+  Part* parts = (Part*)(jobs + job_count);
+  State* states = (State*)(parts + part_count);
+  plan(call, jobs, parts, job_count, part_count);
+  Shares reads(part_count, threads), joins(job_count, threads);
+  together(threads, [&](int, int all) {
+    State own;
+    for (long from, to; reads.take(from, to);)
+      for (long p = from; p < to; p++) {
+        const Job& job = jobs[parts[p].job];
+        read_part<T>(call, job, parts[p].from, parts[p].to, job.parts > 1 ? states[p] : own);
+        if (job.parts == 1) finish<T>(call, job, own);
+      }
+    if (!cut) return;
+    wait_for_all(all);
+    for (long from, to; joins.take(from, to);)
+      for (long j = from; j < to; j++)
+        if (jobs[j].parts > 1) {
+          join(jobs[j], states + jobs[j].part, call.dim, own);
+          finish<T>(call, jobs[j], own);
+        }
+  });
+}
+
+API void attend(const AttentionCall* call) {
+  if (call->kind == FLOAT) attend_all<float>(*call);
+  else attend_all<bf16>(*call);
+}
