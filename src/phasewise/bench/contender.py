@@ -206,7 +206,10 @@ def main(text: str) -> None:
     contender = CONTENDERS[job.contender](job)
     loaded = time.perf_counter() - start
     stopwatch = Stopwatch(contender, job, _vocab(job.model))
-    about = {"contender": job.contender, "version": contender.version(), "dtype": job.dtype, "round": job.number}
+    about = {
+        "contender": job.contender, "version": contender.version(), "dtype": job.dtype, "round": job.number,
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
     check = contender.generate(stopwatch.prompts("check", 1, CHECK[0]), CHECK[1])
     print(json.dumps({**about, "test": "check", "tokens": check[0], "load_s": loaded}), flush=True)
     for name in job.tests:
