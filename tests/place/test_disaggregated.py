@@ -11,23 +11,13 @@ from phasewise.errors import UserError
 from phasewise.methods.place.disaggregated import Disaggregated
 from phasewise.request import Params, Request
 from tests import tiny
-from tests.core.engines import Boom, alone, break_decode, same, sampled
+from tests.core.engines import Boom, alone, break_decode, method_options, same, sampled
 from tests.core.test_engine import Arrival, _family, _full, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_pools, finish, pools
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
 SLAB = 64 * tiny.engine().store.row_bytes
-
-
-def method_options(*verbs: str) -> list[dict[str, str]]:
-    """Options that put every method of these verbs to work, those that need training or calibration left out."""
-    found = [(verb, name) for verb, name in laws.discovered() if verb in verbs]
-    return [
-        laws.options(verb, name)
-        for verb, name in found
-        if catalog.method(verb, name).needs in ("nothing", "second model")
-    ]
 
 
 def together(placed: tiny.Placed, params: list[Params]) -> list[Request]:
