@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from phasewise.batch import Span
 from phasewise.companion import Companion
 from phasewise.errors import UserError
@@ -135,6 +137,7 @@ class Engine:
         self._leave(request, Left("cancelled", "cancelled"))
         return True
 
+    @torch.inference_mode()  # all of it: buffers made in this mode may only be written in it
     def step(self) -> list[Request]:
         """One step. Returns the requests that got tokens or left."""
         self._progressed = []
