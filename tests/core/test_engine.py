@@ -16,6 +16,7 @@ from tests.core.engines import method_options, same
 SLAB = 64 * tiny.engine().store.row_bytes
 SCHEDULES = ("sarathi:budget=1", "sarathi:budget=9", "sarathi", "prefill_first", "layered:rows_per_group=7")
 DRAFTED = [options | {"verify": "match"} for options in method_options("draft")]
+DECODED = [{"decode": "block_diffusion:block=4,selector=static,steps=2"}, {"decode": "contrastive:amateur=tiny-draft"}]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def test_random_load(load: list[Arrival], schedule: str, slabs: int, max_running
 def test_random_load_of_methods(
     load: list[Arrival], schedule: str, first: dict[str, str], second: dict[str, str], slabs: int
 ) -> None:
-    """Drafts, evicted and quantised rows, pages and skipped layers, in pairs: interruptions change nothing."""
+    """Drafts, blocks, evicted and quantised rows, pages and skipped layers in pairs: interruptions change nothing."""
     run_load(first | second | {"schedule": schedule}, load, kv_bytes=slabs * SLAB)
 
 

@@ -53,6 +53,11 @@ def test_methods_that_shape_or_select_rows_go_on_where_they_were(options: dict[s
     same_as_colocated(options, MIXED)
 
 
+@pytest.mark.parametrize("options", [laws.options("decode", name) for name in catalog.names("decode")], ids=str)
+def test_decode_methods_go_on_with_what_is_known(options: dict[str, str]) -> None:
+    same_as_colocated(options | ({"verify": "match"} if "draft" in options else {}), MIXED)
+
+
 @pytest.mark.parametrize("options", method_options("draft"), ids=str)
 def test_drafters_start_again_on_the_other_side(options: dict[str, str]) -> None:
     same_as_colocated(options | {"verify": "match"}, MIXED)
