@@ -56,7 +56,7 @@ arrivals = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
     st.sampled_from(SCHEDULES),
@@ -68,7 +68,7 @@ def test_random_load(load: list[Arrival], schedule: str, slabs: int, max_running
     run_load({"schedule": schedule}, load, kv_bytes=slabs * SLAB, max_running=max_running, prefix_cache=prefix_cache)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=5),
     st.sampled_from(SCHEDULES),

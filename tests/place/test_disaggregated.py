@@ -309,7 +309,7 @@ def test_bad_knobs_are_named(knobs: dict[str, float]) -> None:
 
 
 # ---- everything at once
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=6),
     st.lists(st.sampled_from(FATES), min_size=1, max_size=8),
