@@ -57,7 +57,6 @@ def restart(span: Span) -> None:
     if span.layers is not None:
         span.layers = span.hidden = None
         span.taps.clear()
-        span.request.slice, span.request.depth = None, 0
 
 
 class Turn:
