@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+LINES = (("code_loss", "#3565a4", "library source"), ("task_loss", "#c8682c", "task replies"))
+
 
 def read(path: Path) -> dict[str, list[float]]:
     """The columns of a losses.csv."""
@@ -36,7 +38,7 @@ def draw(image: Path, logs: Sequence[Path]) -> None:
     for panel, log in zip(panels[0], logs, strict=True):
         columns = read(log)
         millions = [tokens / 1e6 for tokens in columns["tokens"]]
-        for name, color, label in (("code_loss", "#3565a4", "library source"), ("task_loss", "#c8682c", "task replies")):
+        for name, color, label in LINES:
             panel.plot(millions, columns[name], color=color, alpha=0.2, linewidth=0.6)
             panel.plot(millions, smooth(columns[name]), color=color, label=label)
         panel.set(title=log.parent.name, xlabel="million tokens (padding included)")

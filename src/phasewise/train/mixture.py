@@ -37,12 +37,13 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(0.235, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
-    Stage(0.41472, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
-    Stage(0.48, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2, embedding=0.35),
-    Stage(0.70, 512, 3072, code=0.40, long=0.20, copies=0.15, embedding=0.35),
-    Stage(0.92, 1024, 4096, code=0.45, long=0.25, copies=0.15, embedding=0.35),
-    Stage(1.00, 2048, 6144, code=0.50, long=0.25, copies=0.15, embedding=0.35),
+    Stage(0.19583, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
+    Stage(0.34560, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
+    Stage(0.40, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2, embedding=0.35),
+    Stage(0.48199, 512, 3072, code=0.40, long=0.20, copies=0.15, embedding=0.35),
+    Stage(0.60, 512, 3072, code=0.35, long=0.20, copies=0.2, stride=2, embedding=0.35),
+    Stage(0.88, 1024, 4096, code=0.40, long=0.25, copies=0.15, stride=2, embedding=0.35),
+    Stage(1.00, 2048, 6144, code=0.45, long=0.25, copies=0.15, embedding=0.35),
 )
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned

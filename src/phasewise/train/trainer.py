@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim import AdamW, Muon, Optimizer
@@ -36,7 +37,8 @@ class Recipe:
     embedding_rate: float = 0.04
     norm_rate: float = 4e-3
     warmup_steps: int = 30
-    decay_from: float = 0.4  # fraction of the run at which the learning rate starts to fall
+    # (progress, learning-rate factor) with straight lines between
+    decay: tuple[tuple[float, float], ...] = ((0.339, 1.0), (0.48242, 0.7118), (1.0, 0.01))
     checkpoint_seconds: float = 150.0
 
     def steps(self) -> Iterator[tuple[Stage, float]]:
@@ -49,9 +51,9 @@ class Recipe:
             seen += stage.step_tokens
 
     def pace(self, step: int, progress: float) -> float:
-        """The learning-rate factor: linear warm-up, flat, then linear decay to almost nothing."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return warm * min(1.0, (1.0 - progress) / (1.0 - self.decay_from) + 0.01)
+        """The learning-rate factor: linear warm-up, then the points of `decay`."""
+        points, factors = zip(*self.decay, strict=True)
+        return float(min(1.0, (step + 1) / self.warmup_steps) * np.interp(progress, points, factors))
 
 
 @dataclass
