@@ -102,7 +102,7 @@ class Engine:
         if request.limit > config.max_positions:
             most = config.max_positions if self._departs else self._longest()
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
-        tokens = request.prompt_len + 1 if self._departs else request.limit + MARGIN
+        tokens = (request.prompt_len if self._departs else request.limit) + MARGIN
         if self.room.need(tokens) > limit:
             raise UserError(
                 f"the request may need {self.room.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "

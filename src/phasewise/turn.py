@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from phasewise.batch import Span
 from phasewise.forward import forward
 from phasewise.phase import Decode, Hidden, Outcome
@@ -84,7 +82,6 @@ class Turn:
                 results[i] = isolate(alone, [span], restart)[0]
         return results
 
-    @torch.inference_mode()
     def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
         hidden = forward(self.model, spans, self.counters, self.taps)
         groups: dict[int, tuple[Decode, list[Span]]] = {}
