@@ -43,6 +43,7 @@ def refused(cli: Cli, *words: object) -> str:
         ("bench offline --prompts nowhere.txt", "say random, code"),
         ("bench load --rate 0", "rate=0 is not a rate"),
         ("bench load --url http://127.0.0.1:1 --requests 1", "no OpenAI-compatible server"),
+        ("bench load --url http://127.0.0.1:1 --draft prompt_lookup", "leave --draft out"),
         ("bench methods evict", "not a setting"),
         ("bench compare --peer vlm", "unknown peer"),
         ("bench compare --tests decod1", "decodeB"),
