@@ -7,7 +7,7 @@ PINS   := pyproject.toml constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet)
+PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint types lines readme pocket clean
@@ -23,8 +23,8 @@ serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocke
 test: $(VENV)/.test ## Run all tests
 	@exec $(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.dev ## Check style with ruff
-	@$(BIN)/ruff check --quiet . && echo "ruff: no findings"
+lint: $(VENV)/.dev ## Check style and format with ruff
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"
 
 types: $(VENV)/.dev ## Check types with mypy --strict
 	@$(BIN)/mypy

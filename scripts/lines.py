@@ -2,7 +2,7 @@
 
     python scripts/lines.py [REF]
 
-Exits 1 when the core, the files directly under src/phasewise/, is over its budget. Needs nothing but git.
+The core is the files directly under src/phasewise/. Needs nothing but Python and, for the change, git.
 """
 
 from __future__ import annotations
@@ -64,12 +64,11 @@ def report(new: dict[str, int], old: dict[str, int] | None) -> list[str]:
             lines.append(_row(f"{folder}/", inside, new, old))
         lines.append("  " + _row(Path(name).name, [name], new, old, 40))
     lines.append(_row("all", names, new, old))
-    lines.append(f"core ({CORE}/*.py): {core_lines(new)} of {BUDGET} lines")
+    core, core_before = (sum(n for name, n in files.items() if is_core(name)) for files in (new, old or {}))
+    change = "" if old is None or core == core_before else f", {core - core_before:+}"
+    over = f", {core - BUDGET} too many" if core > BUDGET else ""
+    lines.append(f"core ({CORE}/*.py): {core} lines{change}; budget of {BUDGET} lines{over}")
     return lines
-
-
-def core_lines(new: dict[str, int]) -> int:
-    return sum(lines for name, lines in new.items() if is_core(name))
 
 
 def _row(label: str, names: list[str], new: dict[str, int], old: dict[str, int] | None, width: int = 42) -> str:
@@ -83,10 +82,7 @@ def main(argv: list[str]) -> int:
     new, old = now(), before(ref)
     print("\n".join(report(new, old)))
     print(f"changes are against {ref[:12]}" if old is not None else f"no commit {ref[:12]} to compare with")
-    over = core_lines(new) - BUDGET
-    if over > 0:
-        print(f"error: the core is {over} lines over its budget of {BUDGET}: move something out of {CORE}/")
-    return 1 if over > 0 else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write the generated tables into README.md, between markers; with --check only say whether they are up to date.
 
-    python scripts/readme_tables.py [--check]
+python scripts/readme_tables.py [--check]
 """
 
 from __future__ import annotations

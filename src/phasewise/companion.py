@@ -117,7 +117,12 @@ class Companion:
         return Span(request, follower.kv, self.phase, tokens, range(start, start + len(tokens)))
 
     def _forward(self, spans: Sequence[Span]) -> Hidden:
-        hidden = forward(self.model, spans, self.own)
+        try:
+            hidden = forward(self.model, spans, self.own)
+        except Exception:
+            for span in spans:  # what they hold is no longer what they say: they start again if tried again
+                span.request.state.pop(self.name).close()
+            raise
         self.counters.draft_forwards += 1
         for span in spans:
             span.kv.commit(span.rows)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from phasewise.batch import Span
 from phasewise.companion import Companion
 from phasewise.errors import UserError
@@ -100,7 +102,7 @@ class Engine:
         if request.limit > config.max_positions:
             most = config.max_positions if self._departs else self._longest()
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
-        tokens = request.prompt_len + 1 if self._departs else request.limit + MARGIN
+        tokens = (request.prompt_len if self._departs else request.limit) + MARGIN
         if self.room.need(tokens) > limit:
             raise UserError(
                 f"the request may need {self.room.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
@@ -135,6 +137,7 @@ class Engine:
         self._leave(request, Left("cancelled", "cancelled"))
         return True
 
+    @torch.inference_mode()  # all of it: buffers made in this mode may only be written in it
     def step(self) -> list[Request]:
         """One step. Returns the requests that got tokens or left."""
         self._progressed = []

@@ -77,7 +77,10 @@ class Evict(Protocol):
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
 
     def observe(self, read: Read) -> None:
-        """Called for every read while the method is attached; may keep queries in the request's drawer."""
+        """Called for every read while the method is attached; may keep queries in the request's drawer.
+
+        A step that failed is tried again, so the same rows may come twice: tell them by their positions.
+        """
         ...
 
     def view(self, read: Read) -> View | None:

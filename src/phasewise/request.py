@@ -90,8 +90,9 @@ class Request:
     """One sequence on its way through the phases.
 
     `tokens` is everything known (prompt, then output); `computed` of them are in the KV. `state` is a drawer per
-    method, emptied when the request is preempted or leaves. `watch`, if given, is told each emitted token and answers
-    True where the text has to stop (stop strings).
+    method, emptied when the request is preempted or leaves; drawers of plain data and tensors move with the KV to
+    another engine, others are left behind like at a preemption. `watch`, if given, is told each emitted token and
+    answers True where the text has to stop (stop strings).
     """
 
     def __init__(

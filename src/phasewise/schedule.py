@@ -51,5 +51,8 @@ class Scheduler(Protocol):
     """schedule: who runs in this step, with how many rows?"""
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
-        """`live`: admitted jobs in order of priority (first come first). `now`: seconds of the engine's clock."""
+        """`live`: admitted jobs in order of priority (first come first). `now`: seconds of the engine's clock.
+
+        Each job at most once; at least one unless `live` is empty, for nothing else makes time pass.
+        """
         ...

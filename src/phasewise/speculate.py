@@ -75,6 +75,15 @@ class Draft:
         q = None if self.q is None else self.q[:nodes]
         return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q)
 
+    def prune(self, levels: int) -> Draft:
+        """The nodes at most `levels` tokens after the pending one."""
+        if len(self.tokens) <= levels:
+            return self
+        kept = [node for node, depth in enumerate(depths(self.parents)) if depth < levels]
+        new = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        q = None if self.q is None else self.q[kept]
+        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q)
+
 
 class Random(Protocol):
     def __call__(self, depth: int, purpose: int, index: int = 0) -> float:
@@ -86,11 +95,11 @@ class Drafter(Protocol):
     """draft: what might come next?"""
 
     def size(self, request: Request) -> int:
-        """The most nodes it may propose next (a bound on the rows a step needs)."""
+        """The most nodes it may propose next (a bound on the rows a step needs); see `room`."""
         ...
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        """At most `budget` nodes per request (more are cut); None or an empty draft = no guess.
+        """At most `budget` nodes per request; more are cut, as are levels beyond `room`. None or empty = no guess.
 
         Deterministic given the request.
         """
@@ -125,6 +134,11 @@ def catching_up(request: Request) -> bool:
     return request.prefilling or request.known - request.computed > 1
 
 
+def room(request: Request) -> int:
+    """How many drafted tokens in a row the request could still take; one more follows them."""
+    return request.limit - request.known - 1
+
+
 def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
     """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors."""
     assert request.kv is not None
@@ -152,7 +166,7 @@ class Speculation:
     def rows(self, request: Request) -> int:
         if catching_up(request):
             return (request.prompt_len if request.prefilling else request.known) - request.computed
-        return 1 + max(0, min(self.drafter.size(request), request.limit - request.known - 1))
+        return 1 + (self.drafter.size(request) if room(request) > 0 else 0)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         spans: list[Span | None] = [None] * len(requests)
@@ -163,12 +177,12 @@ class Speculation:
             else:
                 ready.append(i)
         if ready:
-            room = [min(budgets[i], self.rows(requests[i])) - 1 for i in ready]
+            nodes = [min(budgets[i], self.rows(requests[i])) - 1 for i in ready]
             with torch.inference_mode():
-                drafts = self.drafter.draft([requests[i] for i in ready], room)
-            for i, most, draft in zip(ready, room, drafts):
+                drafts = self.drafter.draft([requests[i] for i in ready], nodes)
+            for i, most, draft in zip(ready, nodes, drafts):
                 if draft is not None and draft.tokens and most > 0:
-                    spans[i] = draft_span(requests[i], draft.cut(most), phase)
+                    spans[i] = draft_span(requests[i], draft.prune(room(requests[i])).cut(most), phase)
                 else:
                     spans[i] = slice_span(requests[i], 1, phase)
         return [span for span in spans if span is not None]

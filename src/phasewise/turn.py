@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from phasewise.batch import Span
 from phasewise.forward import forward
 from phasewise.phase import Decode, Hidden, Outcome
@@ -57,7 +55,6 @@ def restart(span: Span) -> None:
     if span.layers is not None:
         span.layers = span.hidden = None
         span.taps.clear()
-        span.request.slice, span.request.depth = None, 0
 
 
 class Turn:
@@ -85,7 +82,6 @@ class Turn:
                 results[i] = isolate(alone, [span], restart)[0]
         return results
 
-    @torch.inference_mode()
     def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
         hidden = forward(self.model, spans, self.counters, self.taps)
         groups: dict[int, tuple[Decode, list[Span]]] = {}

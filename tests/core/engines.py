@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phasewise import catalog
 from phasewise.engine import Engine
 from phasewise.invariants import check
 from phasewise.request import Params, Request
 from phasewise.sampling import Purpose, uniform
 from tests import oracle, tiny
+from tests.laws import settings as laws
 
 
 class Boom(Exception):
@@ -96,3 +98,13 @@ def alone(request: Request) -> list[int]:
     """The tokens the request gets with an engine to itself."""
     twin = Request(request.prompt, request.params)
     return tiny.outs(tiny.run(tiny.engine(prefix_cache=False), [twin.prompt], twin.params))[0]
+
+
+def method_options(*verbs: str) -> list[dict[str, str]]:
+    """Options that put every method of these verbs to work, those that need training or calibration left out."""
+    found = [(verb, name) for verb, name in laws.discovered() if verb in verbs]
+    return [
+        laws.options(verb, name)
+        for verb, name in found
+        if catalog.method(verb, name).needs in ("nothing", "second model")
+    ]

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from phasewise.invariants import check
 from phasewise.request import Params, Request
 from tests import tiny
-from tests.core.engines import same
+from tests.core.engines import method_options, same
 
 SLAB = 64 * tiny.engine().store.row_bytes
 SCHEDULES = ("sarathi:budget=1", "sarathi:budget=9", "sarathi", "prefill_first", "layered:rows_per_group=7")
+DRAFTED = [options | {"verify": "match"} for options in method_options("draft")]
+DECODED = [{"decode": "block_diffusion:block=4,selector=static,steps=2"}, {"decode": "contrastive:amateur=tiny-draft"}]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ arrivals = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
     st.sampled_from(SCHEDULES),
@@ -63,9 +65,29 @@ arrivals = st.builds(
     st.booleans(),
 )
 def test_random_load(load: list[Arrival], schedule: str, slabs: int, max_running: int, prefix_cache: bool) -> None:
-    engine = tiny.engine(
-        {"schedule": schedule}, kv_bytes=slabs * SLAB, max_running=max_running, prefix_cache=prefix_cache
-    )
+    run_load({"schedule": schedule}, load, kv_bytes=slabs * SLAB, max_running=max_running, prefix_cache=prefix_cache)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=5),
+    st.sampled_from(SCHEDULES),
+    st.sampled_from(
+        [options | {"verify": "match"} for options in method_options("draft")] + method_options("evict", "store")
+    ),
+    st.sampled_from(method_options("attend", "skip")),
+    st.integers(9, 14),
+)
+def test_random_load_of_methods(
+    load: list[Arrival], schedule: str, first: dict[str, str], second: dict[str, str], slabs: int
+) -> None:
+    """Drafts, blocks, evicted and quantised rows, pages and skipped layers in pairs: interruptions change nothing."""
+    run_load(first | second | {"schedule": schedule}, load, kv_bytes=slabs * SLAB)
+
+
+def run_load(options: dict[str, str], load: list[Arrival], **limits: int) -> None:
+    engine = tiny.engine(options, **limits)
+    methods = tuple((verb, text) for verb, text in options.items() if verb != "schedule")
     families = [_family(arrival) for arrival in load]
     for now in range(2000):
         for arrival, family in zip(load, families):
@@ -77,15 +99,17 @@ def test_random_load(load: list[Arrival], schedule: str, slabs: int, max_running
             check(engine)
         progressed = engine.step()
         check(engine)
-        assert len(engine.running) <= max_running
+        assert len(engine.running) <= engine.parts.max_running
         assert len(set(map(id, progressed))) == len(progressed)
         if now > 60 and all(r.left for family in families for r in family):
             break
     for arrival, family in zip(load, families):
         for request in family:
             assert request.left is not None, "lost"
-            assert request.left.how in ("finished", "cancelled")
-            assert same(request, _full(arrival, request))
+            assert request.left.how in ("finished", "cancelled"), request.left.reason
+            assert same(request, _full(arrival, request, methods)), (
+                f"{request.out} != {_full(arrival, request, methods)}"
+            )
     engine.forget_prefixes()
     assert engine.idle and engine.kv_bytes == 0
 
@@ -96,14 +120,14 @@ def _family(arrival: Arrival) -> list[Request]:
 
 
 @cache
-def _tokens(arrival: Arrival, seed: int) -> list[int]:
+def _tokens(arrival: Arrival, seed: int, options: tuple[tuple[str, str], ...]) -> list[int]:
     params = Params(arrival.new, arrival.temperature, seed=seed, ignore_eos=True)
-    placed = tiny.engine({"schedule": "prefill_first"}, prefix_cache=False)
+    placed = tiny.engine(dict(options) | {"schedule": "prefill_first"}, prefix_cache=False)
     return tiny.outs(tiny.run(placed, [arrival.tokens], params))[0]
 
 
-def _full(arrival: Arrival, request: Request) -> list[int]:
-    """The tokens of an uninterrupted run, up to its stop token."""
-    tokens = _tokens(arrival, request.params.seed)
+def _full(arrival: Arrival, request: Request, options: tuple[tuple[str, str], ...] = ()) -> list[int]:
+    """The tokens of an uninterrupted run with these methods, up to its stop token."""
+    tokens = _tokens(arrival, request.params.seed, options)
     stops = [i for i, token in enumerate(tokens) if token == arrival.stop]
     return tokens[: stops[0] + 1] if stops else tokens

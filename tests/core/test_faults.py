@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from phasewise import catalog
 from phasewise.request import Params, Request
 from phasewise.turn import isolate
 from tests import tiny
-from tests.core.engines import Boom, Faulty, alone, break_decode, sampled, step_all
+from tests.core.engines import Boom, Faulty, alone, break_decode, method_options, sampled, step_all
 
 SCHEDULES = ("sarathi:budget=11", "prefill_first", "layered:rows_per_group=9")
 PROMPTS = tiny.prompts(30, 12, 21, 5, 17)
@@ -76,12 +77,11 @@ def test_an_attend_method_that_raises_in_the_middle_of_the_model(schedule: str) 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", [name for name in catalog.names("evict") if name != "none"])
+@pytest.mark.parametrize("options", [o for o in method_options("evict") if o["evict"] != "none"], ids=str)
 @pytest.mark.parametrize("verb", ["observe", "view", "due", "keep"])
-def test_an_evictor_that_raises(verb: str, name: str, schedule: str) -> None:
+def test_an_evictor_that_raises(verb: str, options: dict[str, str], schedule: str) -> None:
     """After a failed try, rows are seen again: that must not change what the others keep."""
-    options = {"schedule": schedule, "evict": name}
-    engine = tiny.engine(options)
+    engine = tiny.engine(options | {"schedule": schedule})
     evict = Faulty(engine.parts.phases[0].evict, [verb], {"bad"})
     for phase in engine.parts.phases:
         object.__setattr__(phase, "evict", evict)
@@ -91,8 +91,39 @@ def test_an_evictor_that_raises(verb: str, name: str, schedule: str) -> None:
         assert requests[2].left.reason == f"Boom: {verb}"
     for request in requests:
         if request.id != "bad":
-            (one,) = tiny.run(tiny.engine({"evict": name}), [request.prompt], request.params)
+            (one,) = tiny.run(tiny.engine(options), [request.prompt], request.params)
             assert request.out == one.out
+
+
+@pytest.mark.parametrize("options", method_options("draft"), ids=str)
+@pytest.mark.parametrize("verb", ["size", "draft", "learn"])
+def test_a_drafter_that_raises(verb: str, options: dict[str, str]) -> None:
+    engine = tiny.engine(options | {"verify": "match"})
+    decode = engine.parts.phases[0].decode
+    decode.drafter = Faulty(decode.drafter, [verb], {"bad"})
+    requests = crowd(engine, params=sampled(6))
+    step_all(engine, requests)
+    only_the_bad_one_failed(requests, f"Boom: {verb}")
+
+
+def test_a_draft_model_whose_pass_fails_once_starts_again() -> None:
+    engine = tiny.engine({"draft": "draft_model:model=tiny-draft", "verify": "match"})
+    (companion,) = engine.parts.companions
+    layer, left = companion.model.layer, [1]
+
+    def shaky(i: int, x: object, ctx: object) -> object:
+        result = layer(i, x, ctx)
+        if i == 1 and left[0]:
+            left[0] -= 1
+            raise Boom("passing")
+        return result
+
+    companion.model = copy.copy(companion.model)
+    companion.model.layer = shaky
+    requests = crowd(engine, bad=None, params=sampled(6))
+    step_all(engine, requests)
+    assert left == [0]
+    only_the_bad_one_failed(requests, "")
 
 
 def test_a_watch_that_raises() -> None:

@@ -99,6 +99,24 @@ def test_tokens_depend_on_the_request_alone(schedule: str, limits: dict[str, int
         assert placed.counters.preemptions > 0, "a smaller budget is needed for this test to test anything"
 
 
+def test_siblings_keep_their_own_counts() -> None:
+    """Penalties of n samples of one prompt, and of a request forked in mid-flight, are those of separate requests."""
+    prompt, params = tiny.prompts(20)[0], SAMPLED[2]
+    placed = tiny.engine()
+    first = Request(prompt, params)
+    family = [first, first.sibling(1), first.sibling(2)]
+    for request in family:
+        placed.add(request)
+    while first.n_out < 6:
+        placed.step()
+    twin = Request(prompt, params)
+    twin.adopt(first)
+    placed.resume(twin)
+    tiny.finish(placed, [*family, twin])
+    for request in (*family, twin):
+        assert request.out == tiny.outs(tiny.run(tiny.engine(), [prompt], request.params))[0]
+
+
 def test_seeds_matter() -> None:
     prompt, params = tiny.prompts(10), SAMPLED[0]
     runs = [tiny.outs(tiny.run(tiny.engine(), prompt, Params(**{**vars_of(params), "seed": s})))[0] for s in (1, 1, 2)]

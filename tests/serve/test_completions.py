@@ -112,6 +112,14 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
         assert "".join(texts[0]) == answer.choices[0].text  # nothing of the stop string was streamed, ever
 
 
+def test_a_stop_string_ends_every_sample(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "the dog", "max_tokens": 60, "temperature": 0}
+    full = client.completions.create(**body).choices[0].text
+    answer = client.completions.create(**body, n=3, stop=full[9:11])
+    assert [(c.text, c.finish_reason) for c in answer.choices] == [(full[: full.find(full[9:11])], "stop")] * 3
+    assert answer.usage is not None and answer.usage.completion_tokens < 3 * 30
+
+
 def test_held_back_text_comes_when_it_is_no_stop_string(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "the dog", "max_tokens": 30, "temperature": 0}
     full = client.completions.create(**body).choices[0].text

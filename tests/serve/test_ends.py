@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.serve.running import PATIENCE, Server, launch
+from tests.serve.test_abuse import ABUSE
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "the", "extra_body": {"ignore_eos": True}}
 
@@ -32,20 +33,28 @@ def test_a_port_in_use_and_a_model_that_is_none(tmp_path: Any) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         both = [
-            launch("-m", "tests.serve.launch", "no/such-model-is-looked-for", json.dumps({"port": port})),
-            launch("-m", "tests.serve.launch", str(tmp_path), json.dumps({"port": 0})),
+            launch("-m", "phasewise", "serve", "--model", "no/such-model-is-looked-for", "--port", str(port)),
+            launch("-m", "phasewise", "serve", "--model", str(tmp_path), "--port", "0"),
         ]
         assert str(port) in refusal(both[0])
     assert str(tmp_path) in refusal(both[1])
 
 
-def test_sigint_while_idle_and_the_printed_request() -> None:
-    with Server() as server:
+def test_the_printed_request_and_a_second_signal_that_cancels_at_once() -> None:
+    with Server(faults={"pause": 0.03}) as server:
         done = subprocess.run(["bash", "-c", server.curl], capture_output=True, text=True, timeout=PATIENCE)
         if "command not found" not in done.stderr:
             assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+        stream = server.client().completions.create(**LONG, max_tokens=2000, stream=True)
+        next(iter(stream))
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
         code, errors = server.end(signal.SIGINT)
         assert (code, errors) == (0, "")
+        assert time.monotonic() - began < 4.5
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
 
 
 def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
@@ -54,15 +63,19 @@ def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
         short = client.completions.create(**LONG, max_tokens=60, stream=True)
         long = client.completions.create(**LONG, max_tokens=2000, stream=True)
         next(iter(short)), next(iter(long))
+        half = socket.create_connection(("127.0.0.1", server.port))
+        half.sendall(ABUSE["half a body"])
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         with pytest.raises(httpx.TransportError):  # nothing new is accepted
             httpx.get(f"{server.url}/health", timeout=5)
+        assert half.recv(4096).startswith(b"HTTP/1.1 503")
+        half.close()
         assert [chunk.choices[0].finish_reason for chunk in short][-1] == "length"
         with pytest.raises(openai.APIError, match="shutting down"):
             list(long)
-        code, errors = server.end(signal.SIGTERM)
-        assert (code, errors) == (0, "")
+        server.process.wait(timeout=PATIENCE)
+        assert (server.process.returncode, server.errors()) == (0, "")
 
 
 def test_a_request_that_cannot_be_computed_fails_alone() -> None:

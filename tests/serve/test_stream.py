@@ -17,6 +17,7 @@ from phasewise.serve.loop import EngineLoop
 from phasewise.serve.schema import GREEDY_BELOW, CompletionAsk, read
 from phasewise.serve.stream import EventStream
 from phasewise.serve.wire import CHAT, COMPLETION, Wire
+from tests.serve.tiny_chat import chat_checkpoint
 
 Message = MutableMapping[str, Any]
 
@@ -76,6 +77,23 @@ def test_one_write_per_step_whatever_the_number_of_choices(llm: LLM) -> None:
     bodies = stream(llm, order, [], Wire(CHAT, "tiny"))
     assert len(bodies) <= 11
     assert {event["choices"][0]["index"] for event in events(bodies)} == set(range(6))
+
+
+@pytest.mark.parametrize(
+    "verbs",
+    [{"draft": "prompt_lookup"}, {"place": "disaggregated"}, {"schedule": "layered"}, {"schedule": "prefill_first"}],
+)
+def test_methods_do_not_change_what_is_streamed(llm: LLM, verbs: dict[str, str]) -> None:
+    """Several tokens in a step, several engines: the pieces still are the plain text, each choice its own."""
+    params, prompts = Params(max_tokens=40, ignore_eos=True), ["the fox the fox the", "dog dog dog", "quick"]
+    expected = [output.text for output in llm.generate(prompts, params)]
+    other = LLM(str(chat_checkpoint()), **verbs)
+    order = Order([llm.encode(prompt) for prompt in prompts], params, n=2, stream=True)
+    texts = dict.fromkeys(range(6), "")
+    for event in events(stream(other, order, [], Wire(COMPLETION, "tiny"))):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert list(texts.values()) == [text for text in expected for _ in range(2)]
+    assert other.engine.idle and other.engine.kv_bytes == other.engine.prefix_bytes
 
 
 def test_a_client_that_leaves_while_writing_is_blocked(llm: LLM) -> None:

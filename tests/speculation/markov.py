@@ -24,6 +24,12 @@ def table(vocab: int, seed: int, sharp: float = 1.5) -> Table:
     return (torch.randn(vocab, vocab, generator=gen) * sharp).softmax(-1)
 
 
+def relative(p: Table, seed: int, noise: float = 1.0) -> Table:
+    """A drafter's table: alike enough to be accepted often, unlike enough to be refused often."""
+    gen = torch.Generator().manual_seed(seed)
+    return (p.log() + torch.randn(p.shape, generator=gen) * noise).softmax(-1)
+
+
 def target(p: Table, draft: Draft, last: int) -> Dist:
     """The target's distributions after the pending token `last` and after every node."""
     rows = p[torch.tensor([last, *draft.tokens])]

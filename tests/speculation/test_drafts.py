@@ -37,6 +37,16 @@ def test_a_cut_tree_is_a_tree(paths: list[list[int]], nodes: int) -> None:
     assert cut.q is not None and torch.equal(cut.q, draft.q[: len(cut.tokens)])
 
 
+@given(PATHS, st.integers(0, 6))
+def test_a_pruned_tree_has_the_same_paths_up_to_a_depth(paths: list[list[int]], levels: int) -> None:
+    draft = Draft.trie(paths)
+    draft.q = torch.nn.functional.one_hot(torch.tensor(draft.tokens), 4).float()
+    pruned = draft.prune(levels)
+    assert paths_of(pruned) == {path for path in paths_of(draft) if len(path) <= levels}
+    assert pruned.q is not None and pruned.q.argmax(-1).tolist() == pruned.tokens
+    assert all(parent < node for node, parent in enumerate(pruned.parents))
+
+
 def test_children_keep_their_order() -> None:
     draft = Draft([7, 3, 7, 9, 1], [-1, -1, 0, 0, 1])
     assert (draft.children(-1), draft.children(0), draft.children(4)) == ([0, 1], [2, 3], [])

@@ -103,7 +103,7 @@ def test_a_copy_goes_on_with_itself(start: int, want: list[int]) -> None:
 
 
 def guess(tokens: Sequence[int], budget: int = 100, **knobs: int) -> Draft | None:
-    return PromptLookup(**knobs).draft([Request(tokens)], [budget])[0]
+    return PromptLookup(**knobs).draft([Request(tokens, tiny.greedy(100))], [budget])[0]
 
 
 def test_the_guess_is_what_followed() -> None:
@@ -149,7 +149,7 @@ def test_a_copying_target_needs_few_passes() -> None:
     """200 random tokens to be repeated: at most ceil(200 / (k + 1)) + 5 passes."""
     rng = random.Random(2)
     text = [rng.randrange(3, 4000) for _ in range(200)]
-    request, drafter, passes = Request([*text, 1]), PromptLookup(k=8), 0
+    request, drafter, passes = Request([*text, 1], tiny.greedy(220)), PromptLookup(k=8), 0
     while request.n_out < 200:
         draft = drafter.draft([request], [200])[0] or Draft([], [])
         done, passes = request.n_out, passes + 1

@@ -15,11 +15,20 @@ from phasewise.train.pocket import SHAPES
 SMALL = Shape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
 
 
+def awake(shape: Shape) -> Dense:
+    """A model whose layers all do something: fresh ones start as the identity."""
+    model = Dense(shape)
+    for layer in model.layers:
+        for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):  # type: ignore[union-attr]
+            torch.nn.init.normal_(matrix, std=0.1)  # type: ignore[arg-type]
+    return model
+
+
 @pytest.mark.parametrize("shape", [SMALL, SHAPES["draft"]])
 def test_equals_transformers_on_the_exported_checkpoint(shape: Shape, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    dense.save(Dense(shape), tmp_path, [1])
+    dense.save(awake(shape), tmp_path, [1])
     mine = dense.load(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert type(theirs).__name__ == "LlamaForCausalLM"
@@ -40,7 +49,7 @@ def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
 
 
 def test_right_padding_does_not_change_the_loss() -> None:
-    model = Dense(SMALL)
+    model = awake(SMALL)
     ids = torch.randint(0, 300, (1, 20))
     padded = F.pad(ids, (0, 9))
     targets = torch.full_like(padded, -1)
@@ -53,7 +62,7 @@ def test_right_padding_does_not_change_the_loss() -> None:
 
 
 def test_loss_is_the_cross_entropy_of_the_chosen_targets() -> None:
-    model = Dense(SMALL)
+    model = awake(SMALL)
     ids = torch.randint(0, 300, (3, 12))
     targets = torch.randint(0, 300, (3, 12))
     targets[1] = -1
@@ -62,3 +71,16 @@ def test_loss_is_the_cross_entropy_of_the_chosen_targets() -> None:
         total, count = dense.summed_loss(model, ids, targets)
     assert count == 24
     torch.testing.assert_close(total, expected)
+
+
+def test_untouched_layers_change_nothing_so_depth_can_grow() -> None:
+    model = Dense(SMALL)
+    for matrix in (model.layers[0].mlp.down_proj.weight, model.layers[2].mlp.down_proj.weight):  # type: ignore[union-attr]
+        torch.nn.init.normal_(matrix, std=0.1)  # type: ignore[arg-type]
+    ids = torch.randint(0, 300, (2, 12))
+    with torch.no_grad():
+        whole = model(ids)
+        model.stride = 2  # layers 0 and 2
+        torch.testing.assert_close(model(ids), whole, atol=0, rtol=0)
+        model.stride = 3  # layer 0 only
+        assert not torch.allclose(model(ids), whole)

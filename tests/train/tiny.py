@@ -37,4 +37,5 @@ def mixture(seed: int = 0) -> Mixture:
 
 def recipe(steps: int, checkpoint_seconds: float = 1e9) -> Recipe:
     tokens = steps * 614  # half of the tokens in steps of 512, half in steps of 768
-    return Recipe(tokens, STAGES, warmup_steps=4, checkpoint_seconds=checkpoint_seconds)
+    decay = ((0.5, 1.0), (1.0, 0.01))
+    return Recipe(tokens, STAGES, warmup_steps=4, decay=decay, checkpoint_seconds=checkpoint_seconds)

@@ -36,7 +36,9 @@ class Job:
     new: int = 128
     prompt: int = 128
     threads: int = 0  # 0: every core
-    verbs: dict[str, str] = field(default_factory=dict)  # of phasewise itself
+    verbs: dict[str, str] = field(default_factory=dict)  # this and the next two: of phasewise itself
+    kv_bytes: int | None = None
+    max_running: int = 64
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -56,7 +58,8 @@ class Phasewise:
         from phasewise.bench.drive import Bench
         from phasewise.recipe import Limits
 
-        self.engine = Bench.load(job.model, job.dtype).engine(job.verbs, Limits(prefix_cache=False))
+        limits = Limits(job.kv_bytes, job.max_running, prefix_cache=False)
+        self.engine = Bench.load(job.model, job.dtype).engine(job.verbs, limits)
 
     def version(self) -> str:
         return version("phasewise")
@@ -206,7 +209,10 @@ def main(text: str) -> None:
     contender = CONTENDERS[job.contender](job)
     loaded = time.perf_counter() - start
     stopwatch = Stopwatch(contender, job, _vocab(job.model))
-    about = {"contender": job.contender, "version": contender.version(), "dtype": job.dtype, "round": job.number}
+    about = {
+        "contender": job.contender, "version": contender.version(), "dtype": job.dtype, "round": job.number,
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
     check = contender.generate(stopwatch.prompts("check", 1, CHECK[0]), CHECK[1])
     print(json.dumps({**about, "test": "check", "tokens": check[0], "load_s": loaded}), flush=True)
     for name in job.tests:

@@ -37,7 +37,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """The same for the terminal."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, column in enumerate(header):
-        made.add_column(column, justify="right" if i else "left", overflow="fold")
+        made.add_column(column, justify="right" if i else "left", no_wrap=not i, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

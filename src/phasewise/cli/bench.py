@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,6 +77,8 @@ def load(
       phasewise bench load --url http://127.0.0.1:8000 --workload trace:path=azure.csv,scale=0.1
     """
     engine.check()
+    if url is not None and (made := replace(engine, model=DEFAULTS.model).arguments()):
+        raise UserError(f"the server at {url} is already made: leave {made[0]} out, or leave --url out")
     try:
         from phasewise.bench.load import measure
     except ImportError as error:

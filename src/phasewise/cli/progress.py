@@ -23,9 +23,14 @@ def working(what: str) -> Iterator[None]:
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar; the yielded function takes how many of `total` are done."""
-    text = TextColumn("{task.description}")
-    with Progress(
-        SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console(), transient=True
-    ) as bar:
+    on = console()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=on, transient=True, disable=not on.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -89,7 +89,11 @@ def compare(
 
     model = str(resolve(model_path(engine.model)))
     dtype = engine.dtype or "bfloat16"
-    job = Job("", model, tests.names, dtype, 0, tests.new, tests.prompt, verbs=engine.verbs)
+    limits = engine.limits()
+    job = Job(
+        "", model, tests.names, dtype, new=tests.new, prompt=tests.prompt,
+        verbs=engine.verbs, kv_bytes=limits.kv_bytes, max_running=limits.max_running,
+    )  # fmt: skip
     run = Compare(job, peers_of(peer))
     with counting("turns", rounds * (1 + len(run.peers))) as tell:
         for done in run.run(rounds):

@@ -258,10 +258,7 @@ class LayerKV:
         assert not self.fresh
         twin = object.__new__(LayerKV)
         twin.shape, twin.codec, twin.ledger, twin.version = self.shape, self.codec, self.ledger, self.version
-        twin.slabs = [
-            Slab(s.buffer.share(), s.n, s.heads, None if s.positions is None else s.positions.clone())
-            for s in self.slabs
-        ]
+        twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.positions) for s in self.slabs]
         twin.derived = {key: value.fork() for key, value in self.derived.items()}
         twin.fresh, twin._pending, twin._ids = 0, (), None
         return twin

@@ -32,16 +32,16 @@ def run(
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once.
     Port 0 picks a free one. `name` is what clients call the model (None: what it was loaded as). Prints the URL and a
     request to try when ready. On a signal nothing new is accepted, and running requests have `server.PATIENCE` seconds
-    before they are cancelled. Raises UserError if the server cannot start.
+    before they are cancelled; a second signal cancels them at once. Raises UserError if the server cannot start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
     """
-    try:
-        from phasewise.serve.server import serve
-    except ImportError as error:
-        raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
     began = time.monotonic()
     with bound(host, port) as sock:
+        try:
+            from phasewise.serve.server import serve
+        except ImportError as error:
+            raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
         loaded = llm() if callable(llm) else llm
         app = create_app(loaded, name=name, queue=queue)
         url = address(host, sock)
@@ -70,7 +70,7 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE) -> Fast
         service.engine.stop()
 
     app = FastAPI(title="phasewise", version=__version__, lifespan=lifespan)
-    app.state.engine = service.engine
+    app.state.service = service
     app.add_api_route("/health", service.health)
     app.add_api_route("/metrics", service.show_metrics)
     app.add_api_route("/v1/models", service.models)
@@ -85,21 +85,19 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE) -> Fast
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket that holds the address but does not listen yet. Raises UserError if it cannot be had."""
+    sock: socket.socket | None = None
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
         sock = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on {host!r} port {port}: {error}") from error
-    try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
-    except (OSError, OverflowError) as error:
-        sock.close()
+        return sock
+    except (OSError, OverflowError, UnicodeError) as error:
+        if sock is not None:
+            sock.close()
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot listen on {host} port {port} ({reason}): choose another --port, or 0") from error
-    return sock
+        raise UserError(f"cannot listen on {host} port {port} ({reason}): choose another host or port") from error
 
 
 def address(host: str, sock: socket.socket) -> str:

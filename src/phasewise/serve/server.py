@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from phasewise.serve.loop import EngineLoop
+from phasewise.serve.service import Service
 
 PATIENCE = 5.0  # seconds that running requests have to finish after SIGINT or SIGTERM
 LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
@@ -19,9 +19,10 @@ LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
 class Server(uvicorn.Server):
     """Calls `ready` once it accepts connections; a signal ends it without an error."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineLoop, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._engine, self._ready = engine, ready
+        self._service, self._ready = service, ready
+        self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -29,15 +30,17 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.stopping = True
-        asyncio.get_running_loop().call_later(PATIENCE, self._engine.cancel_all)
+        self._service.close()
+        asyncio.get_running_loop().call_later(PATIENCE, self._service.engine.cancel_all)
         await super().shutdown(sockets)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        with super().capture_signals():
-            yield
-            self._captured_signals.clear()  # uvicorn would raise them again: the process would not end with 0
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal asks for the end, the second cancels what still runs, the third does not wait for it."""
+        self._signals += 1
+        self.should_exit = True
+        if self._signals == 2:
+            self._service.engine.cancel_all()
+        self.force_exit = self._signals > 2
 
 
 def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None]) -> None:
@@ -46,4 +49,4 @@ def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None]) -> None:
         app, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS,
     )  # fmt: skip
-    Server(config, app.state.engine, ready).run([sock])
+    Server(config, app.state.service, ready).run([sock])

@@ -19,7 +19,7 @@ from phasewise.serve.failures import ApiError, api_error, error_response, json_r
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
-from phasewise.serve.stream import EventStream, read_body
+from phasewise.serve.stream import Bodies, EventStream
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -35,6 +35,7 @@ class Service:
         limit = llm.limits.kv_bytes
         self.metrics = Metrics(memory_default() if limit is None else limit)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
+        self._bodies = Bodies()
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
@@ -91,9 +92,14 @@ class Service:
         self.metrics.errors[known.status] += 1
         return error_response(known)
 
+    def close(self) -> None:
+        """Take nothing new: the server is shutting down."""
+        self.engine.stopping = True
+        self._bodies.close()
+
     # ---- inside
     async def _read(self, kind: type[A], request: Request) -> A:
-        body = await read_body(request)
+        body = await self._bodies.read(request)
         return await self._worker(len(body), lambda: read(kind, body))
 
     async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:

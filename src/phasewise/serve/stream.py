@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serve.answer import Answer
-from phasewise.serve.failures import ApiError, api_error, error_body
+from phasewise.serve.failures import SHUTDOWN, ApiError, api_error, error_body
 from phasewise.serve.wire import DONE, Wire, event
 
 log = logging.getLogger(__name__)
@@ -19,24 +21,48 @@ DRAIN_BYTES = 64 << 20  # of a larger one, how much is thrown away so that its s
 BODY_SECONDS = 60.0  # how long a client may take to send its body
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError: 413 if it is too large, 408 if it does not come, 499 if its sender left."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size <= BODY_BYTES:
-                    parts.append(part)
-                elif size > DRAIN_BYTES:
-                    break
-    except ClientDisconnect:
-        raise ApiError(499, "the client left before its body was complete") from None
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
-    if size > BODY_BYTES:
-        raise ApiError(413, f"the body is larger than {BODY_BYTES:,} bytes", code="body_too_large")
-    return b"".join(parts)
+class Bodies:
+    """Reads the bodies of requests, until it is closed."""
+
+    def __init__(self) -> None:
+        self._waits: set[asyncio.Timeout] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Wait no longer for bodies that are not complete."""
+        self._closed = True
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body. Raises ApiError: 413 if it is too large, 408 if it does not come, 499 if its sender left."""
+        parts, size = [], 0
+        try:
+            async with self._patience():
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= BODY_BYTES:
+                        parts.append(part)
+                    elif size > DRAIN_BYTES:
+                        break
+        except ClientDisconnect:
+            raise ApiError(499, "the client left before its body was complete") from None
+        except TimeoutError:
+            if self._closed:
+                raise ApiError(503, SHUTDOWN, code="unavailable") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+        if size > BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {BODY_BYTES:,} bytes", code="body_too_large")
+        return b"".join(parts)
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        async with asyncio.timeout(0 if self._closed else BODY_SECONDS) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
 
 
 class EventStream(Response):

@@ -31,14 +31,19 @@ class Stage:
     code: float  # share of the step's tokens that is library source
     long: float  # share of the step's tokens that is long-context tasks
     copies: float  # share of the short exchanges that is plain copying, which teaches looking back early
+    stride: int = 1  # every how-manieth layer is trained: 2 is half the depth at half the cost
+    short: int = 128  # size of short tasks, tokens
+    embedding: float = 1.0  # factor on the embedding's learning rate: high at first, when every row must move
 
 
 CURRICULUM = (
-    Stage(0.12, 256, 4096, code=0.25, long=0.15, copies=0.6),
-    Stage(0.40, 256, 4096, code=0.30, long=0.20, copies=0.2),
-    Stage(0.65, 512, 4096, code=0.40, long=0.20, copies=0.15),
-    Stage(0.88, 1024, 6144, code=0.45, long=0.25, copies=0.15),
-    Stage(1.00, 2048, 8192, code=0.50, long=0.25, copies=0.15),
+    Stage(0.19583, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
+    Stage(0.34560, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
+    Stage(0.40, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2, embedding=0.35),
+    Stage(0.48199, 512, 3072, code=0.40, long=0.20, copies=0.15, embedding=0.35),
+    Stage(0.60, 512, 3072, code=0.35, long=0.20, copies=0.2, stride=2, embedding=0.35),
+    Stage(0.88, 1024, 4096, code=0.40, long=0.25, copies=0.15, stride=2, embedding=0.35),
+    Stage(1.00, 2048, 6144, code=0.45, long=0.25, copies=0.15, embedding=0.35),
 )
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
@@ -74,7 +79,7 @@ class Mixture:
         share = stage.long if long else 1 - stage.code - stage.long
         budget, rows = round(stage.step_tokens * share), []
         while budget > 0:
-            row = self.long_row(rng, stage.row) if long else self.short_row(rng, stage.copies)
+            row = self.long_row(rng, stage.row) if long else self.short_row(rng, stage)
             length = sum(len(ids) for ids, _ in row)
             if length <= stage.row + 1:
                 rows.append(row)
@@ -87,12 +92,13 @@ class Mixture:
         low = 64 if rng.random() < 0.5 else row // 2
         return self.chat(turns(task, rng, rng.randint(low, row) - 80, evaluation=False), None)
 
-    def short_row(self, rng: Random, copies: float) -> list[Piece]:
+    def short_row(self, rng: Random, stage: Stage) -> list[Piece]:
         """One to three short exchanges, now and then under a system prompt."""
         conversation: list[Turn] = []
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            task = "copy" if rng.random() < copies else rng.choices(list(SHORT_TASKS), list(SHORT_TASKS.values()))[0]
-            conversation += [talk(rng)] if task == "talk" else turns(task, rng, rng.randint(40, 128), False)[:3]
+            others = rng.choices(list(SHORT_TASKS), list(SHORT_TASKS.values()))[0]
+            task, size = "copy" if rng.random() < stage.copies else others, rng.randint(stage.short // 4, stage.short)
+            conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)[:3]
         return self.chat(conversation, rng.choice(SYSTEM) if rng.random() < 0.12 else None)
 
     def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:

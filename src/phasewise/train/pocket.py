@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Annotated, Literal
@@ -31,8 +32,14 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def train(out: Path, size: Size = "target", tokens: int = 12_000_000, seed: int = 0, resume: bool = False) -> Path:
-    """Train one size on about `tokens` tokens and return the folder of the exported model.
+LENGTHS = {"target": 3_600_000, "draft": 3_000_000}
+"""Tokens of the runs behind the shipped weights."""
+
+
+def train(
+    out: Path, size: Size = "target", tokens: int | None = None, seed: int = 0, resume: bool = False
+) -> Path:
+    """Train one size on about `tokens` tokens (padding aside) and return the folder of the exported model.
 
     `out` holds checkpoint.pt, losses.csv, the tokenizer and model/. With `resume` the run continues exactly where its
     last checkpoint stood; a different `tokens` then extends or shortens the schedule.
@@ -41,7 +48,8 @@ def train(out: Path, size: Size = "target", tokens: int = 12_000_000, seed: int 
     out.mkdir(parents=True, exist_ok=True)
     texts = list(sources(held_out=False).values())
     tokenizer = pocket_tokenizer(texts, out)
-    recipe = Recipe(tokens, CURRICULUM)
+    whole = tuple(replace(stage, stride=1) for stage in CURRICULUM)
+    recipe = Recipe(tokens or LENGTHS[size], CURRICULUM if size == "target" else whole)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = start(Dense(SHAPES[size]).to(device), recipe)
     if resume:
@@ -82,7 +90,7 @@ def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
 def main(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
     size: Annotated[str, typer.Option(help="target or draft.")] = "target",
-    tokens: Annotated[int, typer.Option(help="Length of the run, tokens.")] = 12_000_000,
+    tokens: Annotated[int | None, typer.Option(help="Length of the run; as shipped.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint.")] = False,
 ) -> None:

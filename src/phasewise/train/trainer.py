@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim import AdamW, Muon, Optimizer
@@ -31,10 +32,13 @@ class Recipe:
 
     tokens: int
     curriculum: tuple[Stage, ...]
-    matrix_rate: float = 0.02
-    other_rate: float = 8e-3
+    opening_rate: float = 0.02  # Muon, matrices that read the residual stream
+    closing_rate: float = 0.005  # Muon, matrices that write it: lower, so that layers do not drown the embedding
+    embedding_rate: float = 0.04
+    norm_rate: float = 4e-3
     warmup_steps: int = 30
-    decay_from: float = 0.4  # fraction of the run at which the learning rate starts to fall
+    # (progress, learning-rate factor) with straight lines between
+    decay: tuple[tuple[float, float], ...] = ((0.339, 1.0), (0.48242, 0.7118), (1.0, 0.01))
     checkpoint_seconds: float = 150.0
 
     def steps(self) -> Iterator[tuple[Stage, float]]:
@@ -47,9 +51,9 @@ class Recipe:
             seen += stage.step_tokens
 
     def pace(self, step: int, progress: float) -> float:
-        """The learning-rate factor: linear warm-up, flat, then linear decay to almost nothing."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return warm * min(1.0, (1.0 - progress) / (1.0 - self.decay_from) + 0.01)
+        """The learning-rate factor: linear warm-up, then the points of `decay`."""
+        points, factors = zip(*self.decay, strict=True)
+        return float(min(1.0, (step + 1) / self.warmup_steps) * np.interp(progress, points, factors))
 
 
 @dataclass
@@ -81,15 +85,26 @@ class Run:
 
 def start(model: Dense, recipe: Recipe) -> Run:
     """A fresh run with its optimizers."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("embed")]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or name.startswith("embed")]
-    return Run(
-        model,
-        [
-            Muon(matrices, lr=recipe.matrix_rate, weight_decay=0.0, momentum=0.95),
-            AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
-        ],
-    )
+    named = list(model.named_parameters())
+    closing = [p for name, p in named if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    opening = [p for name, p in named if p.ndim == 2 and "_proj." in name and not any(p is other for other in closing)]
+    norms = [p for _, p in named if p.ndim == 1]
+    matrices = [
+        {"params": opening, "lr": recipe.opening_rate},
+        {"params": closing, "lr": recipe.closing_rate},
+    ]
+    rest = [
+        {"params": [model.embed_tokens.weight], "lr": recipe.embedding_rate},
+        {"params": norms, "lr": recipe.norm_rate},
+    ]
+    optimizers: list[Optimizer] = [
+        Muon(matrices, weight_decay=0.0, momentum=0.95),
+        AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return Run(model, optimizers)
 
 
 def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable[[Run], None] | None = None) -> None:
@@ -99,16 +114,13 @@ def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable
     """
     out.mkdir(parents=True, exist_ok=True)
     plan = list(recipe.steps())
-    base_rates = [optimizer.defaults["lr"] for optimizer in run.optimizers]
     last_save = time.monotonic()
     with _log(out / "losses.csv", run.step) as log, _bar() as bar:
         shown = bar.add_task("train", total=len(plan), completed=run.step, note="")
         while run.step < len(plan):
             stage, progress = plan[run.step]
             pace = recipe.pace(run.step, progress)
-            for optimizer, rate in zip(run.optimizers, base_rates, strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * pace
+            set_stage(run, stage, pace)
             began = time.perf_counter()
             source, tasks = mixture.step(run.step, stage)
             code_loss, task_loss = update(run, source, tasks)
@@ -123,6 +135,16 @@ def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable
                 last_save = time.monotonic()
                 if saved:
                     saved(run)
+
+
+def set_stage(run: Run, stage: Stage, pace: float) -> None:
+    """Set the depth and the learning rates of the next step."""
+    run.model.stride = stage.stride
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * pace
+    embedding = run.optimizers[1].param_groups[0]
+    embedding["lr"] *= stage.embedding
 
 
 def update(run: Run, source: list[Micro], tasks: list[Micro]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from phasewise.errors import UserError
 from phasewise.phase import Hidden, Host, Outcome
 from phasewise.request import Request
 from phasewise.sampling import Context, Dist, Purpose, uniform
-from phasewise.speculate import Draft, Drawn
+from phasewise.speculate import Draft, Drawn, room
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class _DraftModel:
         companion.optional = True
 
     def size(self, request: Request) -> int:
-        return self.knobs.k * self.knobs.branches
+        return min(self.knobs.k, room(request)) * self.knobs.branches
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         late = {r.id: r for r in requests if self.companion.lag(r) > self.knobs.chunk}
         growing: dict[int, _Growing] = {}
         for i, (request, budget) in enumerate(zip(requests, budgets)):
-            levels = min(self.knobs.k, -(-budget // self.knobs.branches))
+            levels = min(self.knobs.k, room(request), -(-budget // self.knobs.branches))
             if request.id not in late and levels > 0 and self.companion.reserve(request, request.known + levels - 1):
                 growing[i] = _Growing(request, levels)
         level = 0

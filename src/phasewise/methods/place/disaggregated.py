@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from phasewise.engine import Engine
@@ -127,6 +128,7 @@ class Pools:
         self._leave(twin, Left("cancelled", "cancelled"))
         return True
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """One step of every engine, and what the link has brought."""
         progressed: dict[Request, None] = {}  # ordered, each once

@@ -1,0 +1,55 @@
+"""Draw the loss curve of one or more training runs: `python -m phasewise.train.curve curve.png target/losses.csv`."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+LINES = (("code_loss", "#3565a4", "library source"), ("task_loss", "#c8682c", "task replies"))
+
+
+def read(path: Path) -> dict[str, list[float]]:
+    """The columns of a losses.csv."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]} if rows else {}
+
+
+def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
+    """An exponential moving average that starts without bias."""
+    out: list[float] = []
+    average, weight = 0.0, 0.0
+    for value in values:
+        average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)
+        out.append(average / weight)
+    return out
+
+
+def draw(image: Path, logs: Sequence[Path]) -> None:
+    """Code and task loss over tokens, one panel per run, named by the folder of its log."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(logs), figsize=(5.5 * len(logs), 3.6), squeeze=False, sharey=True)
+    for panel, log in zip(panels[0], logs, strict=True):
+        columns = read(log)
+        millions = [tokens / 1e6 for tokens in columns["tokens"]]
+        for name, color, label in LINES:
+            panel.plot(millions, columns[name], color=color, alpha=0.2, linewidth=0.6)
+            panel.plot(millions, smooth(columns[name]), color=color, label=label)
+        panel.set(title=log.parent.name, xlabel="million tokens (padding included)")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("training loss, nats per token")
+    panels[0][0].legend()
+    figure.tight_layout()
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

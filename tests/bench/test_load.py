@@ -1,0 +1,129 @@
+"""The load client against servers that are functions, and once against a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from phasewise.bench.load import measure
+from phasewise.bench.server import serving
+from phasewise.bench.workloads import Shot
+from phasewise.errors import UserError
+from tests.serve.tiny_chat import chat_checkpoint
+
+
+class Served(httpx.AsyncBaseTransport):
+    """A server in this process: the first piece after `wait` seconds, the others `gap` apart."""
+
+    def __init__(self, wait: float = 0.0, gap: float = 0.0, pieces: int | None = None, status: int = 200) -> None:
+        self.wait, self.gap, self.pieces, self.status = wait, gap, pieces, status
+        self.live = self.most = 0
+        self.asked: list[dict[str, object]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "little"}]})
+        body = json.loads(await request.aread())
+        self.asked.append(body)
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "too many"}})
+        return httpx.Response(200, stream=Pieces(self, body))
+
+
+class Pieces(httpx.AsyncByteStream):
+    def __init__(self, server: Served, body: dict[str, int]) -> None:
+        self.server, self.body = server, body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        server, new = self.server, self.body["max_tokens"]
+        server.live += 1
+        server.most = max(server.most, server.live)
+        await asyncio.sleep(server.wait)
+        for i in range(server.pieces or new):
+            await asyncio.sleep(server.gap if i else 0.0)
+            yield event({"choices": [{"text": "x", "finish_reason": None}]})
+        yield event({"choices": [{"text": "", "finish_reason": "length"}]})
+        yield event({"choices": [], "usage": {"completion_tokens": new}})
+        yield b"data: [DONE]\n\n"
+        server.live -= 1
+
+
+def event(body: object) -> bytes:
+    return f"data: {json.dumps(body)}\n\n".encode()
+
+
+def shots(n: int, gap: float = 0.0, new: int = 4) -> list[Shot]:
+    return [Shot(i * gap, [5, 6, 7], new) for i in range(n)]
+
+
+def test_arrivals_do_not_wait_for_answers() -> None:
+    server = Served(wait=0.3)
+    result = measure("http://little", shots(10, gap=0.01), lambda done: None, server)
+    assert server.most == 10  # all are under way before the first is answered
+    assert result.seconds < 1.5
+    assert [one.error for one in result.served] == [None] * 10
+
+
+def test_what_is_asked_is_what_is_measured() -> None:
+    server, told = Served(), list[int]()
+    result = measure("http://little", shots(2), told.append, server)
+    assert result.model == "little" and told == [1, 2]
+    body = server.asked[0]
+    assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 4 and body["model"] == "little"
+    assert body["temperature"] == 0 and body["ignore_eos"] is True and body["stream"] is True
+
+
+def test_times_are_of_the_pieces_and_counts_of_the_usage() -> None:
+    result = measure("http://little", shots(1, new=9), lambda done: None, Served(wait=0.2, gap=0.05, pieces=3))
+    trace = result.served[0].trace
+    assert result.served[0].new_tokens == 9 and len(trace.tokens) == 3
+    assert trace.ttft is not None and 0.2 <= trace.ttft < 0.6
+    assert len(trace.itl) == 2 and min(trace.itl) >= 0.045
+    assert trace.tpot == pytest.approx((trace.tokens[-1] - trace.tokens[0]) / 8)
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    late = Shot(-0.5, [1], 2)  # the client is half a second behind its plan
+    result = measure("http://little", [late], lambda done: None, Served())
+    ttft = result.served[0].trace.ttft
+    assert ttft is not None and ttft >= 0.5 and result.late >= 0.5
+
+
+def test_failures_are_results() -> None:
+    refused = measure("http://little", shots(2), lambda done: None, Served(status=429))
+    assert all(one.error is not None and "HTTP 429: too many" in one.error for one in refused.served)
+
+
+def test_a_short_answer_is_a_failure() -> None:
+    class Short(Served):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/models":
+                return await super().handle_async_request(request)
+            done = event({"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}})
+            return httpx.Response(200, content=done)
+
+    result = measure("http://little", shots(1), lambda done: None, Short())
+    assert result.served[0].error == "asked for 4 tokens, got 1"
+
+
+def test_no_server_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
+        measure("http://127.0.0.1:1", shots(1), lambda done: None)
+
+
+def test_a_real_server_is_started_measured_and_stopped() -> None:
+    with serving(["--model", str(chat_checkpoint()), "--kv-bytes", "64M"]) as url:
+        result = measure(url, shots(6, gap=0.02, new=5), lambda done: None)
+        assert [one.error for one in result.served] == [None] * 6
+        assert all(one.new_tokens == 5 for one in result.served)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_server_that_cannot_start_says_why() -> None:
+    with pytest.raises(UserError, match="did not start: unknown evict method 'snapkw'"), serving(["--evict", "snapkw"]):
+        pass

@@ -1,0 +1,80 @@
+"""serve, eval, bench and train: what the options become."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phasewise.serve.app
+import phasewise.train.pocket
+from tests.cli.conftest import Cli
+from tests.serve.tiny_chat import chat_checkpoint
+
+MODEL = ("--model", str(chat_checkpoint()), "--kv-bytes", "64M")
+
+
+def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(llm=llm(), **options))
+    assert cli("serve", "--host", "0.0.0.0", "--port", 8011, "--draft", "prompt_lookup:k=3", *MODEL).code == 0
+    assert (seen["host"], seen["port"]) == ("0.0.0.0", 8011)
+    assert seen["llm"].limits.kv_bytes == 64 << 20
+    seen["llm"].generate("fox fox fox fox fox fox")
+    assert seen["llm"].engine.counters.drafted > 0
+
+
+def test_train_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(phasewise.train.pocket, "train", lambda *given: seen.append(given) or tmp_path / "model")
+    (tmp_path / "checkpoint.pt").touch()
+    said = cli("train", "pocket", "--out", tmp_path, "--size", "draft", "--tokens", 99, "--seed", 3, "--resume")
+    assert said.code == 0 and seen == [(tmp_path, "draft", 99, 3, True)]
+    assert said.out.strip() == str(tmp_path / "model")
+
+
+def test_eval_measures_and_records(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    said = cli("eval", "copy", "code", "--examples", 2, "--seed", 1, "--out", out, "--draft", "prompt_lookup", *MODEL)
+    assert said.code == 0, said
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["name"], row["n"], row["seed"]) for row in rows] == [("copy", 2, 1), ("code", 2, 1), ("code", 2, 1)]
+    assert rows[0]["methods"] == {"draft": "prompt_lookup"} and rows[1]["value"] > 1.0
+    assert "| copy |" in said.out
+    plain = cli("eval", "code", "--examples", 2, "--seed", 1, *MODEL)
+    assert plain.out.splitlines()[-1] == said.out.splitlines()[-1]  # drafting does not change the loss
+
+
+def test_bench_offline_reports_and_records(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ("bench", "offline", "--requests", 3, "--workload", "fixed:prompt=12,new=4", "--ttft", 10_000, "--out", out)
+    said = cli(*words, *MODEL)
+    assert said.code == 0, said
+    [row] = [json.loads(line) for line in out.read_text().splitlines()]
+    assert row["bench"] == "offline" and row["output_tokens"] == 12 and row["prompt_tokens"] == 36
+    assert row["emitted"] == 12 and row["peak_kv_bytes"] > 0 and row["good_share"] == 1.0 and row["machine"]["cpu"]
+    assert "| TTFT |" in said.out and "3 requests (0 failed)" in said.out and "counters: " in said.out
+
+
+def test_bench_load_starts_a_server_of_its_own(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ("bench", "load", "--requests", 3, "--workload", "fixed:prompt=12,new=4", "--rate", 50, "--out", out)
+    said = cli(*words, *MODEL)
+    assert said.code == 0, said
+    [row] = [json.loads(line) for line in out.read_text().splitlines()]
+    assert row["failed"] == 0 and row["output_tokens"] == 12 and row["rate"] == 50
+
+
+def test_bench_methods_reports_ratios(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ("bench", "methods", "draft=prompt_lookup", "--rounds", 2, "--requests", 2, "--out", out)
+    said = cli(*words, "--workload", "fixed:prompt=24,new=4", *MODEL)
+    assert said.code == 0, said
+    assert "| default |" in said.out and "| draft=prompt_lookup |" in said.out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["round"], row["setting"]) for row in rows] == [
+        (0, "default"), (0, "draft=prompt_lookup"), (1, "draft=prompt_lookup"), (1, "default"),
+    ]  # fmt: skip
+    assert all(row["same_tokens"] == 1.0 for row in rows)

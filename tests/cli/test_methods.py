@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from phasewise import catalog
+from phasewise.cli.methods import entries, markdown
+from phasewise.recipe import DEFAULTS
+from tests.cli.conftest import Cli
+
+
+def test_the_table_has_every_verb_and_method(cli: Cli) -> None:
+    out = cli("methods").out
+    for verb, name, method in catalog.every():
+        assert f"{verb}  {catalog.QUESTIONS[verb]}" in out
+        assert f"  {name}" in out and method.guarantee in out and method.paper in out
+    assert f"{DEFAULTS['schedule']} *" in out
+
+
+def test_one_verb(cli: Cli) -> None:
+    out = cli("methods", "evict").out
+    assert "snapkv" in out and "keep=0.25" in out and "sarathi" not in out
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, name, _ in catalog.every()])
+def test_every_method_has_details(cli: Cli, verb: str, name: str) -> None:
+    said = cli("methods", f"{verb}.{name}")
+    assert said.code == 0
+    method = catalog.method(verb, name)
+    text = " ".join(said.out.split())
+    assert f"--{verb} {name}" in text and f"guarantee {method.guarantee}" in text
+    assert " ".join((method.__doc__ or "").split())[:40] in text
+    for knob in catalog.knobs_of(method):
+        assert f"knob {knob}: " in text
+
+
+def test_the_example_of_use_can_be_used() -> None:
+    for entry in entries():
+        if entry.knobs and not catalog.slots_of(entry.method):
+            built = catalog.build(entry.verb, f"{entry.name}:{entry.knobs.replace(', ', ',')}")
+            assert built == entry.method(), f"{entry.verb}.{entry.name}"
+
+
+def test_markdown_has_a_row_per_method() -> None:
+    lines = markdown().splitlines()
+    assert len(lines) == 2 + len(list(catalog.every()))
+    assert all(line.count("|") - line.count("\\|") == 8 for line in lines)

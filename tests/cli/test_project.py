@@ -1,0 +1,117 @@
+"""The scaffolding: pinned dependencies, make targets, the lines report, the README's generated tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if line and line[0] != "#")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def installed_closure() -> dict[str, str]:
+    """{package: version} of everything the extras of pyproject.toml need here, as far as it is installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    todo, seen, found = [Requirement(r) for r in wanted], set(), {}
+    while todo:
+        need = todo.pop()
+        key = (canonicalize_name(need.name), *sorted(need.extras))
+        if key in seen or key[0] == "phasewise":
+            continue
+        seen.add(key)
+        try:
+            here = distribution(need.name)
+        except ModuleNotFoundError:
+            continue
+        found[key[0]] = here.version.partition("+")[0]
+        for text in here.requires or []:
+            inner = Requirement(text)
+            if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in ("", *need.extras)):
+                todo.append(inner)
+    return found
+
+
+def test_every_dependency_is_pinned_at_the_version_that_is_tested() -> None:
+    wrong = {
+        name: (version, PINS.get(name)) for name, version in installed_closure().items() if PINS.get(name) != version
+    }
+    assert not wrong, f"constraints.txt disagrees with what is installed: {wrong}"
+
+
+def test_pins_are_names_and_versions_only() -> None:
+    assert PINS["torch"] == "2.13.0"
+    for name, version in PINS.items():
+        assert re.fullmatch(r"[a-z0-9-]+", name) and re.fullmatch(r"[0-9][0-9a-z.]*", version), (name, version)
+
+
+def test_make_help_lists_the_targets() -> None:
+    done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True)
+    for target in ("serve", "test", "lint", "types", "lines", "help"):
+        assert f"make {target} " in done.stdout
+
+
+def test_ci_runs_everything() -> None:
+    path = ROOT / ".ci" / "run"
+    assert path.stat().st_mode & 0o111
+    for word in ("lint", "types", "lines", "test"):
+        assert word in path.read_text()
+
+
+def test_lines_are_counted_and_changes_shown() -> None:
+    lines = script("lines")
+    new = {"src/phasewise/a.py": 120, "src/phasewise/kv/b.py": 30, "tests/c.py": 7}
+    old = {"src/phasewise/a.py": 100, "src/phasewise/gone.py": 5, "tests/c.py": 7}
+    text = "\n".join(lines.report(new, old))
+    assert re.search(r"a\.py +120  \+20$", text, re.M) and re.search(r"gone\.py +0  -5$", text, re.M)
+    assert re.search(r"b\.py +30  \+30$", text, re.M) and re.search(r"c\.py +7$", text, re.M)
+    assert re.search(r"^all +157  \+45$", text, re.M)
+    assert "core (src/phasewise/*.py): 120 lines, +15; budget of 2500 lines" in text
+
+
+def test_a_core_over_its_budget_is_said_so() -> None:
+    lines = script("lines")
+    over = {"src/phasewise/a.py": lines.BUDGET + 3, "src/phasewise/kv/b.py": 999}
+    assert lines.report(over, None)[-1].endswith("budget of 2500 lines, 3 too many")
+    assert lines.report({"src/phasewise/a.py": lines.BUDGET}, None)[-1].endswith("budget of 2500 lines")
+
+
+def test_this_repository_can_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("lines").main([]) == 0
+    assert "core (src/phasewise/*.py): " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="there is no README.md yet")
+def test_the_readmes_tables_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "readme_tables.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_tables_are_filled_between_their_markers_only() -> None:
+    tables = script("readme_tables")
+    text = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"
+    filled = tables.filled(text, "x", "| new |")
+    assert filled == "before\n<!-- x:begin -->\n| new |\n<!-- x:end -->\nafter\n"
+    assert tables.filled(filled, "x", "| new |") == filled
+    with pytest.raises(ValueError, match="x:begin"):
+        tables.filled("nothing here", "x", "| new |")

@@ -1,0 +1,347 @@
+"""Prefill and decode apart: colocated's tokens, no byte left behind, and nothing lost with a message."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.methods.place.disaggregated import Disaggregated
+from phasewise.request import Params, Request
+from tests import tiny
+from tests.core.engines import Boom, alone, break_decode, method_options, same, sampled
+from tests.core.test_engine import Arrival, _family, _full, arrivals
+from tests.laws import settings as laws
+from tests.place.links import Clock, check_pools, finish, pools
+
+PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
+SLAB = 64 * tiny.engine().store.row_bytes
+
+
+def together(placed: tiny.Placed, params: list[Params]) -> list[Request]:
+    requests = [Request(p, q) for p, q in zip(PROMPTS, params)]
+    for request in requests:
+        placed.add(request)
+    return requests
+
+
+def same_as_colocated(verbs: dict[str, str], params: list[Params]) -> None:
+    expected = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, params))
+    placed = pools(verbs)
+    requests = together(placed, params)
+    finish(placed, requests)
+    assert tiny.outs(requests) == expected
+    assert placed.counters.handoffs == len(PROMPTS) and placed.counters.recomputed == 0
+
+
+MIXED = [
+    Params(12, temperature=t, seed=i, ignore_eos=True, repetition_penalty=1.2, logit_bias={7: 1.5}, top_p=0.9)
+    for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))
+]
+
+
+# ---- colocated's tokens
+@pytest.mark.parametrize("schedule", catalog.names("schedule"))
+def test_greedy_and_sampled_tokens(schedule: str) -> None:
+    same_as_colocated({"schedule": schedule}, MIXED)
+
+
+@pytest.mark.parametrize("options", method_options("evict", "store", "attend", "skip"), ids=str)
+def test_methods_that_shape_or_select_rows_go_on_where_they_were(options: dict[str, str]) -> None:
+    same_as_colocated(options, MIXED)
+
+
+@pytest.mark.parametrize("options", [laws.options("decode", name) for name in catalog.names("decode")], ids=str)
+def test_decode_methods_go_on_with_what_is_known(options: dict[str, str]) -> None:
+    same_as_colocated(options | ({"verify": "match"} if "draft" in options else {}), MIXED)
+
+
+@pytest.mark.parametrize("options", method_options("draft"), ids=str)
+def test_drafters_start_again_on_the_other_side(options: dict[str, str]) -> None:
+    same_as_colocated(options | {"verify": "match"}, MIXED)
+
+
+def test_a_drafter_over_evicted_rows() -> None:
+    evict = laws.options("evict", "snapkv")
+    same_as_colocated({"draft": "prompt_lookup", "verify": "match"} | evict, MIXED)
+
+
+def test_several_prefill_engines_share_the_prompts() -> None:
+    placed = pools(knobs=":prefill=3,share=0.6")
+    requests = together(placed, [sampled(6, seed=i) for i in range(5)])
+    assert sorted(len(engine.waiting) for engine in placed.prefills) == [1, 2, 2]
+    finish(placed, requests)
+    assert tiny.outs(requests) == [alone(r) for r in requests]
+    assert all(engine.counters.forwards for engine in placed.prefills)
+
+
+def test_siblings_fork_before_they_move() -> None:
+    for knobs in ("", ":prefill=2"):
+        placed = pools(knobs=knobs, prefix_cache=False)
+        parent = Request(PROMPTS[0], sampled(7))
+        family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
+        for request in family:
+            placed.add(request)
+        finish(placed, family)
+        assert tiny.outs(family) == [alone(r) for r in family]
+        assert placed.counters.handoffs == 4
+        assert sum(engine.counters.rows for engine in placed.prefills) == 40  # one prefill for all
+
+
+def test_stop_strings_are_watched_on_the_callers_side() -> None:
+    full = alone(Request(PROMPTS[0], sampled(12)))
+    seen: list[int] = []
+
+    def watch(token: int) -> bool:
+        seen.append(token)
+        return len(seen) == 5
+
+    for verbs in ({}, {"draft": "prompt_lookup", "verify": "match"}):
+        seen.clear()
+        placed = pools(verbs)
+        request = Request(PROMPTS[0], sampled(12), watch=watch)
+        placed.add(request)
+        finish(placed, [request])
+        assert request.out == seen == full[:5] and request.left.reason == "stop"
+        assert placed.counters.emitted == 5
+
+
+def test_a_request_that_ends_with_its_first_token_never_moves() -> None:
+    placed = pools()
+    first = alone(Request(PROMPTS[1], tiny.greedy(3)))[0]
+    requests = [
+        Request(PROMPTS[0], tiny.greedy(1)),
+        Request(PROMPTS[1], Params(9, stop_tokens=(first,))),
+    ]
+    for request in requests:
+        placed.add(request)
+    finish(placed, requests)
+    assert [r.left.reason for r in requests] == ["length", "stop"]
+    assert placed.counters.handoffs == 0 and placed.link.receive() is None
+
+
+# ---- what moves, and when
+def test_exactly_the_rows_of_the_prompt_move() -> None:
+    placed = pools(prefix_cache=False)
+    request = Request(PROMPTS[0], tiny.greedy(6))
+    placed.add(request)
+    finish(placed, [request])
+    assert placed.counters.kv_bytes_moved == 40 * placed.decode.store.row_bytes
+    assert placed.decode.counters.rows == 5  # the first token came from the other side
+
+
+def test_a_prompts_prefix_is_cached_where_prompts_run() -> None:
+    placed = pools()
+    first = Request(PROMPTS[1], tiny.greedy(3))
+    placed.add(first)
+    while first.left is None:
+        placed.step()
+    again = Request(PROMPTS[1], tiny.greedy(3))
+    placed.add(again)
+    finish(placed, [again])
+    assert again.out == first.out and placed.counters.prefix_hits == 64
+    assert placed.decode.prefix_bytes == 0
+
+
+def test_a_full_decoding_engine_stops_new_prompts_and_loses_nothing() -> None:
+    placed = pools(kv_bytes=16 * SLAB, max_running=3, prefix_cache=False)
+    requests = [Request(tiny.prompts(100, seed=i)[0], tiny.greedy(6)) for i in range(9)]
+    for request in requests:
+        placed.add(request)
+    step = placed.decode.step
+    placed.decode.step = list  # frozen
+    for _ in range(30):
+        placed.step()
+        check_pools(placed)
+    (prefill,) = placed.prefills
+    assert len(placed.decode.running) + len(prefill.departed) + len(prefill.waiting) == 9
+    assert len(placed.decode.running) == 3  # no more may run at once
+    assert len(prefill.departed) == 4 and len(prefill.waiting) == 2  # 4 x 2 slabs fill its half of the budget
+    placed.decode.step = step
+    finish(placed, requests)
+    assert [r.out for r in requests] == [alone(r) for r in requests]
+    assert placed.counters.recomputed == 0
+
+
+def test_requests_that_wait_for_memory_go_before_new_arrivals() -> None:
+    placed = pools(kv_bytes=12 * SLAB, prefix_cache=False)
+    old, new = (Request(p, tiny.greedy(40)) for p in tiny.prompts(60, 61))
+    placed.add(old)
+    while not placed.decode.running:
+        placed.step()
+    placed.decode.room.preempt(placed.decode.running[0])
+    placed.decode._admit = lambda: None  # it cannot come back for now
+    placed.add(new)
+    for _ in range(5):
+        placed.step()
+        check_pools(placed)
+    assert new in placed.prefills[0].departed
+    del placed.decode._admit
+    finish(placed, [old, new])
+    assert [old.out, new.out] == [alone(old), alone(new)]
+
+
+def test_latencies_of_a_move() -> None:
+    clock = Clock()
+    placed = pools(clock=clock, fate=lambda i: 3)
+    request = Request(PROMPTS[0], tiny.greedy(4))
+    placed.add(request)
+    while request.left is None:
+        clock.now += 1.0
+        placed.step()
+    assert request.trace.ttft == 1.0 and request.trace.handoff == 3.0
+    assert request.trace.tokens == [1.0, 4.0, 5.0, 6.0]
+
+
+# ---- failures
+FATES = ["lose", "fail", "twice", 0, 2, 40]
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_message_that_is_lost_late_or_doubled_costs_no_token(fate: int | str) -> None:
+    clock = Clock()
+    placed = pools(clock=clock, fate=lambda i: fate if i % 2 == 0 else 0, knobs=":deadline=10")
+    requests = together(placed, [sampled(8, seed=i) for i in range(5)])
+
+    def tick() -> None:
+        clock.now += 1.0
+
+    finish(placed, requests, tick)
+    assert tiny.outs(requests) == [alone(r) for r in requests]
+    given_up = 3 if fate in ("lose", "fail", 40) else 0
+    assert placed.counters.handoffs == 5 - given_up
+    rows = [r.prompt_len for r in requests]
+    assert placed.counters.recomputed == (sum(rows[::2]) if given_up else 0)
+
+
+def test_a_message_that_does_not_fit_is_recomputed() -> None:
+    placed = pools()
+    send = placed.link.send
+
+    def spoil(header: dict, tensors: list) -> None:
+        send(header | {"layout": "of another engine"}, tensors)
+
+    placed.link.send = spoil
+    requests = together(placed, MIXED)
+    finish(placed, requests)
+    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("fate", [0, 3, "lose"])
+@pytest.mark.parametrize("after", range(9))
+def test_cancelling_at_any_moment_frees_both_sides_at_once(after: int, fate: int | str) -> None:
+    clock = Clock()
+    placed = pools({"schedule": "sarathi:budget=16"}, fate=lambda i: fate, clock=clock, prefix_cache=False)
+    doomed, other = (Request(p, sampled(6)) for p in tiny.prompts(40, 8))
+    placed.add(doomed)
+    placed.add(other)
+    for _ in range(after):
+        clock.now += 2.0
+        placed.step()
+    had_left = doomed.left is not None
+    assert placed.cancel(doomed) != had_left
+    assert not placed.cancel(doomed)
+    check_pools(placed)
+    assert doomed not in [*placed.waiting, *placed.running] and doomed.kv is None
+
+    def tick() -> None:
+        clock.now += 2.0
+
+    finish(placed, [other], tick)
+    assert other.out == alone(other)
+    assert doomed.out == alone(doomed)[: doomed.n_out]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
+    placed = pools()
+    engine = placed.prefills[0] if side == "prefill" else placed.decode
+    break_decode(engine, ["accept"], {"bad"})
+    requests = [Request(p, tiny.greedy(5), id="bad" if i == 1 else f"good-{i}") for i, p in enumerate(PROMPTS)]
+    for request in requests:
+        placed.add(request)
+    finish(placed, requests)
+    for request in requests:
+        if request.id == "bad":
+            assert (request.left.how, request.left.reason) == ("failed", "Boom: accept")
+            assert request.n_out == (0 if side == "prefill" else 1)
+        else:
+            assert request.out == alone(request)
+
+
+def test_a_watch_that_raises_fails_its_request() -> None:
+    def watch(token: int) -> bool:
+        if request.n_out == 3:
+            raise Boom("watching")
+        return False
+
+    placed = pools()
+    request = Request(PROMPTS[0], tiny.greedy(9), watch=watch)
+    other = Request(PROMPTS[1], tiny.greedy(9))
+    placed.add(request)
+    placed.add(other)
+    finish(placed, [request, other])
+    assert (request.left.how, request.left.reason) == ("failed", "Boom: watching")
+    assert other.out == alone(other)
+
+
+def test_what_can_never_run_is_refused() -> None:
+    placed = pools(kv_bytes=10 * SLAB)
+    with pytest.raises(UserError, match="raise --kv-bytes or lower max_tokens"):
+        placed.add(Request([5] * 200, Params(max_tokens=100)))
+    request = Request(PROMPTS[0], tiny.greedy(30), id="me")
+    placed.add(request)
+    for _ in range(4):
+        with pytest.raises(UserError, match="'me' is already running"):
+            placed.add(Request(PROMPTS[0], id="me"))
+        placed.step()
+    finish(placed, [request])
+
+
+@pytest.mark.parametrize("knobs", [{"prefill": 0}, {"share": 0.0}, {"share": 1.0}, {"deadline": 0.0}])
+def test_bad_knobs_are_named(knobs: dict[str, float]) -> None:
+    ((name, value),) = knobs.items()
+    with pytest.raises(UserError, match=f"disaggregated: {name}={value}"):
+        Disaggregated(**knobs)
+
+
+# ---- everything at once
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=6),
+    st.lists(st.sampled_from(FATES), min_size=1, max_size=8),
+    st.integers(1, 2),
+    st.integers(6, 14),
+    st.integers(1, 4),
+)
+def test_random_load_over_a_bad_link(
+    load: list[Arrival], fates: list[int | str], prefills: int, slabs: int, max_running: int
+) -> None:
+    clock = Clock()
+    placed = pools(
+        {"schedule": "sarathi:budget=20"}, fate=lambda i: fates[i % len(fates)], clock=clock,
+        knobs=f":prefill={prefills},share={prefills / (prefills + 1)},deadline=10",
+        kv_bytes=slabs * SLAB * (prefills + 1), max_running=max_running,
+    )  # fmt: skip
+    families = [_family(arrival) for arrival in load]
+    for now in range(3000):
+        clock.now += 1.0
+        for arrival, family in zip(load, families):
+            if arrival.step == now:
+                for request in family:
+                    placed.add(request)
+            if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
+                placed.cancel(family[0])
+        placed.step()
+        check_pools(placed)
+        if now > 60 and all(r.left for family in families for r in family):
+            break
+    for arrival, family in zip(load, families):
+        for request in family:
+            assert request.left is not None, "lost"
+            assert request.left.how in ("finished", "cancelled")
+            assert same(request, _full(arrival, request))
+    finish(placed, [])

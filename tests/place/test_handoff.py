@@ -1,0 +1,140 @@
+"""What a hand-off carries: rows as they are, progress, plain drawers; and how it refuses what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from phasewise import catalog
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.handoff import Handoff, Loopback, Misfit, State, exactness, landing, layout, pack, unpack
+from phasewise.kv.store import Store
+from phasewise.recipe import kv_shapes
+from phasewise.request import SLO, Params, Request
+from phasewise.trace import Counters
+from tests import tiny
+from tests.laws import settings as laws
+
+
+def running(**verbs: str) -> tuple[tiny.Placed, Request]:
+    """A request of 90 rows and some tokens, in the middle of its generation."""
+    engine = tiny.engine(verbs, prefix_cache=False)
+    request = Request(tiny.prompts(90)[0], tiny.greedy(20))
+    engine.add(request)
+    for _ in range(4):
+        engine.step()
+    return engine, request
+
+
+def sent(request: Request, name: str) -> tuple[dict, list[torch.Tensor]]:
+    link = Loopback()
+    link.send(*pack(request, name, ticket=7))
+    message = link.receive()
+    assert message is not None and link.receive() is None
+    return message
+
+
+def another_store(engine: tiny.Placed) -> Store:
+    return Store(kv_shapes(engine.model), engine.store.codec, ledger=Ledger(1 << 30), counters=Counters())
+
+
+FORMS = [
+    laws.options(verb, name)
+    for verb, name in laws.discovered()
+    if verb in ("store", "evict", "skip") and catalog.method(verb, name).needs == "nothing"
+]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_rows_arrive_as_they_left(options: dict[str, str]) -> None:
+    engine, request = running(**options)
+    header, tensors = sent(request, "here")
+    store = another_store(engine)
+    expected = landing(request.kv)
+    kv, _ = unpack(header, tensors, store, "here")
+    assert store.ledger.used == expected == kv.bytes
+    assert store.counters.kv_bytes_moved == request.kv.live_bytes == kv.live_bytes
+    for ours, theirs in zip(request.kv.layers, kv.layers):
+        assert len(ours.slabs) == len(theirs.slabs)
+        for a, b in zip(ours.slabs, theirs.slabs):
+            assert a.n == b.n and (a.positions is None) == (b.positions is None)
+            assert a.positions is None or torch.equal(a.positions[:, : a.n], b.positions[:, : b.n])
+            assert all(torch.equal(p[:, : a.n], q[:, : b.n]) for p, q in zip(a.buffer.planes, b.buffer.planes))
+    kv.close()
+    assert store.ledger.used == 0
+
+
+def test_the_header_is_plain_and_complete() -> None:
+    params = Params(
+        max_tokens=9, temperature=0.7, seed=2**62, logit_bias={5: -1.5, 40: 2.0}, stop_tokens=(3, 9), top_k=12
+    )
+    request = Request([4, 5, 6], params, id="me", slo=SLO(0.5, 0.01), now=12.25)
+    request.tokens.append(11)
+    request.computed = request.high_water = 3
+    twin = Request.from_header(json.loads(json.dumps(request.header())))
+    for name in ("id", "tokens", "prompt_len", "computed", "high_water", "params", "slo", "known", "limit"):
+        assert getattr(twin, name) == getattr(request, name), name
+    assert twin.trace.arrived == 12.25 and twin.out == [11]
+
+
+def test_plain_drawers_travel_and_others_stay_behind() -> None:
+    engine, request = running()
+    tensor = torch.arange(6.0).view(2, 3)
+    plain = {"a": [1, 2.5, None, True, "x"], 3: (tensor, [tensor[0]]), "empty": {}}
+    request.state = {"plain": plain, "number": 4, "mixed": {"t": tensor, "o": object()}, "object": object()}
+    header, tensors = sent(request, "here")
+    _, state = unpack(header, tensors, another_store(engine), "here")
+    assert list(state) == ["plain", "number"] and state["number"] == 4
+    assert state["plain"]["a"] == plain["a"] and state["plain"]["empty"] == {}
+    assert isinstance(state["plain"][3], tuple) and torch.equal(state["plain"][3][0], tensor)
+    assert len(tensors) == sum(len(piece["planes"]) for piece in request.kv.dump()) + 2
+
+
+def test_what_does_not_fit_is_refused_and_leaves_nothing_behind() -> None:
+    engine, request = running()
+    store = another_store(engine)
+    header, tensors = sent(request, "here")
+
+    def refuses(words: str, header: dict, tensors: list[torch.Tensor]) -> None:
+        with pytest.raises(Misfit, match=words):
+            unpack(header, tensors, store, "here")
+        assert store.ledger.used == 0
+
+    refuses("layout", header | {"layout": "there"}, tensors)
+    refuses("the rows are predicted, but here they are true", header | {"exactness": "predicted"}, tensors)
+    refuses("cannot be loaded", header, tensors[:-1])
+    refuses("cannot be loaded", header, [t[..., :5] for t in tensors])
+    refuses("cannot be loaded", header | {"kv": {"list": header["kv"]["list"][:-1]}}, tensors)
+
+
+def test_a_layout_names_model_shapes_and_form() -> None:
+    def of(verbs: dict[str, str] | None = None, **options: object) -> str:
+        engine = tiny.engine(verbs, of=tiny.model(**options))
+        return layout(engine.model.config, engine.store)
+
+    assert of() == of(seed=1)  # weights are not looked at
+    others = [of(layers=5), of(kv_heads=4), of({"store": "int8"})]
+    assert len({of(), *others}) == 4
+
+
+def test_exactness_of_what_is_sent() -> None:
+    assert exactness(running()[1].kv) == "true"
+    assert exactness(running(store="int8")[1].kv) == "quantised"
+    assert exactness(running(evict="streaming:sinks=2,window=20")[1].kv) == "sparse"
+
+
+def test_a_move_goes_forward_only() -> None:
+    order = [State.RESERVED, State.SENDING, State.DELIVERED, State.OWNED, State.RELEASED]
+    for i, start in enumerate(order):
+        for j, end in enumerate(order):
+            handoff = Handoff(0, Request([1]), 0, 0.0)
+            for state in order[1 : i + 1]:
+                handoff.to(state)
+            if j == i + 1 or (end is State.RELEASED and i < 4):
+                handoff.to(end)
+                assert handoff.state is end
+            else:
+                with pytest.raises(AssertionError, match=f"from {start.name} to {end.name}"):
+                    handoff.to(end)

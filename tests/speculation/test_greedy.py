@@ -1,0 +1,146 @@
+"""Greedy tokens are plain decoding's under every drafter, verifier, tree, schedule and memory; and the KV is too."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.place import Placed
+from phasewise.request import Params, Request
+from tests import tiny
+from tests.laws.settings import spell
+
+N = 24
+VERIFIERS = [name for name in catalog.names("verify") if catalog.method("verify", name).guarantee != "lossy"]
+DRAFTERS = {
+    **{name: spell("draft", name) for name in catalog.names("draft")},
+    "prompt_lookup tree": "prompt_lookup:min_match=1,branches=3",
+    "draft_model tree": "draft_model:model=tiny-draft,branches=4,k=3",
+    "perfect chain": "draft_model:model=tiny",
+    "perfect tree": "draft_model:model=tiny,branches=2",
+}
+PAIRS = list(itertools.product(DRAFTERS, VERIFIERS))
+
+
+def prompts() -> list[list[int]]:
+    texts = tiny.prompts(30, 7, 90, 1, 12)
+    texts[4] = texts[4] * 4  # something to look up
+    return texts
+
+
+@cache
+def plain() -> list[list[int]]:
+    return tiny.outs(tiny.run(tiny.engine(), prompts(), tiny.greedy(N)))
+
+
+def speculating(draft: str, verify: str = "rejection", **limits: int) -> Placed:
+    return tiny.engine({"draft": DRAFTERS[draft], "verify": verify}, **limits)
+
+
+@pytest.mark.parametrize(("draft", "verify"), PAIRS, ids=[f"{d}-{v}" for d, v in PAIRS])
+def test_tokens_are_plain_decodings(draft: str, verify: str) -> None:
+    try:
+        placed = speculating(draft, verify)
+    except UserError as error:
+        pytest.skip(str(error))
+    requests = tiny.run(placed, prompts(), tiny.greedy(N))
+    assert tiny.outs(requests) == plain()
+    assert placed.counters.drafted >= placed.counters.accepted
+    assert placed.counters.emitted == N * len(requests)
+
+
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_in_chunks(draft: str) -> None:
+    placed = tiny.engine({"draft": DRAFTERS[draft], "schedule": "sarathi:budget=5"})
+    assert tiny.outs(tiny.run(placed, prompts(), tiny.greedy(N))) == plain()
+
+
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_preempted_again_and_again(draft: str) -> None:
+    """Every third step somebody loses all KV and every drafter's state."""
+    placed = speculating(draft, prefix_cache=False)
+    requests = [Request(p, tiny.greedy(N)) for p in prompts()]
+    for request in requests:
+        placed.add(request)
+    for step in range(24):
+        placed.step()
+        if step % 3 == 2 and placed.running:
+            placed.room.preempt(placed.running[step % len(placed.running)])
+    tiny.finish(placed, requests)
+    assert tiny.outs(requests) == plain()
+    assert placed.counters.preemptions >= 2
+
+
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_siblings(draft: str) -> None:
+    """n samples of one prompt under `match`: each what plain decoding draws with that seed."""
+    params = Params(max_tokens=N, temperature=0.8, seed=3, ignore_eos=True)
+
+    def family(placed: Placed) -> list[list[int]]:
+        first = Request(prompts()[4], params)
+        requests = [first, *(first.sibling(i) for i in (1, 2, 3))]
+        for request in requests:
+            placed.add(request)
+        tiny.finish(placed, requests)
+        return tiny.outs(requests)
+
+    assert family(speculating(draft, "match")) == family(tiny.engine())
+
+
+@pytest.mark.parametrize("draft", ["perfect chain", "perfect tree", "prompt_lookup tree"])
+@pytest.mark.parametrize("at", range(2, 9))
+def test_a_stop_token_inside_an_accepted_run_ends_there(draft: str, at: int) -> None:
+    want = plain()[0][:at]
+    stop = want[-1]
+    if stop in want[:-1]:
+        pytest.skip("this token comes earlier")
+    placed = speculating(draft)
+    request = tiny.run(placed, prompts()[:1], Params(max_tokens=N, ignore_eos=True, stop_tokens=(stop,)))[0]
+    assert request.out == want and request.left is not None and request.left.reason == "stop"
+
+
+@pytest.mark.parametrize("draft", ["perfect chain", "perfect tree"])
+@pytest.mark.parametrize("n", range(1, 9))
+def test_never_more_than_max_tokens(draft: str, n: int) -> None:
+    placed = speculating(draft)
+    request = tiny.run(placed, prompts()[:1], tiny.greedy(n))[0]
+    assert request.out == plain()[0][:n]
+    assert placed.counters.rows <= request.prompt_len + 2 * n, "rows that could never be emitted were computed"
+
+
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_kv_after_every_step_is_plain_decodings(draft: str) -> None:
+    """After chains and trees alike, rows 0 .. computed-1 stand in order, with the keys an ordinary run computes."""
+    reference, placed = tiny.engine(), speculating(draft)
+    request, plainly = Request(prompts()[4], tiny.greedy(N)), Request(prompts()[4], tiny.greedy(N))
+    placed.add(request)
+    reference.add(plainly)
+    while plainly.n_out < N - 1:
+        reference.step()
+    assert plainly.kv is not None
+    while request.left is None:
+        placed.step()
+        if request.kv is None:
+            break
+        for ours, theirs in zip(request.kv.layers, plainly.kv.layers):
+            (slab,), (want,) = ours.slabs, theirs.slabs
+            assert slab.positions is None and slab.n == request.computed
+            rows = min(slab.n, want.n)
+            for plane, expected in zip(slab.buffer.planes, want.buffer.planes):
+                torch.testing.assert_close(plane[:, :rows], expected[:, :rows], atol=1e-4, rtol=1e-4)
+    assert request.out == plain()[4]
+
+
+def test_trees_do_accept_later_siblings() -> None:
+    """Otherwise the tests above would not have seen a path that must be moved together."""
+    placed = speculating("draft_model tree")
+    before = tiny.engine()
+    for engine in (placed, before):
+        tiny.run(engine, prompts(), tiny.greedy(N))
+    assert placed.counters.accepted > 0
+    assert placed.counters.kv_bytes_moved > before.counters.kv_bytes_moved
