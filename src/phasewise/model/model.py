@@ -16,6 +16,7 @@ from phasewise.model.mlp import MLP, Counts, MoE
 from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
 from phasewise.model.parse import read_config
 from phasewise.model.rope import RopeTables, Rotary
+from phasewise.model.stacked import stacked
 from phasewise.model.weights import Checkpoint, Weights
 from phasewise.ops.linear import Linear
 
@@ -90,6 +91,7 @@ class Model:
         self.norm = RMSNorm(_offset(weights.take("norm"), config), config.eps)
         self.unembed = Linear(self.table) if config.tied else weights.linear("head")
         self._ropes = RopeTables(config.ropes, self.dtype, self.device)
+        self.stack = stacked(self.layers, config, self.dtype)  # all layers in one native call, if they are plain
         # in the model's dtype first, as the families were trained
         self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once

@@ -71,9 +71,9 @@ class Linear:
         return not isinstance(self._form, Plain)
 
     @property
-    def native(self) -> bool:
-        """Whether the kernels of `ops.native` do the work."""
-        return isinstance(self._form, Packed)
+    def native(self) -> Packed | None:
+        """The weights as the kernels of `ops.native` take them, where those do the work."""
+        return self._form if isinstance(self._form, Packed) else None
 
     def rows(self, which: Tensor) -> Tensor:
         """Rows of the weight, int64 [N] -> [N, in], as an embedding table gives them."""

@@ -19,6 +19,7 @@ class Dense:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    everything: ClassVar[bool] = True
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:

@@ -4,27 +4,8 @@
 // by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads.
 #include <math.h>
 
-#include "kernels.h"
-#include "pool.h"
+#include "parts.h"
 #include "simd.h"
-
-struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
-  const void *q, *k, *v;
-  void* out;
-  float* lse;  // [rows, heads_q] or null
-  int64_t q_row, k_head, k_row, v_head, v_row;  // strides count elements
-  int64_t n, rows;
-  const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: those before it, and itself
-};
-
-struct AttentionCall {
-  const Span* spans;
-  int64_t count, heads_q, heads, dim;
-  int64_t kind;
-  int64_t window;  // 0: none; else a row sees only this many slots up to its own
-  int64_t threads;
-  double scale;
-};
 
 constexpr long KEYS = 64;       // slots whose scores are held at a time
 constexpr long QUERIES = 16;    // queries per job
@@ -32,8 +13,7 @@ constexpr long MOST_DIM = 256;  // of a head
 constexpr long PART = 1024;     // slots per part
 
 struct Job {
-  const Span* span;
-  long head, first, count;  // queries, numbered row * group + query head of the group
+  long span, head, first, count;  // queries, numbered row * group + query head of the group
   long part, parts;
 };
 
@@ -176,7 +156,7 @@ static void hide(const Call& call, const Span& span, long row, long slot, long t
 }
 
 template <class T> static void read_part(const Call& call, const Job& job, long from, long to, State& s) {
-  const Span& span = *job.span;
+  const Span& span = call.spans[job.span];
   long dim = call.dim;
   const T *k = (const T*)span.k + job.head * span.k_head, *v = (const T*)span.v + job.head * span.v_head;
   for (long i = 0; i < job.count; i++) {
@@ -205,13 +185,13 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
 }
 
 template <class T> static void finish(const Call& call, const Job& job, const State& s) {
+  const Span& span = call.spans[job.span];
   for (long i = 0; i < job.count; i++) {
-    long row = (job.first + i) / group(call);
-    long head = job.head * group(call) + (job.first + i) % group(call);
-    T* out = (T*)job.span->out + (row * call.heads_q + head) * call.dim;
-    float scale = s.total[i] > 0 || s.total[i] != s.total[i] ? 1 / s.total[i] : 0;  // a row that sees nothing reads 0
+    long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
+    T* out = (T*)span.out + (row * call.heads_q + head) * call.dim;
+    float scale = s.total[i] == 0 ? 0 : 1 / s.total[i];  // a row that sees nothing reads 0
     for (long d = 0; d < call.dim; d++) put(out + d, s.sum[i][d] * scale);
-    if (job.span->lse) job.span->lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
+    if (span.lse) span.lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
   }
 }
 
@@ -228,57 +208,83 @@ static void join(const Job& job, const State* parts, long dim, State& s) {
   }
 }
 
+struct Plan {
+  Job* jobs;
+  Part* parts;
+  State* states;  // of parts that are joined later
+  long job_count, part_count;
+  bool cut;
+};
+
 // Jobs and parts of all spans; with null pointers only counted.
-static void plan(const Call& call, Job* jobs, Part* parts, long& job_count, long& part_count) {
-  job_count = part_count = 0;
-  for (const Span* span = call.spans; span < call.spans + call.count; span++)
+static void count_jobs(const Call& call, Plan& plan) {
+  plan.job_count = plan.part_count = 0;
+  for (long b = 0; b < call.count; b++)
     for (long head = 0; head < call.heads; head++)
-      for (long first = 0; first < span->rows * group(call); first += QUERIES) {
-        long left = span->rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
-        long from = start(call, limit(*span, first / group(call))) / KEYS * KEYS;
-        long to = limit(*span, (first + some - 1) / group(call)), begin = from / PART * PART;
+      for (long first = 0; first < call.spans[b].rows * group(call); first += QUERIES) {
+        const Span& span = call.spans[b];
+        long left = span.rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
+        long from = start(call, limit(span, first / group(call))) / KEYS * KEYS;
+        long to = limit(span, (first + some - 1) / group(call)), begin = from / PART * PART;
         long pieces = (to - begin + PART - 1) / PART;
-        if (jobs) jobs[job_count] = {span, head, first, some, part_count, pieces};
-        for (long at = begin; parts && at < to; at += PART)
-          parts[part_count + (at - begin) / PART] = {job_count, at > from ? at : from, at + PART < to ? at + PART : to};
-        part_count += pieces;
-        job_count++;
+        if (plan.jobs) plan.jobs[plan.job_count] = {b, head, first, some, plan.part_count, pieces};
+        for (long at = begin; plan.parts && at < to; at += PART)
+          plan.parts[plan.part_count + (at - begin) / PART] = {plan.job_count, at > from ? at : from,
+                                                               at + PART < to ? at + PART : to};
+        plan.part_count += pieces;
+        plan.job_count++;
+      }
+  plan.cut = plan.part_count > plan.job_count;
+}
+
+long plan_room(const Call& call) {
+  Plan plan = {};
+  count_jobs(call, plan);
+  return sizeof(Plan) + plan.job_count * sizeof(Job) + plan.part_count * (sizeof(Part) + (plan.cut ? sizeof(State) : 0));
+}
+
+Plan* make_plan(const Call& call, void* room) {
+  Plan* plan = (Plan*)room;
+  *plan = {};
+  count_jobs(call, *plan);
+  plan->jobs = (Job*)(plan + 1);
+  plan->parts = (Part*)(plan->jobs + plan->job_count);
+  plan->states = (State*)(plan->parts + plan->part_count);
+  count_jobs(call, *plan);
+  return plan;
+}
+
+Shares reads_of(const Plan* plan, int threads) { return Shares(plan->part_count, threads); }
+Shares joins_of(const Plan* plan, int threads) { return Shares(plan->job_count, threads); }
+
+template <class T> static void run(const Call& call, const Plan& plan, Shares* reads, Shares* joins, int all) {
+  State own;
+  for (long from, to; reads->take(from, to);)
+    for (long p = from; p < to; p++) {
+      const Job& job = plan.jobs[plan.parts[p].job];
+      read_part<T>(call, job, plan.parts[p].from, plan.parts[p].to, job.parts > 1 ? plan.states[p] : own);
+      if (job.parts == 1) finish<T>(call, job, own);
+    }
+  if (!plan.cut) return;
+  wait_for_all(all);
+  for (long from, to; joins->take(from, to);)
+    for (long j = from; j < to; j++)
+      if (plan.jobs[j].parts > 1) {
+        join(plan.jobs[j], plan.states + plan.jobs[j].part, call.dim, own);
+        finish<T>(call, plan.jobs[j], own);
       }
 }
 
-template <class T> static void attend_all(const Call& call) {
-  long job_count, part_count;
-  plan(call, nullptr, nullptr, job_count, part_count);
-  int64_t work = 0;
-  for (const Span* span = call.spans; span < call.spans + call.count; span++) work += span->n * span->rows;
-  int threads = enough(call.threads, work * call.heads_q * call.dim);
-  bool cut = part_count > job_count;
-  char* room = (char*)scratch(job_count * sizeof(Job) + part_count * (sizeof(Part) + (cut ? sizeof(State) : 0)));
-  Job* jobs = (Job*)room;
-  Part* parts = (Part*)(jobs + job_count);
-  State* states = (State*)(parts + part_count);
-  plan(call, jobs, parts, job_count, part_count);
-  Shares reads(part_count, threads), joins(job_count, threads);
-  together(threads, [&](int, int all) {
-    State own;
-    for (long from, to; reads.take(from, to);)
-      for (long p = from; p < to; p++) {
-        const Job& job = jobs[parts[p].job];
-        read_part<T>(call, job, parts[p].from, parts[p].to, job.parts > 1 ? states[p] : own);
-        if (job.parts == 1) finish<T>(call, job, own);
-      }
-    if (!cut) return;
-    wait_for_all(all);
-    for (long from, to; joins.take(from, to);)
-      for (long j = from; j < to; j++)
-        if (jobs[j].parts > 1) {
-          join(jobs[j], states + jobs[j].part, call.dim, own);
-          finish<T>(call, jobs[j], own);
-        }
-  });
+void attention_part(const Call& call, const Plan* plan, Shares* reads, Shares* joins, int all) {
+  if (call.kind == FLOAT) run<float>(call, *plan, reads, joins, all);
+  else run<bf16>(call, *plan, reads, joins, all);
 }
 
 API void attend(const AttentionCall* call) {
-  if (call->kind == FLOAT) attend_all<float>(*call);
-  else attend_all<bf16>(*call);
+  int64_t work = 0;
+  for (long b = 0; b < call->count; b++) work += call->spans[b].n * call->spans[b].rows;
+  int threads = enough(call->threads, work * call->heads_q * call->dim);
+  Plan* plan = make_plan(*call, scratch(OF_ATTENTION, plan_room(*call)));
+  Shares reads = reads_of(plan, threads), joins = joins_of(plan, threads);
+  together(threads, [&](int, int all) { attention_part(*call, plan, &reads, &joins, all); });
 }

@@ -1,6 +1,7 @@
 // Linear layers of bfloat16 weights, packed so that one register holds two inputs of LANES outputs.
 #include <type_traits>
 
+#include "parts.h"
 #include "tile.h"
 
 struct Bf16 {
@@ -66,29 +67,39 @@ template <class T, class N> static void copy_row(const T* x, long inputs, N* out
   if (inputs % 2) put(out + inputs, 0);
 }
 
-API void linear(const LinearCall* call) {
+static bool as_it_lies(const LinearCall& call) {
+  return DOT_INSTRUCTIONS && call.x.kind == BFLOAT && call.weights->inputs % 2 == 0 && call.x.stride % 2 == 0;
+}
+
+long linear_room(const LinearCall& call) {
+  return as_it_lies(call) ? 0 : call.rows * ((call.weights->inputs + 1) / 2) * sizeof(Bf16::Word);
+}
+
+void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
   typedef std::conditional_t<DOT_INSTRUCTIONS, bf16, float> Number;
-  const Weights& w = *call->weights;
-  const Rows& x = call->x;
-  long words = (w.inputs + 1) / 2;
-  bool as_it_lies = DOT_INSTRUCTIONS && x.kind == BFLOAT && w.inputs % 2 == 0 && x.stride % 2 == 0;
-  Bf16::Word* copy = as_it_lies ? nullptr : (Bf16::Word*)scratch(call->rows * words * sizeof(Bf16::Word));
-  const Bf16::Word* in = as_it_lies ? (const Bf16::Word*)x.data : copy;
-  long stride = as_it_lies ? x.stride / 2 : words;
-  int threads = enough(call->threads, call->rows * w.outputs * w.inputs);
-  Shares shares(panels(w.outputs), threads);
-  auto finish = [&](long row, long column, long count, F* sums) {
-    write(call->y, call->add, w.bias, row, column, count, sums);
-  };
-  together(threads, [&](int thread, int all) {
-    if (copy) {
-      for (long r = thread; r < call->rows; r += all) {
-        Number* out = (Number*)(copy + r * words);
-        if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, out);
-        else copy_row((const bf16*)x.data + r * x.stride, w.inputs, out);
-      }
-      wait_for_all(all);
+  const Weights& w = *call.weights;
+  const Rows& x = call.x;
+  long words = (w.inputs + 1) / 2, stride = x.stride / 2;
+  const Bf16::Word* in = (const Bf16::Word*)x.data;
+  if (!as_it_lies(call)) {
+    Bf16::Word* copy = (Bf16::Word*)room;
+    for (long r = thread; r < call.rows; r += all) {
+      Number* out = (Number*)(copy + r * words);
+      if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, out);
+      else copy_row((const bf16*)x.data + r * x.stride, w.inputs, out);
     }
-    multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, in, stride, call->rows, &shares, finish);
-  });
+    wait_for_all(all);
+    in = copy, stride = words;
+  }
+  auto finish = [&](long row, long column, long count, F* sums) {
+    write(call.y, call.add, w.bias, row, column, count, sums);
+  };
+  multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, in, stride, call.rows, shares, finish);
+}
+
+API void linear(const LinearCall* call) {
+  int threads = enough(call->threads, call->rows * call->weights->outputs * call->weights->inputs);
+  void* room = scratch(OF_LINEAR, linear_room(*call));
+  Shares shares(panels(call->weights->outputs), threads);
+  together(threads, [&](int thread, int all) { linear_part(*call, room, &shares, thread, all); });
 }

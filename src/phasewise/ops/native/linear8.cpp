@@ -4,6 +4,7 @@
 // adds to a sum, 128 times the sum of the weights, is taken off at the end. Products are exact.
 #include <math.h>
 
+#include "parts.h"
 #include "tile.h"
 
 struct Int8 {
@@ -65,7 +66,7 @@ template <class T> static float quantise(const T* x, long inputs, long words, in
 // weight [outputs, inputs] -> packed, scale and sums of `w`
 API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
   long words = (w->inputs + 3) / 4;
-  uint8_t* rounded = (uint8_t*)scratch(threads * words * 4);
+  uint8_t* rounded = (uint8_t*)scratch(OF_LINEAR, threads * words * 4);
   together(threads, [&](int thread, int all) {
     uint8_t* row = rounded + thread * words * 4;
     for (long o = thread; o < w->outputs; o += all) {
@@ -95,29 +96,34 @@ API void linear8_rows(const Weights* w, const int64_t* which, int64_t count, con
   }
 }
 
-API void linear8(const LinearCall* call) {
-  const Weights& w = *call->weights;
-  const Rows& x = call->x;
+long linear8_room(const LinearCall& call) { return call.rows * ((call.weights->inputs + 3) / 4 + 1) * 4; }
+
+void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
+  const Weights& w = *call.weights;
+  const Rows& x = call.x;
   long words = (w.inputs + 3) / 4;
-  int32_t* in = (int32_t*)scratch(call->rows * (words + 1) * 4);
-  float* worth = (float*)(in + call->rows * words);
-  int threads = enough(call->threads, call->rows * w.outputs * w.inputs);
-  Shares shares(panels(w.outputs), threads);
+  int32_t* in = (int32_t*)room;
+  float* worth = (float*)(in + call.rows * words);
+  for (long r = thread; r < call.rows; r += all) {
+    uint8_t* out = (uint8_t*)(in + r * words);
+    worth[r] = x.kind == FLOAT ? quantise((const float*)x.data + r * x.stride, w.inputs, words, 128, out)
+                               : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, 128, out);
+  }
+  wait_for_all(all);
   auto finish = [&](long row, long column, long count, const I* sums) {
     F values[WIDTH / LANES] = {};
     float* v = (float*)values;
     const int32_t* s = (const int32_t*)sums;
     for (long i = 0; i < count; i++)
       v[i] = (float)(s[i] - 128 * w.sums[column + i]) * (worth[row] * w.scale[column + i]);
-    write(call->y, call->add, w.bias, row, column, count, values);
+    write(call.y, call.add, w.bias, row, column, count, values);
   };
-  together(threads, [&](int thread, int all) {
-    for (long r = thread; r < call->rows; r += all) {
-      uint8_t* out = (uint8_t*)(in + r * words);
-      worth[r] = x.kind == FLOAT ? quantise((const float*)x.data + r * x.stride, w.inputs, words, 128, out)
-                                 : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, 128, out);
-    }
-    wait_for_all(all);
-    multiply<Int8>((const int32_t*)w.packed, w.outputs, words, in, words, call->rows, &shares, finish);
-  });
+  multiply<Int8>((const int32_t*)w.packed, w.outputs, words, in, words, call.rows, shares, finish);
+}
+
+API void linear8(const LinearCall* call) {
+  int threads = enough(call->threads, call->rows * call->weights->outputs * call->weights->inputs);
+  void* room = scratch(OF_LINEAR, linear8_room(*call));
+  Shares shares(panels(call->weights->outputs), threads);
+  together(threads, [&](int thread, int all) { linear8_part(*call, room, &shares, thread, all); });
 }

@@ -12,12 +12,13 @@ API void use_pool(void* parallel, void* thread, void* threads, void* barrier) {
           (decltype(pool.barrier))barrier};
 }
 
-void* scratch(long bytes) {
+void* scratch(Place place, long bytes) {
   static thread_local struct Room {
     void* data = nullptr;
     long bytes = 0;
     ~Room() { free(data); }
-  } room;
+  } rooms[PLACES];
+  Room& room = rooms[place];
   if (bytes > room.bytes) {
     free(room.data);
     room.bytes = (bytes + 4095) / 4096 * 4096;

@@ -12,8 +12,9 @@ struct Pool {
 
 extern Pool pool;
 
-// Memory that the calling thread may use until it asks again.
-void* scratch(long bytes);
+// Memory that the calling thread may use until it asks for the same place again.
+enum Place { OF_LINEAR, OF_ATTENTION, OF_STACK, PLACES };
+void* scratch(Place place, long bytes);
 
 inline void wait_for_all(int threads) {
   if (threads > 1) pool.barrier();

@@ -22,7 +22,7 @@ class Packed:
     rounded to 255 levels of their largest magnitude, exact sums. There must be a `library()`.
     """
 
-    __slots__ = ("_address", "_bias", "_kept", "_multiply", "_words", "inputs", "int8", "nbytes", "outputs")
+    __slots__ = ("_bias", "_kept", "_multiply", "_words", "address", "inputs", "int8", "nbytes", "outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> None:
         kernels = library()
@@ -39,14 +39,14 @@ class Packed:
         self._words = array("q", [packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()])
         self._words.extend([s.data_ptr() for s in scales] or [0, 0])
         self._words.extend([self.outputs, self.inputs])
-        self._address = self._words.buffer_info()[0]
+        self.address = self._words.buffer_info()[0]
         self._multiply = kernels.linear8 if int8 else kernels.linear
         source = weight.contiguous()
         if int8:
             rows = array("q", [source.data_ptr(), self.inputs, KIND[source.dtype]])
-            kernels.linear8_pack(rows.buffer_info()[0], self._address, threads)
+            kernels.linear8_pack(rows.buffer_info()[0], self.address, threads)
         else:
-            kernels.linear_pack(source.data_ptr(), self._address, threads)
+            kernels.linear_pack(source.data_ptr(), self.address, threads)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """`add` [T, out] is summed into the result within the same kernel."""
@@ -54,7 +54,7 @@ class Packed:
         y = torch.empty((rows, outputs), dtype=x.dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        call = [self._address, x.data_ptr(), x.stride(0), kind]
+        call = [self.address, x.data_ptr(), x.stride(0), kind]
         if add is None:
             call += [0, 0, 0]
         else:
@@ -72,9 +72,9 @@ class Packed:
         index = which.contiguous()
         if self.int8:
             rows = array("q", [out.data_ptr(), self.inputs, KIND[out.dtype]])
-            kernels.linear8_rows(self._address, index.data_ptr(), index.numel(), rows.buffer_info()[0])
+            kernels.linear8_rows(self.address, index.data_ptr(), index.numel(), rows.buffer_info()[0])
         else:
-            kernels.linear_rows(self._address, index.data_ptr(), index.numel(), out.data_ptr())
+            kernels.linear_rows(self.address, index.data_ptr(), index.numel(), out.data_ptr())
         return out
 
     def dense(self) -> Tensor:
