@@ -67,7 +67,7 @@ class Attend(Protocol):
     """attend: what may one query row read? Pages stay untouched."""
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        """One output [R, hq, D] per read, in order. A row's result depends on that row and its committed prefix only."""
+        """One output [R, hq, D] per read; a row's result depends on that row and its committed prefix alone."""
         ...
 
 
