@@ -104,7 +104,9 @@ def greedy(n: int = 16) -> Params:
     return Params(max_tokens=n, ignore_eos=True)
 
 
-def run(placed: Placed, given: Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None) -> list[Request]:
+def run(
+    placed: Placed, given: Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None
+) -> list[Request]:
     """Add all prompts at once, step until all have left, and check that no KV byte is left behind."""
     each = params if isinstance(params, Sequence) else [params or greedy()] * len(given)
     requests = [Request(p, q) for p, q in zip(given, each)]

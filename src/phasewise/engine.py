@@ -143,14 +143,11 @@ class Engine:
         self._progressed = []
         self._admit()
         self._measure()
-        preemptions = self.counters.preemptions
         works = self.parts.schedule.plan(self.running, self.parts.clock())
         spans = self._propose(self.room.reserve(works))
         if spans:
             self.counters.steps += 1
             self._run(spans)
-        elif works and self.counters.preemptions == preemptions and not self._progressed:
-            self.room.free_for(self.running[0])  # nothing found room and nothing was freed: no deadlock
         return self._progressed
 
     def forget_prefixes(self) -> None:

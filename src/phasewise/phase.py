@@ -71,7 +71,7 @@ class Attend(Protocol):
     """
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        """One output [R, hq, D] per read, in order. A row's result depends on that row and its committed prefix only."""
+        """One output [R, hq, D] per read; a row's result depends on that row and its committed prefix alone."""
         ...
 
 

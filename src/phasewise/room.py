@@ -44,24 +44,23 @@ class Room:
         return True
 
     def reserve(self, works: Sequence[Work]) -> list[Work]:
-        """The work that has room now, most important first. Slices under way have theirs already."""
+        """The work that has room now, most important first."""
         kept: list[Work] = []
         owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
         for work in sorted(works, key=lambda work: self.queues.rank(work.job)):
             request: Request = work.job
             if request.kv is None:
                 continue  # preempted for a request before it
-            if request.depth == 0:
-                extra = self._companion_growth(request, work.rows)
-                if not self.make(request, work.rows, owed + extra):
-                    continue
-                owed += extra
-                wished += self._companion_growth(request, work.rows, optional=True)
-                request.kv.reserve(work.rows)
+            extra = self._companion_growth(request, work.rows)
+            if not self.make(request, work.rows, owed + extra):
+                continue
+            owed += extra
+            wished += self._companion_growth(request, work.rows, optional=True)
+            request.kv.reserve(work.rows)
             kept.append(work)
         if wished:
             self.store.room(owed + wished)  # unused prefixes make way for drafts; nobody is preempted for them
-        return [work for work in kept if work.job.kv is not None]
+        return kept
 
     def make(self, request: Request, rows: int, extra: int = 0) -> bool:
         """Room for `rows` more rows and `extra` bytes, at the price of less important requests; False = not now."""

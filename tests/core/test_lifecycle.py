@@ -192,3 +192,29 @@ def test_a_promise_takes_room_until_it_is_given_back() -> None:
     engine.room.promise(-3 * SLAB)
     step_all(engine, [request])
     assert request.left.how == "finished"
+
+
+def test_a_request_waits_for_memory_that_will_come_back() -> None:
+    engine = tiny.engine(kv_bytes=4 * SLAB, prefix_cache=False)
+    request = Request(tiny.prompts(60)[0], tiny.greedy(30))
+    engine.add(request)
+    engine.step()
+    assert engine.room.promise(3 * SLAB)
+    for _ in range(20):
+        engine.step()
+        check(engine)
+    assert request.left is None and request.computed == 64  # the next row needs another slab
+    engine.room.promise(-3 * SLAB)
+    step_all(engine, [request])
+    assert request.out == alone(request) and engine.counters.preemptions == 0
+
+
+def test_a_request_lets_go_of_its_own_cached_prefix_before_it_fails() -> None:
+    """Its slab and the cached copy of its prompt fill the budget: the copy is what it can do without."""
+    engine = tiny.engine(kv_bytes=4 * SLAB)
+    request = Request(tiny.prompts(120)[0], tiny.greedy(60))
+    engine.add(request)
+    engine.step()
+    assert engine.prefix_bytes == 1.5 * SLAB and engine.kv_bytes == 3.5 * SLAB
+    step_all(engine, [request])
+    assert request.out == alone(request) and engine.counters.preemptions == 0

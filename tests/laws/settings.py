@@ -22,7 +22,7 @@ def tight(verb: str, name: str) -> dict[str, Any]:
 
 
 def options(verb: str, name: str, knobs: dict[str, Any] | None = None) -> dict[str, str]:
-    """Verb options that put the method to work, at its tight knobs unless others are given, with what it needs beside."""
+    """Verb options that put the method to work, at its tight knobs unless others are given, and what it needs."""
     given = {verb: spell(verb, name, tight(verb, name) if knobs is None else knobs)}
     if verb == "verify" or (verb == "decode" and "draft" in catalog.slots_of(catalog.method(verb, name))):
         given["draft"] = spell("draft", "draft_model", {"k": 3})

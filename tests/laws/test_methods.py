@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests import oracle, tiny
-from tests.laws.settings import discovered, guarantee, options
 
 from phasewise import catalog
 from phasewise.engine import Engine
 from phasewise.request import Params
+from tests import oracle, tiny
+from tests.laws.settings import discovered, guarantee, options
 
 EVERY = discovered()
 IDS = [f"{verb}.{name}" for verb, name in EVERY]
