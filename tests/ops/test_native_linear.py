@@ -151,6 +151,10 @@ def test_the_way_back(shape: tuple[int, int]) -> None:
     assert torch.equal(back, (steps.float() * step).bfloat16())
     which = torch.randint(0, shape[0], (5,))
     assert torch.equal(Packed(weight, None).rows(which), weight[which])
+    for int8 in (False, True):
+        for absent in (-1, shape[0]):
+            with pytest.raises(IndexError):
+                Packed(weight, None, int8=int8).rows(torch.tensor([0, absent]))
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -74,6 +74,18 @@ def far(got: Tensor, exact: Tensor) -> float:
     return float((got - exact).norm() / exact.norm())
 
 
+def test_int8(directories: dict[str, Path]) -> None:
+    """Weights rounded to int8: the stack and the open path round the same, and the model stays near float32."""
+    name = "llama-biased-tied"
+    rounded, exact = (Model.load(directories[name], dtype=dtype) for dtype in (torch.int8, torch.float32))
+    assert rounded.stack is not None and rounded.table is None
+    assert rounded.weight_bytes < 0.35 * exact.weight_bytes
+    runners = [Runner(rounded, stack=True), Runner(rounded), Runner(exact)]
+    for rows in ({0: range(3, 23), 1: range(9, 12)}, {0: [5], 1: [6]}):
+        fused, opened, wanted = (runner.step(rows) for runner in runners)
+        assert far(fused, opened) < 0.05 and far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3 < 0.2
+
+
 @pytest.mark.parametrize("name", STACKED)
 def test_no_further_from_float32_than_the_open_path(name: str, directories: dict[str, Path]) -> None:
     half, exact = (Model.load(directories[name], dtype=dtype) for dtype in (torch.bfloat16, torch.float32))

@@ -87,10 +87,12 @@ class Weights:
         self.device = device
         self.taken_bytes = 0
         _compare(checkpoint, layout)
+        self.int8 = dtype == torch.int8
+        dtype = torch.bfloat16 if self.int8 else dtype
         self.dtype = dtype or checkpoint.read(layout["embed"][0][0]).dtype
         if self.dtype not in DTYPES:
             raise WeightsError(f"dtype {self.dtype} is not supported (checkpoint {checkpoint.directory}); "
-                               f"choose one of {', '.join(map(str, DTYPES))}.")  # fmt: skip
+                               f"choose one of {', '.join(map(str, (*DTYPES, torch.int8)))}.")  # fmt: skip
 
     def __contains__(self, key: str) -> bool:
         return key in self.layout
@@ -121,7 +123,14 @@ class Weights:
 
     def linear(self, key: str) -> Linear:
         bias = self.take(f"{key}.bias") if f"{key}.bias" in self else None
-        return Linear(self.take(key), bias)
+        return self.packed(self.take(key), bias, exact=key.endswith("router"))
+
+    def packed(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Linear:
+        """A linear layer in the precision asked for; `exact` leaves the weight as it is."""
+        before = weight.nbytes + (0 if bias is None else bias.nbytes)
+        linear = Linear(weight, bias, precision="int8" if self.int8 and not exact else "as stored")
+        self.taken_bytes += linear.nbytes - before
+        return linear
 
 
 def _compare(checkpoint: Checkpoint, layout: Layout) -> None:

@@ -55,7 +55,8 @@ def load(target: str) -> ctypes.CDLL | None:
         if kernels.supported():
             for name, count in SIGNATURES.items():
                 function = getattr(kernels, name)
-                function.argtypes, function.restype = [ctypes.c_int64] * count, None
+                function.argtypes = [ctypes.c_int64] * count
+                function.restype = ctypes.c_int64 if name.endswith("rows") else None
             return kernels
     return None
 

@@ -53,12 +53,19 @@ API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
 }
 
 // Rows `which` of the weight, [count, inputs]: the way back, and the embedding table of a model that ties it.
-API void linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out) {
+// Returns how many of them there are not.
+API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out) {
   long words = (w->inputs + 1) / 2;
+  long absent = 0;
   for (long i = 0; i < count; i++) {
+    if (which[i] < 0 || which[i] >= w->outputs) {
+      absent++;
+      continue;
+    }
     const bf16* column = (const bf16*)w->packed + which[i] / WIDTH * words * WIDTH * 2 + which[i] % WIDTH * 2;
     for (long k = 0; k < w->inputs; k++) out[i * w->inputs + k] = column[k / 2 * WIDTH * 2 + k % 2];
   }
+  return absent;
 }
 
 // One row as the numbers that words hold (rounded to bfloat16 in any case), an odd one out filled up with a zero.

@@ -82,11 +82,16 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
   });
 }
 
-// Rows `which` of the weight as it was rounded, [count, inputs].
-API void linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out) {
+// Rows `which` of the weight as it was rounded, [count, inputs]. Returns how many of them there are not.
+API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out) {
   long words = (w->inputs + 3) / 4;
+  long absent = 0;
   for (long i = 0; i < count; i++) {
     long o = which[i];
+    if (o < 0 || o >= w->outputs) {
+      absent++;
+      continue;
+    }
     const int8_t* column = (const int8_t*)w->packed + (o / WIDTH * words * WIDTH + o % WIDTH) * 4;
     for (long k = 0; k < w->inputs; k++) {
       float value = column[k / 4 * WIDTH * 4 + k % 4] * w->scale[o];
@@ -94,6 +99,7 @@ API void linear8_rows(const Weights* w, const int64_t* which, int64_t count, con
       else ((bf16*)out->data)[i * out->stride + k] = narrow(value);
     }
   }
+  return absent;
 }
 
 long linear8_room(const LinearCall& call) { return call.rows * ((call.weights->inputs + 3) / 4 + 1) * 4; }

@@ -65,16 +65,22 @@ class Packed:
         return y
 
     def rows(self, which: Tensor) -> Tensor:
-        """Rows of the weight in bfloat16, int64 [N] -> [N, in]: the embeddings of a model that ties its head."""
+        """Rows of the weight in bfloat16, int64 [N] -> [N, in]: the embeddings of a model that ties its head.
+
+        Raises IndexError for a row that there is not.
+        """
         kernels = library()
         assert kernels is not None
         out = torch.empty((which.numel(), self.inputs), dtype=torch.bfloat16)
         index = which.contiguous()
+        at, count = index.data_ptr(), index.numel()
         if self.int8:
             rows = array("q", [out.data_ptr(), self.inputs, KIND[out.dtype]])
-            kernels.linear8_rows(self.address, index.data_ptr(), index.numel(), rows.buffer_info()[0])
+            absent = kernels.linear8_rows(self.address, at, count, rows.buffer_info()[0])
         else:
-            kernels.linear_rows(self.address, index.data_ptr(), index.numel(), out.data_ptr())
+            absent = kernels.linear_rows(self.address, at, count, out.data_ptr())
+        if absent:
+            raise IndexError(f"rows {which.tolist()} are not all among the {self.outputs} of the weight")
         return out
 
     def dense(self) -> Tensor:
