@@ -18,7 +18,6 @@ from phasewise.model.parse import read_config
 from phasewise.model.rope import RopeTables, Rotary
 from phasewise.model.stacked import stacked
 from phasewise.model.weights import Checkpoint, Weights
-from phasewise.ops.linear import Linear
 
 
 class LayerContext(Counts, Protocol):

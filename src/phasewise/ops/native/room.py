@@ -36,4 +36,6 @@ def _new_block(nbytes: int) -> Tensor:
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(nbytes), ADVISE_HUGE)  # advice: may be refused
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(ctypes.c_size_t(0))  # weights that were packed and let go leave the process
     return block
