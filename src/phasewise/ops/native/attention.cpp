@@ -4,6 +4,8 @@
 // by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads.
 #include <math.h>
 
+#include <type_traits>
+
 #include "parts.h"
 #include "simd.h"
 
@@ -88,8 +90,11 @@ template <class T> static void score(const T* q, const T* k, long row, long coun
 }
 
 // ---- weights
+// Weights are kept as the products with values take them.
+template <class T> using Weight = std::conditional_t<DOT_INSTRUCTIONS && std::is_same_v<T, bf16>, bf16, float>;
+
 // The scores of one query become weights; what was summed before is scaled to the new largest score.
-static void weigh(float* scores, long query, long dim, State& s) {
+template <class W> static void weigh(const float* scores, W* weights, long query, long dim, State& s) {
   F top = splat(s.top[query]);
   for (long j = 0; j < KEYS; j += LANES) top = max(load<F>(scores + j), top);
   float highest = most(top);
@@ -97,7 +102,7 @@ static void weigh(float* scores, long query, long dim, State& s) {
   F total = {};
   for (long j = 0; j < KEYS; j += LANES) {
     F weight = exp_negative(load<F>(scores + j) - from);
-    store(scores + j, weight);
+    store_floats(weights + j, weight);
     total += weight;
   }
   float shrink = expf(s.top[query] - from);
@@ -108,8 +113,8 @@ static void weigh(float* scores, long query, long dim, State& s) {
 }
 
 // ---- values
-// sum[q][d ...] += weights[q][j] * v[j][d ...] for Q queries and N registers
-template <class T, int Q, int N>
+// sum[q][d ...] += weights[q][j] * v[j][d ...] for Q queries and N registers of sums
+template <int Q, int N, class T>
 static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, float (*sum)[MOST_DIM]) {
   F acc[Q][N];
   for (int q = 0; q < Q; q++)
@@ -123,18 +128,53 @@ static void add_values(const float (*weights)[KEYS], const T* v, long row, long 
     for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
 }
 
+#if DOT_INSTRUCTIONS
+// The same for bfloat16, two slots at a time. Interleaving their rows leaves the sums of 32 numbers in the order that
+// `place` tells.
+template <int Q, int N>
+static void add_values(const bf16 (*weights)[KEYS], const bf16* v, long row, long count, float (*sum)[MOST_DIM]) {
+  F acc[Q][N];
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
+  for (long j = 0; j < count; j += 2) {
+    const bf16 *first = v + j * row, *second = j + 1 < count ? first + row : first;  // an odd one out weighs 0
+    __m512bh pairs[N];
+    for (int i = 0; i < N; i += 2) {
+      __m512i a = load<__m512i>(first + i * LANES), b = load<__m512i>(second + i * LANES);
+      pairs[i] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      pairs[i + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+    for (int q = 0; q < Q; q++) {
+      __m512bh weight = (__m512bh)_mm512_set1_epi32(load<int32_t>(weights[q] + j));
+      for (int i = 0; i < N; i++) acc[q][i] = (F)_mm512_dpbf16_ps((__m512)acc[q][i], pairs[i], weight);
+    }
+  }
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
+}
+#endif
+
+template <class T> static long place(long d, long dim) {
+  bool in_order = sizeof(Weight<T>) == 4 || d >= dim / 32 * 32;
+  return in_order ? d : d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4;
+}
+
+constexpr int MOST_QUERIES = DOT_INSTRUCTIONS ? 8 : 4;  // whose sums fit the registers
+
 template <class T, int Q>
-static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, long dim, State& s, long query) {
-  constexpr int N = DOT_INSTRUCTIONS || Q == 1 ? 4 : 2;
-  long d = 0;
-  auto sum = s.sum + query;
-  for (; d + N * LANES <= dim; d += N * LANES)
-    add_values<T, Q, N>(weights, v + d, row, count, (float(*)[MOST_DIM])(sum[0] + d));
-  for (; d + LANES <= dim; d += LANES)
-    add_values<T, Q, 1>(weights, v + d, row, count, (float(*)[MOST_DIM])(sum[0] + d));
-  for (; d < dim; d++)
-    for (int q = 0; q < Q; q++)
-      for (long j = 0; j < count; j++) sum[q][d] += weights[q][j] * to_float(v[j * row + d]);
+static void add_all_values(const Weight<T> (*weights)[KEYS], const T* v, long row, long count, long dim, long queries,
+                           float (*sum)[MOST_DIM]) {
+  constexpr int N = Q > 4 || (!DOT_INSTRUCTIONS && Q > 1) ? 2 : 4, LEAST = sizeof(Weight<T>) == 4 ? 1 : 2;
+  for (; queries >= Q; queries -= Q, weights += Q, sum += Q) {
+    auto from = [&](long d) { return (float(*)[MOST_DIM])(sum[0] + d); };
+    long d = 0;
+    for (; d + N * LANES <= dim; d += N * LANES) add_values<Q, N>(weights, v + d, row, count, from(d));
+    for (; d + LEAST * LANES <= dim; d += LEAST * LANES) add_values<Q, LEAST>(weights, v + d, row, count, from(d));
+    for (; d < dim; d++)
+      for (int q = 0; q < Q; q++)
+        for (long j = 0; j < count; j++) sum[q][d] += to_float(weights[q][j]) * to_float(v[j * row + d]);
+  }
+  if constexpr (Q > 1) add_all_values<T, Q - 1>(weights, v, row, count, dim, queries, sum);
 }
 
 // ---- jobs
@@ -163,24 +203,21 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
     s.top[i] = -INFINITY, s.total[i] = 0;
     memset(s.sum[i], 0, dim * 4);
   }
-  float weights[QUERIES][KEYS];
+  float scores[KEYS];
+  Weight<T> weights[QUERIES][KEYS];
   for (long slot = from; slot < to; slot += KEYS) {
     long count = to - slot < KEYS ? to - slot : KEYS;
     for (long i = 0; i < job.count; i++) {
       long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
       const T* q = (const T*)span.q + row * span.q_row + head * dim;
       for (long j = 0; j < count; j += LANES)
-        score(q, k + (slot + j) * span.k_row, span.k_row, count - j, dim, call.scale, weights[i] + j);
+        score(q, k + (slot + j) * span.k_row, span.k_row, count - j, dim, call.scale, scores + j);
       long end = limit(span, row);
       if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
-        hide(call, span, row, slot, to, weights[i]);
-      weigh(weights[i], i, dim, s);
+        hide(call, span, row, slot, to, scores);
+      weigh(scores, weights[i], i, dim, s);
     }
-    const T* values = v + slot * span.v_row;
-    long i = 0;
-    for (; i + 4 <= job.count; i += 4) add_values<T, 4>(weights + i, values, span.v_row, count, dim, s, i);
-    for (; i + 2 <= job.count; i += 2) add_values<T, 2>(weights + i, values, span.v_row, count, dim, s, i);
-    for (; i < job.count; i++) add_values<T, 1>(weights + i, values, span.v_row, count, dim, s, i);
+    add_all_values<T, MOST_QUERIES>(weights, v + slot * span.v_row, span.v_row, count, dim, job.count, s.sum);
   }
 }
 
@@ -190,7 +227,7 @@ template <class T> static void finish(const Call& call, const Job& job, const St
     long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
     T* out = (T*)span.out + (row * call.heads_q + head) * call.dim;
     float scale = s.total[i] == 0 ? 0 : 1 / s.total[i];  // a row that sees nothing reads 0
-    for (long d = 0; d < call.dim; d++) put(out + d, s.sum[i][d] * scale);
+    for (long d = 0; d < call.dim; d++) put(out + d, s.sum[i][place<T>(d, call.dim)] * scale);
     if (span.lse) span.lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
   }
 }
