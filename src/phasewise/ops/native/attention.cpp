@@ -55,38 +55,36 @@ static inline F sums_of(F* v) {
 #endif
 }
 
-static inline long whole(long dim, const float*) { return dim / LANES * LANES; }
-static inline F product(const float* q, const float* k, long length) {
-  F acc = {};
-  for (long d = 0; d < length; d += LANES) acc += load<F>(q + d) * load<F>(k + d);
-  return acc;
-}
+// Registers of keys meet registers of queries: `CHUNK<T>` numbers at a time.
+template <class T> constexpr long CHUNK = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 * LANES : LANES;
+static F add_products(F acc, const float* q, const float* k) { return acc + load<F>(q) * load<F>(k); }
+static F add_products(F acc, const bf16* q, const bf16* k) {
 #if DOT_INSTRUCTIONS
-static inline long whole(long dim, const bf16*) { return dim / (2 * LANES) * (2 * LANES); }
-static inline F product(const bf16* q, const bf16* k, long length) {
-  __m512 acc = _mm512_setzero_ps();
-  for (long d = 0; d < length; d += 2 * LANES)
-    acc = _mm512_dpbf16_ps(acc, (__m512bh)load<__m512i>(q + d), (__m512bh)load<__m512i>(k + d));
-  return (F)acc;
-}
+  return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)load<__m512i>(q), (__m512bh)load<__m512i>(k));
 #else
-static inline long whole(long dim, const bf16*) { return dim / LANES * LANES; }
-static inline F product(const bf16* q, const bf16* k, long length) {
-  F acc = {};
-  for (long d = 0; d < length; d += LANES) acc += load_floats(q + d) * load_floats(k + d);
-  return acc;
-}
+  return acc + load_floats(q) * load_floats(k);
 #endif
+}
 
-// out[0 .. LANES) = scale * q . k of the slots from `k` on, of which `count` exist
-template <class T> static void score(const T* q, const T* k, long row, long count, long dim, float scale, float* out) {
-  long length = whole(dim, q), last = (count < LANES ? count : LANES) - 1;
+// out[lane] = q . rows[lane]; C chunks if known beforehand, else 0
+template <class T, int C> static void score(const T* q, const T* const* rows, long dim, float* out) {
+  long whole = C ? C * CHUNK<T> : dim / CHUNK<T> * CHUNK<T>;
   F parts[LANES];
-  for (long j = 0; j < LANES; j++) parts[j] = product(q, k + (j < last ? j : last) * row, length);
+  for (long j = 0; j < LANES; j++) {
+    parts[j] = F{};
+    for (long d = 0; d < whole; d += CHUNK<T>) parts[j] = add_products(parts[j], q + d, rows[j] + d);
+  }
   store(out, sums_of(parts));
-  for (long j = 0; j <= last; j++)
-    for (long d = length; d < dim; d++) out[j] += to_float(q[d]) * to_float(k[j * row + d]);
-  for (long j = 0; j < LANES; j++) out[j] *= scale;
+  for (long j = 0; whole < dim && j < LANES; j++)
+    for (long d = whole; d < dim; d++) out[j] += to_float(q[d]) * to_float(rows[j][d]);
+}
+
+template <class T> static void score(const T* q, const T* const* rows, long dim, float* out) {
+  if (dim == CHUNK<T>) score<T, 1>(q, rows, dim, out);
+  else if (dim == 2 * CHUNK<T>) score<T, 2>(q, rows, dim, out);
+  else if (dim == 4 * CHUNK<T>) score<T, 4>(q, rows, dim, out);
+  else if (dim == 8 * CHUNK<T>) score<T, 8>(q, rows, dim, out);
+  else score<T, 0>(q, rows, dim, out);
 }
 
 // ---- weights
@@ -195,6 +193,20 @@ static void hide(const Call& call, const Span& span, long row, long slot, long t
   }
 }
 
+// Keys of LANES slots from `slot` on, the last one standing in for those that there are not. Meanwhile their values and
+// later keys are fetched, as short rows here and there are not foreseen.
+template <class T>
+static void point_at(const Span& span, const T* k, const T* v, long slot, long to, long dim, const T** rows) {
+  for (long i = 0; i < LANES; i++) {
+    long at = slot + i < to ? slot + i : to - 1;
+    rows[i] = k + at * span.k_row;
+    for (long d = 0; d < dim; d += 64 / (long)sizeof(T)) {
+      __builtin_prefetch(rows[i] + KEYS * span.k_row + d);
+      __builtin_prefetch(v + at * span.v_row + d);
+    }
+  }
+}
+
 template <class T> static void read_part(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   long dim = call.dim;
@@ -203,19 +215,26 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
     s.top[i] = -INFINITY, s.total[i] = 0;
     memset(s.sum[i], 0, dim * 4);
   }
-  float scores[KEYS];
+  const T* queries[QUERIES];
+  for (long i = 0; i < job.count; i++) {
+    long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
+    queries[i] = (const T*)span.q + row * span.q_row + head * dim;
+  }
+  float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
   for (long slot = from; slot < to; slot += KEYS) {
     long count = to - slot < KEYS ? to - slot : KEYS;
+    for (long j = 0; j < count; j += LANES) {
+      const T* rows[LANES];
+      point_at(span, k, v, slot + j, to, dim, rows);
+      for (long i = 0; i < job.count; i++) score(queries[i], rows, dim, scores[i] + j);
+    }
     for (long i = 0; i < job.count; i++) {
-      long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
-      const T* q = (const T*)span.q + row * span.q_row + head * dim;
-      for (long j = 0; j < count; j += LANES)
-        score(q, k + (slot + j) * span.k_row, span.k_row, count - j, dim, call.scale, scores + j);
-      long end = limit(span, row);
+      for (long j = 0; j < KEYS; j++) scores[i][j] *= (float)call.scale;
+      long row = (job.first + i) / group(call), end = limit(span, row);
       if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
-        hide(call, span, row, slot, to, scores);
-      weigh(scores, weights[i], i, dim, s);
+        hide(call, span, row, slot, to, scores[i]);
+      weigh(scores[i], weights[i], i, dim, s);
     }
     add_all_values<T, MOST_QUERIES>(weights, v + slot * span.v_row, span.v_row, count, dim, job.count, s.sum);
   }
