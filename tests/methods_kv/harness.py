@@ -163,6 +163,29 @@ class Masked:
         return None
 
 
+class Uneven:
+    """Gives every head and layer a budget of its own when the prompt is complete: AdaKV's shape, without its scores."""
+
+    observes = 0
+
+    def __init__(self, stay: Sequence[Sequence[Sequence[int]]]) -> None:
+        self.stay = stay
+
+    def observe(self, read: Any) -> None:
+        pass
+
+    def view(self, read: Any) -> None:
+        return None
+
+    def due(self, request: Request) -> bool:
+        return not request.prefilling and "uneven" not in request.state
+
+    def keep(self, request: Request, layer: int) -> list[Tensor]:
+        if layer == len(self.stay) - 1:
+            request.state["uneven"] = True
+        return [torch.tensor(list(slots)) for slots in self.stay[layer]]
+
+
 # ---- engines
 class Scripted:
     """Drafts trees along known outputs: the right tokens mixed with wrong ones and wrong siblings, so that a step keeps
