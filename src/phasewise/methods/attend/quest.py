@@ -59,7 +59,7 @@ class Quest:
             return read.attend()
         bounds = self._bounds(read)
         read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
-        if part.plain and read.mask() is None:
+        if part.plain and part.n == read.span.positions[0] and read.mask() is None:
             return read.attend_rows(self._best(read, bounds))
         return read.attend(self._select(read, bounds))
 
@@ -77,7 +77,7 @@ class Quest:
         return bounds
 
     def _best(self, read: Read, bounds: _Bounds) -> Tensor:
-        """For one row that sees all of a plain cache: the slots it reads, [h, S]."""
+        """For one row that sees all rows before it, none missing: the slots it reads, [h, S]."""
         heads, n = read.part.size
         own = bounds.upto * self.page  # first slot of its page
         value = _promise(read.q, bounds.low, bounds.high)[:, 0]  # [h, pages]
