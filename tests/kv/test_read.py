@@ -18,7 +18,7 @@ from phasewise.model.model import Model
 from phasewise.phase import Host
 from phasewise.read import Read
 from tests import tiny
-from tests.methods_kv.harness import Masked, Walk, cuts, sliding
+from tests.methods_kv.harness import Masked, Walk, cuts, mixed, sliding
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 TOKENS = tiny.prompts(100)[0]
@@ -47,7 +47,7 @@ METHODS = {
     "streaming": lambda: {"evict": streaming()},
     "masks per head": lambda: {"evict": Masked(lambda layer, head, q, k: (k + head) % 3 > 0 or k == q)},
 }
-MODELS = {"full": tiny.model, "window": lambda: sliding(19, 4)}
+MODELS = {"full": tiny.model, "window": lambda: sliding(19, 4), "both": lambda: mixed(19)}
 
 
 @pytest.mark.parametrize("model", MODELS)

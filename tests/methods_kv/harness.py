@@ -239,3 +239,12 @@ def sliding(window: int, layers: int) -> Model:
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     (path / "config.json").write_text(json.dumps(config))
     return Model.load(path)
+
+
+@cache
+def mixed(window: int) -> Model:
+    """A tiny model of which every second layer sees `window` rows, the others all."""
+    model = Model.load(tiny.checkpoint())
+    specs = tuple(replace(spec, window=None if i % 2 else window) for i, spec in enumerate(model.config.attention))
+    model.config = replace(model.config, attention=specs)
+    return model
