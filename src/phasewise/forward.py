@@ -14,6 +14,7 @@ from phasewise.kv.buffer import entry_bytes
 from phasewise.phase import Hidden, Phase
 from phasewise.read import Read
 from phasewise.trace import Counters
+from phasewise.whole import run_whole
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -97,6 +98,9 @@ class Step:
     # ---- the walk through the layers
     def run(self) -> Hidden:
         """-> the rows after their last layer of this step, [T, d]."""
+        whole = run_whole(self)
+        if whole is not None:
+            return Hidden(whole)
         x = self.model.embed(self.batch.tokens)
         for span in self.batch.spans:
             if span.hidden is not None:

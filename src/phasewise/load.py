@@ -9,7 +9,7 @@ import torch
 from phasewise.errors import UserError, near
 from phasewise.model.model import Model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 EMBEDDED = {"pocket": "target", "pocket-draft": "draft"}  # models that ship with the package
 
 

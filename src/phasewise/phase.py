@@ -64,7 +64,11 @@ class Decode(Protocol):
 
 
 class Attend(Protocol):
-    """attend: what may one query row read? Pages stay untouched."""
+    """attend: what may one query row read? Pages stay untouched.
+
+    A method that always reads exactly everything visible may say so in an attribute `everything = True`; whole steps
+    may then run without it.
+    """
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
         """One output [R, hq, D] per read; a row's result depends on that row and its committed prefix alone."""

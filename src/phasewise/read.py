@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,15 @@ from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.ops import attention as ops
+from phasewise.ops.native import spans as native
 
 if TYPE_CHECKING:
     from phasewise.batch import Span
     from phasewise.forward import Step
     from phasewise.kv.part import Part
+
+
+FEW = 16  # rows of a span that are read in one native call with all others; more are worth a matrix product
 
 
 @dataclass(slots=True)
@@ -178,6 +183,17 @@ class Read:
         plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
         return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
 
+    def few(self) -> native.Few | None:
+        """What the native kernel needs, if it can do this read: few rows that see all before them, or a plain tree."""
+        part, rows, sees = self.part, self.q.shape[0], self.span.sees
+        spec = self.step.model.config.attention[self.layer]
+        if rows > FEW or part.fresh != rows or part.ids is not None or self.rows is not None or self.view is not None:
+            return None
+        if spec.softcap is not None or (spec.window is not None and (sees is not None or not part.plain)):
+            return None
+        few = native.Few(self.q, part.k, part.v, sees)
+        return few if native.fits(few) else None
+
     # ---- counters
     def count(self, rows: int) -> None:
         """`rows` cached rows of every head were read."""
@@ -196,3 +212,22 @@ class Read:
     def count_bytes(self, n: int) -> None:
         """`n` bytes of KV, or of what is kept beside it, were read."""
         self.step.counters.kv_bytes_read += n
+
+
+def attend_all(reads: Sequence[Read]) -> list[Tensor]:
+    """`attend` of reads of one layer, those of few rows in a single native call where there is one."""
+    together: list[tuple[int, native.Few]] = []
+    out: list[Tensor | None] = [None] * len(reads)
+    for i, read in enumerate(reads):
+        few = read.few()
+        if few is not None and few.k.shape[0] == reads[0].part.size[0]:
+            together.append((i, few))
+            read.count(read.part.size[1])
+        else:
+            out[i] = read.attend()
+    if together:
+        spec = reads[0].step.model.config.attention[reads[0].layer]
+        rows, _ = native.attend([few for _, few in together], spec.scale, spec.window)
+        for (i, _), result in zip(together, torch.split(rows, [few.q.shape[0] for _, few in together])):
+            out[i] = result
+    return out  # type: ignore[return-value]

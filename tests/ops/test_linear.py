@@ -16,6 +16,12 @@ from phasewise.ops.linear import Linear
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
+@pytest.fixture(autouse=True)
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_native_linear.py is about the native kernels; here is what happens where there are none."""
+    monkeypatch.setattr(linear.native, "library", lambda: None)
+
+
 @pytest.fixture
 def forget() -> Iterator[None]:
     """What this machine can pack is found out again."""

@@ -127,7 +127,7 @@ def test_kv_equals_that_of_a_whole_prompt() -> None:
     whole = rows("prefill_first")
     for rows_per_group in (5, 11, 21):
         grouped = rows(f"layered:rows_per_group={rows_per_group}")
-        assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(whole, grouped))
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(whole, grouped))
 
 
 def test_a_prompt_finishes_after_exactly_as_many_steps_and_streams_never_pause() -> None:

@@ -75,7 +75,7 @@ class Ledger:
 class Buffer:
     """Planes [H, cap, ...] for the rows of some heads, with a count of the holders that share them."""
 
-    __slots__ = ("bytes", "cap", "heads", "ledger", "planes", "refs")
+    __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "planes", "refs")
 
     def __init__(self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger) -> None:
         self.cap = cap
@@ -85,6 +85,7 @@ class Buffer:
         self.planes = [
             torch.empty((heads, cap, *tail), dtype=dtype, device=shape.device) for tail, dtype in codec.planes(shape)
         ]
+        self.addresses = [p.data_ptr() for p in self.planes]  # for native kernels; meaningless elsewhere
         self.bytes = sum(p.numel() * p.element_size() for p in self.planes)
         ledger.add(self.bytes)
 

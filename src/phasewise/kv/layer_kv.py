@@ -121,6 +121,11 @@ class LayerKV:
             self._ids, self._pending = ids, positions
         self.fresh += rows
 
+    def appended(self, positions: Sequence[int]) -> None:
+        """A native kernel has written this step's rows behind the committed ones of the only slab."""
+        assert not self.fresh and len(self.slabs) == 1
+        self.fresh, self._pending, self._ids = len(positions), positions, None
+
     def read(self) -> list[Part]:
         """What this step's rows can read, head group by head group (usually one)."""
         ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)

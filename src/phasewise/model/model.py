@@ -16,8 +16,8 @@ from phasewise.model.mlp import MLP, Counts, MoE
 from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
 from phasewise.model.parse import read_config
 from phasewise.model.rope import RopeTables, Rotary
+from phasewise.model.stacked import stacked
 from phasewise.model.weights import Checkpoint, Weights
-from phasewise.ops.linear import Linear
 
 
 class LayerContext(Counts, Protocol):
@@ -85,11 +85,14 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
-        self.table = weights.take("embed")  # [V, d]
+        table = weights.take("embed")  # [V, d]
         self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))
         self.norm = RMSNorm(_offset(weights.take("norm"), config), config.eps)
-        self.unembed = Linear(self.table) if config.tied else weights.linear("head")
+        self.unembed = weights.packed(table) if config.tied else weights.linear("head")
+        # a tied table that the native kernels have packed need not be kept twice
+        self.table = None if config.tied and self.unembed.native is not None else table
         self._ropes = RopeTables(config.ropes, self.dtype, self.device)
+        self.stack = stacked(self.layers, config, self.dtype)  # all layers in one native call, if they are plain
         # in the model's dtype first, as the families were trained
         self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
@@ -98,6 +101,8 @@ class Model:
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
              context: int | None = None) -> Model:  # fmt: skip
         """The model in a local directory, or of a hub id. `dtype` None keeps the checkpoint's.
+
+        `dtype` int8 rounds the weights of linear layers (and embeddings, when tied) and computes in bfloat16 otherwise.
 
         `context` is the longest sequence to serve; None takes the checkpoint's own. Where rotary frequencies depend
         on it (longrope, dynamic), the default is the length up to which they are the trained ones.
@@ -110,7 +115,7 @@ class Model:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [T] -> [T, d] in the model's dtype."""
-        x = F.embedding(tokens, self.table)
+        x = self.unembed.rows(tokens) if self.table is None else F.embedding(tokens, self.table)
         return x if self._scale == 1.0 else x.mul_(self._scale)
 
     def rotary(self, positions: Tensor) -> Rotary:

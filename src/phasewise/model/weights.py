@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,19 @@ class Checkpoint:
         tensor: Tensor = self._file(self.where[name]).get_tensor(name)
         return tensor
 
+    def let_go(self, tensor: Tensor) -> None:
+        """What was copied from a mapped file need not stay in memory: its pages are read again if they must be."""
+        if sys.platform != "linux":
+            return
+        page = mmap.PAGESIZE
+        start, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
+        files = {str(path.resolve()) for path in self._open}
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            first, _, last = line.partition(" ")[0].partition("-")
+            if int(first, 16) <= start < end <= int(last, 16) and line.split(maxsplit=5)[-1] in files:
+                libc = ctypes.CDLL(None)
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
 
 def _files(directory: Path) -> list[Path]:
     """The safetensors files to read: those of the index, else the single file."""
@@ -87,10 +103,12 @@ class Weights:
         self.device = device
         self.taken_bytes = 0
         _compare(checkpoint, layout)
+        self.int8 = dtype == torch.int8
+        dtype = torch.bfloat16 if self.int8 else dtype
         self.dtype = dtype or checkpoint.read(layout["embed"][0][0]).dtype
         if self.dtype not in DTYPES:
             raise WeightsError(f"dtype {self.dtype} is not supported (checkpoint {checkpoint.directory}); "
-                               f"choose one of {', '.join(map(str, DTYPES))}.")  # fmt: skip
+                               f"choose one of {', '.join(map(str, (*DTYPES, torch.int8)))}.")  # fmt: skip
 
     def __contains__(self, key: str) -> bool:
         return key in self.layout
@@ -108,7 +126,9 @@ class Weights:
         out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in parts:
-            out[start : start + shape[0]].copy_(self._read(name))
+            part = self._read(name)
+            out[start : start + shape[0]].copy_(part)
+            self.checkpoint.let_go(part)
             start += shape[0]
         return out
 
@@ -121,7 +141,16 @@ class Weights:
 
     def linear(self, key: str) -> Linear:
         bias = self.take(f"{key}.bias") if f"{key}.bias" in self else None
-        return Linear(self.take(key), bias)
+        return self.packed(self.take(key), bias, exact=key.endswith("router"))
+
+    def packed(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Linear:
+        """A linear layer in the precision asked for; `exact` leaves the weight as it is."""
+        before = weight.nbytes + (0 if bias is None else bias.nbytes)
+        linear = Linear(weight, bias, precision="int8" if self.int8 and not exact else "as stored")
+        self.taken_bytes += linear.nbytes - before
+        if linear.packed:
+            self.checkpoint.let_go(weight)
+        return linear
 
 
 def _compare(checkpoint: Checkpoint, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one span's rows over one part of its KV, with its plain twin.
+"""Attention of one span's rows over one part of its KV, with its plain twin; native.spans does many spans at once.
 
 Shapes: q [R, Hq, D]; k, v [H, N, D] with Hq = H * G; mask bool [1 | H, R, N] (True = visible) or None = all visible.
 """

@@ -1,48 +1,127 @@
-"""One linear layer: a plain twin (`F.linear`), and weights packed for oneDNN where that reads memory faster."""
+"""One linear layer: a plain twin (`F.linear`), and packed weights that read memory faster (native, else oneDNN)."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phasewise.errors import UserError
+from phasewise.ops import native
+from phasewise.ops.native.weights import Packed
+
 log = logging.getLogger(__name__)
+
+PRECISIONS = ("as stored", "int8")
+
+
+class Form(Protocol):
+    """How the weight is kept and multiplied."""
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor: ...
+
+    def rows(self, which: Tensor) -> Tensor: ...
+
+    def dense(self) -> Tensor: ...
 
 
 class Linear:
     """x [T, in] -> x W^T + bias (+ add) [T, out], for a weight [out, in] and a bias [out] or None.
 
-    bfloat16 weights on a CPU are packed into oneDNN's own layout and the plain copy is let go, unless `packed` is
-    False. The result is always a fresh tensor. `nbytes` counts the parameters, whatever their layout.
+    On a CPU bfloat16 weights are packed and the plain copy is let go, unless `packed` is False: for the native kernels,
+    or for oneDNN where those could not be built. `precision` "int8" rounds the weights, one scale per output, and is
+    never chosen unasked; it raises UserError without the native kernels. The result is always a fresh tensor.
+    `nbytes` counts the parameters, whatever their layout.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight", "inputs", "nbytes", "outputs")
+    __slots__ = ("_form", "inputs", "nbytes", "outputs")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, packed: bool | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, packed: bool | None = None, precision: str = "as stored"
+    ) -> None:
         self.outputs, self.inputs = weight.shape
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._bias = bias
-        wanted = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 if packed is None else packed
-        self._packed = wanted and _can_pack(weight.dtype)
-        self._weight = _pack(weight) if self._packed else weight
+        self._form: Form
+        if precision == "int8":
+            _require_int8(weight)
+            self._form = Packed(weight, bias, int8=True)
+            self.nbytes = self._form.nbytes
+            return
+        if precision not in PRECISIONS:
+            raise UserError(f"Unknown precision {precision!r} of weights. Valid: {', '.join(PRECISIONS)}.")
+        on_cpu, half = weight.device.type == "cpu", weight.dtype == torch.bfloat16
+        wanted = on_cpu and half if packed is None else packed
+        if wanted and on_cpu and half and native.library() is not None:
+            self._form = Packed(weight, bias)
+        elif wanted and _can_pack(weight.dtype):
+            self._form = OneDNN(weight, bias)
+        else:
+            self._form = Plain(weight, bias)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """`add` [T, out] is summed into the result; in the packed form within the same kernel."""
-        if not self._packed:
-            y = F.linear(x, self._weight, self._bias)
-            return y if add is None else y.add_(add)
-        return _multiply(x, self._weight, self._bias, add)
+        """`add` [T, out] is summed into the result; in the packed forms within the same kernel."""
+        return self._form(x, add)
 
     @property
     def packed(self) -> bool:
-        return self._packed
+        return not isinstance(self._form, Plain)
+
+    @property
+    def native(self) -> Packed | None:
+        """The weights as the kernels of `ops.native` take them, where those do the work."""
+        return self._form if isinstance(self._form, Packed) else None
+
+    def rows(self, which: Tensor) -> Tensor:
+        """Rows of the weight, int64 [N] -> [N, in], as an embedding table gives them."""
+        return self._form.rows(which)
 
     def dense(self) -> Tensor:
-        """The weight [out, in] as a plain tensor; a copy when packed."""
-        return self._weight.to_dense() if self._packed else self._weight
+        """The weight [out, in] as a plain tensor; a copy when packed, the rounded values when int8."""
+        return self._form.dense()
+
+
+class Plain:
+    """torch's own linear layer, on any device and for any dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if add is None else y.add_(add)
+
+    def rows(self, which: Tensor) -> Tensor:
+        return self.weight[which]
+
+    def dense(self) -> Tensor:
+        return self.weight
+
+
+class OneDNN:
+    """Weights in oneDNN's own layout; its kernels round to the weights' dtype before the residual is added."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = _pack(weight), bias
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return _multiply(x, self.weight, self.bias, add)
+
+    def rows(self, which: Tensor) -> Tensor:
+        return self.dense()[which]
+
+    def dense(self) -> Tensor:
+        return self.weight.to_dense()
+
+
+def _require_int8(weight: Tensor) -> None:
+    if weight.device.type != "cpu":
+        raise UserError(f"int8 weights run on the CPU only, these are on {weight.device}. Leave int8 out.")
+    if native.library() is None:
+        raise UserError("int8 weights need the native CPU kernels; the log says why there are none. Leave int8 out.")
 
 
 def _pack(weight: Tensor) -> Tensor:

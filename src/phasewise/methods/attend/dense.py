@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phasewise.read import Read
+from phasewise.read import Read, attend_all
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Dense:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    everything: ClassVar[bool] = True
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        return [read.attend() for read in reads]
+        return attend_all(reads)

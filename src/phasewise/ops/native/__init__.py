@@ -1,0 +1,85 @@
+"""The CPU kernels in C++ and where they are not to be had: torch's operators then do the same work, more slowly.
+
+Every kernel has a plain twin in torch; `tests/ops/test_native_*.py` hold them together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+TARGETS = ("avx512", "avx2")  # best first
+SIGNATURES = {
+    "linear_pack": 3,
+    "linear_rows": 4,
+    "linear": 1,
+    "linear8_pack": 3,
+    "linear8_rows": 4,
+    "linear8": 1,
+    "attend": 1,
+    "stack": 1,
+}  # name: number of arguments, all words of 64 bits
+POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels compiled for this processor, or None; says once in the log why there are none."""
+    for target in TARGETS:
+        kernels = load(target)
+        if kernels is not None:
+            if not _share_threads(kernels):
+                log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
+            return kernels
+    built = any(_files(target) for target in TARGETS)
+    reason = "this processor lacks AVX2" if built else "they were not built (is there a C++ compiler?)"
+    log.warning("no native CPU kernels, torch's operators do their work more slowly: %s", reason)
+    return None
+
+
+def load(target: str) -> ctypes.CDLL | None:
+    """The kernels compiled for one instruction set, on one thread; None if not built or not for this processor."""
+    for path in _files(target):
+        try:
+            kernels = ctypes.CDLL(str(path))
+        except OSError as error:
+            log.warning("%s does not load: %s", path.name, error)
+            continue
+        if kernels.supported():
+            for name, count in SIGNATURES.items():
+                function = getattr(kernels, name)
+                function.argtypes = [ctypes.c_int64] * count
+                function.restype = ctypes.c_int64 if name.endswith("rows") else None
+            return kernels
+    return None
+
+
+def _files(target: str) -> list[Path]:
+    return sorted(Path(__file__).parent.glob(f"_{target}.*so"))
+
+
+def _share_threads(kernels: ctypes.CDLL) -> bool:
+    """Hand over the OpenMP runtime that torch has loaded, so that both work on one set of threads."""
+    for path in _openmp():
+        runtime = ctypes.CDLL(path)
+        if all(hasattr(runtime, name) for name in POOL):
+            kernels.use_pool(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in POOL))
+            return True
+    return False
+
+
+def _openmp() -> list[str]:
+    """Files of OpenMP runtimes in this process, torch's own first."""
+    if not sys.platform.startswith("linux"):
+        return []
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "omp" in line.rpartition("/")[2]}
+    home = str(Path(torch.__file__).parent)
+    return sorted((p for p in paths if ".so" in p), key=lambda p: not p.startswith(home))

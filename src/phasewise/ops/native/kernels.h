@@ -1,0 +1,79 @@
+// The plain C interface: every argument is a data pointer, or a structure of 64-bit words passed by its address.
+// Strides count elements.
+#pragma once
+#include <stdint.h>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+constexpr long WIDTH = 64;  // outputs per panel of packed weights; the last panel is filled up with zeros
+
+inline long panels(long outputs) { return (outputs + WIDTH - 1) / WIDTH; }
+
+constexpr int FLOAT = 0, BFLOAT = 1;
+
+struct Rows {  // a matrix whose rows are contiguous; data null: none
+  void* data;
+  int64_t stride;
+  int64_t kind;
+};
+
+struct Weights {        // of one linear layer, made by `linear_pack` or `linear8_pack`
+  void* packed;         // panels of [inputs / group][WIDTH][group], group = 2 bfloat16 or 4 int8
+  const float* bias;    // [outputs] or null
+  const float* scale;   // int8: [outputs], what one step of the weight is worth
+  const int32_t* sums;  // int8: [outputs], the sum of the quantised weights
+  int64_t outputs, inputs;
+};
+
+struct LinearCall {  // y = x W^T + bias + add
+  const Weights* weights;
+  Rows x, add, y;
+  int64_t rows, threads;
+};
+
+struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
+  const void *q, *k, *v;
+  void* out;
+  float* lse;  // [rows, heads_q] or null
+  int64_t q_row, k_head, k_row, v_head, v_row;  // strides count elements
+  int64_t n, rows;
+  const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: those before it, and itself
+};
+
+struct AttentionCall {
+  const Span* spans;
+  int64_t count, heads_q, heads, dim;
+  int64_t kind;
+  int64_t window;  // 0: none; else a row sees only this many slots up to its own
+  int64_t threads;
+  double scale;
+};
+
+struct Norm {
+  const float* weight;
+  double eps;
+};
+
+struct Layer {  // of a stack: what the plain path of a decoder layer needs
+  Norm before_attention, before_mlp;
+  Norm heads;  // of queries and keys, weight [heads_q + heads, dim], or null
+  const Weights *qkv, *o, *gate_up, *down;
+  int64_t int8;    // whether these are rounded
+  int64_t turn;    // which of the rotations; -1: none
+  int64_t window;  // 0: none
+  double scale;
+};
+
+struct Turn {  // one kind of rotary positions for the rows of a step
+  const uint16_t *cos, *sin;  // bfloat16 [rows, size]; the first half of sin is negated
+  int64_t size;
+};
+
+struct StackCall {  // x [rows, hidden] bfloat16 through all layers, in place; new keys and values go to their slots
+  const Layer* layers;
+  const Turn* turns;
+  const Span* spans;      // n, rows and sees; the rest is found
+  const int64_t* planes;  // [layers, spans, 3]: addresses of keys and values, and the numbers between two heads
+  uint16_t* x;
+  int64_t count, span_count, rows, hidden, heads_q, heads, dim, inner, threads;
+};

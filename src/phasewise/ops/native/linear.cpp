@@ -1,0 +1,112 @@
+// Linear layers of bfloat16 weights, packed so that one register holds two inputs of LANES outputs.
+#include <type_traits>
+
+#include "parts.h"
+#include "tile.h"
+
+struct Bf16 {
+  typedef F Sum;
+#if DOT_INSTRUCTIONS
+  typedef int32_t Word;
+
+  template <int R, int W> static void step(F (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
+    __m512bh w[W];
+    for (int j = 0; j < W; j++) w[j] = (__m512bh)load<__m512i>(weights + j * LANES);
+    for (int r = 0; r < R; r++) {
+      __m512bh in = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * stride));
+      for (int j = 0; j < W; j++) acc[r][j] = (F)_mm512_dpbf16_ps((__m512)acc[r][j], in, w[j]);
+    }
+  }
+#else
+  struct Word {
+    float even, odd;
+  };
+
+  template <int R, int W> static void step(F (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
+    F w[W];
+    for (int j = 0; j < W; j++) w[j] = (F)(load<I>(weights + j * LANES) << 16);
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].even;
+    for (int j = 0; j < W; j++) w[j] = (F)(load<I>(weights + j * LANES) & (int32_t)0xffff0000);
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].odd;
+  }
+#endif
+};
+
+API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
+  long outputs = w->outputs, inputs = w->inputs;
+  bf16* packed = (bf16*)w->packed;
+  long words = (inputs + 1) / 2;
+  Shares shares(panels(outputs), threads);
+  together(threads, [&](int, int) {
+    for (long from, to; shares.take(from, to);)
+      for (long p = from; p < to; p++)
+        for (long k = 0; k < inputs; k++)
+          for (long i = 0; i < WIDTH; i++) {
+            long o = p * WIDTH + i;
+            bf16* word = packed + ((p * words + k / 2) * WIDTH + i) * 2;
+            word[k % 2] = o < outputs ? weight[o * inputs + k] : 0;
+            if (k % 2 == 0) word[1] = 0;
+          }
+  });
+}
+
+// Rows `which` of the weight, [count, inputs]: the way back, and the embedding table of a model that ties it.
+// Returns how many of them there are not.
+API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out) {
+  long words = (w->inputs + 1) / 2;
+  long absent = 0;
+  for (long i = 0; i < count; i++) {
+    if (which[i] < 0 || which[i] >= w->outputs) {
+      absent++;
+      continue;
+    }
+    const bf16* column = (const bf16*)w->packed + which[i] / WIDTH * words * WIDTH * 2 + which[i] % WIDTH * 2;
+    for (long k = 0; k < w->inputs; k++) out[i * w->inputs + k] = column[k / 2 * WIDTH * 2 + k % 2];
+  }
+  return absent;
+}
+
+// One row as the numbers that words hold (rounded to bfloat16 in any case), an odd one out filled up with a zero.
+template <class T, class N> static void copy_row(const T* x, long inputs, N* out) {
+  for (long k = 0; k < inputs; k++) put(out + k, widen(narrow(to_float(x[k]))));
+  if (inputs % 2) put(out + inputs, 0);
+}
+
+static bool as_it_lies(const LinearCall& call) {
+  return DOT_INSTRUCTIONS && call.x.kind == BFLOAT && call.weights->inputs % 2 == 0 && call.x.stride % 2 == 0;
+}
+
+long linear_room(const LinearCall& call) {
+  return as_it_lies(call) ? 0 : call.rows * ((call.weights->inputs + 1) / 2) * sizeof(Bf16::Word);
+}
+
+void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
+  typedef std::conditional_t<DOT_INSTRUCTIONS, bf16, float> Number;
+  const Weights& w = *call.weights;
+  const Rows& x = call.x;
+  long words = (w.inputs + 1) / 2, stride = x.stride / 2;
+  const Bf16::Word* in = (const Bf16::Word*)x.data;
+  if (!as_it_lies(call)) {
+    Bf16::Word* copy = (Bf16::Word*)room;
+    for (long r = thread; r < call.rows; r += all) {
+      Number* out = (Number*)(copy + r * words);
+      if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, out);
+      else copy_row((const bf16*)x.data + r * x.stride, w.inputs, out);
+    }
+    wait_for_all(all);
+    in = copy, stride = words;
+  }
+  auto finish = [&](long row, long column, long count, F* sums) {
+    write(call.y, call.add, w.bias, row, column, count, sums);
+  };
+  multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, in, stride, call.rows, shares, finish);
+}
+
+API void linear(const LinearCall* call) {
+  int threads = enough(call->threads, call->rows * call->weights->outputs * call->weights->inputs);
+  void* room = scratch(OF_LINEAR, linear_room(*call));
+  Shares shares(panels(call->weights->outputs), threads);
+  together(threads, [&](int thread, int all) { linear_part(*call, room, &shares, thread, all); });
+}

@@ -1,0 +1,39 @@
+#include "pool.h"
+
+#include <stdlib.h>
+
+#include "kernels.h"
+#include "simd.h"
+
+Pool pool;
+
+API void use_pool(void* parallel, void* thread, void* threads, void* barrier) {
+  pool = {(decltype(pool.parallel))parallel, (decltype(pool.thread))thread, (decltype(pool.threads))threads,
+          (decltype(pool.barrier))barrier};
+}
+
+void* scratch(Place place, long bytes) {
+  static thread_local struct Room {
+    void* data = nullptr;
+    long bytes = 0;
+    ~Room() { free(data); }
+  } rooms[PLACES];
+  Room& room = rooms[place];
+  if (bytes > room.bytes) {
+    free(room.data);
+    room.bytes = (bytes + 4095) / 4096 * 4096;
+    room.data = aligned_alloc(64, room.bytes);
+  }
+  return room.data;
+}
+
+// Whether this processor has the instructions that this library was compiled for.
+API int supported() {
+  __builtin_cpu_init();
+#if DOT_INSTRUCTIONS
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+}

@@ -1,0 +1,45 @@
+// Work on the OpenMP threads that torch already keeps: a second set of threads would spin against the first.
+// The four entry points of its runtime are handed in once, at load; without them the caller works alone.
+#pragma once
+#include <stdint.h>
+
+struct Pool {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*thread)();
+  int (*threads)();
+  void (*barrier)();
+};
+
+extern Pool pool;
+
+// Memory that the calling thread may use until it asks for the same place again.
+enum Place { OF_LINEAR, OF_ATTENTION, OF_STACK, PLACES };
+void* scratch(Place place, long bytes);
+
+inline void wait_for_all(int threads) {
+  if (threads > 1) pool.barrier();
+}
+
+// As many threads as a call of so many multiplications deserves.
+inline int enough(int64_t threads, int64_t work) { return (int)(threads < 1 + (work >> 16) ? threads : 1 + (work >> 16)); }
+
+// work(thread, threads) on up to `threads` threads
+template <class Work> void together(int threads, const Work& work) {
+  if (threads < 2 || !pool.parallel) {
+    work(0, 1);
+    return;
+  }
+  auto each = [](void* data) { (*(const Work*)data)(pool.thread(), pool.threads()); };
+  pool.parallel(each, (void*)&work, threads, 0);
+}
+
+// Shares of a common count, taken by whoever is free: a disturbed core then delays the others little.
+struct Shares {
+  long next = 0, end, step;
+  Shares(long end, int threads) : end(end), step(end / (threads * 8) > 1 ? end / (threads * 8) : 1) {}
+  bool take(long& from, long& to) {
+    from = __atomic_fetch_add(&next, step, __ATOMIC_RELAXED);
+    to = from + step < end ? from + step : end;
+    return from < end;
+  }
+};

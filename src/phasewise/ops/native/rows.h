@@ -1,0 +1,49 @@
+// The small operations on one row, in float32 between bfloat16.
+#pragma once
+#include <math.h>
+
+#include "simd.h"
+
+// x / root mean square * weight
+inline void normalise(const bf16* x, const float* weight, float eps, long n, bf16* y) {
+  F squares = {};
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    F v = load_floats(x + i);
+    squares += v * v;
+  }
+  float total = sum(squares);
+  for (; i < n; i++) total += widen(x[i]) * widen(x[i]);
+  float scale = 1 / sqrtf(total / n + eps);
+  for (i = 0; i + LANES <= n; i += LANES) store_floats(y + i, load_floats(x + i) * scale * load<F>(weight + i));
+  for (; i < n; i++) y[i] = narrow(widen(x[i]) * scale * weight[i]);
+}
+
+// The first `size` numbers of a head turned by its row's position, in place: x cos + (x, halves swapped) sin.
+inline void turn(bf16* x, const bf16* cos, const bf16* sin, long size) {
+  long half = size / 2, i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    F a = load_floats(x + i), b = load_floats(x + half + i);
+    store_floats(x + i, a * load_floats(cos + i) + b * load_floats(sin + i));
+    store_floats(x + half + i, b * load_floats(cos + half + i) + a * load_floats(sin + half + i));
+  }
+  for (; i < half; i++) {
+    float a = widen(x[i]), b = widen(x[half + i]);
+    x[i] = narrow(a * widen(cos[i]) + b * widen(sin[i]));
+    x[half + i] = narrow(b * widen(cos[half + i]) + a * widen(sin[half + i]));
+  }
+}
+
+// gate / (1 + e^-gate) * up
+inline void swish(const bf16* gate, const bf16* up, long n, bf16* y) {
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    F g = load_floats(gate + i), e = exp_negative(-max(g, -g));  // e^-|gate|, which cannot overflow
+    F sigmoid = select(g < 0.0f, e, splat(1.0f)) / (e + 1.0f);
+    store_floats(y + i, g * sigmoid * load_floats(up + i));
+  }
+  for (; i < n; i++) {
+    float g = widen(gate[i]);
+    y[i] = narrow(g / (1 + expf(-g)) * widen(up[i]));
+  }
+}

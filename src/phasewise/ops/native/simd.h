@@ -1,0 +1,106 @@
+// One register of LANES floats, mostly in the compiler's vector extensions: one source for AVX-512 and AVX2.
+// Each target is a shared library of its own with hidden symbols, so code for different targets never meets.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define DOT_INSTRUCTIONS 1  // products of bfloat16 and of bytes are single instructions
+#define LANES 16
+#else
+#define DOT_INSTRUCTIONS 0
+#define LANES 8
+#endif
+
+typedef uint16_t bf16;  // the upper half of a float
+typedef float F __attribute__((vector_size(LANES * 4)));
+typedef int32_t I __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+template <class V> inline V load(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V> inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
+
+inline F splat(float x) { return x - F{}; }
+inline I splat(int32_t x) { return x - I{}; }
+inline F select(I where, F yes, F no) { return (F)((where & (I)yes) | (~where & (I)no)); }
+inline F max(F a, F b) { return select(a > b, a, b); }
+
+inline float sum(F v) {
+  float s = 0;
+  for (int i = 0; i < LANES; i++) s += v[i];
+  return s;
+}
+
+inline float most(F v) {
+  float m = v[0];
+  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// ---- bfloat16
+inline float widen(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline bf16 narrow(float f) {  // to nearest even; NaN stays NaN
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+inline F load_floats(const float* p) { return load<F>(p); }
+inline F load_floats(const bf16* p) { return (F)(__builtin_convertvector(load<Half>(p), I) << 16); }
+
+inline void store_floats(float* p, F v) { store(p, v); }
+inline void store_floats(bf16* p, F v) {
+  I bits = (I)v;
+  I rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  I nan = v != v;
+  store(p, __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), Half));
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return widen(x); }
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) { *p = narrow(x); }
+
+// ---- acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (unsigned bytes)
+inline I dot(I acc, I w, I x) {
+#if DOT_INSTRUCTIONS
+  return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
+#else
+  __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8),
+                                   _mm256_and_si256((__m256i)x, _mm256_set1_epi16(255)));
+  __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16((__m256i)w, 8), _mm256_srli_epi16((__m256i)x, 8));
+  return acc + (I)even + (I)odd;
+#endif
+}
+
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+
+// ---- e^x for x <= 0 (also -inf, and NaN to NaN); relative error below 3e-7
+inline F exp_negative(F x) {
+  F shifted = x * 1.44269504f + MAGIC;
+  F n = shifted - MAGIC;
+  F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  F p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  I power = ((I)shifted << 23) + (I)splat(1.0f);
+  return select(x < -87.0f, F{}, p * (F)power);
+}

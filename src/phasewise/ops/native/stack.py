@@ -1,0 +1,98 @@
+"""All layers of a plain decoder in one native call, for steps in which nobody looks inside a layer."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native import library
+from phasewise.ops.native.weights import Packed
+
+
+@dataclass(frozen=True, eq=False)
+class StackLayer:
+    """What the kernel needs of one layer. `heads_norm` [Hq + H, D] is of queries and keys; `turn` its rotation."""
+
+    products: tuple[Packed, Packed, Packed, Packed]  # qkv, o, gate and up, down
+    before_attention: Tensor
+    before_mlp: Tensor
+    heads_norm: Tensor | None
+    eps: tuple[float, float, float]
+    turn: int | None
+    window: int | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class StackShape:
+    hidden: int
+    heads_q: int
+    heads: int
+    dim: int
+    inner: int
+
+
+@dataclass(frozen=True, eq=False)
+class StackSpan:
+    """`rows` rows that end at slot `n`; `sees` as in Few."""
+
+    n: int
+    rows: int
+    sees: Tensor | None
+
+
+class Stack:
+    """x [T, d] bfloat16 -> x [T, d] after all layers; keys and values of the rows are written to their slots.
+
+    A row's result depends on that row and the slots it sees, bit for bit. There must be a `library()`.
+    """
+
+    def __init__(self, layers: Sequence[StackLayer], shape: StackShape) -> None:
+        self.shape = shape
+        self.windowed = any(layer.window is not None for layer in layers)
+        self._kept: list[object] = [layers]
+        self._count = len(layers)
+        words = array("q")
+        for layer in layers:
+            norms = zip((layer.before_attention, layer.before_mlp, layer.heads_norm), layer.eps)
+            for weight, eps in norms:
+                words.append(0 if weight is None else self._keep(weight.float().contiguous()))
+                words.frombytes(struct.pack("d", eps))
+            words.extend(product.address for product in layer.products)
+            words.append(layer.products[0].int8)
+            words.extend([-1 if layer.turn is None else layer.turn, layer.window or 0])
+            words.frombytes(struct.pack("d", layer.scale))
+        self._layers = words
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def __call__(
+        self, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], spans: Sequence[StackSpan], planes: Sequence[int]
+    ) -> Tensor:
+        """Changes x in place and returns it. `turns`: bfloat16 cos and signed sin [T, 1, R] of each rotation.
+
+        `planes`, layer by layer and span by span: addresses of the keys and the values [H, cap, D] and cap * D.
+        """
+        kernels = library()
+        assert kernels is not None
+        shape = self.shape
+        tables = array("q")
+        for cos, sin in turns:
+            tables.extend([cos.data_ptr(), sin.data_ptr(), cos.shape[-1]])
+        table = array("q")
+        for span in spans:
+            sees = 0 if span.sees is None else span.sees.data_ptr()
+            table.extend([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, span.n, span.rows, sees])
+        addresses = array("q", planes)
+        pointers = [part.buffer_info()[0] for part in (self._layers, tables, table, addresses)]
+        call = array("q", [*pointers, x.data_ptr(), self._count, len(spans), x.shape[0], shape.hidden])
+        call.extend([shape.heads_q, shape.heads, shape.dim, shape.inner, torch.get_num_threads()])
+        kernels.stack(call.buffer_info()[0])
+        return x

@@ -1,0 +1,83 @@
+// The one loop nest all linear kernels share: rows x panels of packed weights, partial sums kept in registers.
+//
+// Every output is summed over its inputs in one fixed order, whatever the number of rows, threads or columns at a time:
+// a row's result does not depend on the rows beside it.
+#pragma once
+#include "kernels.h"
+#include "pool.h"
+#include "simd.h"
+
+// How many rows one tile holds, and how many registers of outputs beside each of them.
+constexpr int MOST_ROWS = DOT_INSTRUCTIONS ? 6 : 5;
+constexpr int registers(int rows) { return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+constexpr long BLOCK = 8 * MOST_ROWS;             // rows that share one pass over a chunk of weights
+constexpr long CHUNK = DOT_INSTRUCTIONS ? 1024 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache
+
+// Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
+// step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights.
+template <class Op, int R>
+void tile(const int32_t* weights, const typename Op::Word* x, long stride, long words, bool first,
+          typename Op::Sum (*sums)[WIDTH / LANES]) {
+  constexpr int W = registers(R);
+  for (int at = 0; at < WIDTH / LANES; at += W) {
+    typename Op::Sum acc[R][W];
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) acc[r][j] = first ? typename Op::Sum{} : sums[r][at + j];
+    for (long k = 0; k < words; k++) {
+      if (W * LANES * 4 == 64)  // strips of one cache line: no hardware foresees them, so fetch the next chunk
+        __builtin_prefetch(weights + words * WIDTH + (at / W * words + k) * (W * LANES));
+      Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, x + k, stride);
+    }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) sums[r][at + j] = acc[r][j];
+  }
+}
+
+template <class Op, int R>
+void tiles(long rows, const int32_t* weights, const typename Op::Word* x, long stride, long words, bool first,
+           typename Op::Sum (*sums)[WIDTH / LANES]) {
+  for (; rows >= R; rows -= R, x += R * stride, sums += R) tile<Op, R>(weights, x, stride, words, first, sums);
+  if constexpr (R > 1) tiles<Op, R - 1>(rows, weights, x, stride, words, first, sums);
+}
+
+// finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
+template <class Op, class Finish>
+void multiply(const int32_t* packed, long outputs, long words, const typename Op::Word* x, long stride, long rows,
+              Shares* shares, const Finish& finish) {
+  typename Op::Sum sums[BLOCK][WIDTH / LANES];
+  for (long from, to; shares->take(from, to);)
+    for (long p = from; p < to; p++)
+      for (long row = 0; row < rows; row += BLOCK) {
+        long some = rows - row < BLOCK ? rows - row : BLOCK;
+        for (long k = 0; k < words; k += CHUNK) {
+          long length = words - k < CHUNK ? words - k : CHUNK;
+          tiles<Op, MOST_ROWS>(some, packed + (p * words + k) * WIDTH, x + row * stride + k, stride, length, k == 0,
+                               sums);
+        }
+        long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
+        for (long r = 0; r < some; r++) finish(row + r, column, count, sums[r]);
+      }
+}
+
+// y[row, column ...] = values + bias + add
+inline void write(const Rows& y, const Rows& add, const float* bias, long row, long column, long count, F* values) {
+  float* v = (float*)values;
+  if (bias)
+    for (long i = 0; i < count; i++) v[i] += bias[column + i];
+  if (add.data && add.kind == FLOAT) {
+    const float* a = (const float*)add.data + row * add.stride + column;
+    for (long i = 0; i < count; i++) v[i] += a[i];
+  } else if (add.data) {
+    const bf16* a = (const bf16*)add.data + row * add.stride + column;
+    for (long i = 0; i < count; i++) v[i] += widen(a[i]);
+  }
+  if (y.kind == FLOAT) {
+    memcpy((float*)y.data + row * y.stride + column, v, count * 4);
+    return;
+  }
+  bf16* out = (bf16*)y.data + row * y.stride + column;
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) store_floats(out + i, values[i / LANES]);
+  for (; i < count; i++) out[i] = narrow(v[i]);
+}

@@ -1,0 +1,88 @@
+"""Weights of one linear layer packed for the native kernels: bfloat16 as they are, or rounded to int8."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native import library
+from phasewise.ops.native.room import room
+
+KIND = {torch.float32: 0, torch.bfloat16: 1}
+WIDTH = 64  # outputs per panel, as in kernels.h
+
+
+class Packed:
+    """x [T, in] -> x W^T + bias (+ add) [T, out] for float32 or bfloat16 rows; the result has the rows' dtype.
+
+    Sums are taken in one order, so a row's result does not depend on how many rows there are. bfloat16 weights: the
+    products are of bfloat16 (float32 rows are rounded first) and the sums float32. `int8`: one scale per output, rows
+    rounded to 255 levels of their largest magnitude, exact sums. There must be a `library()`.
+    """
+
+    __slots__ = ("_bias", "_kept", "_multiply", "_words", "address", "inputs", "int8", "nbytes", "outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> None:
+        kernels = library()
+        assert kernels is not None and weight.dtype in KIND and (int8 or weight.dtype == torch.bfloat16)
+        self.outputs, self.inputs = weight.shape
+        self.int8 = int8
+        self._bias = None if bias is None else bias.float().contiguous()
+        width, threads = -(-self.outputs // WIDTH) * WIDTH, torch.get_num_threads()
+        packed = room(width * -(-self.inputs // (4 if int8 else 2)) * 4)
+        scales = (torch.empty(self.outputs), torch.empty(self.outputs, dtype=torch.int32)) if int8 else ()
+        self._kept = (packed, *scales)
+        self.nbytes = self.outputs * (self.inputs + 4 if int8 else self.inputs * 2)
+        self.nbytes += 0 if bias is None else bias.nbytes
+        self._words = array("q", [packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()])
+        self._words.extend([s.data_ptr() for s in scales] or [0, 0])
+        self._words.extend([self.outputs, self.inputs])
+        self.address = self._words.buffer_info()[0]
+        self._multiply = kernels.linear8 if int8 else kernels.linear
+        source = weight.contiguous()
+        if int8:
+            rows = array("q", [source.data_ptr(), self.inputs, KIND[source.dtype]])
+            kernels.linear8_pack(rows.buffer_info()[0], self.address, threads)
+        else:
+            kernels.linear_pack(source.data_ptr(), self.address, threads)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """`add` [T, out] is summed into the result within the same kernel."""
+        rows, outputs, kind = x.shape[0], self.outputs, KIND[x.dtype]
+        y = torch.empty((rows, outputs), dtype=x.dtype)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        call = [self.address, x.data_ptr(), x.stride(0), kind]
+        if add is None:
+            call += [0, 0, 0]
+        else:
+            add = add if add.stride(1) == 1 else add.contiguous()
+            call += [add.data_ptr(), add.stride(0), KIND[add.dtype]]
+        words = array("q", [*call, y.data_ptr(), outputs, kind, rows, torch.get_num_threads()])
+        self._multiply(words.buffer_info()[0])
+        return y
+
+    def rows(self, which: Tensor) -> Tensor:
+        """Rows of the weight in bfloat16, int64 [N] -> [N, in]: the embeddings of a model that ties its head.
+
+        Raises IndexError for a row that there is not.
+        """
+        kernels = library()
+        assert kernels is not None
+        out = torch.empty((which.numel(), self.inputs), dtype=torch.bfloat16)
+        index = which.contiguous()
+        at, count = index.data_ptr(), index.numel()
+        if self.int8:
+            rows = array("q", [out.data_ptr(), self.inputs, KIND[out.dtype]])
+            absent = kernels.linear8_rows(self.address, at, count, rows.buffer_info()[0])
+        else:
+            absent = kernels.linear_rows(self.address, at, count, out.data_ptr())
+        if absent:
+            raise IndexError(f"rows {which.tolist()} are not all among the {self.outputs} of the weight")
+        return out
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] in bfloat16, a copy; the rounded one if int8."""
+        return self.rows(torch.arange(self.outputs))

@@ -1,0 +1,135 @@
+"""Native attention over a list of spans against its plain twin, for every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.batch import ancestors
+from phasewise.ops import attention, native
+from phasewise.ops.native import spans
+from phasewise.ops.native.spans import Few
+
+KINDS = [torch.bfloat16, torch.float32]
+SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256), (5, 1, 96)]  # heads_q, heads, dim
+
+
+@pytest.fixture(params=native.TARGETS)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels = native.load(request.param)
+    if kernels is None:
+        pytest.skip(f"the {request.param} kernels were not built, or do not run on this processor")
+    monkeypatch.setattr(spans, "library", lambda: kernels)
+    return str(request.param)
+
+
+def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype, tree: bool = False) -> Few:
+    """Keys and values are the first n rows of a longer slab, and the queries lie inside a fused buffer."""
+    heads_q, heads, dim = shape
+    q = torch.randn(rows, heads_q + 2 * heads, dim).to(kind)[:, :heads_q]
+    k, v = (torch.randn(heads, n + 5, dim).to(kind)[:, :n] for _ in range(2))
+    sees = ancestors([i // 2 - 1 if i < 2 else (i - 1) // 2 for i in range(rows)]) if tree else None
+    return Few(q, k, v, sees)
+
+
+def twin(few: Few, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    rows, n = few.q.shape[0], few.k.shape[1]
+    own = torch.ones(rows, rows).tril().bool() if few.sees is None else few.sees
+    mask = torch.cat((torch.ones(rows, n - rows).bool(), own), 1)
+    if window is not None:
+        slots, at = torch.arange(n)[None], torch.arange(n - rows, n)[:, None]
+        mask &= at - slots < window
+    q, k, v = few.q.float(), few.k.float(), few.v.float()
+    return attention.reference(q, k, v, mask[None], scale)
+
+
+def check(batch: list[Few], scale: float, window: int | None = None) -> None:
+    out, lse = spans.attend(batch, scale, window, with_lse=True)
+    assert lse is not None and out.dtype == batch[0].q.dtype
+    want = [twin(few, scale, window) for few in batch]
+    exact, exact_lse = torch.cat([w[0] for w in want]), torch.cat([w[1] for w in want])
+    tolerance = 1e-2 if out.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    """Ragged: single rows, several, a tree; one slot, a few, more than a block, more than a part."""
+    torch.manual_seed(0)
+    cases = [(1, 1), (1, 2), (1, 17), (1, 64), (1, 65), (1, 300), (1, 1024), (1, 2500)]
+    cases += [(3, 3), (5, 70), (16, 1030), (7, 2050)]
+    batch = [make(shape, rows, n, kind) for rows, n in cases]
+    batch += [make(shape, 7, 7, kind, tree=True), make(shape, 9, 200, kind, tree=True)]
+    check(batch, 0.3)
+    check(batch[:1], 1.0)
+
+
+@pytest.mark.parametrize("window", [1, 3, 64, 100, 1000, 5000])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("target")
+def test_windows(window: int, kind: torch.dtype) -> None:
+    cases = [(1, 1), (1, 50), (4, 300), (1, 2500), (7, 2050)]
+    check([make((4, 2, 64), rows, n, kind) for rows, n in cases], 0.2, window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.usefixtures("target")
+def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None) -> None:
+    """Bit for bit: alone or in company, row by row or as one span (as after a preemption)."""
+    batch = [make((6, 2, 64), rows, n, kind) for rows, n in ((1, 40), (9, 1027), (1, 1500), (4, 4), (12, 70))]
+    together, _ = spans.attend(batch, 0.1, window)
+    start = 0
+    for q, k, v, _ in batch:
+        rows, n = q.shape[0], k.shape[1]
+        alone, _ = spans.attend([Few(q, k, v)], 0.1, window)
+        assert torch.equal(alone, together[start : start + rows])
+        one_by_one = [
+            spans.attend([Few(q[i : i + 1], k[:, : n - rows + i + 1], v[:, : n - rows + i + 1])], 0.1, window)[0]
+            for i in range(rows)
+        ]
+        assert torch.equal(torch.cat(one_by_one), alone)
+        start += rows
+
+
+@pytest.mark.usefixtures("target")
+def test_large_scores_and_bad_numbers() -> None:
+    few = make((4, 2, 64), 1, 100, torch.float32)
+    check([Few(few.q * 100, few.k * 100, few.v)], 1.0)
+    for what in ("q", "k", "v"):
+        bad = make((4, 2, 64), 1, 100, torch.float32)
+        getattr(bad, what)[0, 0, 5] = float("nan")
+        out, _ = spans.attend([bad, few], 0.1)
+        seen = {"q": [0], "k": [0, 1], "v": [0, 1]}[what]  # one query head; all those of the KV head
+        others = [h for h in range(4) if h not in seen]
+        assert out[0, seen].isnan().any(1).all() and out[0, others].isfinite().all() and out[1].isfinite().all()
+
+
+@pytest.mark.usefixtures("target")
+def test_what_does_not_fit() -> None:
+    few = make((4, 2, 64), 1, 100, torch.float32)
+    assert spans.fits(few)
+    assert not spans.fits(Few(few.q.half(), few.k.half(), few.v.half()))
+    assert not spans.fits(Few(few.q, few.k.bfloat16(), few.v.bfloat16()))
+    assert not spans.fits(make((2, 1, 264), 1, 10, torch.float32))
+    assert not spans.fits(Few(few.q, few.k.transpose(1, 2).contiguous().transpose(1, 2), few.v))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_nothing(kind: torch.dtype) -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    before = torch.get_num_threads()
+    batch = [make((14, 2, 64), rows, n, kind) for rows, n in ((1, 5000), (1, 200), (8, 1500))]
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(spans.attend(batch, 0.125)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)

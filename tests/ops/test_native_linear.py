@@ -1,0 +1,206 @@
+"""The native linear kernels against their plain twins, for every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phasewise.errors import UserError
+from phasewise.ops import linear, native
+from phasewise.ops.linear import Linear
+from phasewise.ops.native import weights
+from phasewise.ops.native.weights import Packed
+
+SHAPES = [(64, 32), (1, 1), (7, 5), (65, 33), (130, 257), (200, 96), (320, 2051)]  # outputs, inputs
+ROWS = [0, 1, 2, 3, 5, 6, 7, 8, 13, 32, 49, 100]
+KINDS = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(params=native.TARGETS)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels = native.load(request.param)
+    if kernels is None:
+        pytest.skip(f"the {request.param} kernels were not built, or do not run on this processor")
+    monkeypatch.setattr(weights, "library", lambda: kernels)
+    return str(request.param)
+
+
+def twin(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    """float64 over rows rounded to bfloat16."""
+    y = x.bfloat16().double() @ weight.double().T
+    y = y if bias is None else y + bias.double()
+    return y if add is None else y + add.double()
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as int8 gives them back: whole steps [T, n] and what a step is worth [T, 1]."""
+    x = x.float()
+    top = x.abs().amax(1, keepdim=True)
+    inverse = torch.where(top > 0, torch.tensor(127.0) / top, 0.0)  # a tensor: 127 / top would round twice
+    return (x.double() * inverse.double()).round(), top / 127
+
+
+def twin8(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    (xs, x_step), (ws, w_step) = rounded(x), rounded(weight)
+    y = (xs @ ws.T) * x_step.double() * w_step.double().T
+    y = y if bias is None else y + bias.double()
+    return y if add is None else y + add.double()
+
+
+def near(got: Tensor, want: Tensor) -> bool:
+    scale = want.abs().mean() + want.abs() + 1e-6 if want.numel() else want
+    return bool(((got.double() - want).abs() <= 1e-2 * scale).all())
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_equals_the_twin(shape: tuple[int, int], kind: torch.dtype, int8: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape).bfloat16()
+    for rows in ROWS:
+        bias = torch.randn(shape[0]).to(kind) if rows % 2 else None
+        x, add = torch.randn(rows, shape[1]).to(kind), torch.randn(rows, shape[0]).to(kind)
+        before = x.clone(), add.clone()
+        layer = Packed(weight, bias, int8=int8)
+        for residual in (None, add):
+            got, want = layer(x, residual), (twin8 if int8 else twin)(x, weight, bias, residual)
+            assert got.dtype == kind and got.shape == (rows, shape[0])
+            assert near(got, want), (rows, residual is None)
+        assert torch.equal(x, before[0]) and torch.equal(add, before[1]), "inputs were written to"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.usefixtures("target")
+def test_strides(int8: bool) -> None:
+    """Rows and residuals may be halves of fused results, transposed, or single rows expanded."""
+    weight, both = torch.randn(70, 64).bfloat16(), torch.randn(9, 134).bfloat16()
+    layer = Packed(weight, None, int8=int8)
+    x, add = both[:, :64], both[:, 64:]
+    assert torch.equal(layer(x, add), layer(x.contiguous(), add.contiguous()))
+    odd = both[:, 1:65]
+    assert torch.equal(layer(odd), layer(odd.contiguous()))
+    turned = torch.randn(64, 9).bfloat16().T
+    assert torch.equal(layer(turned, add), layer(turned.contiguous(), add.contiguous()))
+    assert torch.equal(layer(x[:1].expand(5, -1)), layer(x[:1]).expand(5, -1))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("target")
+def test_rows_do_not_depend_on_each_other(kind: torch.dtype, int8: bool) -> None:
+    """Bit for bit: this is what makes a request's tokens independent of its batch mates (DESIGN law 6)."""
+    layer = Packed(torch.randn(150, 2300).bfloat16(), torch.randn(150), int8=int8)
+    x, add = torch.randn(75, 2300).to(kind), torch.randn(75, 150).to(kind)
+    together = layer(x, add)
+    for size in (1, 2, 3, 4, 5, 6, 7, 11, 48):
+        apart = [layer(a, b) for a, b in zip(x.split(size), add.split(size))]
+        assert torch.equal(torch.cat(apart), together), size
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.usefixtures("target")
+def test_bad_numbers_spoil_their_own_row_only(bad: float, int8: bool) -> None:
+    layer = Packed(torch.randn(70, 65).bfloat16(), None, int8=int8)
+    x = torch.randn(8, 65).bfloat16()
+    clean = layer(x)
+    for column in (0, 31, 64):
+        spoiled = x.clone()
+        spoiled[3, column] = bad
+        got = layer(spoiled)
+        assert not got[3].isfinite().any()
+        keep = [0, 1, 2, 4, 5, 6, 7]
+        assert torch.equal(got[keep], clean[keep])
+
+
+@pytest.mark.usefixtures("target")
+def test_bad_weights_spoil_their_own_output_only() -> None:
+    weight, x = torch.randn(70, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    clean = Packed(weight, None)(x)
+    weight[20, 5] = float("nan")
+    for int8 in (False, True):
+        got = Packed(weight, None, int8=int8)(x)
+        assert got[:, 20].isnan().all() and got[:, torch.arange(70) != 20].isfinite().all()
+    keep = torch.arange(70) != 20
+    assert torch.equal(Packed(weight, None)(x)[:, keep], clean[:, keep])
+
+
+@pytest.mark.usefixtures("target")
+def test_zero_rows_and_zero_weights_give_zero() -> None:
+    for int8 in (False, True):
+        layer = Packed(torch.randn(70, 33).bfloat16(), None, int8=int8)
+        assert torch.equal(layer(torch.zeros(2, 33).bfloat16()), torch.zeros(2, 70).bfloat16())
+        layer = Packed(torch.zeros(70, 33).bfloat16(), None, int8=int8)
+        assert torch.equal(layer(torch.randn(2, 33).bfloat16()), torch.zeros(2, 70).bfloat16())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_the_way_back(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).bfloat16()
+    assert torch.equal(Packed(weight, None).dense(), weight)
+    steps, step = rounded(weight)
+    back = Packed(weight, None, int8=True).dense()
+    assert torch.equal(back, (steps.float() * step).bfloat16())
+    which = torch.randint(0, shape[0], (5,))
+    assert torch.equal(Packed(weight, None).rows(which), weight[which])
+    for int8 in (False, True):
+        for absent in (-1, shape[0]):
+            with pytest.raises(IndexError):
+                Packed(weight, None, int8=int8).rows(torch.tensor([0, absent]))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_threads_change_nothing(int8: bool) -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    before = torch.get_num_threads()
+    weight, x = torch.randn(1000, 700).bfloat16(), torch.randn(20, 700)
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            layer = Packed(weight, None, int8=int8)
+            results.append((layer(x), layer.dense()))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a[0], results[0][0]) and torch.equal(a[1], results[0][1]) for a in results)
+
+
+def test_which_form_a_layer_takes() -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    half, single = torch.randn(16, 16).bfloat16(), torch.randn(16, 16)
+    assert Linear(half).native is not None and Linear(half, packed=False).native is None
+    assert Linear(single).native is None
+    assert all(Linear(weight, precision="int8").native is not None for weight in (single, half))
+    x = torch.randn(3, 16)
+    assert torch.equal(Linear(half).dense(), half)
+    assert torch.equal(Linear(half).rows(torch.tensor([3, 3])), half[[3, 3]])
+    assert near(Linear(half)(x.bfloat16()), F.linear(x.bfloat16(), half).double())
+    assert Linear(half, precision="int8").nbytes == 16 * 16 + 4 * 16
+    with pytest.raises(UserError, match="int7"):
+        Linear(half, precision="int7")
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """torch does the work, the log says so once, and int8, which was asked for, is refused."""
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert Linear(torch.randn(8, 8).bfloat16()).native is None
+            assert Linear(torch.randn(8, 8).bfloat16()).native is None
+        assert "not built" in caplog.text and len(caplog.records) == 1
+        with pytest.raises(UserError, match="native"):
+            Linear(torch.randn(8, 8), precision="int8")
+    finally:
+        native.library.cache_clear()
+    assert linear.native is native

@@ -1,0 +1,159 @@
+"""A whole step in one native call against the open path, and both against the same model in float32 (DESIGN law 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise import catalog
+from phasewise.batch import Span, ancestors, depths
+from phasewise.forward import Step
+from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.store import KV, Store
+from phasewise.model.model import Model
+from phasewise.ops import native
+from phasewise.phase import Phase
+from phasewise.recipe import kv_shapes
+from phasewise.request import Params, Request
+from phasewise.trace import Counters
+from tests import tiny
+from tests.model.families import FAMILIES
+from tests.model.reference import save_random
+
+STACKED = ["llama", "llama-biased-tied", "llama-mha-wide-heads", "mistral-sliding", "mistral-full", "qwen2",
+           "qwen2-sliding", "qwen3", "qwen3-sliding", "phi3", "phi3-partial-longrope", "smollm3"]  # fmt: skip
+OPEN = ["gemma2", "gemma3", "olmo2", "mixtral", "qwen3_moe"]
+TREE = [-1, 0, 0, 1, 1, 2]
+PLAIN = Phase("decode", None, catalog.build("attend", "dense"), None, None)  # type: ignore[arg-type]
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    root = tmp_path_factory.mktemp("families")
+    for name in STACKED + OPEN:
+        save_random(FAMILIES[name](), root / name)
+    yield {name: root / name for name in STACKED + OPEN}
+
+
+class Runner:
+    """Steps of a few requests over one model, with or without the stack."""
+
+    def __init__(self, model: Model, *, stack: bool = False) -> None:
+        self.model, self.stack = model, model.stack if stack else None
+        self.counters = Counters()
+        self.store = Store(kv_shapes(model), Raw(), ledger=Ledger(64 << 20), counters=self.counters)
+        self.held: dict[int, KV] = {}
+
+    @torch.inference_mode()
+    def step(self, rows: dict[int, Sequence[int]], tree: bool = False) -> Tensor:
+        """{request: tokens} -> logits [T, V]; all rows are committed, of a tree only its first path."""
+        spans = []
+        for r, tokens in rows.items():
+            kv = self.held.setdefault(r, self.store.open(Request([3], Params()), 1))
+            n = kv.layers[0].n
+            kv.reserve(len(tokens))
+            at = [n + d for d in depths(TREE)] if tree else range(n, n + len(tokens))
+            spans.append(Span(Request([3], Params()), kv, PLAIN, tokens, at, ancestors(TREE) if tree else None))
+        kept, self.model.stack = self.model.stack, self.stack
+        try:
+            x = Step(self.model, spans, self.counters).run().x
+        finally:
+            self.model.stack = kept
+        for span in spans:
+            span.kv.commit([0, 1, 3] if tree else span.rows)
+        return self.model.head(x)
+
+
+def far(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+def test_int8(directories: dict[str, Path]) -> None:
+    """Weights rounded to int8: the stack and the open path round the same, and the model stays near float32."""
+    name = "llama-biased-tied"
+    rounded, exact = (Model.load(directories[name], dtype=dtype) for dtype in (torch.int8, torch.float32))
+    assert rounded.stack is not None and rounded.table is None
+    assert rounded.weight_bytes < 0.35 * exact.weight_bytes
+    runners = [Runner(rounded, stack=True), Runner(rounded), Runner(exact)]
+    for rows in ({0: range(3, 23), 1: range(9, 12)}, {0: [5], 1: [6]}):
+        fused, opened, wanted = (runner.step(rows) for runner in runners)
+        assert far(fused, opened) < 0.05 and far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3 < 0.2
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_no_further_from_float32_than_the_open_path(name: str, directories: dict[str, Path]) -> None:
+    half, exact = (Model.load(directories[name], dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert half.stack is not None and exact.stack is None
+    runners = [Runner(half, stack=True), Runner(half), Runner(exact)]
+    steps = [{0: range(3, 23), 1: range(9, 12)}, {0: [5]}, {0: [6], 1: [7], 2: [8]}]
+    steps.append({2: range(3, 33), 1: [4, 5, 6], 0: [9]})
+    for rows in steps:
+        fused, opened, wanted = (runner.step(rows) for runner in runners)
+        assert far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3
+    if not half.stack.windowed:
+        fused, opened, wanted = (runner.step({0: [5, 6, 7, 8, 9, 10], 2: [8] * 6}, tree=True) for runner in runners)
+        assert far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3
+        fused, opened, wanted = (runner.step({0: [5], 2: [9]}) for runner in runners)
+        assert far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3
+    whole, parts, _ = (runner.counters for runner in runners)
+    for counter in ("row_layers", "kv_bytes_read", "kv_bytes_written"):
+        assert getattr(whole, counter) == getattr(parts, counter), counter
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_more_than_the_plain_layer_stays_open(name: str, directories: dict[str, Path]) -> None:
+    assert Model.load(directories[name], dtype=torch.bfloat16).stack is None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-sliding"])
+def test_rows_depend_on_nothing_else(name: str, directories: dict[str, Path]) -> None:
+    """Bit for bit: in company or alone, in one span or row by row."""
+    model = Model.load(directories[name], dtype=torch.bfloat16)
+    together, alone = Runner(model, stack=True), Runner(model, stack=True)
+    first = together.step({0: range(3, 20), 1: range(5, 9)})
+    second = together.step({0: [7], 1: [8, 9, 10]})
+    one = torch.cat([alone.step({0: [token]}) for token in range(3, 20)])
+    other = alone.step({1: range(5, 9)})
+    assert torch.equal(torch.cat((one, other)), first)
+    rest = [alone.step({1: [8]}), alone.step({0: [7]}), alone.step({1: [9]}), alone.step({1: [10]})]
+    assert torch.equal(torch.cat([rest[1], rest[0], *rest[2:]]), second)
+
+
+@pytest.mark.parametrize("verbs", [{"attend": "quest"}, {"evict": "streaming"}, {"store": "int8"}], ids=str)
+def test_who_needs_to_see_inside_takes_the_open_path(verbs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.load(tiny.checkpoint(), dtype=torch.bfloat16)
+    calls: list[int] = []
+    assert model.stack is not None
+    monkeypatch.setattr(model, "stack", Counting(model.stack, calls))
+    prompts, params = tiny.prompts(30, 5, 17), tiny.greedy(6)
+    tiny.run(tiny.engine(of=model), prompts, params)
+    assert 3 in calls, "three requests decode through the stack"
+    calls.clear()
+    tiny.run(tiny.engine(verbs, of=model), prompts, params)
+    assert all(rows > 3 for rows in calls), "prompts at most"
+
+
+def test_taps_take_the_open_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.load(tiny.checkpoint(), dtype=torch.bfloat16)
+    calls: list[int] = []
+    monkeypatch.setattr(model, "stack", Counting(model.stack, calls))
+    runner = Runner(model)
+    kv = runner.store.open(Request([3], Params()), 8)
+    with torch.inference_mode():
+        hidden = Step(model, [Span(Request([3], Params()), kv, PLAIN, [5], [0])], runner.counters, {1, 3}).run()
+    assert set(hidden.taps) == {1, 3} and not calls
+
+
+class Counting:
+    def __init__(self, stack: object, calls: list[int]) -> None:
+        self.stack, self.calls, self.windowed = stack, calls, False
+
+    def __call__(self, x: Tensor, *rest: object) -> Tensor:
+        self.calls.append(x.shape[0])
+        return self.stack(x, *rest)  # type: ignore[operator]
