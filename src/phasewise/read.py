@@ -204,6 +204,11 @@ class Read:
         layer = self.span.kv.layers[self.layer]
         self.count_bytes(entries * entry_bytes(layer.codec, layer.shape))
 
+    def count_keys(self, entries: int) -> None:
+        """Of `entries` (row, KV head) pairs the keys were read, and the values were not."""
+        layer = self.span.kv.layers[self.layer]
+        self.count_bytes(entries * entry_bytes(layer.codec, layer.shape) // 2)
+
     def count_bytes(self, n: int) -> None:
         """`n` bytes of KV, or of what is kept beside it, were read."""
         self.step.counters.kv_bytes_read += n

@@ -163,6 +163,29 @@ class Masked:
         return None
 
 
+class Uneven:
+    """Gives every head and layer a budget of its own when the prompt is complete: AdaKV's shape, without its scores."""
+
+    observes = 0
+
+    def __init__(self, stay: Sequence[Sequence[Sequence[int]]]) -> None:
+        self.stay = stay
+
+    def observe(self, read: Any) -> None:
+        pass
+
+    def view(self, read: Any) -> None:
+        return None
+
+    def due(self, request: Request) -> bool:
+        return not request.prefilling and "uneven" not in request.state
+
+    def keep(self, request: Request, layer: int) -> list[Tensor]:
+        if layer == len(self.stay) - 1:
+            request.state["uneven"] = True
+        return [torch.tensor(list(slots)) for slots in self.stay[layer]]
+
+
 # ---- engines
 class Scripted:
     """Drafts trees along known outputs: the right tokens mixed with wrong ones and wrong siblings, so that a step keeps
@@ -216,3 +239,12 @@ def sliding(window: int, layers: int) -> Model:
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     (path / "config.json").write_text(json.dumps(config))
     return Model.load(path)
+
+
+@cache
+def mixed(window: int) -> Model:
+    """A tiny model of which every second layer sees `window` rows, the others all."""
+    model = Model.load(tiny.checkpoint())
+    specs = tuple(replace(spec, window=None if i % 2 else window) for i, spec in enumerate(model.config.attention))
+    model.config = replace(model.config, attention=specs)
+    return model

@@ -87,6 +87,19 @@ def test_logits_stay_near() -> None:
     assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.9
 
 
+def test_chunks_change_next_to_nothing() -> None:
+    """A number at the edge of a level may fall to the other side, no more: a row reads itself in 8 bits, too."""
+    tokens = tiny.prompts(150)[0]
+    whole = Walk(tiny.model(), tokens, codec=CODEC)
+    logits, planes = whole.feed(tokens), whole.kv.dump()[0]["planes"]
+    for sizes in ([1], [3], [7], [64, 5]):
+        one = Walk(tiny.model(), tokens, codec=CODEC)
+        got = torch.cat([one.feed(piece) for piece in cuts(tokens, sizes)])
+        assert float((got - logits).abs().max()) < 0.3
+        for a, b in zip(planes[::2], one.kv.dump()[0]["planes"][::2]):
+            assert int((a.int() - b.int()).abs().max()) <= 1 and float((a != b).float().mean()) < 1e-3
+
+
 def test_forks_hand_offs_and_evictions_carry_the_planes_as_they_are() -> None:
     """Nothing is ever quantised twice: what was written once is moved bit for bit."""
     tokens = tiny.prompts(90)[0]

@@ -22,7 +22,7 @@ from phasewise.model.model import Model
 from phasewise.phase import Host
 from phasewise.read import Read
 from tests import oracle, tiny
-from tests.methods_kv.harness import Walk, cuts, sliding
+from tests.methods_kv.harness import Uneven, Walk, cuts, sliding
 from tests.methods_kv.slow_quest import SlowQuest
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -40,6 +40,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "streaming": lambda: {"evict": bound(Streaming(sinks=6, window=43))},
     "streaming, text": lambda: {"evict": bound(Streaming(sinks=6, window=43, positions="text"))},
     "snapkv": lambda: {"evict": bound(SnapKV(keep=0.5, window=5))},
+    "heads that keep other rows": lambda: {"evict": Uneven([[range(0, 70, 2), [*range(34), 69]]] * 4)},
+    "heads that keep more rows": lambda: {"evict": Uneven([[range(1, 70, 2), [*range(50), 68, 69]]] * 4)},
     "int8": lambda: {"codec": Int8().codec()},
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from phasewise.model.model import Model
 from phasewise.phase import Host
 from phasewise.request import Request
 from tests import oracle, tiny
-from tests.methods_kv.harness import Masked, Recorder, Walk, cuts, sliding, walk
+from tests.methods_kv.harness import Masked, Recorder, Uneven, Walk, cuts, sliding, walk
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 HEADS = 2
@@ -188,29 +187,6 @@ def test_retain_takes_the_best_and_the_last(scores: list[list[int]], keep: int, 
 
 def some(count: int, n: int) -> st.SearchStrategy[list[int]]:
     return st.sets(st.integers(0, n - 1), min_size=count, max_size=count).map(sorted)
-
-
-class Uneven:
-    """Gives every head and layer a budget of its own when the prompt is complete: AdaKV's shape, without its scores."""
-
-    observes = 0
-
-    def __init__(self, stay: Sequence[Sequence[Sequence[int]]]) -> None:
-        self.stay, self.done = stay, False
-
-    def observe(self, read: Any) -> None:
-        pass
-
-    def view(self, read: Any) -> None:
-        return None
-
-    def due(self, request: Request) -> bool:
-        return not request.prefilling and "uneven" not in request.state
-
-    def keep(self, request: Request, layer: int) -> list[Tensor]:
-        if layer == len(self.stay) - 1:
-            request.state["uneven"] = True
-        return [torch.tensor(slots) for slots in self.stay[layer]]
 
 
 @settings(max_examples=15, deadline=None)

@@ -164,7 +164,7 @@ def test_memory_stays_constant() -> None:
 
 
 def test_engine_memory_is_bounded() -> None:
-    """A stream many times the window fits a budget that holds the window alone."""
+    """What is allocated for an answer many times the window stays that of the window."""
     engine = tiny.engine({"evict": "streaming:sinks=4,window=40"}, prefix_cache=False)
     request = tiny.Request(text(20), tiny.greedy(400))
     engine.add(request)

@@ -28,6 +28,7 @@ class Numbers:
         self.asked = 0  # how often it was asked whether it is idle
         self.hold = threading.Event()  # steps wait for it
         self.hold.set()
+        self.stepping = threading.Event()  # set once a step has begun
         self.broken = False
 
     @property
@@ -53,6 +54,7 @@ class Numbers:
 
     def step(self) -> list[Request]:
         self.threads.add(threading.current_thread().name)
+        self.stepping.set()
         assert self.hold.wait(10)
         if self.broken:
             raise RuntimeError("out of order")
@@ -251,8 +253,9 @@ def test_one_who_was_being_added_when_it_broke_is_told() -> None:
     async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
         numbers.hold.clear()
         await loop.add(feeds(5))
+        assert await asyncio.to_thread(numbers.stepping.wait, 10)
         late = asyncio.create_task(loop.add(feeds(5)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # its command lies in the queue, and the step is still held
         numbers.broken = True
         numbers.hold.set()
         with pytest.raises(Unavailable, match="out of order"):

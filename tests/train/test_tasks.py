@@ -68,18 +68,27 @@ def test_sort_and_reverse_agree_with_python() -> None:
         assert item.answer.split() == listed[::-1]
 
 
-def test_recall_values_are_the_ones_in_the_prompt() -> None:
+def test_recall_answers_are_pairs_of_the_prompt() -> None:
     rng = Random(5)
     for length in (64, 256, 1024, 2000):
         made = turns("recall", rng, length, evaluation=True)
-        stored = dict(re.findall(r"(\w+)=(\d+)", made[0].prompt))
+        context = made[0].prompt.partition(": ")[2]
         for turn in made:
-            asked = re.findall(r"(\w+)[,?]", turn.prompt.rpartition("What ")[2])
-            assert asked
-            if "What is" in turn.prompt:
-                assert turn.answer == stored[asked[0]]
-            else:
-                assert turn.answer == ", ".join(f"{key}={stored[key]}" for key in asked)
+            asked = re.findall(r"(\w+)[,?]", turn.prompt.rpartition(" with ")[2])
+            given = [pair.split() for pair in turn.answer.split(", ")]
+            assert asked == [key for key, _ in given]
+            assert all(re.search(rf"(^|\. ){key} {value}\.", context) for key, value in given)
+            assert all(len(re.findall(rf"(?:^|\. ){key} \w+\.", context)) == 1 for key in asked)
+
+
+def test_pass_keys_are_the_ones_in_the_prompt() -> None:
+    rng = Random(6)
+    for _ in range(20):
+        made = turns("passkey", rng, 256, evaluation=True)
+        for turn in made:
+            owner = turn.prompt.rpartition("of ")[2].rstrip("?")
+            assert turn.answer.startswith(f"The pass key of {owner} is ")
+            assert turn.answer in made[0].prompt
 
 
 def test_json_is_compared_by_value() -> None:

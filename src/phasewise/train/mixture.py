@@ -16,8 +16,8 @@ from phasewise.train.tasks import Turn, turns
 from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, special_id
 
 LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
-SHORT_TASKS = {"reverse": 1.5, "sort": 2.0, "arithmetic": 2.5, "json": 1.0, "edit": 2.0, "list": 2.0, "recall": 1.5,
-               "talk": 0.7}  # fmt: skip
+SHORT_TASKS = {"reverse": 1.5, "sort": 2.0, "arithmetic": 5.0, "json": 1.0, "edit": 3.0, "list": 2.0, "recall": 1.5,
+               "talk": 0.5}  # fmt: skip
 NO_LOSS = -1
 
 
@@ -37,13 +37,11 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(0.19583, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
-    Stage(0.34560, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
-    Stage(0.40, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2, embedding=0.35),
-    Stage(0.48199, 512, 3072, code=0.40, long=0.20, copies=0.15, embedding=0.35),
-    Stage(0.60, 512, 3072, code=0.35, long=0.20, copies=0.2, stride=2, embedding=0.35),
-    Stage(0.88, 1024, 4096, code=0.40, long=0.25, copies=0.15, stride=2, embedding=0.35),
-    Stage(1.00, 2048, 6144, code=0.45, long=0.25, copies=0.15, embedding=0.35),
+    Stage(0.13, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
+    Stage(0.26, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
+    Stage(0.65, 384, 3072, code=0.30, long=0.20, copies=0.15, stride=2, embedding=0.35),
+    Stage(0.90, 1024, 4096, code=0.30, long=0.20, copies=0.10, embedding=0.35),
+    Stage(1.00, 2048, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
 )
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
@@ -98,7 +96,7 @@ class Mixture:
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             others = rng.choices(list(SHORT_TASKS), list(SHORT_TASKS.values()))[0]
             task, size = "copy" if rng.random() < stage.copies else others, rng.randint(stage.short // 4, stage.short)
-            conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)[:3]
+            conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)
         return self.chat(conversation, rng.choice(SYSTEM) if rng.random() < 0.12 else None)
 
     def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:

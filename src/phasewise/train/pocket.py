@@ -32,8 +32,8 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-LENGTHS = {"target": 3_600_000, "draft": 3_000_000}
-"""Tokens of the runs behind the shipped weights."""
+LENGTHS = {"target": 6_000_000, "draft": 3_000_000}
+"""Default run lengths, tokens."""
 
 
 def train(
@@ -90,7 +90,7 @@ def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
 def main(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
     size: Annotated[str, typer.Option(help="target or draft.")] = "target",
-    tokens: Annotated[int | None, typer.Option(help="Length of the run; as shipped.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Length of the run, tokens; 6M or 3M by size.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint.")] = False,
 ) -> None:

@@ -35,6 +35,7 @@ class Example:
     check: Callable[[str], bool]
 
 
+KEYS, VALUES = WORDS[::2], WORDS[1::2]
 Make = Callable[[Random, int], list[Turn]]
 """Seeded generator: the turns of one conversation of at most about `tokens` tokens; later turns may be dropped."""
 
@@ -54,8 +55,8 @@ def copy(rng: Random, tokens: int) -> list[Turn]:
     kind = rng.random()
     if kind < 0.6:
         text = " ".join(rng.choices(WORDS, k=size))
-    elif kind < 0.75:
-        text = " ".join(str(rng.randrange(1000)) for _ in range(max(1, size // 3)))
+    elif kind < 0.7:
+        text = " ".join(str(rng.randrange(100)) for _ in range(max(1, size // 3)))
     else:
         text = " ".join(_scrap(rng) for _ in range(max(1, size // 2)))
     return [Turn(pick(rng, "Repeat: ", "Repeat this: ", "Copy this text: ", "Say: ") + text, text)]
@@ -123,30 +124,30 @@ def _difference_steps(a: int, b: int) -> str:
 
 
 def recall(rng: Random, tokens: int) -> list[Turn]:
-    """Key-value pairs that fill about `tokens` tokens, then questions about single keys."""
-    count = max(2, min(len(WORDS), (tokens - 40) // 6))
-    keys = rng.sample(WORDS, count)
-    values = [str(rng.randrange(100, 1000)) for _ in keys]
-    pairs = ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
-    first, *later = rng.sample(range(count), min(12, count))
-    made = [Turn(f"{pick(rng, 'Remember: ', 'Values: ')}{pairs}. What is {keys[first]}?", values[first])]
+    """Word pairs among filler that fill about `tokens` tokens, then questions about single pairs."""
+    count = max(2, min(len(KEYS), (tokens - 40) // 6))
+    pairs = {key: f"{key} {rng.choice(VALUES)}" for key in rng.sample(KEYS, count)}
+    sentences = [f"{pair}." for pair in pairs.values()]
+    sentences += rng.choices(FILLER, k=max(0, (tokens - 40 - 3 * count) // 6))
+    rng.shuffle(sentences)
+    first, *later = rng.sample(list(pairs), min(12, count))
+    opening = f"{pick(rng, 'Remember: ', 'Pairs: ')}{' '.join(sentences)}"
+    made = [Turn(f"{opening} Which word goes with {first}?", pairs[first])]
     several = later[: rng.randint(0, len(later))]
     if len(several) > 1:
-        asked = ", ".join(keys[index] for index in several)
-        made.append(Turn(f"What are {asked}?", ", ".join(f"{keys[index]}={values[index]}" for index in several)))
-    return made + [Turn(f"What is {keys[index]}?", values[index]) for index in later if index not in several]
+        made.append(Turn(f"Which words go with {', '.join(several)}?", ", ".join(pairs[key] for key in several)))
+    return made + [Turn(f"Which word goes with {key}?", pairs[key]) for key in later if key not in several]
 
 
 def passkey(rng: Random, tokens: int) -> list[Turn]:
-    """Pass keys of one to four people hidden in filler that fills about `tokens` tokens."""
-    owners = rng.sample(NAMES, rng.randint(1, 4))
-    keys = [str(rng.randrange(10000, 100000)) for _ in owners]
-    text = [rng.choice(FILLER) for _ in range(max(1, (tokens - 60) * 10 // 58))]
-    for owner, key in zip(owners, keys, strict=True):
-        text.insert(rng.randint(0, len(text)), f"The pass key of {owner} is {key}.")
-    asks = [f"What is the pass key of {owner}?" for owner in owners]
-    first = Turn(f"{' '.join(text)} {asks[0]}", keys[0])
-    return [first, *(Turn(ask, key) for ask, key in zip(asks[1:], keys[1:], strict=True))]
+    """Pass keys of one or two people hidden in filler that fills about `tokens` tokens."""
+    owners = rng.sample(NAMES, rng.randint(1, 2))
+    facts = [f"The pass key of {owner} is {' '.join(rng.sample(WORDS, 2))}." for owner in owners]
+    text = rng.choices(FILLER, k=max(1, (tokens - 60) * 10 // 58))
+    for fact in facts:
+        text.insert(rng.randint(0, len(text)), fact)
+    first, *later = [Turn(f"What is the pass key of {who}?", fact) for who, fact in zip(owners, facts, strict=True)]
+    return [Turn(f"{' '.join(text)} {first.prompt}", first.answer), *later]
 
 
 def json_object(rng: Random, tokens: int) -> list[Turn]:

@@ -59,7 +59,7 @@ class Quest:
             return read.attend()
         bounds = self._bounds(read)
         read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
-        if part.plain and read.mask() is None:
+        if part.plain and part.n == read.span.positions[0] and read.mask() is None:
             return read.attend_rows(self._best(read, bounds))
         return read.attend(self._select(read, bounds))
 
@@ -72,12 +72,12 @@ class Quest:
         if not isinstance(bounds, _Bounds):
             bounds = _Bounds.none(part)
         if bounds.upto < upto:
-            read.count_bytes(part.keys(bounds.start, part.n).nbytes)
+            read.count_keys((part.n - bounds.start) * part.size[0])
             bounds = part.derived[key] = bounds.extend(part, upto, self.page)
         return bounds
 
     def _best(self, read: Read, bounds: _Bounds) -> Tensor:
-        """For one row that sees all of a plain cache: the slots it reads, [h, S]."""
+        """For one row that sees all rows before it, none missing: the slots it reads, [h, S]."""
         heads, n = read.part.size
         own = bounds.upto * self.page  # first slot of its page
         value = _promise(read.q, bounds.low, bounds.high)[:, 0]  # [h, pages]
@@ -102,8 +102,8 @@ class Quest:
         pages = torch.cat((bounds.pages, torch.arange(bounds.upto, int(own.max()), device=page.device)))
         column = torch.searchsorted(pages, page.contiguous()).expand(heads, -1)  # [h, N]; len(pages) = none of them
         of_row = column[:, None].expand_as(rivals)
-        rows = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.int64, device=page.device)
-        rows = rows.scatter_add(2, of_row, rivals.long())[..., :-1]  # [h, R, pages]
+        rows = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.int32, device=page.device)
+        rows = rows.scatter_add(2, of_row, rivals.int())[..., :-1]  # [h, R, pages]
         order = self._values(read, bounds, rivals, column, rows).argsort(-1, descending=True)
         fits = rows.gather(2, order).cumsum(-1) <= left
         chosen = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.bool, device=page.device)
@@ -125,7 +125,7 @@ class Quest:
             here = column == c  # [h, N]
             slots = here.any(0).nonzero()[:, 0]
             k = read.part.take(slots.expand(len(here), -1))[0][:, None]  # [h, 1, m, D]
-            read.count_bytes(k.nbytes)
+            read.count_keys(len(here) * len(slots))
             among = (rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
             low = k.masked_fill(~among, float("inf")).amin(2)  # [h, R, D]
             high = k.masked_fill(~among, float("-inf")).amax(2)

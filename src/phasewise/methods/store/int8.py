@@ -1,7 +1,8 @@
 """KV in 8 bits: one symmetric scale per row and head, rounded to the nearest of 255 levels.
 
 Promises that no number is off by more than half its row's scale, and that a row's form depends on that row alone. Every
-row is read in this form, its own step included, so results depend neither on chunks nor on prefix hits.
+row is read in this form, its own step included, so results do not depend on chunks or prefix hits, but for the rare
+number that the last bit of a float moves over the edge of a level.
 """
 
 from __future__ import annotations
