@@ -190,6 +190,17 @@ def test_which_form_a_layer_takes() -> None:
         Linear(half, precision="int7")
 
 
+def test_a_library_of_other_sources_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if native.load("avx2") is None:
+        pytest.skip("no native kernels here")
+    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    with caplog.at_level(logging.WARNING):
+        assert native.load("avx2") is None
+    assert "other sources" in caplog.text
+
+
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """torch does the work, the log says so once, and int8, which was asked for, is refused."""
     monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))

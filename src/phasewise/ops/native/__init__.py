@@ -16,6 +16,7 @@ import torch
 log = logging.getLogger(__name__)
 
 TARGETS = ("avx512", "avx2")  # best first
+INTERFACE = 1  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "linear_pack": 3,
     "linear_rows": 4,
@@ -51,6 +52,9 @@ def load(target: str) -> ctypes.CDLL | None:
             kernels = ctypes.CDLL(str(path))
         except OSError as error:
             log.warning("%s does not load: %s", path.name, error)
+            continue
+        if not hasattr(kernels, "interface") or kernels.interface() != INTERFACE:
+            log.warning("%s was built from other sources and is left alone: install phasewise again", path.name)
             continue
         if kernels.supported():
             for name, count in SIGNATURES.items():

@@ -2,16 +2,9 @@
 //
 // A job is a few (row, query head) pairs that share one KV head. Long jobs are cut into parts at fixed slots and joined
 // by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads.
-#include <math.h>
-
-#include <type_traits>
-
 #include "parts.h"
-#include "simd.h"
+#include "softmax.h"
 
-constexpr long KEYS = 64;       // slots whose scores are held at a time
-constexpr long QUERIES = 16;    // queries per job
-constexpr long MOST_DIM = 256;  // of a head
 constexpr long PART = 1024;     // slots per part
 
 struct Job {
@@ -22,160 +15,6 @@ struct Job {
 struct Part {
   long job, from, to;
 };
-
-struct State {  // softmax under way: largest score, sum of weights, weighted sum of values
-  float top[QUERIES], total[QUERIES];
-  float sum[QUERIES][MOST_DIM];
-};
-
-// ---- scores
-// 16 (8) registers -> their sums, lane by lane
-static inline F sums_of(F* v) {
-#if LANES == 16
-  __m512 half[16];
-  for (int i = 0; i < 16; i += 2)
-    half[i / 2] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]) + _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
-  __m512 quarter[4];
-  for (int i = 0; i < 4; i++) {
-    __m512d a = (__m512d)half[2 * i], b = (__m512d)half[2 * i + 1];
-    quarter[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
-  }
-  auto fold = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
-  return (F)fold(fold(quarter[0], quarter[1]), fold(quarter[2], quarter[3]));
-#else
-  __m256 half[4];
-  for (int i = 0; i < 8; i += 2)
-    half[i / 2] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]) + _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
-  __m256 quarter[2];
-  for (int i = 0; i < 2; i++) {
-    __m256d a = (__m256d)half[2 * i], b = (__m256d)half[2 * i + 1];
-    quarter[i] = (__m256)_mm256_unpacklo_pd(a, b) + (__m256)_mm256_unpackhi_pd(a, b);
-  }
-  return (F)(_mm256_permute2f128_ps(quarter[0], quarter[1], 0x20) + _mm256_permute2f128_ps(quarter[0], quarter[1], 0x31));
-#endif
-}
-
-static inline long whole(long dim, const float*) { return dim / LANES * LANES; }
-static inline F product(const float* q, const float* k, long length) {
-  F acc = {};
-  for (long d = 0; d < length; d += LANES) acc += load<F>(q + d) * load<F>(k + d);
-  return acc;
-}
-#if DOT_INSTRUCTIONS
-static inline long whole(long dim, const bf16*) { return dim / (2 * LANES) * (2 * LANES); }
-static inline F product(const bf16* q, const bf16* k, long length) {
-  __m512 acc = _mm512_setzero_ps();
-  for (long d = 0; d < length; d += 2 * LANES)
-    acc = _mm512_dpbf16_ps(acc, (__m512bh)load<__m512i>(q + d), (__m512bh)load<__m512i>(k + d));
-  return (F)acc;
-}
-#else
-static inline long whole(long dim, const bf16*) { return dim / LANES * LANES; }
-static inline F product(const bf16* q, const bf16* k, long length) {
-  F acc = {};
-  for (long d = 0; d < length; d += LANES) acc += load_floats(q + d) * load_floats(k + d);
-  return acc;
-}
-#endif
-
-// out[0 .. LANES) = scale * q . k of the slots from `k` on, of which `count` exist
-template <class T> static void score(const T* q, const T* k, long row, long count, long dim, float scale, float* out) {
-  long length = whole(dim, q), last = (count < LANES ? count : LANES) - 1;
-  F parts[LANES];
-  for (long j = 0; j < LANES; j++) parts[j] = product(q, k + (j < last ? j : last) * row, length);
-  store(out, sums_of(parts));
-  for (long j = 0; j <= last; j++)
-    for (long d = length; d < dim; d++) out[j] += to_float(q[d]) * to_float(k[j * row + d]);
-  for (long j = 0; j < LANES; j++) out[j] *= scale;
-}
-
-// ---- weights
-// Weights are kept as the products with values take them.
-template <class T> using Weight = std::conditional_t<DOT_INSTRUCTIONS && std::is_same_v<T, bf16>, bf16, float>;
-
-// The scores of one query become weights; what was summed before is scaled to the new largest score.
-template <class W> static void weigh(const float* scores, W* weights, long query, long dim, State& s) {
-  F top = splat(s.top[query]);
-  for (long j = 0; j < KEYS; j += LANES) top = max(load<F>(scores + j), top);
-  float highest = most(top);
-  float from = highest == -INFINITY ? 0 : highest;  // nothing seen yet
-  F total = {};
-  for (long j = 0; j < KEYS; j += LANES) {
-    F weight = exp_negative(load<F>(scores + j) - from);
-    store_floats(weights + j, weight);
-    total += weight;
-  }
-  float shrink = expf(s.top[query] - from);
-  s.top[query] = highest;
-  s.total[query] = s.total[query] * shrink + sum(total);
-  if (shrink != 1)
-    for (long d = 0; d < dim; d++) s.sum[query][d] *= shrink;
-}
-
-// ---- values
-// sum[q][d ...] += weights[q][j] * v[j][d ...] for Q queries and N registers of sums
-template <int Q, int N, class T>
-static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, float (*sum)[MOST_DIM]) {
-  F acc[Q][N];
-  for (int q = 0; q < Q; q++)
-    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
-  for (long j = 0; j < count; j++)
-    for (int i = 0; i < N; i++) {
-      F value = load_floats(v + j * row + i * LANES);
-      for (int q = 0; q < Q; q++) acc[q][i] += value * weights[q][j];
-    }
-  for (int q = 0; q < Q; q++)
-    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
-}
-
-#if DOT_INSTRUCTIONS
-// The same for bfloat16, two slots at a time. Interleaving their rows leaves the sums of 32 numbers in the order that
-// `place` tells.
-template <int Q, int N>
-static void add_values(const bf16 (*weights)[KEYS], const bf16* v, long row, long count, float (*sum)[MOST_DIM]) {
-  F acc[Q][N];
-  for (int q = 0; q < Q; q++)
-    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
-  for (long j = 0; j < count; j += 2) {
-    const bf16 *first = v + j * row, *second = j + 1 < count ? first + row : first;  // an odd one out weighs 0
-    __m512bh pairs[N];
-    for (int i = 0; i < N; i += 2) {
-      __m512i a = load<__m512i>(first + i * LANES), b = load<__m512i>(second + i * LANES);
-      pairs[i] = (__m512bh)_mm512_unpacklo_epi16(a, b);
-      pairs[i + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
-    }
-    for (int q = 0; q < Q; q++) {
-      __m512bh weight = (__m512bh)_mm512_set1_epi32(load<int32_t>(weights[q] + j));
-      for (int i = 0; i < N; i++) acc[q][i] = (F)_mm512_dpbf16_ps((__m512)acc[q][i], pairs[i], weight);
-    }
-  }
-  for (int q = 0; q < Q; q++)
-    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
-}
-#endif
-
-template <class T> static long place(long d, long dim) {
-  bool in_order = sizeof(Weight<T>) == 4 || d >= dim / 32 * 32;
-  return in_order ? d : d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4;
-}
-
-constexpr int MOST_QUERIES = DOT_INSTRUCTIONS ? 8 : 4;  // whose sums fit the registers
-
-template <class T, int Q>
-static void add_all_values(const Weight<T> (*weights)[KEYS], const T* v, long row, long count, long dim, long queries,
-                           float (*sum)[MOST_DIM]) {
-  constexpr int N = Q > 4 || (!DOT_INSTRUCTIONS && Q > 1) ? 2 : 4, LEAST = sizeof(Weight<T>) == 4 ? 1 : 2;
-  for (; queries >= Q; queries -= Q, weights += Q, sum += Q) {
-    auto from = [&](long d) { return (float(*)[MOST_DIM])(sum[0] + d); };
-    long d = 0;
-    for (; d + N * LANES <= dim; d += N * LANES) add_values<Q, N>(weights, v + d, row, count, from(d));
-    for (; d + LEAST * LANES <= dim; d += LEAST * LANES) add_values<Q, LEAST>(weights, v + d, row, count, from(d));
-    for (; d < dim; d++)
-      for (int q = 0; q < Q; q++)
-        for (long j = 0; j < count; j++) sum[q][d] += to_float(weights[q][j]) * to_float(v[j * row + d]);
-  }
-  if constexpr (Q > 1) add_all_values<T, Q - 1>(weights, v, row, count, dim, queries, sum);
-}
 
 // ---- jobs
 typedef AttentionCall Call;
@@ -195,6 +34,20 @@ static void hide(const Call& call, const Span& span, long row, long slot, long t
   }
 }
 
+// Keys of LANES slots from `slot` on, the last one standing in for those that there are not. Meanwhile their values and
+// later keys are fetched, as short rows here and there are not foreseen.
+template <class T>
+static void point_at(const Span& span, const T* k, const T* v, long slot, long to, long dim, const T** rows) {
+  for (long i = 0; i < LANES; i++) {
+    long at = slot + i < to ? slot + i : to - 1;
+    rows[i] = k + at * span.k_row;
+    for (long d = 0; d < dim; d += 64 / (long)sizeof(T)) {
+      __builtin_prefetch(rows[i] + KEYS * span.k_row + d);
+      __builtin_prefetch(v + at * span.v_row + d);
+    }
+  }
+}
+
 template <class T> static void read_part(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   long dim = call.dim;
@@ -203,19 +56,26 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
     s.top[i] = -INFINITY, s.total[i] = 0;
     memset(s.sum[i], 0, dim * 4);
   }
-  float scores[KEYS];
+  const T* queries[QUERIES];
+  for (long i = 0; i < job.count; i++) {
+    long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
+    queries[i] = (const T*)span.q + row * span.q_row + head * dim;
+  }
+  float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
   for (long slot = from; slot < to; slot += KEYS) {
     long count = to - slot < KEYS ? to - slot : KEYS;
+    for (long j = 0; j < count; j += LANES) {
+      const T* rows[LANES];
+      point_at(span, k, v, slot + j, to, dim, rows);
+      for (long i = 0; i < job.count; i++) score(queries[i], rows, dim, scores[i] + j);
+    }
     for (long i = 0; i < job.count; i++) {
-      long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
-      const T* q = (const T*)span.q + row * span.q_row + head * dim;
-      for (long j = 0; j < count; j += LANES)
-        score(q, k + (slot + j) * span.k_row, span.k_row, count - j, dim, call.scale, scores + j);
-      long end = limit(span, row);
+      for (long j = 0; j < KEYS; j++) scores[i][j] *= (float)call.scale;
+      long row = (job.first + i) / group(call), end = limit(span, row);
       if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
-        hide(call, span, row, slot, to, scores);
-      weigh(scores, weights[i], i, dim, s);
+        hide(call, span, row, slot, to, scores[i]);
+      weigh(scores[i], weights[i], i, dim, s);
     }
     add_all_values<T, MOST_QUERIES>(weights, v + slot * span.v_row, span.v_row, count, dim, job.count, s.sum);
   }
@@ -277,7 +137,8 @@ static void count_jobs(const Call& call, Plan& plan) {
 long plan_room(const Call& call) {
   Plan plan = {};
   count_jobs(call, plan);
-  return sizeof(Plan) + plan.job_count * sizeof(Job) + plan.part_count * (sizeof(Part) + (plan.cut ? sizeof(State) : 0));
+  long of_part = sizeof(Part) + (plan.cut ? sizeof(State) : 0);
+  return sizeof(Plan) + plan.job_count * sizeof(Job) + plan.part_count * of_part;
 }
 
 Plan* make_plan(const Call& call, void* room) {

@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+constexpr int INTERFACE = 1;  // counted up, here and in __init__.py, whenever an argument changes
+
 #define API extern "C" __attribute__((visibility("default")))
 
 constexpr long WIDTH = 64;  // outputs per panel of packed weights; the last panel is filled up with zeros

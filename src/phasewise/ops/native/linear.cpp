@@ -1,38 +1,6 @@
 // Linear layers of bfloat16 weights, packed so that one register holds two inputs of LANES outputs.
-#include <type_traits>
-
 #include "parts.h"
 #include "tile.h"
-
-struct Bf16 {
-  typedef F Sum;
-#if DOT_INSTRUCTIONS
-  typedef int32_t Word;
-
-  template <int R, int W> static void step(F (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
-    __m512bh w[W];
-    for (int j = 0; j < W; j++) w[j] = (__m512bh)load<__m512i>(weights + j * LANES);
-    for (int r = 0; r < R; r++) {
-      __m512bh in = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * stride));
-      for (int j = 0; j < W; j++) acc[r][j] = (F)_mm512_dpbf16_ps((__m512)acc[r][j], in, w[j]);
-    }
-  }
-#else
-  struct Word {
-    float even, odd;
-  };
-
-  template <int R, int W> static void step(F (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
-    F w[W];
-    for (int j = 0; j < W; j++) w[j] = (F)(load<I>(weights + j * LANES) << 16);
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].even;
-    for (int j = 0; j < W; j++) w[j] = (F)(load<I>(weights + j * LANES) & (int32_t)0xffff0000);
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].odd;
-  }
-#endif
-};
 
 API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
   long outputs = w->outputs, inputs = w->inputs;
@@ -83,7 +51,6 @@ long linear_room(const LinearCall& call) {
 }
 
 void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
-  typedef std::conditional_t<DOT_INSTRUCTIONS, bf16, float> Number;
   const Weights& w = *call.weights;
   const Rows& x = call.x;
   long words = (w.inputs + 1) / 2, stride = x.stride / 2;
@@ -91,7 +58,7 @@ void linear_part(const LinearCall& call, void* room, Shares* shares, int thread,
   if (!as_it_lies(call)) {
     Bf16::Word* copy = (Bf16::Word*)room;
     for (long r = thread; r < call.rows; r += all) {
-      Number* out = (Number*)(copy + r * words);
+      Bf16::Number* out = (Bf16::Number*)(copy + r * words);
       if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, out);
       else copy_row((const bf16*)x.data + r * x.stride, w.inputs, out);
     }

@@ -71,8 +71,9 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
     uint8_t* row = rounded + thread * words * 4;
     for (long o = thread; o < w->outputs; o += all) {
       float* scale = (float*)w->scale + o;
-      *scale = weight->kind == FLOAT ? quantise((const float*)weight->data + o * weight->stride, w->inputs, words, 0, row)
-                                     : quantise((const bf16*)weight->data + o * weight->stride, w->inputs, words, 0, row);
+      long at = o * weight->stride;
+      *scale = weight->kind == FLOAT ? quantise((const float*)weight->data + at, w->inputs, words, 0, row)
+                                     : quantise((const bf16*)weight->data + at, w->inputs, words, 0, row);
       int32_t* column = (int32_t*)w->packed + o / WIDTH * words * WIDTH + o % WIDTH;
       for (long k = 0; k < words; k++) column[k * WIDTH] = load<int32_t>(row + k * 4);
       int32_t sum = 0;

@@ -27,6 +27,8 @@ void* scratch(Place place, long bytes) {
   return room.data;
 }
 
+API int interface() { return INTERFACE; }
+
 // Whether this processor has the instructions that this library was compiled for.
 API int supported() {
   __builtin_cpu_init();

@@ -21,7 +21,10 @@ inline void wait_for_all(int threads) {
 }
 
 // As many threads as a call of so many multiplications deserves.
-inline int enough(int64_t threads, int64_t work) { return (int)(threads < 1 + (work >> 16) ? threads : 1 + (work >> 16)); }
+inline int enough(int64_t threads, int64_t work) {
+  int64_t most = 1 + (work >> 16);
+  return (int)(threads < most ? threads : most);
+}
 
 // work(thread, threads) on up to `threads` threads
 template <class Work> void together(int threads, const Work& work) {

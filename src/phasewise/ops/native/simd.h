@@ -32,17 +32,21 @@ inline I splat(int32_t x) { return x - I{}; }
 inline F select(I where, F yes, F no) { return (F)((where & (I)yes) | (~where & (I)no)); }
 inline F max(F a, F b) { return select(a > b, a, b); }
 
+#if LANES == 16
+inline float sum(F v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float most(F v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 inline float sum(F v) {
   float s = 0;
   for (int i = 0; i < LANES; i++) s += v[i];
   return s;
 }
-
 inline float most(F v) {
   float m = v[0];
   for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
   return m;
 }
+#endif
 
 // ---- bfloat16
 inline float widen(bf16 x) {

@@ -42,6 +42,39 @@ void tiles(long rows, const int32_t* weights, const typename Op::Word* x, long s
 }
 
 // finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
+// Words of two bfloat16; sums in float32.
+struct Bf16 {
+  typedef F Sum;
+#if DOT_INSTRUCTIONS
+  typedef bf16 Number;  // what an input comes as
+  typedef int32_t Word;
+
+  template <int R, int W> static void step(F (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
+    __m512bh w[W];
+    for (int j = 0; j < W; j++) w[j] = (__m512bh)load<__m512i>(weights + j * LANES);
+    for (int r = 0; r < R; r++) {
+      __m512bh in = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * stride));
+      for (int j = 0; j < W; j++) acc[r][j] = (F)_mm512_dpbf16_ps((__m512)acc[r][j], in, w[j]);
+    }
+  }
+#else
+  typedef float Number;
+  struct Word {
+    float even, odd;
+  };
+
+  template <int R, int W> static void step(F (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
+    F w[W];
+    for (int j = 0; j < W; j++) w[j] = (F)(load<I>(weights + j * LANES) << 16);
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].even;
+    for (int j = 0; j < W; j++) w[j] = (F)(load<I>(weights + j * LANES) & (int32_t)0xffff0000);
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < W; j++) acc[r][j] += w[j] * x[r * stride].odd;
+  }
+#endif
+};
+
 template <class Op, class Finish>
 void multiply(const int32_t* packed, long outputs, long words, const typename Op::Word* x, long stride, long rows,
               Shares* shares, const Finish& finish) {

@@ -1,0 +1,164 @@
+// Attention of a few queries over a block of slots: scores, the softmax under way, weighted sums of values.
+#pragma once
+#include <math.h>
+
+#include <type_traits>
+
+#include "simd.h"
+
+constexpr long KEYS = 64;       // slots whose scores are held at a time
+constexpr long QUERIES = 16;    // queries per job
+constexpr long MOST_DIM = 256;  // of a head
+
+struct State {  // softmax under way: largest score, sum of weights, weighted sum of values
+  float top[QUERIES], total[QUERIES];
+  float sum[QUERIES][MOST_DIM];
+};
+
+// ---- scores
+// 16 (8) registers -> their sums, lane by lane
+static inline F sums_of(F* v) {
+#if LANES == 16
+  typedef __m512 R;
+  auto low = [](R a, R b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
+  auto pairs = [](R a, R b) {
+    return (R)_mm512_unpacklo_pd((__m512d)a, (__m512d)b) + (R)_mm512_unpackhi_pd((__m512d)a, (__m512d)b);
+  };
+  auto fold = [](R a, R b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+#else
+  typedef __m256 R;
+  auto low = [](R a, R b) { return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b); };
+  auto pairs = [](R a, R b) {
+    return (R)_mm256_unpacklo_pd((__m256d)a, (__m256d)b) + (R)_mm256_unpackhi_pd((__m256d)a, (__m256d)b);
+  };
+  auto fold = [](R a, R b) { return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31); };
+#endif
+  R four[LANES / 4];  // of four registers each, one per quarter
+  for (int i = 0; i < LANES; i += 4)
+    four[i / 4] = pairs(low((R)v[i], (R)v[i + 1]), low((R)v[i + 2], (R)v[i + 3]));
+#if LANES == 16
+  return (F)fold(fold(four[0], four[1]), fold(four[2], four[3]));
+#else
+  return (F)fold(four[0], four[1]);
+#endif
+}
+
+// Registers of keys meet registers of queries: `CHUNK<T>` numbers at a time.
+template <class T> constexpr long CHUNK = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 * LANES : LANES;
+static F add_products(F acc, const float* q, const float* k) { return acc + load<F>(q) * load<F>(k); }
+static F add_products(F acc, const bf16* q, const bf16* k) {
+#if DOT_INSTRUCTIONS
+  return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)load<__m512i>(q), (__m512bh)load<__m512i>(k));
+#else
+  return acc + load_floats(q) * load_floats(k);
+#endif
+}
+
+// out[lane] = q . rows[lane]; C chunks if known beforehand, else 0
+template <class T, int C> static void score(const T* q, const T* const* rows, long dim, float* out) {
+  long whole = C ? C * CHUNK<T> : dim / CHUNK<T> * CHUNK<T>;
+  F parts[LANES];
+  for (long j = 0; j < LANES; j++) {
+    parts[j] = F{};
+    for (long d = 0; d < whole; d += CHUNK<T>) parts[j] = add_products(parts[j], q + d, rows[j] + d);
+  }
+  store(out, sums_of(parts));
+  for (long j = 0; whole < dim && j < LANES; j++)
+    for (long d = whole; d < dim; d++) out[j] += to_float(q[d]) * to_float(rows[j][d]);
+}
+
+template <class T> static void score(const T* q, const T* const* rows, long dim, float* out) {
+  if (dim == CHUNK<T>) score<T, 1>(q, rows, dim, out);
+  else if (dim == 2 * CHUNK<T>) score<T, 2>(q, rows, dim, out);
+  else if (dim == 4 * CHUNK<T>) score<T, 4>(q, rows, dim, out);
+  else if (dim == 8 * CHUNK<T>) score<T, 8>(q, rows, dim, out);
+  else score<T, 0>(q, rows, dim, out);
+}
+
+// ---- weights
+// Weights are kept as the products with values take them.
+template <class T> using Weight = std::conditional_t<DOT_INSTRUCTIONS && std::is_same_v<T, bf16>, bf16, float>;
+
+// The scores of one query become weights; what was summed before is scaled to the new largest score.
+template <class W> static void weigh(const float* scores, W* weights, long query, long dim, State& s) {
+  F top = splat(s.top[query]);
+  for (long j = 0; j < KEYS; j += LANES) top = max(load<F>(scores + j), top);
+  float highest = most(top);
+  float from = highest == -INFINITY ? 0 : highest;  // nothing seen yet
+  F total = {};
+  for (long j = 0; j < KEYS; j += LANES) {
+    F weight = exp_negative(load<F>(scores + j) - from);
+    store_floats(weights + j, weight);
+    total += weight;
+  }
+  float shrink = expf(s.top[query] - from);
+  s.top[query] = highest;
+  s.total[query] = s.total[query] * shrink + sum(total);
+  if (shrink != 1)
+    for (long d = 0; d < dim; d++) s.sum[query][d] *= shrink;
+}
+
+// ---- values
+// sum[q][d ...] += weights[q][j] * v[j][d ...] for Q queries and N registers of sums
+template <int Q, int N, class T>
+static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, float (*sum)[MOST_DIM]) {
+  F acc[Q][N];
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
+  for (long j = 0; j < count; j++)
+    for (int i = 0; i < N; i++) {
+      F value = load_floats(v + j * row + i * LANES);
+      for (int q = 0; q < Q; q++) acc[q][i] += value * weights[q][j];
+    }
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
+}
+
+#if DOT_INSTRUCTIONS
+// The same for bfloat16, two slots at a time. Interleaving their rows leaves the sums of 32 numbers in the order that
+// `place` tells.
+template <int Q, int N>
+static void add_values(const bf16 (*weights)[KEYS], const bf16* v, long row, long count, float (*sum)[MOST_DIM]) {
+  F acc[Q][N];
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
+  for (long j = 0; j < count; j += 2) {
+    const bf16 *first = v + j * row, *second = j + 1 < count ? first + row : first;  // an odd one out weighs 0
+    __m512bh pairs[N];
+    for (int i = 0; i < N; i += 2) {
+      __m512i a = load<__m512i>(first + i * LANES), b = load<__m512i>(second + i * LANES);
+      pairs[i] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      pairs[i + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+    for (int q = 0; q < Q; q++) {
+      __m512bh weight = (__m512bh)_mm512_set1_epi32(load<int32_t>(weights[q] + j));
+      for (int i = 0; i < N; i++) acc[q][i] = (F)_mm512_dpbf16_ps((__m512)acc[q][i], pairs[i], weight);
+    }
+  }
+  for (int q = 0; q < Q; q++)
+    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
+}
+#endif
+
+template <class T> static long place(long d, long dim) {
+  bool in_order = sizeof(Weight<T>) == 4 || d >= dim / 32 * 32;
+  return in_order ? d : d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4;
+}
+
+constexpr int MOST_QUERIES = DOT_INSTRUCTIONS ? 8 : 4;  // whose sums fit the registers
+
+template <class T, int Q>
+static void add_all_values(const Weight<T> (*weights)[KEYS], const T* v, long row, long count, long dim, long queries,
+                           float (*sum)[MOST_DIM]) {
+  constexpr int N = Q > 4 || (!DOT_INSTRUCTIONS && Q > 1) ? 2 : 4, LEAST = sizeof(Weight<T>) == 4 ? 1 : 2;
+  for (; queries >= Q; queries -= Q, weights += Q, sum += Q) {
+    auto from = [&](long d) { return (float(*)[MOST_DIM])(sum[0] + d); };
+    long d = 0;
+    for (; d + N * LANES <= dim; d += N * LANES) add_values<Q, N>(weights, v + d, row, count, from(d));
+    for (; d + LEAST * LANES <= dim; d += LEAST * LANES) add_values<Q, LEAST>(weights, v + d, row, count, from(d));
+    for (; d < dim; d++)
+      for (int q = 0; q < Q; q++)
+        for (long j = 0; j < count; j++) sum[q][d] += to_float(weights[q][j]) * to_float(v[j * row + d]);
+  }
+  if constexpr (Q > 1) add_all_values<T, Q - 1>(weights, v, row, count, dim, queries, sum);
+}
