@@ -189,10 +189,14 @@ class Read:
         spec = self.step.model.config.attention[self.layer]
         if rows > FEW or part.fresh != rows or part.ids is not None or self.rows is not None or self.view is not None:
             return None
-        if spec.softcap is not None or (spec.window is not None and (sees is not None or not part.plain)):
+        if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
             return None
         few = native.Few(self.q, part.k, part.v, sees)
         return few if native.fits(few) else None
+
+    def _in_order(self) -> bool:
+        """Whether slots are positions: no row before these has skipped the layer or was dropped."""
+        return self.part.plain and self.span.positions[0] == self.part.n
 
     # ---- counters
     def count(self, rows: int) -> None:

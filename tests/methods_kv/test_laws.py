@@ -10,6 +10,7 @@ import pytest
 from phasewise.engine import Engine
 from phasewise.request import Params, Request
 from tests import tiny
+from tests.laws.compare import reference
 from tests.methods_kv.harness import drafting
 
 QUEST = {"attend": "quest:page=4,budget=16,dense_layers=1"}
@@ -52,8 +53,10 @@ def agree(name: str, requests: Sequence[Request], sampled: bool = False) -> None
     got, want = tiny.outs(requests), [wanted[tuple(request.prompt)] for request in requests]
     if "int8" in name:
         assert sum(a == b for a, b in zip(got, want)) * 2 >= len(requests)
-    else:
+    elif sampled or got == want:
         assert got == want
+    else:  # only where the two best logits were closer than a kernel's last bits may part
+        reference(METHODS[name], [request.prompt for request in requests], tiny.greedy(N)).check(got)
 
 
 def may_sample(name: str) -> list[bool]:

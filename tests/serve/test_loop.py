@@ -269,6 +269,7 @@ def test_snapshots_do_not_wait_for_a_long_step() -> None:
         first = await loop.snapshot()
         numbers.hold.clear()
         await loop.add(feeds(2))
+        assert await asyncio.to_thread(numbers.stepping.wait, 10)
         assert await loop.snapshot(patience=0.05) is first
         numbers.hold.set()
 
