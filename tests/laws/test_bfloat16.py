@@ -1,0 +1,37 @@
+"""Law 4 on the fast path: in bfloat16, where a step is one native call, batch mates change not one bit of a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phasewise.model.model import Model
+from phasewise.ops import native
+from phasewise.request import Params, Request
+from tests import tiny
+
+LENGTHS = (33, 5, 64, 17, 50)
+PARAMS = {
+    "greedy": tiny.greedy(32),
+    "sampled": Params(max_tokens=32, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5),
+}
+
+
+@pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
+@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
+@pytest.mark.parametrize("how", PARAMS)
+def test_independent_of_batch_mates_in_bfloat16(how: str, experts: int) -> None:
+    path = tiny.checkpoint(hidden=64, experts=experts)
+    model = Model.load(path, dtype=torch.bfloat16)
+    given = {"schedule": "prefill_first"}
+    prompts, params = tiny.prompts(*LENGTHS), PARAMS[how]
+    alone = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], params))[0] for p in prompts]
+    assert tiny.outs(tiny.run(tiny.engine(given, of=model), prompts, params)) == alone
+    late = tiny.engine(given, of=model)  # joining one by one while others decode
+    requests = [Request(p, params) for p in prompts]
+    for request in requests:
+        late.add(request)
+        late.step()
+        late.step()
+    tiny.finish(late, requests)
+    assert tiny.outs(requests) == alone
