@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phasewise.ops.native import prefill
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
@@ -33,11 +35,16 @@ def attention(
     return out[0].transpose(0, 1)
 
 
-ROWS = 64  # query rows per block of `causal`: a block's scores stay in the cache, and most of the future is skipped
-
-
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of the last R of N rows, row i seeing 0 .. N-R+i, without building a mask. -> [R, Hq, D].
+    """Attention of the last R of N rows, row i seeing 0 .. N-R+i, without building a mask. -> [R, Hq, D]."""
+    return prefill.causal(q, k, v, scale) if prefill.fits(q, k, v) else causal_plain(q, k, v, scale)
+
+
+ROWS = 64  # query rows per block of `causal_plain`: a block's scores stay in the cache, and most of the future is skipped
+
+
+def causal_plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`causal` in torch's operators, the kernel's twin. -> [R, Hq, D].
 
     Scores and softmax in float32, weights rounded to v's dtype, as fused kernels do; two large products per block are
     1.2 to 1.7 times as fast on a CPU as torch's fused call.

@@ -25,6 +25,7 @@ SIGNATURES = {
     "linear8_rows": 4,
     "linear8": 1,
     "attend": 1,
+    "prefill": 1,
     "stack": 1,
 }  # name: number of arguments, all words of 64 bits
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")

@@ -51,6 +51,15 @@ struct AttentionCall {
   double scale;
 };
 
+struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, v [heads, n, dim]; theirs are the last
+  const void *q, *k, *v;
+  void* out;  // [rows, heads_q, dim]
+  int64_t q_row, q_head, k_head, k_row, v_head, v_row;  // strides count elements
+  int64_t n, rows, heads_q, heads, dim;
+  int64_t kind, threads;
+  double scale;
+};
+
 struct Norm {
   const float* weight;
   double eps;

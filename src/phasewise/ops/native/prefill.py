@@ -1,0 +1,49 @@
+"""Causal attention of a slice of a prompt in one native call: many rows, whose keys and values are packed once."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native import library
+
+KIND = {torch.float32: 0, torch.bfloat16: 1}
+MOST_DIM = 256  # of a head, as in prefill.cpp
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel takes q [R, Hq, D] and k, v [H, N, D]: a known dtype on the CPU, contiguous heads."""
+    kind = q.dtype
+    return (
+        kind in KIND
+        and k.dtype == kind
+        and v.dtype == kind
+        and q.device.type == "cpu"
+        and q.shape[2] <= MOST_DIM
+        and q.stride(2) == 1
+        and k.stride(2) == 1
+        and v.stride(2) == 1
+        and library() is not None
+    )
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the last R of N rows, row i seeing 0 .. N-R+i. -> [R, Hq, D]. The tensors must fit (`fits`).
+
+    Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
+    row reads is the same bit for bit however the prompt is sliced.
+    """
+    kernels = library()
+    assert kernels is not None
+    rows, heads_q, dim = q.shape
+    heads, n, _ = k.shape
+    out = torch.empty((rows, heads_q, dim), dtype=q.dtype)
+    call = array("q", (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()))
+    call.extend((*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], n, rows, heads_q, heads, dim))
+    call.extend((KIND[q.dtype], torch.get_num_threads()))
+    call.frombytes(struct.pack("d", scale))
+    kernels.prefill(call.buffer_info()[0])
+    return out

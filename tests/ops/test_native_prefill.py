@@ -1,0 +1,130 @@
+"""Native attention of prompt slices against its plain twin, for every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.ops import attention, native
+from phasewise.ops.native import prefill
+
+KINDS = [torch.bfloat16, torch.float32]
+SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256), (5, 1, 96), (8, 1, 16)]
+CASES = [(1, 1), (1, 300), (2, 2), (5, 70), (63, 64), (64, 64), (65, 65), (97, 1000), (128, 131), (300, 300), (300, 511)]
+
+
+@pytest.fixture(params=native.TARGETS)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels = native.load(request.param)
+    if kernels is None:
+        pytest.skip(f"the {request.param} kernels were not built, or do not run on this processor")
+    monkeypatch.setattr(prefill, "library", lambda: kernels)
+    return str(request.param)
+
+
+def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values are the first n rows of a longer slab, and the queries lie inside a fused buffer."""
+    heads_q, heads, dim = shape
+    q = torch.randn(rows, heads_q + 2 * heads, dim).to(kind)[:, :heads_q]
+    k, v = (torch.randn(heads, n + 5, dim).to(kind)[:, :n] for _ in range(2))
+    return q, k, v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    rows, n = q.shape[0], k.shape[1]
+    mask = torch.ones(1, rows, n, dtype=torch.bool).tril(n - rows)
+    return attention.reference(q.float(), k.float(), v.float(), mask, scale)[0]
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    assert prefill.fits(q, k, v)
+    want = exact(q, k, v, scale)
+    tolerance = 2e-2 if q.dtype == torch.bfloat16 else 1e-5
+    limits = {"rtol": tolerance, "atol": tolerance * float(want.abs().max())}
+    for read in (prefill.causal, attention.causal_plain):
+        out = read(q, k, v, scale)
+        assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+        torch.testing.assert_close(out.float(), want, **limits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, n in CASES:
+        check(*make(shape, rows, n, kind), 0.3 if n % 2 else shape[2] ** -0.5)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.usefixtures("target")
+def test_any_shape(seed: int) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    heads, rows = draw.randint(1, 4), draw.randint(1, 300)
+    shape = (heads * draw.randint(1, 8), heads, draw.choice([draw.randint(1, 256), 2 * draw.randint(8, 128)]))
+    check(*make(shape, rows, rows + draw.choice([0, draw.randint(0, 700)]), draw.choice(KINDS)), shape[2] ** -0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(6, 2, 64), (7, 1, 40)])
+@pytest.mark.usefixtures("target")
+def test_slices_read_what_the_whole_reads(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    """Bit for bit: a prompt at once, in slices of any length, and with the keys of later rows unwritten."""
+    torch.manual_seed(0)
+    q, k, v = make(shape, 230, 330, kind)
+    whole, start = prefill.causal(q, k, v, 0.2), 0
+    for rows in (1, 2, 7, 60, 65, 95):
+        seen = 100 + start + rows
+        part = prefill.causal(q[start : start + rows], k[:, :seen], v[:, :seen], 0.2)
+        assert torch.equal(part, whole[start : start + rows])
+        start += rows
+    assert start == 230
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("target")
+def test_large_scores_and_bad_numbers(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = make((4, 2, 64), 70, 100, kind)
+    check(q * 60, k * 60, v, 1.0)
+    clean = prefill.causal(q, k, v, 0.1)
+    for what in range(3):
+        bad = [t.clone() for t in (q, k, v)]
+        bad[what][0, 0, 5] = float("nan")
+        out = prefill.causal(bad[0], bad[1], bad[2], 0.1)
+        rows, heads = (slice(0, 1), [0]) if what == 0 else (slice(None), [0, 1])  # a KV head is read by two
+        assert out[rows, heads].isnan().any(-1).all()
+        assert torch.equal(out[:, 2:], clean[:, 2:]) and (what > 0 or torch.equal(out[1:], clean[1:]))
+
+
+def test_what_does_not_fit() -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    q, k, v = make((4, 2, 64), 70, 100, torch.bfloat16)
+    assert prefill.fits(q, k, v)
+    assert not prefill.fits(q.half(), k.half(), v.half())
+    assert not prefill.fits(q, k.float(), v.float())
+    assert not prefill.fits(*make((2, 1, 264), 10, 10, torch.float32))
+    apart = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not prefill.fits(q, apart, v)
+    torch.testing.assert_close(attention.causal(q, apart, v, 0.1), attention.causal(q, k, v, 0.1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_nothing(kind: torch.dtype) -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    before = torch.get_num_threads()
+    q, k, v = make((14, 2, 64), 200, 500, kind)
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(prefill.causal(q, k, v, 0.125))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
