@@ -39,7 +39,7 @@ class Stage:
 CURRICULUM = (
     Stage(0.13, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
     Stage(0.26, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
-    Stage(0.65, 384, 3072, code=0.30, long=0.20, copies=0.15, stride=2, embedding=0.35),
+    Stage(0.65, 384, 3072, code=0.30, long=0.20, copies=0.15, embedding=0.35),
     Stage(0.90, 1024, 4096, code=0.30, long=0.20, copies=0.10, embedding=0.35),
     Stage(1.00, 2048, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
 )
