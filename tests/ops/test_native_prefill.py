@@ -13,7 +13,7 @@ from phasewise.ops.native import prefill
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256), (5, 1, 96), (8, 1, 16)]
-CASES = [(1, 1), (1, 300), (2, 2), (5, 70), (63, 64), (64, 64), (65, 65), (97, 1000), (128, 131), (300, 300), (300, 511)]
+CASES = [(1, 1), (1, 300), (2, 2), (5, 70), (63, 64), (64, 64), (65, 65), (97, 1000), (128, 131), (300, 511)]
 
 
 @pytest.fixture(params=native.TARGETS)
@@ -43,11 +43,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     assert prefill.fits(q, k, v)
     want = exact(q, k, v, scale)
     tolerance = 2e-2 if q.dtype == torch.bfloat16 else 1e-5
-    limits = {"rtol": tolerance, "atol": tolerance * float(want.abs().max())}
+    most = tolerance * float(want.abs().max())
     for read in (prefill.causal, attention.causal_plain):
         out = read(q, k, v, scale)
         assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-        torch.testing.assert_close(out.float(), want, **limits)
+        torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=most)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return prefill.causal(q, k, v, scale) if prefill.fits(q, k, v) else causal_plain(q, k, v, scale)
 
 
-ROWS = 64  # query rows per block of `causal_plain`: a block's scores stay in the cache, and most of the future is skipped
+ROWS = 64  # query rows per block of `causal_plain`: its scores stay in the cache, and most of the future is skipped
 
 
 def causal_plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

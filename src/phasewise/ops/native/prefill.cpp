@@ -51,17 +51,17 @@ __attribute__((always_inline)) inline void multiply(const float* a, long a_row, 
 }
 
 // ---- softmax
-inline F larger(F a, F b) { return a > b ? a : b; }  // b if one is NaN
-
-inline float largest(F v) {
 #if LANES == 16
-  return _mm512_reduce_max_ps((__m512)v);
+inline F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }  // b if one is NaN
+inline float largest(F v) { return _mm512_reduce_max_ps((__m512)v); }
 #else
+inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }  // b if one is NaN
+inline float largest(F v) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
-#endif
 }
+#endif
 
 // 2^x for x <= 0, 0 below -127; relative error below 2e-7, NaN to NaN
 inline F power_of_two(F x) {
@@ -79,8 +79,8 @@ inline F power_of_two(F x) {
 
 // ---- keys and values of one block of slots, packed: keys [words][KEYS], values [KEYS / PER_WORD][padded]
 struct Shape {
-  long words, padded;  // words per query or key; dim filled up to whole registers
-  long key_block, block, blocks;  // floats per block of keys, and of keys and values; blocks per head
+  long words, padded;             // words per query or key; dim filled up to whole registers
+  long key_block, block, blocks;  // words per block of keys, and of keys and values; blocks per head
 };
 
 template <class T> Shape shape_of(const PrefillCall& call) {
@@ -93,11 +93,49 @@ template <class T> void pack_words(const T* row, long dim, long step, float* to)
   for (long d = 0; d < dim; d += PER_WORD<T>) to[d / PER_WORD<T> * step] = word_of(row + d, 1, dim - d);
 }
 
+#if DOT_INSTRUCTIONS
+// to[i][j] = from[j][i] of 16 x 16 words, in steps that swap what two registers hold `step` lanes apart
+inline void transpose(const char* from, long row, float* to) {
+  __m512i v[16], lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  for (int i = 0; i < 16; i++) v[i] = load<__m512i>(from + i * row);
+#pragma GCC unroll 4
+  for (int step = 1; step < 16; step *= 2) {
+    __m512i other = _mm512_set1_epi32(step), second = _mm512_set1_epi32(16);
+    __mmask16 upper = _mm512_test_epi32_mask(lane, other);
+    __m512i low = _mm512_mask_add_epi32(lane, upper, _mm512_sub_epi32(lane, other), second);
+    __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(lane, other), upper, lane, second);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+      if (!(i & step)) {
+        __m512i a = v[i], b = v[i + step];
+        v[i] = _mm512_permutex2var_epi32(a, low, b);
+        v[i + step] = _mm512_permutex2var_epi32(a, high, b);
+      }
+  }
+  for (int i = 0; i < 16; i++) store(to + i * KEYS, v[i]);
+}
+#endif
+
+template <class T> void pack_keys(const T* k, long row, long count, long dim, float* to) {
+  long j = 0;
+#if DOT_INSTRUCTIONS
+  constexpr long SIDE = 16 * PER_WORD<T>;
+  long whole = dim / SIDE * SIDE;
+  for (; j + 16 <= count; j += 16, k += 16 * row) {
+    for (long d = 0; d < whole; d += SIDE)
+      transpose((const char*)(k + d), row * sizeof(T), to + d / PER_WORD<T> * KEYS + j);
+    for (long i = 0; i < 16; i++)
+      pack_words(k + i * row + whole, dim - whole, KEYS, to + whole / PER_WORD<T> * KEYS + j + i);
+  }
+#endif
+  for (; j < count; j++, k += row) pack_words(k, dim, KEYS, to + j);
+}
+
 template <class T> void pack(const PrefillCall& call, const Shape& shape, long head, long slot, float* to) {
   const T *k = (const T*)call.k + head * call.k_head, *v = (const T*)call.v + head * call.v_head;
   long count = call.n - slot < KEYS ? call.n - slot : KEYS;
   if (count < KEYS) memset(to, 0, shape.block * 4);
-  for (long j = 0; j < count; j++) pack_words(k + (slot + j) * call.k_row, call.dim, KEYS, to + j);
+  pack_keys(k + slot * call.k_row, call.k_row, count, call.dim, to);
   to += shape.key_block;
   for (long j = 0; j < count; j += PER_WORD<T>, to += shape.padded) {
     const T* row = v + (slot + j) * call.v_row;
@@ -111,8 +149,8 @@ template <class T> void pack(const PrefillCall& call, const Shape& shape, long h
 
 // ---- a tile of queries of one KV head
 struct Tile {
-  F top;          // largest score of each query, in powers of two
-  F total[TILE];  // sums of weights, lane by lane
+  F top;             // largest score of each query, in powers of two
+  F total[TILE];     // sums of weights, lane by lane
   long limit[TILE];  // how many slots each sees, in rising order
   alignas(64) float q[TILE * MOST_DIM];    // [TILE, words]
   alignas(64) float sum[TILE * MOST_DIM];  // [TILE, padded], values under weights
@@ -121,7 +159,7 @@ struct Tile {
 inline void store_weights(float* words, const F* weights, const bf16*) {  // KEYS of them
 #if DOT_INSTRUCTIONS
   for (long i = 0; i < KEYS / LANES; i += 2)
-    store(words + i / 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[i + 1], (__m512)weights[i]));
+    store(words + i / 2 * LANES, _mm512_cvtne2ps_pbh((__m512)weights[i + 1], (__m512)weights[i]));
 #else
   memcpy(words, weights, KEYS * 4);
 #endif
@@ -129,7 +167,8 @@ inline void store_weights(float* words, const F* weights, const bf16*) {  // KEY
 
 inline void store_weights(float* words, const F* weights, const float*) { memcpy(words, weights, KEYS * 4); }
 
-template <class T, int R> void score(const Tile& tile, const Shape& shape, const float* keys, float scale, F (*scores)[KEYS / LANES]) {
+template <class T, int R>
+void score(const Tile& tile, const Shape& shape, const float* keys, float scale, F (*scores)[KEYS / LANES]) {
   for (int at = 0; at < KEYS / LANES; at += WIDE) {
     F sums[R][WIDE] = {};
     multiply<T>(tile.q, shape.words, keys + at * LANES, KEYS, shape.words, sums);
@@ -139,8 +178,10 @@ template <class T, int R> void score(const Tile& tile, const Shape& shape, const
 }
 
 inline void hide(F* scores, long visible) {
-  float* flat = (float*)scores;
-  for (long j = visible > 0 ? visible : 0; j < KEYS; j++) flat[j] = -INFINITY;
+  I lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  int32_t seen = visible > 0 ? (int32_t)visible : 0;
+  for (int i = 0; i < KEYS / LANES; i++, lane += LANES) scores[i] = select(lane < seen, scores[i], splat(-INFINITY));
 }
 
 // The scores become weights; -> by what to scale the sums so far.
@@ -164,15 +205,18 @@ template <class T, int R> F weigh(Tile& tile, F (*scores)[KEYS / LANES], float* 
   return shrink;
 }
 
-// sum = sum * shrink + weights * values, for W registers of it from `sum` on
+// sum = sum * shrink + weights * values, for W registers of it from `sum` on. Not inlined: what would then be kept in
+// registers around it leaves too few for the sums.
 template <class T, int R, int W>
-void add_values(float* sum, long row, F shrink, const float* weights, const float* values, long words) {
-  F sums[R][W];
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < W; i++) sums[r][i] = load<F>(sum + r * row + i * LANES) * shrink[r];
+__attribute__((noinline)) void add_values(float* sum, long row, const F& shrink, const float* weights,
+                                          const float* values, long words) {
+  F sums[R][W] = {};
   multiply<T>(weights, KEYS / PER_WORD<T>, values, row, words, sums);
   for (int r = 0; r < R; r++)
-    for (int i = 0; i < W; i++) store(sum + r * row + i * LANES, sums[r][i]);
+    for (int i = 0; i < W; i++) {
+      float* at = sum + r * row + i * LANES;
+      store(at, load<F>(at) * shrink[r] + sums[r][i]);
+    }
 }
 
 template <class T, int R> void pass(Tile& tile, const Shape& shape, const float* block, long slot, float scale) {
