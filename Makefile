@@ -1,9 +1,11 @@
-# `make serve` and `make test` set up .venv by themselves; nothing is reinstalled until a pinned version changes.
+# `make serve` and `make test` set up .venv by themselves; nothing is reinstalled until a pinned version or a native kernel
+# changes.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-PINS   := pyproject.toml constraints.txt
+NATIVE := $(wildcard src/phasewise/ops/native/*.cpp src/phasewise/ops/native/*.h)
+PINS   := pyproject.toml constraints.txt setup.py $(NATIVE)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
