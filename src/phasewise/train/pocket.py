@@ -36,9 +36,7 @@ LENGTHS = {"target": 6_000_000, "draft": 3_000_000}
 """Default run lengths, tokens."""
 
 
-def train(
-    out: Path, size: Size = "target", tokens: int | None = None, seed: int = 0, resume: bool = False
-) -> Path:
+def train(out: Path, size: Size = "target", tokens: int | None = None, seed: int = 0, resume: bool = False) -> Path:
     """Train one size on about `tokens` tokens (padding aside) and return the folder of the exported model.
 
     `out` holds checkpoint.pt, losses.csv, the tokenizer and model/. With `resume` the run continues exactly where its
