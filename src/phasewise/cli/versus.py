@@ -95,8 +95,11 @@ def compare(
         verbs=engine.verbs, kv_bytes=limits.kv_bytes, max_running=limits.max_running,
     )  # fmt: skip
     run = Compare(job, peers_of(peer))
+    saved = 0
     with counting("turns", rounds * (1 + len(run.peers))) as tell:
         for done in run.run(rounds):
+            show.record(out, "compare", engine, run.results[saved:])  # a run that is cut short keeps what it has
+            saved = len(run.results)
             tell(done)
     show.title(f"{engine.model}, {dtype}, {rounds} interleaved rounds: medians in tokens/s, and paired ratios (range)")
     show.table(*run.table())
@@ -105,4 +108,3 @@ def compare(
             print(f"{name}: the first {share:.0%} of {CHECK[1]} tokens of a check output are ours")
         if name in run.failures:
             print(f"{name} failed: {run.failures[name]}")
-    show.record(out, "compare", engine, run.results)
