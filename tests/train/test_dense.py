@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from phasewise.train import dense
-from phasewise.train.dense import Dense, Shape
+from phasewise.train.dense import Block, Dense, Shape
 from phasewise.train.pocket import SHAPES
 
 SMALL = Shape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
@@ -55,22 +55,37 @@ def test_right_padding_does_not_change_the_loss() -> None:
     targets = torch.full_like(padded, -1)
     targets[:, 4:19] = padded[:, 5:20]
     with torch.no_grad():
-        alone, count = dense.summed_loss(model, ids, targets[:, :20])
-        beside, padded_count = dense.summed_loss(model, padded, targets)
-    assert count == padded_count == 15
+        (alone,) = dense.losses(model, [Block.of(ids, targets[:, :20])])
+        (beside,) = dense.losses(model, [Block.of(padded, targets)])
+    assert len(alone) == len(beside) == 15
     torch.testing.assert_close(alone, beside)
 
 
-def test_loss_is_the_cross_entropy_of_the_chosen_targets() -> None:
+def test_losses_are_the_cross_entropies_of_the_chosen_targets_block_by_block() -> None:
     model = awake(SMALL)
-    ids = torch.randint(0, 300, (3, 12))
-    targets = torch.randint(0, 300, (3, 12))
-    targets[1] = -1
+    blocks = []
+    for rows, length in ((3, 12), (1, 30), (2, dense.SHORT + 3)):  # the last one takes the fused kernel
+        targets = torch.randint(0, 300, (rows, length))
+        targets[0, 2:5] = -1
+        blocks.append(Block.of(torch.randint(0, 300, (rows, length)), targets))
     with torch.no_grad():
-        expected = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-        total, count = dense.summed_loss(model, ids, targets)
-    assert count == 24
-    torch.testing.assert_close(total, expected)
+        together = dense.losses(model, blocks)
+        for block, each in zip(blocks, together, strict=True):
+            wanted = block.targets >= 0
+            expected = F.cross_entropy(model(block.ids)[wanted], block.targets[wanted], reduction="none")
+            torch.testing.assert_close(each, expected)
+
+
+def test_only_differences_of_positions_matter_and_gaps_do() -> None:
+    model = awake(SMALL)
+    block = Block.of(torch.randint(0, 300, (2, 16)), torch.randint(0, 300, (2, 16)))
+    with torch.no_grad():
+        (plain,) = dense.losses(model, [block])
+        (later,) = dense.losses(model, [block._replace(positions=block.positions + 40)])
+        (gapped,) = dense.losses(model, [block._replace(positions=block.positions + 40 * (block.positions > 7))])
+    torch.testing.assert_close(later, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gapped.view(2, 16)[:, :8], plain.view(2, 16)[:, :8])
+    assert not torch.allclose(gapped, plain, atol=1e-3)
 
 
 def test_untouched_layers_change_nothing_so_depth_can_grow() -> None:

@@ -52,6 +52,7 @@ def test_arithmetic_answers_are_right_and_only_the_result_is_scored() -> None:
         for step in re.findall(r"[-+\d]+=\d+", item.answer):
             left, right = step.split("=")
             assert eval(left) == int(right)
+        assert int(re.findall(r": (\d+)", item.answer)[-1]) == result  # the running result ends as the result
         assert item.check(f"so {result}")
         assert not item.check(f"so {result + 1}")
 

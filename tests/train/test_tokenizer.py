@@ -62,6 +62,7 @@ def test_transformers_renders_the_same_chat(tmp_path: Path) -> None:
 
 
 def test_only_replies_are_learned() -> None:
-    ids, targets = pad_rows([[([5, 6, 7], False), ([8, 9], True)], [([5], False), ([6], True)]], pad=1)
+    ids, targets, positions = pad_rows([[([5, 6, 7], False), ([8, 9], True)], [([5], False), ([6], True)]], pad=1)
     assert ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 1, 1, 1]]
     assert targets.tolist() == [[NO_LOSS, NO_LOSS, 8, 9, NO_LOSS], [6, *[NO_LOSS] * 4]]
+    assert positions.tolist() == [list(range(5))] * 2

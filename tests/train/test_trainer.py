@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from phasewise.train import dense
-from phasewise.train.dense import Dense
+from phasewise.train.dense import Block, Dense
+from phasewise.train.mixture import STRETCHED, stretch
 from phasewise.train.pocket import export
 from phasewise.train.trainer import Run, start, train
 from tests.train import tiny
@@ -85,3 +87,15 @@ def test_the_pace_warms_up_stays_and_falls() -> None:
     assert pace[3] == pace[40] == 1.0
     assert pace[-1] < 0.1
     assert pace[60:] == sorted(pace[60:], reverse=True)
+
+
+def test_stretched_rows_keep_their_order_within_the_context() -> None:
+    rng = Random(0)
+    ids = torch.zeros(4, 100, dtype=torch.int64)
+    seen = [stretch(rng, Block.of(ids, ids)).positions for _ in range(50)]
+    steps = torch.stack(seen).diff(dim=-1)  # [50, rows, 99]
+    assert int(steps.min()) == 1
+    assert int(max(positions.max() for positions in seen)) < STRETCHED
+    gaps = (steps > 1).sum(-1)
+    assert int(gaps.max()) == 1  # one gap per row
+    assert 10 < int((gaps.sum(-1) == 0).sum()) < 40  # about half of the blocks stay as they are

@@ -1,15 +1,18 @@
-"""A small differentiable Llama decoder over padded batches, used only for training.
+"""A small differentiable Llama decoder over blocks of padded rows, used only for training.
 
-Rows start at position 0 and are padded on the right, so plain causal attention is exact for every real token.
+All blocks of a step go through the matrices as one list of tokens; only attention looks at them block by block. Rows
+are padded on the right, so plain causal attention is exact for every real token.
 Parameter names and config keys follow the Hugging Face Llama layout, so an export loads anywhere.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +36,29 @@ class Shape:
     rms_norm_eps: float = 1e-5
 
 
+class Block(NamedTuple):
+    """Rows of like length.
+
+    targets[r, t] is the token that follows ids[r, t], or negative for no loss; positions feed the rotary embedding.
+    """
+
+    ids: Tensor  # int64 [rows, length]
+    targets: Tensor  # int64 [rows, length]
+    positions: Tensor  # int64 [rows, length]
+
+    @classmethod
+    def of(cls, ids: Tensor, targets: Tensor) -> Block:
+        """Rows whose positions count from 0."""
+        return cls(ids, targets, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+
+
+SHORT = 200
+"""Rows shorter than this attend by plain products: the fused kernel's backward pass is several times as slow there."""
+
+Sizes = Sequence[tuple[int, int]]
+"""Rows and length of every block, in the order of the tokens."""
+
+
 class Attention(nn.Module):
     """Grouped-query causal self-attention with rotary positions."""
 
@@ -45,17 +71,28 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        rows, length, _ = x.shape
-        split = (rows, length, -1, self.shape.head_dim)
-        q = rotate(self.q_proj(x).view(split).transpose(1, 2), rope)  # [rows, heads, length, head_dim]
-        k = rotate(self.k_proj(x).view(split).transpose(1, 2), rope)  # [rows, kv_heads, length, head_dim]
-        v = self.v_proj(x).view(split).transpose(1, 2)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], sizes: Sizes) -> Tensor:
+        """Mix x [tokens, hidden] within each row of each block."""
+        split = (len(x), -1, self.shape.head_dim)
+        q = rotate(self.q_proj(x).view(split), rope)  # [tokens, heads, head_dim]
+        k = rotate(self.k_proj(x).view(split), rope)  # [tokens, kv_heads, head_dim]
+        v = self.v_proj(x).view(split)
+        counts = [rows * length for rows, length in sizes]
+        parts = zip(*(torch.split(part, counts) for part in (q, k, v)), sizes, strict=True)
+        return self.o_proj(torch.cat([self._block(*part) for part in parts]))  # type: ignore[no-any-return]
+
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, size: tuple[int, int]) -> Tensor:
+        q, k, v = (part.view(*size, *part.shape[1:]).transpose(1, 2) for part in (q, k, v))  # [rows, heads, length, D]
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
-        return out
+        mixed = _plain(q, k, v) if size[1] < SHORT else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(size[0] * size[1], -1)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    later = torch.full((q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)) + later
+    return torch.matmul(scores.softmax(-1), v)
 
 
 class FeedForward(nn.Module):
@@ -90,8 +127,8 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], sizes: Sizes) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, sizes)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -119,48 +156,44 @@ class Dense(nn.Module):
                 nn.init.normal_(parameter, std=0.25 if name.startswith("embed") else 0.5 * parameter.shape[1] ** -0.5)
         nn.init.constant_(self.norm.weight, 0.1)
 
-    def rope(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles, float32 [length, head_dim] each."""
-        if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != device:
-            half = torch.arange(0, self.shape.head_dim, 2, device=device, dtype=torch.float32)
-            frequencies = self.shape.rope_theta ** (-half / self.shape.head_dim)
-            angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-            angles = torch.cat((angles, angles), dim=-1)  # [length, head_dim]
-            self._rope = angles.cos(), angles.sin()
-        return self._rope[0][:length], self._rope[1][:length]
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles, float32 [tokens, 1, head_dim] each, of int64 positions [tokens]."""
+        half = torch.arange(0, self.shape.head_dim, 2, device=positions.device, dtype=torch.float32)
+        angles = torch.outer(positions.float(), self.shape.rope_theta ** (-half / self.shape.head_dim))
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+        return angles.cos(), angles.sin()
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final normalised hidden states [rows, length, hidden] of int64 ids [rows, length]."""
-        x = self.embed_tokens(ids)
-        cos, sin = self.rope(ids.shape[1], ids.device)
-        if torch.is_autocast_enabled(ids.device.type):
+    def hidden(self, blocks: Sequence[Block]) -> Tensor:
+        """Final normalised hidden states [tokens, hidden] of all tokens of all blocks, padding included."""
+        x = self.embed_tokens(torch.cat([block.ids.flatten() for block in blocks]))
+        cos, sin = self.rope(torch.cat([block.positions.flatten() for block in blocks]))
+        if torch.is_autocast_enabled(x.device.type):
             x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()
+        sizes = [(block.ids.shape[0], block.ids.shape[1]) for block in blocks]
         for layer in self.layers[:: self.stride]:
-            x = layer(x, (cos, sin))
+            x = layer(x, (cos, sin), sizes)
         out: Tensor = self.norm(x)
         return out
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [rows, length, vocab]."""
-        return F.linear(self.hidden(ids), self.embed_tokens.weight)
+        """Logits [rows, length, vocab] of int64 ids [rows, length] at positions from 0."""
+        return F.linear(self.hidden([Block.of(ids, ids)]), self.embed_tokens.weight).view(*ids.shape, -1)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary positions to [rows, heads, length, head_dim], half-split layout."""
+    """Apply rotary positions to [tokens, heads, head_dim], half-split layout."""
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def summed_loss(model: Dense, ids: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Summed cross-entropy (nats) over the targets that are not negative, and how many there are.
-
-    ids and targets are int64 [rows, length]; targets[r, t] is the token that follows ids[r, t], or -1 for no loss.
-    """
+def losses(model: Dense, blocks: Sequence[Block]) -> list[Tensor]:
+    """Cross-entropies (nats) of the learned tokens of each block, float32 [learned] each, in reading order."""
+    targets = torch.cat([block.targets.flatten() for block in blocks])
     wanted = targets >= 0
-    states = model.hidden(ids)[wanted]  # [wanted, hidden]
-    logits = F.linear(states, model.embed_tokens.weight)  # [wanted, vocab]
-    return F.cross_entropy(logits.float(), targets[wanted], reduction="sum"), int(wanted.sum())
+    logits = F.linear(model.hidden(blocks)[wanted], model.embed_tokens.weight)  # [learned, vocab]
+    each = F.cross_entropy(logits.float(), targets[wanted], reduction="none")
+    return list(torch.split(each, [int((block.targets >= 0).sum()) for block in blocks]))
 
 
 def save(model: Dense, folder: Path, eos: Sequence[int]) -> None:

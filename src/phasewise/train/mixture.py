@@ -9,9 +9,9 @@ from random import Random
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from phasewise.train.chat import SYSTEM, talk
+from phasewise.train.dense import Block
 from phasewise.train.tasks import Turn, turns
 from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, special_id
 
@@ -19,6 +19,8 @@ LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
 SHORT_TASKS = {"reverse": 1.5, "sort": 2.0, "arithmetic": 5.0, "json": 1.0, "edit": 3.0, "list": 2.0, "recall": 1.5,
                "talk": 0.5}  # fmt: skip
 NO_LOSS = -1
+STRETCHED = 2048
+"""Positions up to here are seen in training: the model's context."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,14 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(0.13, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
-    Stage(0.26, 256, 2048, code=0.30, long=0.20, copies=0.2, stride=2),
-    Stage(0.65, 384, 3072, code=0.30, long=0.20, copies=0.15, embedding=0.35),
-    Stage(0.90, 1024, 4096, code=0.30, long=0.20, copies=0.10, embedding=0.35),
-    Stage(1.00, 2048, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
+    Stage(0.10, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
+    Stage(0.25, 512, 4096, code=0.30, long=0.20, copies=0.2, stride=2),
+    Stage(0.50, 512, 4096, code=0.30, long=0.20, copies=0.15, stride=2, embedding=0.35),
+    Stage(0.85, 1024, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
+    Stage(1.00, 2048, 8192, code=0.30, long=0.30, copies=0.10, embedding=0.35),
 )
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
-Micro = tuple[Tensor, Tensor]  # ids and targets, int64 [rows, length]
 
 
 class Mixture:
@@ -59,30 +60,39 @@ class Mixture:
         order = Random(f"{seed} files").sample(range(len(ids)), len(ids))
         self.stream = np.concatenate([ids[index] for index in order])
 
-    def step(self, step: int, stage: Stage) -> tuple[list[Micro], list[Micro]]:
-        """The step's source batches and task batches."""
+    def step(self, step: int, stage: Stage) -> tuple[list[Block], list[Block]]:
+        """The step's source blocks and task blocks."""
         rng = Random(f"{self.seed} step {step}")
-        source = [self._source(rng, stage.row, max(1, round(stage.step_tokens * stage.code / stage.row)))]
+        source = self._source(rng, stage.row, max(1, round(stage.step_tokens * stage.code / stage.row)))
         long = self._conversations(rng, stage, long=True)
         short = self._conversations(rng, stage, long=False)
-        return source, [pad_rows(group, self.pad) for group in (long, *_alike(short)) if group]
+        stretched = [stretch(rng, block) for block in self._blocks(long)]
+        return [source], stretched + self._blocks(short)
 
-    def _source(self, rng: Random, row: int, rows: int) -> Micro:
+    def _blocks(self, rows: list[list[Piece]]) -> list[Block]:
+        """Rows sorted by length, in blocks that pad the shortest by at most a third."""
+        blocks: list[list[list[Piece]]] = []
+        for row in rows:
+            if not blocks or size(row) > 1.5 * size(blocks[-1][0]):
+                blocks.append([])
+            blocks[-1].append(row)
+        return [pad_rows(block, self.pad) for block in blocks]
+
+    def _source(self, rng: Random, row: int, rows: int) -> Block:
         starts = [rng.randrange(len(self.stream) - row - 1) for _ in range(rows)]
         taken = np.stack([self.stream[start : start + row + 1] for start in starts]).astype(np.int64)
         block = torch.from_numpy(taken)  # [rows, row + 1]
-        return block[:, :-1], block[:, 1:]
+        return Block.of(block[:, :-1], block[:, 1:])
 
     def _conversations(self, rng: Random, stage: Stage, long: bool) -> list[list[Piece]]:
         share = stage.long if long else 1 - stage.code - stage.long
         budget, rows = round(stage.step_tokens * share), []
         while budget > 0:
             row = self.long_row(rng, stage.row) if long else self.short_row(rng, stage)
-            length = sum(len(ids) for ids, _ in row)
-            if length <= stage.row + 1:
+            if size(row) <= stage.row + 1:
                 rows.append(row)
-                budget -= length
-        return sorted(rows, key=lambda row: sum(len(ids) for ids, _ in row))
+                budget -= size(row)
+        return sorted(rows, key=size)
 
     def long_row(self, rng: Random, row: int) -> list[Piece]:
         """A long-context task with several questions, of any length up to the row."""
@@ -111,15 +121,14 @@ class Mixture:
         return pieces
 
 
-def _alike(rows: list[list[Piece]]) -> list[list[list[Piece]]]:
-    """Sorted rows in three batches of like lengths, the longest rows in the smallest batch, to pad less."""
-    first, second = len(rows) // 2, len(rows) * 5 // 6
-    return [rows[:first], rows[first:second], rows[second:]]
+def size(row: Sequence[Piece]) -> int:
+    """Tokens of a conversation."""
+    return sum(len(ids) for ids, _ in row)
 
 
-def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Micro:
+def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Block:
     """Ids and next-token targets of rows padded on the right to the longest."""
-    longest = max(sum(len(ids) for ids, _ in row) for row in rows)
+    longest = max(map(size, rows))
     ids = torch.full((len(rows), longest), pad)
     targets = torch.full((len(rows), longest), NO_LOSS)
     for index, row in enumerate(rows):
@@ -127,4 +136,17 @@ def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Micro:
         learned = [token if learn else NO_LOSS for piece, learn in row for token in piece]
         ids[index, : len(flat)] = torch.tensor(flat)
         targets[index, : len(flat) - 1] = torch.tensor(learned[1:])
-    return ids, targets
+    return Block.of(ids, targets)
+
+
+def stretch(rng: Random, block: Block) -> Block:
+    """Half of the time, leave a random gap of positions at a random place of every row.
+
+    Short rows then teach the distances of long ones (positional skip-wise training, arXiv 2309.10400).
+    """
+    rows, length = block.ids.shape
+    if rng.random() < 0.5 or length >= STRETCHED:
+        return block
+    gaps = torch.tensor([[rng.randrange(STRETCHED - length)] for _ in range(rows)])
+    places = torch.tensor([[rng.randrange(length)] for _ in range(rows)])
+    return block._replace(positions=block.positions + gaps * (block.positions >= places))

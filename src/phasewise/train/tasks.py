@@ -104,21 +104,24 @@ def arithmetic(rng: Random, tokens: int) -> list[Turn]:
 
 def _sum_steps(a: int, b: int) -> str:
     steps: list[str] = []
-    carry = 0
+    carry, result = 0, ""
     while a or b or not steps:
         total = a % 10 + b % 10 + carry
-        steps.append(f"{a % 10}+{b % 10}+{carry}={total}")
+        last = a < 10 and b < 10
+        result = f"{total if last else total % 10}{result}"
+        steps.append(f"{a % 10}+{b % 10}+{carry}={total}: {result}")
         a, b, carry = a // 10, b // 10, total // 10
     return ", ".join(steps)
 
 
 def _difference_steps(a: int, b: int) -> str:
     steps: list[str] = []
-    borrow = 0
+    borrow, result = 0, ""
     while a or not steps:
         top, bottom = a % 10, b % 10
         lent = 10 if top < bottom + borrow else 0
-        steps.append(f"{top + lent}-{bottom}-{borrow}={top + lent - bottom - borrow}")
+        result = f"{top + lent - bottom - borrow}{result}"
+        steps.append(f"{top + lent}-{bottom}-{borrow}={result[0]}: {result}")
         a, b, borrow = a // 10, b // 10, lent // 10
     return ", ".join(steps)
 

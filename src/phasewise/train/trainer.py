@@ -19,8 +19,8 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim import AdamW, Muon, Optimizer
 
-from phasewise.train.dense import Dense, summed_loss
-from phasewise.train.mixture import Micro, Mixture, Stage
+from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.mixture import Mixture, Stage
 
 COLUMNS = ("step", "tokens", "code_loss", "task_loss", "pace", "tokens_per_second")
 TASK_WEIGHT = 2.0
@@ -124,7 +124,7 @@ def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable
             began = time.perf_counter()
             source, tasks = mixture.step(run.step, stage)
             code_loss, task_loss = update(run, source, tasks)
-            count = sum(ids.numel() for ids, _ in source + tasks)
+            count = sum(block.ids.numel() for block in source + tasks)
             run.step, run.tokens = run.step + 1, run.tokens + count
             speed = count / (time.perf_counter() - began)
             log.row(run.step, run.tokens, f"{code_loss:.5f}", f"{task_loss:.5f}", f"{pace:.4f}", f"{speed:.0f}")
@@ -147,25 +147,23 @@ def set_stage(run: Run, stage: Stage, pace: float) -> None:
     embedding["lr"] *= stage.embedding
 
 
-def update(run: Run, source: list[Micro], tasks: list[Micro]) -> tuple[float, float]:
+def update(run: Run, source: list[Block], tasks: list[Block]) -> tuple[float, float]:
     """One optimiser step; returns the mean loss per source token and per task token before it."""
     device = run.model.embed_tokens.weight.device
-    counts = [sum(int((targets >= 0).sum()) for _, targets in part) for part in (source, tasks)]
-    denominator = counts[0] + TASK_WEIGHT * counts[1]
-    sums = [0.0, 0.0]
-    for index, (part, weight) in enumerate(((source, 1.0), (tasks, TASK_WEIGHT))):
-        for ids, targets in part:
-            with torch.autocast(device.type, torch.bfloat16):
-                loss, _ = summed_loss(run.model, ids.to(device), targets.to(device))
-            torch.autograd.backward(loss * (weight / denominator))
-            sums[index] += float(loss.detach())
+    blocks = [Block(*(part.to(device) for part in block)) for block in (*source, *tasks)]
+    with torch.autocast(device.type, torch.bfloat16):
+        each = losses(run.model, blocks)
+    code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
+    total = code.sum() + TASK_WEIGHT * task.sum()
+    torch.autograd.backward(total / (len(code) + TASK_WEIGHT * len(task)))
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    if not math.isfinite(sum(sums)):
-        raise FloatingPointError(f"the loss became {sum(sums)} at step {run.step}: lower the learning rate")
-    return sums[0] / max(1, counts[0]), sums[1] / max(1, counts[1])
+    means = float(code.detach().mean()), float(task.detach().mean())
+    if not math.isfinite(sum(means)):
+        raise FloatingPointError(f"the loss became {sum(means)} at step {run.step}: lower the learning rate")
+    return means
 
 
 class _log:
