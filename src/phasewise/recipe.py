@@ -124,10 +124,10 @@ class Builder:
             private=1 if evict is None else max(1, evict.observes),
             unit=getattr(decode, "unit", 1),
         )
+        schedule = host.bind(self.methods["schedule"])
         parts = Parts(
-            self.model, made, self.methods["schedule"], store, counters, self.clock, self.limits.max_running,
-            companions, host.taps,
-        )  # fmt: skip
+            self.model, made, schedule, store, counters, self.clock, self.limits.max_running, companions, host.taps
+        )
         return Engine(parts)
 
     def _for(self, verb: str, phase: str) -> Any:
