@@ -149,6 +149,19 @@ class Request:
         """Tokens it can ever hold."""
         return self.prompt_len + self.params.max_tokens
 
+    # ---- what schedulers may know besides (schedule.Job)
+    @property
+    def arrived(self) -> float:
+        return self.trace.arrived
+
+    @property
+    def first_token(self) -> float | None:
+        return self.trace.tokens[0] if self.trace.tokens else None
+
+    @property
+    def last_token(self) -> float | None:
+        return self.trace.tokens[-1] if self.trace.tokens else None
+
     def emit(self, tokens: Sequence[int], eos: Sequence[int], now: float) -> int:
         """Append accepted tokens up to the first that ends the request (DESIGN law 9). Returns how many were taken."""
         taken = 0
@@ -214,6 +227,7 @@ class Request:
             "params": params,
             "slo": [self.slo.ttft, self.slo.tpot],
             "arrived": self.trace.arrived,
+            "emitted": [list(pair) for pair in zip(self.trace.tokens, self.trace.counts)],
         }
 
     @classmethod
@@ -233,6 +247,8 @@ class Request:
         request.prompt_len = header["prompt_len"]
         request.computed = header["computed"]
         request.high_water = header["high_water"]
+        for at, count in header["emitted"]:
+            request.trace.emitted(at, count)
         return request
 
     def __repr__(self) -> str:

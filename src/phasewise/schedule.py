@@ -15,6 +15,11 @@ class Job(Protocol):
     @property
     def computed(self) -> int: ...
     @property
+    def known(self) -> int:
+        """Tokens of its prompt and those it has been given."""
+        ...
+
+    @property
     def prefilling(self) -> bool: ...
     @property
     def rows(self) -> int:
@@ -32,7 +37,24 @@ class Job(Protocol):
         ...
 
     @property
-    def slo(self) -> Any: ...
+    def slo(self) -> Any:
+        """Its targets `ttft` and `tpot`, seconds; None = no target."""
+        ...
+
+    @property
+    def arrived(self) -> float:
+        """When it came, seconds of the engine's clock, as all times here."""
+        ...
+
+    @property
+    def first_token(self) -> float | None:
+        """When its first token was emitted; None = not yet."""
+        ...
+
+    @property
+    def last_token(self) -> float | None:
+        """When its latest token was emitted; None = it has none."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +70,11 @@ class Work:
 
 
 class Scheduler(Protocol):
-    """schedule: who runs in this step, with how many rows?"""
+    """schedule: who runs in this step, with how many rows?
+
+    One that remembers anything has `bind(host)`, like methods of other verbs, so that every engine has its own. A
+    simulator has no host and gives None.
+    """
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
         """`live`: admitted jobs in order of priority (first come first). `now`: seconds of the engine's clock.

@@ -73,10 +73,12 @@ def test_the_header_is_plain_and_complete() -> None:
     request = Request([4, 5, 6], params, id="me", slo=SLO(0.5, 0.01), now=12.25)
     request.tokens.append(11)
     request.computed = request.high_water = 3
+    request.trace.emitted(12.75, 1)
     twin = Request.from_header(json.loads(json.dumps(request.header())))
     for name in ("id", "tokens", "prompt_len", "computed", "high_water", "params", "slo", "known", "limit"):
         assert getattr(twin, name) == getattr(request, name), name
     assert twin.trace.arrived == 12.25 and twin.out == [11]
+    assert twin.first_token == twin.last_token == 12.75 and twin.trace.counts == [1]
 
 
 def test_plain_drawers_travel_and_others_stay_behind() -> None:
