@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
+from phasewise.methods.schedule._budget import Budget
 from phasewise.schedule import Work
 
 
@@ -36,9 +37,8 @@ class Sarathi:
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
         works = [Work(job, job.rows) for job in live if not job.prefilling]
-        left = max(self.budget - sum(work.rows for work in works), self.reserve)
+        step = Budget(max(self.budget - sum(work.rows for work in works), self.reserve))
         for job in live:
-            if job.prefilling and left > 0:
-                works.append(Work(job, min(job.rows, left)))
-                left -= works[-1].rows
-        return works
+            if job.prefilling:
+                step.give(job, job.rows)
+        return works + step.works
