@@ -101,14 +101,15 @@ def configure(cls: type[Any], knobs: dict[str, Any], what: str, **fixed: Any) ->
 
 
 def knobs_of(cls: type[Any]) -> dict[str, Any]:
-    """{knob: type} of a method. Fields named after a verb hold other methods and are not knobs."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in VERBS}
+    """{knob: type} of a method: its fields but for slots."""
+    hints, slots = typing.get_type_hints(cls), slots_of(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in slots}
 
 
 def slots_of(cls: type[Any]) -> list[str]:
-    """Verbs whose methods this one holds, by its field names."""
-    return [f.name for f in dataclasses.fields(cls) if f.name in VERBS]
+    """Verbs whose methods this one holds: fields named after a verb, but for plain numbers (how many decode)."""
+    hints = typing.get_type_hints(cls)
+    return [f.name for f in dataclasses.fields(cls) if f.name in VERBS and hints[f.name] not in (int, float)]
 
 
 def _parse(text: str, kind: Any, what: str) -> Any:

@@ -155,6 +155,9 @@ class Engine:
         if self.store.tree is not None:
             self.store.tree.clear()
 
+    def close(self) -> None:
+        """Everything is in this process and goes with it."""
+
     # ---- one step
     @property
     def _departs(self) -> bool:

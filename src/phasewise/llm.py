@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from phasewise.cluster.source import Source
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.load import dtype_of, load_model, model_path
 from phasewise.model.chat import ChatTemplate
@@ -65,7 +66,8 @@ class LLM:
         def load(name: str) -> Model:
             return load_model(name, dtype=self.model.dtype, device=device)
 
-        self.engine: Placed = Builder(self.model, methods, self.limits, load=load).build()
+        source = Source(model, self.limits, dtype, device, verbs)
+        self.engine: Placed = Builder(self.model, methods, self.limits, load=load, source=source).build()
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -117,6 +119,10 @@ class LLM:
         `extra` are variables for the chat template. Raises UserError if the model has none.
         """
         return self.generate([self.encode_chat(messages, **extra)], params, stop=stop)[0]
+
+    def close(self) -> None:
+        """Dismiss workers in other processes, if there are any."""
+        self.engine.close()
 
     # ---- what the server needs as well
     def encode(self, prompt: Prompt) -> list[int]:

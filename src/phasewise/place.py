@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from phasewise.cluster.line import Crew
     from phasewise.engine import Engine
     from phasewise.model.model import Model
     from phasewise.request import Request
@@ -42,10 +43,19 @@ class Placed(Protocol):
     def cancel(self, request: Request) -> bool: ...
     def step(self) -> list[Request]: ...
     def forget_prefixes(self) -> None: ...
+    def close(self) -> None:
+        """Dismiss whatever runs elsewhere. Nothing can be added afterwards."""
+        ...
 
 
 class Plan(Protocol):
     """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
+
+    clock: Callable[[], float]
+
+    def crew(self) -> Crew:
+        """Who hires workers, where the user wants them."""
+        ...
 
     def engine(self, phases: tuple[str, ...], share: float) -> Engine:
         """A new engine for these phases with `share` of the KV budget."""

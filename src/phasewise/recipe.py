@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise import catalog
+from phasewise.cluster.line import Crew, Inline
+from phasewise.cluster.source import Source
 from phasewise.companion import Companion
 from phasewise.engine import Engine, Parts
-from phasewise.errors import UserError
+from phasewise.errors import UserError, near
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.model.model import Model
@@ -33,6 +35,7 @@ DEFAULTS = {
     "skip": "all",
     "sample": "standard",
 }
+CLUSTERS = ("inline", "processes", "ray")
 PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
 WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
 
@@ -66,6 +69,7 @@ class Limits:
     kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
     max_running: int = 64
     prefix_cache: bool = True
+    cluster: str = "inline"  # where the workers of a placement run: inline (this thread), processes or ray
 
 
 class Builder:
@@ -79,8 +83,9 @@ class Builder:
         *,
         load: Callable[[str], Model],
         clock: Callable[[], float] = time.monotonic,
+        source: Source | None = None,
     ) -> None:
-        self.model, self.methods, self.limits, self.clock = model, methods, limits, clock
+        self.model, self.methods, self.limits, self.clock, self.source = model, methods, limits, clock, source
         self._load = load
         self._loaded: dict[str, Model] = {}  # companions' models, shared by all engines of a placement
 
@@ -129,6 +134,20 @@ class Builder:
             self.model, made, schedule, store, counters, self.clock, self.limits.max_running, companions, host.taps
         )
         return Engine(parts)
+
+    def crew(self) -> Crew:
+        """Who hires the workers of a placement. Raises UserError for an unknown `cluster`."""
+        if self.limits.cluster not in CLUSTERS:
+            raise UserError(f"unknown cluster {self.limits.cluster!r}. {near(self.limits.cluster, CLUSTERS)}")
+        if self.limits.cluster == "inline":
+            return Inline(self)
+        if self.source is None:
+            raise UserError(f"cluster {self.limits.cluster} needs a model by name: use LLM(...) or the command line")
+        if self.limits.cluster == "processes":
+            from phasewise.cluster.process import Processes
+
+            return Processes(self.source)
+        raise UserError("cluster ray is not there yet")
 
     def _for(self, verb: str, phase: str) -> Any:
         """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""

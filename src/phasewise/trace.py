@@ -25,6 +25,8 @@ class Counters:
     recomputed: int = 0  # rows computed again after a preemption or a lost hand-off
     preemptions: int = 0
     handoffs: int = 0
+    restarts: int = 0  # requests started again from their tokens, for a lost worker or a lost hand-off
+    workers_lost: int = 0
     emitted: int = 0  # tokens given to requests
 
     def count(self, name: str, n: int) -> None:

@@ -10,12 +10,9 @@ sender wait. Left out: sending layer by layer while the prompt is still computed
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -33,35 +30,6 @@ class Misfit(Exception):
     """What arrived cannot be used here; the message says why."""
 
 
-# ---- the link
-class Link(Protocol):
-    """Carries messages one way, in any time and perhaps never. What arrives, arrives whole."""
-
-    def send(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        """Hand a message over. The tensors are the link's from here on. May raise if the other side is known dead."""
-        ...
-
-    def receive(self) -> tuple[Header, Sequence[Tensor]] | None:
-        """The next message, or None if there is none now."""
-        ...
-
-
-class Loopback:
-    """The link within one process. Headers make the trip as JSON, as they would between processes."""
-
-    def __init__(self) -> None:
-        self._messages: deque[tuple[str, Sequence[Tensor]]] = deque()
-
-    def send(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        self._messages.append((json.dumps(header), tensors))
-
-    def receive(self) -> tuple[Header, Sequence[Tensor]] | None:
-        if not self._messages:
-            return None
-        text, tensors = self._messages.popleft()
-        return json.loads(text), tensors
-
-
 # ---- the state machine
 class State(Enum):
     RESERVED = "room is set aside at the receiver"
@@ -73,26 +41,17 @@ class State(Enum):
 
 _NEXT = {
     State.RESERVED: (State.SENDING, State.RELEASED),
-    State.SENDING: (State.DELIVERED, State.RELEASED),
+    State.SENDING: (State.DELIVERED, State.OWNED, State.RELEASED),
     State.DELIVERED: (State.OWNED, State.RELEASED),
     State.OWNED: (State.RELEASED,),
     State.RELEASED: (),
 }
 
 
-@dataclass(slots=True, eq=False)
-class Handoff:
-    """One move of one request. A message counts only while the move that its `ticket` names is open."""
-
-    ticket: int
-    request: Request
-    room: int  # bytes set aside at the receiver
-    deadline: float  # seconds of the engines' clock; after it the message is taken for lost
-    state: State = field(default=State.RESERVED, init=False)
-
-    def to(self, state: State) -> None:
-        assert state in _NEXT[self.state], f"a hand-off cannot go from {self.state.name} to {state.name}"
-        self.state = state
+def advance(state: State, to: State) -> State:
+    """The next state of a move, which must be one that may follow."""
+    assert to in _NEXT[state], f"a hand-off cannot go from {state.name} to {to.name}"
+    return to
 
 
 # ---- what is sent

@@ -1,0 +1,98 @@
+"""Which worker does what: numbers only, so that the same policies run in a simulator (DESIGN law 11)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from phasewise.cluster.line import Spec
+
+
+class Seat(Protocol):
+    """What a policy may know of a worker. `phasewise.cluster.desk.Desk` is one; a simulator brings its own."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def prefilling(self) -> int:
+        """Prompt tokens it was given and has not finished."""
+        ...
+
+    @property
+    def decoding(self) -> int:
+        """Tokens of the requests that generate there, or are on their way there."""
+        ...
+
+    def cached(self, tokens: Sequence[int]) -> int:
+        """Tokens at the start of a prompt whose KV it has probably cached."""
+        ...
+
+
+S = TypeVar("S", bound=Seat)
+
+
+class Policy(Protocol):
+    """Where prompts start, and where their requests go on."""
+
+    def manning(self) -> list[Spec]:
+        """One spec per worker."""
+        ...
+
+    def start(self, tokens: Sequence[int], seats: Sequence[S]) -> S:
+        """The worker that computes this prompt. One that also decodes keeps the request to its end."""
+        ...
+
+    def go_on(self, tokens: int, seats: Sequence[S]) -> S | None:
+        """Of the workers that have room, the one that takes over a request of so many tokens; None = wait."""
+        ...
+
+
+def least_pending(tokens: Sequence[int], seats: Sequence[S]) -> S:
+    """Join the shortest queue, counted in tokens still to be computed with this prompt's own, cached ones aside."""
+    return min(seats, key=lambda seat: seat.prefilling + len(tokens) - seat.cached(tokens))
+
+
+def least_decoding(seats: Sequence[S]) -> S:
+    """The worker whose requests read the least KV per step."""
+    return min(seats, key=lambda seat: seat.decoding)
+
+
+def threads_each(workers: int) -> int:
+    """Threads per worker, so that all together have about one per core of this machine."""
+    return max(1, (os.cpu_count() or 1) // workers)
+
+
+@dataclass(frozen=True)
+class TwoPools:
+    """Prefill workers and decode workers, `share` of the KV budget for the former (DistServe, arXiv 2401.09670).
+
+    A prompt with at most `local` tokens to compute starts where it will decode, and so does every prompt while each
+    prefill worker has more than `queue` tokens to do (conditional disaggregation).
+    """
+
+    prefill: int
+    decode: int
+    share: float
+    local: int = 0
+    queue: int = 1 << 30
+
+    def manning(self) -> list[Spec]:
+        threads = threads_each(self.prefill + self.decode)
+        prefill = Spec("prefill", ("prefill",), self.share / self.prefill, threads=threads)
+        decode = Spec("decode", ("prefill", "decode"), (1.0 - self.share) / self.decode, threads=threads)
+        return [prefill] * self.prefill + [decode] * self.decode
+
+    def start(self, tokens: Sequence[int], seats: Sequence[S]) -> S:
+        decoders = [seat for seat in seats if seat.role == "decode"]
+        prefillers = [seat for seat in seats if seat.role == "prefill"]
+        if decoders:
+            here = min(decoders, key=lambda seat: (len(tokens) - seat.cached(tokens), seat.decoding))
+            short = len(tokens) - here.cached(tokens) <= self.local
+            if short or not prefillers or min(seat.prefilling for seat in prefillers) > self.queue:
+                return here
+        return least_pending(tokens, prefillers)
+
+    def go_on(self, tokens: int, seats: Sequence[S]) -> S | None:
+        return least_decoding(seats) if seats else None

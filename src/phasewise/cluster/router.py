@@ -1,0 +1,361 @@
+"""An engine made of workers: the same verbs, wherever the workers run, and nothing lost when one of them dies.
+
+    add -> policy.start -> worker (prompt, first token) -> offer -> policy.go_on -> another worker -> ... -> left
+             \\__ a worker that also decodes keeps the request to its end
+
+The caller's request stays here; workers compute twins of it and report tokens. Whatever goes wrong with a worker or a
+move has one answer: start again from the tokens the caller has, elsewhere. Draws depend on seed and position alone, so
+the stream goes on with the tokens it would have had.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phasewise.cluster.desk import Desk
+from phasewise.cluster.line import Crew, Message, Spec
+from phasewise.cluster.policy import Policy
+from phasewise.cluster.trip import Move, Trip
+from phasewise.engine import Engine
+from phasewise.errors import UserError
+from phasewise.kv.handoff import State
+from phasewise.kv.layer_kv import ROUND
+from phasewise.request import Left, Request
+from phasewise.trace import Counters
+
+log = logging.getLogger(__name__)
+PAUSE = 0.005  # seconds a step waits for something to happen
+TRIES = 20  # attempts at one request; one that takes its workers with it must end
+STILLBORN = 3  # workers in a row that died without a word: hiring more is no use
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait, seconds."""
+
+    move: float = 10.0  # for a word of a hand-off under way; then its prompt is computed again
+    silence: float = 10.0  # for any word of a worker; then it is taken for dead
+    start: float = 120.0  # for the first word of a new worker
+
+
+class Router:
+    """Workers behind the verbs of a single engine. Single-threaded, like an engine.
+
+    `fronts` are engines like the workers', which never run: they know what fits.
+    """
+
+    def __init__(
+        self, crew: Crew, policy: Policy, fronts: Sequence[Engine], clock: Callable[[], float], patience: Patience
+    ) -> None:
+        self.crew, self.policy, self.fronts, self.clock, self.patience = crew, policy, list(fronts), clock, patience
+        self.model = fronts[0].model
+        self.desks: list[Desk] = []
+        self._own = Counters()  # what is counted here, and what dead workers had counted
+        self._trips: dict[str, Trip] = {}
+        self._progressed: dict[Request, None] = {}  # ordered, each once
+        self._hired = self._stillborn = 0
+        self._renewed = 0.0
+        self._verbs = {
+            "progress": self._hear_progress, "offer": self._hear_offer, "owned": self._hear_owned,
+            "refused": self._hear_refused, "expired": self._hear_refused,
+        }  # fmt: skip
+        for spec in policy.manning():
+            self._hire(spec)
+
+    # ---- what users of an engine call
+    @property
+    def counters(self) -> Counters:
+        """Of all workers together, as far as they have reported."""
+        return sum((Counters(**desk.state["counters"]) for desk in self.desks if desk.state), self._own)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way, and every worker has answered what it was told."""
+        return not self._trips and all(desk.quiet for desk in self.desks)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Without KV so far, or again."""
+        held = {name for desk in self.desks for name in desk.state.get("waiting", ())}
+        return [trip.caller for name, trip in self._trips.items() if name in held]
+
+    @property
+    def running(self) -> list[Request]:
+        """With KV somewhere, or on the way."""
+        held = set(self.waiting)
+        return [trip.caller for trip in self._trips.values() if trip.caller not in held]
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(desk.state.get("kv_bytes", 0) for desk in self.desks)
+
+    @property
+    def prefix_bytes(self) -> int:
+        return sum(desk.state.get("prefix_bytes", 0) for desk in self.desks)
+
+    def add(self, request: Request) -> None:
+        """To the worker of its siblings, else to where the policy says."""
+        if request.id in self._trips:
+            raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
+        for front in self.fronts:
+            front.check(request)
+        request.trace.arrived = self.clock()
+        parent = None if request.parent is None else self._trips.get(request.parent.id)
+        if parent is not None and parent.move is None and parent.caller.prefilling:
+            self._trips[request.id] = trip = Trip(request, parent.desk)
+            self._begin(trip, parent.caller)
+        else:
+            self._trips[request.id] = trip = Trip(request, self._start_of(request))
+            self._begin(trip)
+
+    def cancel(self, request: Request) -> bool:
+        trip = self._trips.get(request.id)
+        if trip is None or trip.caller is not request:
+            return False
+        self._stop(trip)
+        self._leave(trip, Left("cancelled", "cancelled"))
+        for desk in self.desks:
+            self._hear(desk)  # workers in this thread have obeyed already
+        return True
+
+    def step(self) -> list[Request]:
+        """Hear what the workers say, replace the dead, hand over what waits. Returns requests with tokens, or left."""
+        self.crew.wait([desk.line for desk in self.desks], PAUSE)
+        for desk in list(self.desks):
+            self._hear(desk)
+        self._bury()
+        self._chase()
+        self._hand_over()
+        progressed, self._progressed = list(self._progressed), {}
+        return progressed
+
+    def forget_prefixes(self) -> None:
+        for desk in self.desks:
+            desk.forget_prefixes()
+            desk.tell({"do": "forget"})
+            self._hear(desk)
+
+    def close(self) -> None:
+        """Dismiss all workers."""
+        self.crew.close()
+
+    # ---- starting
+    def _hire(self, spec: Spec) -> Desk:
+        desk = Desk(self.crew.hire(f"{spec.role}-{self._hired}", spec), spec, self.clock())
+        self._hired += 1
+        self.desks.append(desk)
+        return desk
+
+    def _weigh(self) -> None:
+        """Bring the desks' loads up to date, for the policy to choose by."""
+        for desk in self.desks:
+            desk.prefilling = desk.decoding = 0
+        for trip in self._trips.values():
+            if trip.caller.prefilling:
+                trip.desk.prefilling += trip.caller.known
+            elif trip.move is None:
+                trip.desk.decoding += trip.caller.known
+            elif trip.move.target is not None:
+                trip.move.target.decoding += trip.caller.known
+
+    def _start_of(self, request: Request) -> Desk:
+        """Where a request starts; one that has emitted starts again where it can go on."""
+        self._weigh()
+        if not request.n_out:
+            return self.policy.start(request.tokens, self.desks)
+        desk = self.policy.go_on(request.known, [desk for desk in self.desks if len(desk.spec.phases) > 1])
+        assert desk is not None
+        return desk
+
+    def _begin(self, trip: Trip, parent: Request | None = None) -> None:
+        """Hand a request's tokens to its worker."""
+        caller = trip.caller
+        command: Message = {"do": "add", "attempt": trip.attempt, "request": caller.header() | {"computed": 0}}
+        if parent is not None:
+            command["parent"] = parent.id
+        trip.desk.remember(caller.prompt)
+        trip.desk.tell(command)
+
+    def _restart(self, trip: Trip, why: str) -> None:
+        """The one answer to every failure: start again from the tokens."""
+        log.warning("request %s starts again from its %d tokens: %s", trip.caller.id, trip.caller.known, why)
+        self._stop(trip)
+        trip.attempt += 1
+        trip.move = None
+        if not trip.caller.n_out:
+            trip.caller.computed = 0
+        if trip.attempt >= TRIES:
+            self._leave(trip, Left("failed", f"it was started {TRIES} times in vain, at last: {why}"))
+            return
+        self._own.restarts += 1
+        trip.desk = self._start_of(trip.caller)
+        self._begin(trip)
+
+    def _stop(self, trip: Trip) -> None:
+        """Tell everybody who holds something of a request to drop it."""
+        gone = {"do": "cancel", "id": trip.caller.id}
+        if trip.desk in self.desks:
+            trip.desk.tell(gone)
+        if trip.move is None:
+            return
+        target = trip.move.target
+        trip.move.end(State.RELEASED)
+        if target is not None and target in self.desks:
+            target.tell(gone)
+        if trip.move.offer is not None:
+            self.crew.depot.drop(trip.move.offer["parcel"])  # its worker may be dead
+
+    # ---- hearing
+    def _hear(self, desk: Desk) -> None:
+        for event in desk.line.hear():
+            desk.heard_at = self.clock()
+            if event["event"] == "state":
+                desk.state = event
+                self._stillborn = 0
+                continue
+            if event["event"] == "alive":
+                continue
+            trip = self._trips.get(event["id"])
+            if trip is not None and trip.attempt == event["attempt"]:
+                self._verbs[event["event"]](trip, desk, event)
+
+    def _hear_progress(self, trip: Trip, desk: Desk, event: Message) -> None:
+        caller, move = trip.caller, trip.move
+        if move is not None:
+            if desk is not move.target:
+                return  # an echo of the prompt's worker
+            self._own_it(trip, desk)
+        elif desk is not trip.desk:
+            return
+        left = None if event["left"] is None else Left(*event["left"])
+        new = event["tokens"][max(0, caller.known - event["start"]) :]
+        if caller.trace.admitted is None and event["queued"] is not None:
+            caller.trace.admitted = caller.trace.arrived + event["queued"]
+        caller.computed = caller.high_water = caller.known if new else caller.computed
+        try:
+            if new:
+                taken = caller.emit(new, self.model.config.eos, self.clock())
+                self._own.emitted -= len(new) - taken
+                if caller.left is not None and left is None:
+                    desk.tell({"do": "cancel", "id": caller.id})
+                left = caller.left or left
+        except Exception as error:  # raised by the caller's own watch
+            desk.tell({"do": "cancel", "id": caller.id})
+            left = Left("failed", f"{type(error).__name__}: {error}")
+        self._progressed[caller] = None
+        if left is not None:
+            self._leave(trip, left)
+        elif trip.move is None and trip.departs:
+            trip.move = Move(self.clock() + self.patience.move)
+            caller.trace.sent = self.clock()
+
+    def _hear_offer(self, trip: Trip, desk: Desk, event: Message) -> None:
+        if trip.move is not None and trip.move.offer is None and desk is trip.desk:
+            trip.move.offer = event
+
+    def _hear_owned(self, trip: Trip, desk: Desk, event: Message) -> None:
+        if trip.move is not None and trip.move.target is desk:
+            self._own_it(trip, desk)
+
+    def _own_it(self, trip: Trip, desk: Desk) -> None:
+        """The target has the request: the depot may forget it."""
+        assert trip.move is not None and trip.move.offer is not None
+        source, parcel = trip.desk, trip.move.offer["parcel"]
+        trip.move.end(State.OWNED)
+        if source in self.desks:
+            source.tell({"do": "release", "id": trip.caller.id, "attempt": trip.attempt})
+        else:
+            self.crew.depot.drop(parcel)
+        trip.move.to(State.RELEASED)
+        trip.caller.trace.owned = self.clock()
+        trip.desk, trip.move = desk, None
+
+    def _hear_refused(self, trip: Trip, desk: Desk, event: Message) -> None:
+        move = trip.move
+        if move is not None and desk in (trip.desk, move.target):
+            self._restart(trip, event.get("why", "its KV is no longer in the depot"))
+
+    # ---- moving
+    def _hand_over(self) -> None:
+        """Tell workers with room to take what waits in the depot, first come first served."""
+        waits = [t for t in self._trips.values() if t.move is not None and t.move.state is State.RESERVED]
+        ready = [trip for trip in waits if trip.move is not None and trip.move.offer is not None]
+        for trip in sorted(ready, key=lambda trip: trip.caller.trace.arrived):
+            assert trip.move is not None
+            seats = [desk for desk in self.desks if self._has_room(desk, trip.move.n_bytes)]
+            self._weigh()
+            target = self.policy.go_on(trip.caller.known, seats)
+            if target is None:
+                return
+            trip.move.send(target, self.clock() + self.patience.move)
+
+    def _has_room(self, desk: Desk, n_bytes: int) -> bool:
+        """Requests that wait for memory there go first, and those that run may grow a bit."""
+        if len(desk.spec.phases) == 1 or not desk.state or desk.state["waiting"] or desk.state["arrivals"]:
+            return False
+        parts = self.fronts[-1].parts
+        running = desk.state["running"] + desk.coming
+        growth = running * ROUND * parts.store.row_bytes
+        return bool(running < parts.max_running and desk.free >= n_bytes + growth)
+
+    def _chase(self) -> None:
+        """Moves: what was delivered, what is overdue, and a new lease for what waits."""
+        now = self.clock()
+        waiting: dict[Desk, list[str]] = {}
+        for trip in list(self._trips.values()):
+            if trip.move is None:
+                continue
+            trip.move.check_receipt()
+            if trip.move.overdue(now):
+                self._restart(trip, f"nothing was heard of its hand-off within {self.patience.move} s")
+            else:
+                waiting.setdefault(trip.desk, []).append(trip.caller.id)
+        if waiting and now - self._renewed > self.patience.move / 4:
+            self._renewed = now
+            for desk, names in waiting.items():
+                if desk in self.desks:
+                    desk.tell({"do": "renew", "ids": names})
+
+    # ---- the dead
+    def _bury(self) -> None:
+        now = self.clock()
+        for desk in list(self.desks):
+            patience = self.patience.silence if desk.state else self.patience.start
+            if desk.line.alive and now - desk.heard_at <= patience:
+                continue
+            why = "it died" if not desk.line.alive else f"it said nothing for {now - desk.heard_at:.1f} s"
+            desk.line.kill()
+            self._hear(desk)  # its last words
+            self._lose(desk, why)
+
+    def _lose(self, desk: Desk, why: str) -> None:
+        """Replace a worker and start its requests again elsewhere. What it put into the depot is still there."""
+        log.error("worker %s is lost: %s", desk.name, why)
+        self.desks.remove(desk)
+        self._own.workers_lost += 1
+        if desk.state:
+            self._own += Counters(**desk.state["counters"])
+        else:
+            self._stillborn += 1
+            if self._stillborn >= STILLBORN:
+                raise RuntimeError(f"{STILLBORN} workers in a row died before they were ready; see the log")
+        self._hire(desk.spec)
+        for trip in list(self._trips.values()):
+            move = trip.move
+            if move is None:
+                lost = trip.desk is desk
+            else:
+                lost = move.target is desk or (trip.desk is desk and move.offer is None)
+            if lost:
+                self._restart(trip, f"worker {desk.name} was lost ({why})")
+        offers = [trip.move.offer for trip in self._trips.values() if trip.move is not None]
+        self.crew.depot.clear(desk.name, [offer["parcel"] for offer in offers if offer is not None])
+
+    def _leave(self, trip: Trip, left: Left) -> None:
+        caller = trip.caller
+        del self._trips[caller.id]
+        caller.left = left
+        caller.trace.left = self.clock()
+        self._progressed[caller] = None

@@ -1,0 +1,247 @@
+"""A worker: one engine that obeys commands, takes turns and reports what came of it.
+
+    command  add      {request, attempt, parent?}       start (or start again) from tokens
+             take     {id, attempt, packed, parcel}     go on with a request whose KV is in the depot
+             release  {id, attempt}                     its KV has been taken over, or is no longer wanted
+             renew    {ids}                             keep these parcels for another lease
+             cancel   {id}      forget {}               drop a request, drop unused prefixes
+    event    progress {id, attempt, start, tokens, left, queued}
+             offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the depot
+             expired  {id, attempt}                     nobody took it within the lease
+             owned | refused {id, attempt, why}         the answer to take
+             state    {...numbers, heard}               after each command and turn that changed something
+
+A request is known by its id and the number of the attempt; what belongs to an older attempt is dropped. A parcel counts
+against the KV budget of the worker that put it down until it is released, so a slow receiver makes the sender wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phasewise.cluster.depot import Depot, Parcel
+from phasewise.kv.handoff import landing, layout, pack, unpack
+from phasewise.kv.layer_kv import ROUND
+from phasewise.request import Left, Request
+
+if TYPE_CHECKING:
+    from phasewise.engine import Engine
+
+log = logging.getLogger(__name__)
+Message = dict[str, Any]
+LEASE = 20.0  # seconds a parcel is kept without a word from the router
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request that is computed here."""
+
+    request: Request
+    attempt: int
+    told: int  # tokens the router knows of
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """A prompt computed here whose KV lies in the depot."""
+
+    attempt: int
+    parcel: Parcel
+    n_bytes: int
+    until: float
+
+
+class Worker:
+    """obey / turn, for the thread or process it lives in. `post` sends an event to the router."""
+
+    def __init__(self, engine: Engine, depot: Depot, post: Callable[[Message], None], lease: float = LEASE) -> None:
+        self.engine, self.depot, self.lease = engine, depot, lease
+        self._post = post
+        self._layout = layout(engine.model.config, engine.store)
+        self._jobs: dict[str, _Job] = {}
+        self._offers: dict[str, _Offer] = {}
+        self._arrivals: dict[str, Message] = {}  # to be taken, in order, once there is room
+        self._heard = 0
+        self._verbs: dict[str, Callable[[Message], None]] = {
+            "add": self._add, "take": self._take, "release": self._release, "renew": self._renew,
+            "cancel": self._cancel, "forget": self._forget,
+        }  # fmt: skip
+        self._state()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a turn would change nothing but leases."""
+        return self.engine.idle and not self._arrivals
+
+    # ---- commands
+    @torch.inference_mode()  # as the engine's steps: buffers made in this mode may only be written in it
+    def obey(self, command: Message) -> None:
+        self._heard += 1
+        self._verbs[command["do"]](command)
+        self._state()
+
+    def _add(self, command: Message) -> None:
+        request = Request.from_header(command["request"])
+        self._drop(request.id)
+        parent = self._jobs.get(command.get("parent", ""))
+        request.parent = None if parent is None else parent.request
+        try:
+            self.engine.add(request)
+        except Exception as error:
+            self._progress(_Job(request, command["attempt"], request.known), Left("failed", str(error)))
+            return
+        self._jobs[request.id] = _Job(request, command["attempt"], request.known)
+
+    def _take(self, command: Message) -> None:
+        known = self._jobs.get(command["id"])
+        if known is not None and known.attempt >= command["attempt"]:
+            return  # said twice
+        self._drop(command["id"])
+        self._arrivals[command["id"]] = command
+        self._land()
+
+    def _release(self, command: Message) -> None:
+        offer = self._offers.get(command["id"])
+        if offer is not None and offer.attempt <= command["attempt"]:
+            self._give_up(command["id"])
+
+    def _renew(self, command: Message) -> None:
+        for name in command["ids"]:
+            if name in self._offers:
+                self._offers[name].until = self.engine.parts.clock() + self.lease
+
+    def _cancel(self, command: Message) -> None:
+        self._drop(command["id"])
+
+    def _forget(self, command: Message) -> None:
+        self.engine.forget_prefixes()
+
+    def _drop(self, name: str) -> None:
+        """Forget all about a request."""
+        self._arrivals.pop(name, None)
+        self._give_up(name)
+        job = self._jobs.pop(name, None)
+        if job is not None:
+            self.engine.cancel(job.request)
+
+    # ---- turns
+    @torch.inference_mode()
+    def turn(self) -> None:
+        """Take over what has room, one step of the engine, and tell what came of it."""
+        before = self._heard, self.engine.counters.steps, len(self._arrivals), len(self._offers)
+        self._land()
+        if not self.engine.idle:
+            for request in self.engine.step():
+                job = self._jobs.get(request.id)
+                if job is not None and job.request is request:
+                    self._progress(job, request.left)
+            for request in list(self.engine.departed):
+                self._offer(request)
+        self._expire()
+        if before != (self._heard, self.engine.counters.steps, len(self._arrivals), len(self._offers)):
+            self._state()
+
+    def _progress(self, job: _Job, left: Left | None) -> None:
+        request, trace = job.request, job.request.trace
+        self._post({
+            "event": "progress", "id": request.id, "attempt": job.attempt, "start": job.told,
+            "tokens": request.tokens[job.told :], "left": None if left is None else [left.how, left.reason],
+            "queued": trace.queued,
+        })  # fmt: skip
+        job.told = request.known
+        if left is not None:
+            self._jobs.pop(request.id, None)
+
+    def _offer(self, request: Request) -> None:
+        """A prompt is done: its KV goes to the depot, where the decoding side can have it at any time."""
+        job = self._jobs.pop(request.id)
+        assert request.kv is not None
+        room = landing(request.kv)
+        try:
+            packed, tensors = pack(request, self._layout, job.attempt)
+            parcel = self.depot.put(tensors)
+        except Exception as error:  # the other side computes it again
+            log.warning("the KV of %s could not be put down: %s", request.id, error)
+            self.engine.depart(request)
+            self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
+            return
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.engine.depart(request)
+        self._hold(n_bytes)
+        until = self.engine.parts.clock() + self.lease
+        self._offers[request.id] = _Offer(job.attempt, parcel, n_bytes, until)
+        self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "packed": packed, "parcel": parcel,
+                    "room": room})  # fmt: skip
+
+    def _give_up(self, name: str) -> None:
+        offer = self._offers.pop(name, None)
+        if offer is not None:
+            self.depot.drop(offer.parcel)
+            self._hold(-offer.n_bytes)
+
+    def _hold(self, n_bytes: int) -> None:
+        """Count what lies in the depot against the budget: it was this engine's a moment ago."""
+        self.engine.room.promised += n_bytes
+        self.engine.store.ledger.add(n_bytes)
+
+    def _expire(self) -> None:
+        now = self.engine.parts.clock()
+        for name in [name for name, offer in self._offers.items() if offer.until < now]:
+            attempt = self._offers[name].attempt
+            self._give_up(name)
+            self._post({"event": "expired", "id": name, "attempt": attempt})
+
+    # ---- taking over
+    def _land(self) -> None:
+        """Take arrivals over, first come first served, as far as there is room."""
+        for name, command in list(self._arrivals.items()):
+            if not self._has_room(command["room"]):
+                return
+            del self._arrivals[name]
+            answer = {"id": name, "attempt": command["attempt"]}
+            try:
+                self._go_on(command)
+            except Exception as error:
+                self._post({"event": "refused", **answer, "why": f"{type(error).__name__}: {error}"})
+            else:
+                self.engine.counters.handoffs += 1
+                self._post({"event": "owned", **answer})
+
+    def _has_room(self, n_bytes: int) -> bool:
+        """Requests that wait for memory go first, and those that run may grow a bit."""
+        engine = self.engine
+        if engine.waiting or len(engine.running) >= engine.parts.max_running:
+            return False
+        return engine.store.room(n_bytes + len(engine.running) * ROUND * engine.store.row_bytes)
+
+    def _go_on(self, command: Message) -> None:
+        packed = command["packed"]
+        request = Request.from_header(packed["request"])
+        request.kv, request.state = unpack(packed, self.depot.get(command["parcel"]), self.engine.store, self._layout)
+        try:
+            self.engine.resume(request)
+        except Exception:
+            request.release()
+            raise
+        self._jobs[request.id] = _Job(request, command["attempt"], request.known)
+
+    # ---- numbers
+    def _state(self) -> None:
+        engine = self.engine
+        prefix = engine.prefix_bytes
+        self._post({
+            "event": "state",
+            "heard": self._heard,
+            "counters": engine.counters.as_dict(),
+            "kv_bytes": engine.kv_bytes,
+            "prefix_bytes": prefix,
+            "free": engine.store.ledger.free + prefix,
+            "running": len(engine.running),
+            "waiting": [request.id for request in engine.waiting],
+            "arrivals": len(self._arrivals),
+        })  # fmt: skip
