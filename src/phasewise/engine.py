@@ -127,7 +127,8 @@ class Engine:
         """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
         assert request.kv is not None and request not in self.queues
         request.layers = self.model.config.layers
-        self._enter(request)
+        if not request.prefilling:
+            self._enter(request)
         self.queues.join(request, self.running)
 
     def cancel(self, request: Request) -> bool:
@@ -299,6 +300,8 @@ class Engine:
                     span.kv.keep(layer, index)
         if was_prefilling and not request.prefilling:
             self._enter(request)
+            if not self._departs:
+                span.kv.settle()
 
     def _enter(self, request: Request) -> None:
         """A request begins its second phase: KV that no row will read again is freed."""

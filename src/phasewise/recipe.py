@@ -19,6 +19,7 @@ from phasewise.engine import Engine, Parts
 from phasewise.errors import UserError, near
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.store import Store
+from phasewise.kv.wire import Wire
 from phasewise.model.model import Model
 from phasewise.phase import Host, Phase
 from phasewise.place import Placed
@@ -127,7 +128,8 @@ class Builder:
             counters=counters,
             prefix_key=self._prefix_key() if self.limits.prefix_cache else None,
             private=1 if evict is None else max(1, evict.observes),
-            unit=getattr(decode, "unit", 1),
+            unit=(unit := getattr(decode, "unit", 1)),
+            wire=self._wire(unit),
         )
         schedule = host.bind(self.methods["schedule"])
         parts = Parts(
@@ -153,6 +155,11 @@ class Builder:
         """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""
         method = self.methods[verb]
         return method if phase in method.phases else catalog.build(verb, DEFAULTS[verb])
+
+    def _wire(self, unit: int) -> Wire | None:
+        """In what form rows travel, if the store method has a say in it."""
+        store = self.methods["store"]
+        return store.wire(kv_shapes(self.model), unit) if hasattr(store, "wire") else None
 
     def _prefix_key(self) -> str:
         """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10)."""

@@ -19,15 +19,13 @@ from torch import Tensor
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV, rounded
 from phasewise.kv.store import KV, Store
+from phasewise.kv.wire import Misfit as Misfit
+from phasewise.kv.wire import Parcel, Trip
 
 if TYPE_CHECKING:
     from phasewise.request import Request
 
 Header = dict[str, Any]  # plain data: JSON carries it
-
-
-class Misfit(Exception):
-    """What arrived cannot be used here; the message says why."""
 
 
 # ---- the state machine
@@ -56,17 +54,18 @@ def advance(state: State, to: State) -> State:
 
 # ---- what is sent
 def layout(config: object, store: Store) -> str:
-    """A hash of all that the bytes of a KV mean: model, shapes, dtypes and the form rows are kept in."""
-    codec = store.codec
+    """A hash of all that the bytes of a KV mean: model, shapes, dtypes and the forms rows are kept and travel in."""
+    codec, form = store.codec, store.wire and store.wire.form
     planes = [codec.planes(shape) for shape in store.shapes]
-    known = repr((config, store.shapes, type(codec).__name__, codec.exactness, planes))
+    known = repr((config, store.shapes, type(codec).__name__, codec.exactness, planes, form))
     return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
 
 def exactness(kv: KV) -> str:
-    """How true the rows are: as the codec keeps them, or sparse once some were given up."""
-    evicted = any(slab.positions is not None for layer in kv.layers for slab in layer.slabs)
-    return "sparse" if evicted else kv.layers[0].codec.exactness
+    """How true the rows are: as the codec keeps them, quantised by a lossy wire, or sparse once some were given up."""
+    if any(slab.positions is not None for layer in kv.layers for slab in layer.slabs):
+        return "sparse"
+    return "quantised" if kv.rounded else kv.layers[0].codec.exactness
 
 
 def landing(kv: KV) -> int:
@@ -79,11 +78,14 @@ def landing(kv: KV) -> int:
 
 
 def pack(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tensor]]:
-    """Everything another engine needs to go on with the request: progress, KV as it is, and drawers of plain data.
+    """Everything another engine needs to go on with the request: progress, KV in the form in which the store's rows
+    travel, and drawers of plain data.
 
-    Other drawers stay behind; their methods start again from the tokens, as they do after a preemption.
+    Other drawers stay behind; their methods start again from the tokens, as they do after a preemption. If the wire
+    leaves out a suffix of the prompt, the receiver computes it again: to the request, it has not been computed.
     """
-    assert request.kv is not None
+    kv = request.kv
+    assert kv is not None
     tensors: list[Tensor] = []
     state = {}
     for name, drawer in request.state.items():
@@ -92,26 +94,48 @@ def pack(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tenso
             state[name] = _encode(drawer, tensors)
         except Misfit:
             del tensors[mark:]
+    progress, tag = request.header(), exactness(kv)
+    wire = None if kv.rounded else kv.wire
+    parcel = Parcel(kv.dump()) if wire is None else wire.encode(kv.dump(), _trip(request, bool(state)))
+    if parcel.rows is not None:
+        progress["computed"] = parcel.rows
     header = {
         "ticket": ticket,
         "layout": layout,
-        "exactness": exactness(request.kv),
-        "request": request.header(),
-        "kv": _encode(request.kv.dump(), tensors),
+        "exactness": "quantised" if parcel.lossy and tag == "true" else tag,
+        "rounded": kv.rounded or parcel.lossy,
+        "wire": wire is not None,
+        "request": progress,
+        "kv": _encode(parcel.content, tensors),
         "state": state,
     }
     return header, tensors
+
+
+def _trip(request: Request, drawers: bool) -> Trip:
+    """What the wire may know. A suffix may be computed again where that is just what it would be after a preemption:
+    of a prompt just completed, with all rows at their places and nothing kept beside them."""
+    kv, trace, end = request.kv, request.trace, request.prompt_len
+    assert kv is not None
+    plain = all(len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == end for layer in kv.layers)
+    seconds = 0.0 if trace.admitted is None or not trace.tokens else trace.tokens[0] - trace.admitted
+    return Trip(plain and request.computed == end and not drawers, end - kv.reused, seconds)
 
 
 def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str) -> tuple[KV, dict[str, Any]]:
     """The KV, in `store`, and the drawers of a packed request. Raises Misfit, leaving nothing behind."""
     if header["layout"] != layout:
         raise Misfit(f"the rows have layout {header['layout']}, but here it is {layout}")
-    if header["exactness"] not in ("sparse", store.codec.exactness):
+    lossy, wire = header["rounded"], store.wire
+    if header["exactness"] not in ("sparse", "quantised" if lossy else "", store.codec.exactness):
         raise Misfit(f"the rows are {header['exactness']}, but here they are {store.codec.exactness}")
-    kv = KV([LayerKV(shape, store.codec, store.ledger, 0) for shape in store.shapes], store.counters)
+    if header["wire"] and wire is None:
+        raise Misfit("the rows have travelled in a form that is not known here")
+    kv = KV([LayerKV(shape, store.codec, store.ledger, 0) for shape in store.shapes], store.counters, wire)
+    kv.rounded = lossy
     try:
-        kv.load(_decode(header["kv"], tensors))
+        content = _decode(header["kv"], tensors)
+        kv.load(wire.decode(content) if header["wire"] and wire is not None else content)
         return kv, {name: _decode(drawer, tensors) for name, drawer in header["state"].items()}
     except Exception as error:
         kv.close()

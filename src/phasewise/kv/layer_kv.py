@@ -209,6 +209,17 @@ class LayerKV:
             return self._gather(self.slabs[0], torch.stack(rows), room)
         return self._split(rows, room)
 
+    def rewrite(self, planes: Sequence[Sequence[Tensor]]) -> int:
+        """New contents for the committed rows, planes [h, n, ...] slab by slab. Returns bytes moved."""
+        assert not self.fresh
+        self._changed()
+        moved = self.reserve(0)
+        for s, contents in zip(self.slabs, planes):
+            for plane, new in zip(s.buffer.planes, contents):
+                plane[:, : s.n] = new
+                moved += new.numel() * new.element_size()
+        return moved
+
     def _changed(self) -> None:
         self.version += 1
         self.derived = {}

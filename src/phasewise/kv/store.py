@@ -11,6 +11,7 @@ from torch import Tensor
 from phasewise.kv.buffer import Buffer, Codec, KVShape, Ledger, entry_bytes
 from phasewise.kv.layer_kv import LayerKV, Slab, rounded
 from phasewise.kv.prefix import PrefixTree
+from phasewise.kv.wire import Dump, Wire
 from phasewise.trace import Counters
 
 if TYPE_CHECKING:
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
 class KV:
     """The cached rows of one request, all layers. Room is made once per step, by `reserve`, never inside a layer."""
 
-    def __init__(self, layers: list[LayerKV], counters: Counters) -> None:
+    def __init__(self, layers: list[LayerKV], counters: Counters, wire: Wire | None = None) -> None:
         self.layers = layers
         self.counters = counters
+        self.wire = wire  # in what form the rows travel; None = as they are
+        self.rounded = False  # rows have been through a lossy wire; none goes through one twice
+        self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self._spare = min((layer.spare for layer in layers), default=0)
 
@@ -69,16 +73,26 @@ class KV:
             layer.drop_last(position)
         self._spare = min(layer.spare for layer in self.layers)
 
+    def settle(self) -> None:
+        """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere."""
+        if self.wire is None or not self.wire.fixed or self.rounded:
+            return
+        for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
+            self.counters.kv_bytes_moved += layer.rewrite([piece["planes"] for piece in pieces])
+        self.rounded = True
+        self._spare = min(layer.spare for layer in self.layers)
+
     def fork(self) -> KV:
         """Copy-on-write twin."""
-        twin = KV([layer.fork() for layer in self.layers], self.counters)
+        twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire)
+        twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
         self._spare = 0  # the next write of either side makes its own copy
         return twin
 
-    def dump(self) -> list[dict[str, Any]]:
+    def dump(self) -> Dump:
         """Committed rows as plain tensors, layer by layer: what a hand-off carries."""
-        out: list[dict[str, Any]] = []
+        out: Dump = []
         for layer in self.layers:
             pieces = [
                 {
@@ -92,15 +106,11 @@ class KV:
             out[-1]["last"] = True  # of this layer
         return out
 
-    def load(self, dumped: list[dict[str, Any]]) -> None:
+    def load(self, dumped: Dump) -> None:
         """Fill an empty KV from `dump`. The codec and shape must be those it was dumped with."""
-        slabs: list[list[dict[str, Any]]] = [[]]
-        for piece in dumped:
-            slabs[-1].append(piece)
-            if piece.get("last"):
-                slabs.append([])
-        assert len(slabs) - 1 == len(self.layers), "a dump of another model"
-        for layer, pieces in zip(self.layers, slabs):
+        layers = _by_layer(dumped)
+        assert len(layers) == len(self.layers), "a dump of another model"
+        for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
         self._spare = min(layer.spare for layer in self.layers)
 
@@ -110,6 +120,15 @@ class KV:
         for node in self.nodes:
             node.release()
         self.layers, self.nodes, self._spare = [], [], 0
+
+
+def _by_layer(dumped: Dump) -> list[Dump]:
+    layers: list[Dump] = [[]]
+    for piece in dumped:
+        layers[-1].append(piece)
+        if piece.get("last"):
+            layers.append([])
+    return layers[:-1]
 
 
 def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
@@ -137,7 +156,8 @@ class Store:
 
     `prefix_key` names everything that shapes a prompt's KV besides its tokens (model, store, prefill methods), so
     that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off. Prompt rows depend on tokens of
-    their own `unit` rows and before (block-causal attention), so prefixes are shared in whole units.
+    their own `unit` rows and before (block-causal attention), so prefixes are shared in whole units. `wire` is the form
+    in which rows leave for other engines.
     """
 
     def __init__(
@@ -150,9 +170,11 @@ class Store:
         prefix_key: str | None = None,
         private: int = 1,
         unit: int = 1,
+        wire: Wire | None = None,
     ) -> None:
         self.shapes = list(shapes)
         self.codec = codec
+        self.wire = wire
         self.counters = counters
         self.ledger = ledger
         self.private = private
@@ -189,14 +211,14 @@ class Store:
         except Exception:  # the machine has less memory than the budget says: nothing stays behind
             KV(layers, self.counters).close()
             raise
-        kv = KV(layers, self.counters)
+        kv = KV(layers, self.counters, self.wire)
         if self.tree is not None:
             kv.nodes = self.tree.match(request.tokens[: max(0, request.prompt_len - self.private)])
             moved = self.tree.copy_into(kv.nodes, layers)
             self.counters.kv_bytes_moved += moved
             hit = sum(node.rows for node in kv.nodes)
             self.counters.prefix_hits += hit
-            request.computed = hit
+            request.computed = kv.reused = hit
             kv._spare = min((layer.spare for layer in layers), default=0)
         return kv
 
@@ -206,7 +228,7 @@ class Store:
 
     def remember(self, request: Request) -> None:
         """Keep the request's computed prompt for others, as far as the budget allows."""
-        if self.tree is None or request.kv is None:
+        if self.tree is None or request.kv is None or request.kv.rounded:
             return
         if any(len(layer.slabs) != 1 or layer.slabs[0].positions is not None for layer in request.kv.layers):
             return  # rewritten rows are private

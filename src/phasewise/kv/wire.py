@@ -1,0 +1,101 @@
+"""In what form rows travel: what a store method may offer beside the form in which rows are kept.
+
+`KV.dump` goes in, plain data and tensors come out, and the other way round. A lossy wire changes rows once and at one
+moment, when their prompt is complete: `settled` gives an engine that goes on by itself the very numbers that would have
+arrived elsewhere, so that where a request runs, what is lost on the way and what is computed again change no token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Dump = list[dict[str, Any]]  # KV.dump
+DIGEST = 16  # bytes
+
+
+class Misfit(Exception):
+    """What arrived cannot be used here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """What a wire may know of a move. `may_stop`: the receiver could compute a suffix of the rows from their tokens;
+    `rows` were computed in `seconds` (0 = not known)."""
+
+    may_stop: bool = False
+    rows: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is sent: plain data and tensors. `lossy`: some rows are not what they were; `rows`: only the first so many
+    positions are there (None = all)."""
+
+    content: Any
+    lossy: bool = False
+    rows: int | None = None
+
+
+class Wire(Protocol):
+    """One per engine: it may remember what it has measured."""
+
+    form: str  # names everything that shapes what arrives; both sides must have the same
+    fixed: bool  # every move is made alike; else what arrives depends on the link, and nothing is settled
+
+    def encode(self, dumped: Dump, trip: Trip) -> Parcel:
+        """The rows of `dumped`, ready to be sent."""
+        ...
+
+    def decode(self, content: Any) -> Dump:
+        """What `encode` was given, as far as it was sent. Raises Misfit for anything damaged."""
+        ...
+
+    def settled(self, dumped: Dump) -> Dump:
+        """What would arrive if the rows were sent."""
+        ...
+
+    def delivered(self, n_bytes: int, seconds: float) -> None:
+        """Told of every message that arrived: how long the link took for it."""
+        ...
+
+
+def sealed(body: bytes, about: str) -> Tensor:
+    """Bytes with a checksum of them and of what is known `about` them, as a uint8 tensor that a link can carry."""
+    return torch.frombuffer(bytearray(_digest(body, about) + body), dtype=torch.uint8)
+
+
+def opened(message: Tensor, about: str) -> bytes:
+    """The bytes of `sealed`. Raises Misfit if they, or what is known about them, are not what they were."""
+    if not isinstance(message, Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
+        raise Misfit(f"{about}: bytes are wanted")
+    data = message.cpu().numpy().tobytes()
+    if data[:DIGEST] != _digest(data[DIGEST:], about):
+        raise Misfit(f"{about}: the checksum of {len(data)} bytes is wrong")
+    return data[DIGEST:]
+
+
+def _digest(body: bytes, about: str) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST, key=hashlib.sha256(about.encode()).digest()).digest()
+
+
+def bits_of(tensors: Iterable[Tensor]) -> bytes:
+    """The numbers of tensors, one after the other, bit for bit."""
+    return b"".join(t.contiguous().flatten().cpu().view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+def from_bits(data: bytes, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of these shapes from `bits_of`. Raises ValueError if the bytes are not as many as they take."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    if len(data) != sum(sizes) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are not {sum(sizes)} numbers of {dtype}")
+    if not data:
+        return [torch.empty(shape, dtype=dtype) for shape in shapes]
+    pieces = torch.split(torch.frombuffer(bytearray(data), dtype=dtype), sizes)
+    return [piece.view(list(shape)) for piece, shape in zip(pieces, shapes)]
