@@ -1,0 +1,69 @@
+"""Prompts' KV on its way between engines: few bits per number, coded to their entropy (CacheGen, arXiv 2310.07240).
+
+Promises, at a fixed level, that no number arrives further off than half a step of its row, and that a request's tokens
+do not depend on where it runs or on what is lost on the way. At rest rows are plain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from phasewise.errors import UserError
+from phasewise.kv import entropy
+from phasewise.kv.buffer import Codec, KVShape, Raw
+from phasewise.kv.chunked import Chunked, Cut
+from phasewise.kv.wire import Wire
+
+
+@dataclass(frozen=True)
+class CacheGen:
+    """A row of a layer's keys or values is rounded to some tens of steps of its largest number, fewer in deep layers.
+    Chunks of `chunk` rows are coded one by one, each with the distributions of its channels' symbols, so nothing is
+    calibrated. Level 0 sends rows as they are, 1 to 4 ever coarser ones. Prompts are rounded once, when complete, on
+    engines that keep them as well; rows of emitted tokens are never rounded.
+
+    `level=auto` chooses a level per chunk, so that a move takes at most `deadline` seconds over the link as measured
+    (or at `bandwidth` bytes a second); where no level is fast enough, the receiver may have to compute a suffix of the
+    prompt again. What arrives then depends on the link, and so may tokens.
+
+    `group` above 1 codes rows as differences from the first of their group, as in the paper (not in its code); on the
+    pocket model that costs bytes and precision. Left out: distributions profiled once per model, sending while the
+    prompt is still computed, and recomputing chunks in the middle.
+    """
+
+    level: Literal["auto", 0, 1, 2, 3, 4] = 2
+    chunk: int = 256
+    group: int = 1
+    deadline: float = 2.0
+    bandwidth: float | None = None
+
+    paper: ClassVar[str] = "arXiv 2310.07240"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"level": 0}
+    tight: ClassVar[dict[str, object]] = {"level": 4, "chunk": 16}
+
+    def __post_init__(self) -> None:
+        for name in ("chunk", "group"):
+            if getattr(self, name) < 1:
+                raise UserError(f"cachegen: {name}={getattr(self, name)} must be at least 1 (rows)")
+        if not self.deadline > 0:
+            raise UserError(f"cachegen: deadline={self.deadline} must be positive (seconds)")
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise UserError(f"cachegen: bandwidth={self.bandwidth} must be positive (bytes a second)")
+        if self.level != 0:
+            entropy.library()
+
+    def codec(self) -> Codec:
+        return Raw()
+
+    def wire(self, shapes: Sequence[KVShape], unit: int) -> Wire | None:
+        """For engines with these layers that compute prompts in blocks of `unit` rows; None = rows as they are."""
+        if self.level == "auto" and self.chunk % unit:
+            raise UserError(f"cachegen: chunk={self.chunk} must be a multiple of the decode method's block of {unit}")
+        level = None if self.level == "auto" else self.level
+        cut = Cut(level, self.chunk, self.group, self.deadline)
+        return None if level == 0 else Chunked(cut, shapes, self.bandwidth)
