@@ -1,0 +1,141 @@
+"""Goodput: the highest rate of requests at which a share of them still meets its TTFT and TPOT targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phasewise.bench.latency import Served, percentile
+from phasewise.errors import UserError
+from phasewise.request import SLO
+
+SHARE = 0.9  # of the requests; what fails counts as missed
+HOPELESS = 0.2  # no higher rate is tried once fewer requests than this meet even the loosest targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """Targets with a name."""
+
+    name: str
+    slo: SLO
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """From NAME=TTFT/TPOT in milliseconds, such as tight=500/60. Raises UserError."""
+        name, equals, rest = text.partition("=")
+        ttft, slash, tpot = rest.partition("/")
+        try:
+            slo = SLO(float(ttft) / 1e3, float(tpot) / 1e3)
+        except ValueError:
+            slo = SLO()
+        if not (name and equals and slash and slo.ttft and slo.tpot and min(slo.ttft, slo.tpot) > 0):
+            raise UserError(f"{text!r} is not a target: write NAME=TTFT/TPOT in milliseconds, such as tight=500/60")
+        return cls(name, slo)
+
+    def __str__(self) -> str:
+        assert self.slo.ttft is not None and self.slo.tpot is not None
+        return f"{self.name} (TTFT {self.slo.ttft * 1e3:g} ms, TPOT {self.slo.tpot * 1e3:g} ms)"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One contender at one rate."""
+
+    contender: str
+    rate: float  # requests/s, as planned
+    served: Sequence[Served]
+
+    def share(self, slo: SLO) -> float:
+        """Of the requests, those that came in full and within the targets."""
+        return sum(one.meets(slo) for one in self.served) / len(self.served)
+
+    def row(self, targets: Sequence[Target]) -> dict[str, Any]:
+        good = [one for one in self.served if one.error is None]
+        row: dict[str, Any] = {
+            "contender": self.contender, "rate": self.rate, "requests": len(self.served),
+            "failed": len(self.served) - len(good),
+        }  # fmt: skip
+        series = {"ttft": [one.trace.ttft for one in good], "tpot": [one.trace.tpot for one in good]}
+        for name, values in series.items():
+            known = [value for value in values if value is not None]
+            row |= {f"{name}_p{q * 100:.0f}_s": percentile(known, q) for q in (0.5, 0.9)}
+        return row | {f"share_{target.name}": self.share(target.slo) for target in targets}
+
+
+def goodput(points: Sequence[tuple[float, float]], share: float = SHARE) -> tuple[float, bool]:
+    """From (rate, share within the targets) by rising rate: the rate up to which the share holds, and whether that is
+    only a lower bound because it held at the highest rate tried.
+
+    Between the last rate that held and the first that did not, the share is taken to fall in a straight line. A rate
+    at which it holds again later does not count.
+    """
+    best = 0.0
+    for rate, reached in points:
+        if reached < share:
+            before = next((s for r, s in reversed(points) if r == best), 1.0)
+            return best + (rate - best) * (before - share) / (before - reached), False
+        best = rate
+    return best, bool(points)
+
+
+def sweep(
+    contender: str, rates: Sequence[float], targets: Sequence[Target], measure: Callable[[float], Sequence[Served]]
+) -> Iterator[Point]:
+    """One point per rate, rising, until it is hopeless."""
+    for rate in sorted(rates):
+        point = Point(contender, rate, measure(rate))
+        yield point
+        if max(point.share(target.slo) for target in targets) < HOPELESS:
+            return
+
+
+def table(points: Sequence[Point], targets: Sequence[Target]) -> tuple[list[str], list[list[str]]]:
+    """Goodput per contender and target, requests/s."""
+    rows = []
+    for contender in dict.fromkeys(point.contender for point in points):
+        row = [contender]
+        for target in targets:
+            mine = [(point.rate, point.share(target.slo)) for point in points if point.contender == contender]
+            value, more = goodput(mine)
+            row.append(f"{'at least ' if more else ''}{value:.2f}")
+        rows.append(row)
+    return ["", *(f"{target.name}, requests/s" for target in targets)], rows
+
+
+def draw(image: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Share within the targets over the rate: a panel per workload and target, a line per contender, 90 % dotted.
+
+    `rows` are those of the JSON lines that `phasewise bench goodput --out` writes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    targets = list(dict.fromkeys(name for row in rows for name in row["targets"]))
+    size = (5.2 * len(targets), 3.4 * len(workloads) + 0.6)
+    figure, panels = pyplot.subplots(len(workloads), len(targets), figsize=size, squeeze=False, sharey=True)
+    for line, workload in zip(panels, workloads, strict=True):
+        for panel, target in zip(line, targets, strict=True):
+            for contender in dict.fromkeys(row["contender"] for row in rows):
+                mine = [r for r in rows if (r["workload"], r["contender"]) == (workload, contender)]
+                mine.sort(key=lambda row: float(row["rate"]))
+                shares = [row[f"share_{target}"] for row in mine]
+                panel.plot([row["rate"] for row in mine], shares, marker="o", markersize=3.5, label=contender)
+            panel.axhline(SHARE, color="#999999", linestyle=":", linewidth=1)
+            about = next(row["targets"][target] for row in rows if target in row["targets"])
+            panel.set_title(f"{workload.partition(':')[0]}, {target}: {about}", fontsize=9)
+            panel.set_xlabel("requests/s")
+            panel.set_ylim(-0.03, 1.03)
+            panel.grid(alpha=0.25)
+        line[0].set_ylabel("share within both targets")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=110)
+    pyplot.close(figure)

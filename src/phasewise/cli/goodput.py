@@ -1,0 +1,91 @@
+"""`phasewise bench goodput`: how much load each setting takes before its users wait too long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli import show
+from phasewise.cli.asked import ASKED, Asked
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import counting
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.bench.latency import Served
+
+
+@spread
+def goodput(
+    settings: Annotated[
+        list[str], typer.Argument(metavar="VERB=METHOD...", help="Contenders; one argument may set several verbs.")
+    ],
+    rates: Annotated[str, typer.Option(metavar="R,...", help="Requests/s to try, rising.")] = "0.5,1,2,4",
+    slo: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=TTFT/TPOT", help="Targets in milliseconds; may be repeated.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw everything that is in --out.")] = None,
+    asked: Asked = ASKED,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """The load each setting takes: requests/s at which 90 % of the requests still meet their TTFT and TPOT targets.
+
+    Every setting gets a server of its own and the same requests at each rate, over HTTP and without waiting for
+    answers. Needs a quiet machine.
+
+    [bold]Examples[/]
+
+      phasewise bench goodput schedule=sarathi schedule=prefill_first --rates 1,2,3 --slo tight=300/50
+      phasewise bench goodput schedule=sarathi place=disaggregated --slo a=500/60 --slo b=2000/200
+      phasewise bench goodput schedule=sarathi schedule=layered --out g.jsonl --plot g.png
+    """
+    engine.check()
+    if plot is not None and asked.out is None:
+        raise UserError("--plot draws what --out holds: give both")
+    from phasewise.bench.goodput import Point, Target, draw, sweep, table
+    from phasewise.bench.load import measure
+    from phasewise.bench.server import serving
+    from phasewise.bench.settings import Setting
+    from phasewise.load import model_path
+    from phasewise.model.hub import resolve
+    from phasewise.model.parse import read_config
+
+    contenders = [Setting.parse(text) for text in settings]
+    targets = [Target.parse(text) for text in slo or ["tight=500/100", "relaxed=2000/300"]]
+    steps = _rates(rates)
+    config = read_config(resolve(model_path(engine.model)))
+    points: list[Point] = []
+    with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
+        for number, contender in enumerate(contenders):
+            with serving(replace(engine, **contender.verbs).arguments()) as url:
+                begun = number * len(steps) * asked.requests
+
+                def load(rate: float, url: str = url, begun: int = begun) -> Sequence[Served]:
+                    shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions, rate)
+                    before = begun + steps.index(rate) * asked.requests
+                    return measure(url, shots, lambda done: tell(before + done)).served
+
+                load(steps[0])  # warms up; not counted
+                for point in sweep(contender.name, steps, targets, load):
+                    points.append(point)
+                    about = {"workload": asked.workload, "targets": {t.name: str(t).partition(" ")[2] for t in targets}}
+                    show.record(asked.out, "goodput", engine, [point.row(targets) | about])
+    show.title(f"{engine.model}, {asked.requests} x {asked.workload}: goodput at {', '.join(map(str, targets))}")
+    show.table(*table(points, targets))
+    if plot is not None and asked.out is not None:
+        draw(plot, [json.loads(line) for line in asked.out.read_text().splitlines() if '"goodput"' in line])
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        found = sorted(float(part) for part in text.split(","))
+    except ValueError:
+        found = []
+    if not found or found[0] <= 0 or len(set(found)) < len(found):
+        raise UserError(f"rates={text!r}: write different rates above 0, separated by commas")
+    return found

@@ -1,0 +1,77 @@
+"""Goodput on numbers: interpolation, what counts, when a sweep gives up, and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from phasewise.bench.goodput import Point, Target, draw, goodput, sweep, table
+from phasewise.bench.latency import Served
+from phasewise.errors import UserError
+from phasewise.request import SLO
+from phasewise.trace import Trace
+
+
+def served(ttft: float, tpot: float = 0.01, error: str | None = None) -> Served:
+    trace = Trace(0.0)
+    for i in range(3):
+        trace.emitted(ttft + i * tpot, 1)
+    return Served(trace, 10, error)
+
+
+def test_goodput_lies_where_the_share_crosses_ninety_percent() -> None:
+    assert goodput([(1, 1.0), (2, 1.0), (4, 0.8)]) == (3.0, False)
+    assert goodput([(1, 0.95), (2, 0.85)]) == (pytest.approx(1.5), False)
+    assert goodput([(1, 0.45)]) == (pytest.approx(1 / 5.5), False)  # on the line from "everybody at no load"
+    assert goodput([(1, 0.9), (2, 0.9)]) == (2, True)
+    assert goodput([(1, 1.0), (2, 0.0), (3, 1.0)]) == (pytest.approx(1.1), False)  # a later recovery does not count
+    assert goodput([]) == (0.0, False)
+
+
+def test_failures_are_missed_targets() -> None:
+    slo = SLO(1.0, 0.1)
+    many = [served(0.5)] * 6 + [served(2.0), served(0.5, 0.2), served(0.5, error="HTTP 503"), served(0.9)]
+    point = Point("a", 1.0, many)
+    assert point.share(slo) == 0.7
+    row = point.row([Target("t", slo)])
+    assert (row["share_t"], row["failed"], row["requests"], row["ttft_p50_s"]) == (0.7, 1, 10, 0.5)
+
+
+def test_a_sweep_stops_when_it_is_hopeless() -> None:
+    tried: list[float] = []
+
+    def measure(rate: float) -> Sequence[Served]:
+        tried.append(rate)
+        return [served(0.1 if i * rate < 10 else 5.0) for i in range(20)]
+
+    targets = [Target("tight", SLO(0.2, 0.1)), Target("loose", SLO(1.0, 0.1))]
+    points = list(sweep("a", [4, 1, 0.5, 8, 16], targets, measure))
+    assert tried == [0.5, 1, 4] and [point.rate for point in points] == tried
+    header, rows = table(points, targets)
+    assert len(header) == 3 and rows[0][0] == "a"
+    assert float(rows[0][1]) == pytest.approx(0.5 + 0.5 * 0.1 / 0.5)
+
+
+@pytest.mark.parametrize("text", ["tight", "tight=5", "tight=a/b", "=5/6", "x=0/5", "x=5/-1", "x=nan/1"])
+def test_bad_targets_are_named(text: str) -> None:
+    with pytest.raises(UserError, match="is not a target"):
+        Target.parse(text)
+
+
+def test_targets_are_milliseconds() -> None:
+    assert Target.parse("tight=500/60") == Target("tight", SLO(0.5, 0.06))
+    assert str(Target.parse("tight=500/60")) == "tight (TTFT 500 ms, TPOT 60 ms)"
+
+
+def test_the_plot_is_an_image(tmp_path: Path) -> None:
+    targets = [Target.parse("tight=500/60"), Target.parse("loose=900/90")]
+    rows = []
+    for workload in ("lognormal", "trace:path=a.csv"):
+        for name in ("a", "b"):
+            for rate in (1.0, 2.0):
+                about = {"workload": workload, "targets": {t.name: str(t) for t in targets}}
+                rows.append(Point(name, rate, [served(0.3 * rate)]).row(targets) | about)
+    draw(tmp_path / "new" / "plot.png", rows)
+    assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
