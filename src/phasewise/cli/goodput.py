@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,7 +62,8 @@ def goodput(
     points: list[Point] = []
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
         for number, contender in enumerate(contenders):
-            with serving(replace(engine, **contender.verbs).arguments()) as url:
+            verbs: dict[str, Any] = dict(contender.verbs)
+            with serving(replace(engine, **verbs).arguments()) as url:
                 begun = number * len(steps) * asked.requests
 
                 def load(rate: float, url: str = url, begun: int = begun) -> Sequence[Served]:
