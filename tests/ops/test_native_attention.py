@@ -84,7 +84,7 @@ def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None) -> N
     batch = [make((6, 2, 64), rows, n, kind) for rows, n in ((1, 40), (9, 1027), (1, 1500), (4, 4), (12, 70))]
     together, _ = spans.attend(batch, 0.1, window)
     start = 0
-    for q, k, v, _ in batch:
+    for q, k, v, *_ in batch:
         rows, n = q.shape[0], k.shape[1]
         alone, _ = spans.attend([Few(q, k, v)], 0.1, window)
         assert torch.equal(alone, together[start : start + rows])

@@ -1,28 +1,50 @@
 // Attention of a list of spans in one call, each span's rows over its own keys and values where they lie.
 //
 // A job is a few (row, query head) pairs that share one KV head. Long jobs are cut into parts at fixed slots and joined
-// by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads.
+// by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads. Slots that
+// spans have in common are read first, level by level, for the queries of all of them; what a query has summed by then is
+// kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
 #include "parts.h"
+#include "plan.h"
 #include "softmax.h"
 
-constexpr long PART = 1024;     // slots per part
-
-struct Job {
-  long span, head, first, count;  // queries, numbered row * group + query head of the group
-  long part, parts;
-};
-
-struct Part {
-  long job, from, to;
-};
-
-// ---- jobs
 typedef AttentionCall Call;
 
-static long group(const Call& call) { return call.heads_q / call.heads; }
-static long limit(const Span& span, long row) { return span.sees ? span.n : span.n - span.rows + row + 1; }
-static long start(const Call& call, long limit) { return call.window && limit > call.window ? limit - call.window : 0; }
+// ---- a job's queries
+static Row row_of(const Call& call, const Job& job, long i) {
+  long row = (job.first + i) / group(call);
+  return job.rows ? job.rows[row] : Row{job.span, row};
+}
 
+static long head_of(const Call& call, const Job& job, long i) {
+  return job.head * group(call) + (job.first + i) % group(call);
+}
+
+// Where a query's state is kept: the largest score, the sum of weights, the weighted sum of values.
+static float* kept(const Call& call, const Plan& plan, const Job& job, long i, long place) {
+  Row at = row_of(call, job, i);
+  long state = (at.row * call.heads_q + head_of(call, job, i)) * parts_in_common(call.spans[at.span]) + place;
+  return plan.kept + plan.kept_at[at.span] + state * (call.dim + 2);
+}
+
+static void begin(const Call& call, const Plan& plan, const Job& job, const Part& part, State& s) {
+  for (long i = 0; i < job.count; i++) {
+    const float* from = part.goes_on ? kept(call, plan, job, i, part.place) : nullptr;
+    s.top[i] = from ? from[0] : -INFINITY, s.total[i] = from ? from[1] : 0;
+    if (from) memcpy(s.sum[i], from + 2, call.dim * 4);
+    else memset(s.sum[i], 0, call.dim * 4);
+  }
+}
+
+static void keep(const Call& call, const Plan& plan, const Job& job, const Part& part, const State& s) {
+  for (long i = 0; i < job.count; i++) {
+    float* to = kept(call, plan, job, i, part.place);
+    to[0] = s.top[i], to[1] = s.total[i];
+    memcpy(to + 2, s.sum[i], call.dim * 4);
+  }
+}
+
+// ---- reading
 // Scores of slots that a query may not see become -inf.
 static void hide(const Call& call, const Span& span, long row, long slot, long to, float* scores) {
   long end = limit(span, row), begin = start(call, end), own = span.n - span.rows;
@@ -52,14 +74,10 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
   const Span& span = call.spans[job.span];
   long dim = call.dim;
   const T *k = (const T*)span.k + job.head * span.k_head, *v = (const T*)span.v + job.head * span.v_head;
-  for (long i = 0; i < job.count; i++) {
-    s.top[i] = -INFINITY, s.total[i] = 0;
-    memset(s.sum[i], 0, dim * 4);
-  }
   const T* queries[QUERIES];
   for (long i = 0; i < job.count; i++) {
-    long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
-    queries[i] = (const T*)span.q + row * span.q_row + head * dim;
+    Row at = row_of(call, job, i);
+    queries[i] = (const T*)call.spans[at.span].q + at.row * call.spans[at.span].q_row + head_of(call, job, i) * dim;
   }
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
@@ -73,7 +91,9 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
     for (long i = 0; i < job.count; i++) {
       for (long j = 0; j < KEYS; j++) scores[i][j] *= (float)call.scale;
       long row = (job.first + i) / group(call), end = limit(span, row);
-      if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
+      if (job.rows)
+        for (long j = to - slot; j < KEYS; j++) scores[i][j] = -INFINITY;
+      else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
         hide(call, span, row, slot, to, scores[i]);
       weigh(scores[i], weights[i], i, dim, s);
     }
@@ -84,7 +104,7 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
 template <class T> static void finish(const Call& call, const Job& job, const State& s) {
   const Span& span = call.spans[job.span];
   for (long i = 0; i < job.count; i++) {
-    long row = (job.first + i) / group(call), head = job.head * group(call) + (job.first + i) % group(call);
+    long row = (job.first + i) / group(call), head = head_of(call, job, i);
     T* out = (T*)span.out + (row * call.heads_q + head) * call.dim;
     float scale = s.total[i] == 0 ? 0 : 1 / s.total[i];  // a row that sees nothing reads 0
     for (long d = 0; d < call.dim; d++) put(out + d, s.sum[i][place<T>(d, call.dim)] * scale);
@@ -105,67 +125,31 @@ static void join(const Job& job, const State* parts, long dim, State& s) {
   }
 }
 
-struct Plan {
-  Job* jobs;
-  Part* parts;
-  State* states;  // of parts that are joined later
-  long job_count, part_count;
-  bool cut;
-};
-
-// Jobs and parts of all spans; with null pointers only counted.
-static void count_jobs(const Call& call, Plan& plan) {
-  plan.job_count = plan.part_count = 0;
-  for (long b = 0; b < call.count; b++)
-    for (long head = 0; head < call.heads; head++)
-      for (long first = 0; first < call.spans[b].rows * group(call); first += QUERIES) {
-        const Span& span = call.spans[b];
-        long left = span.rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
-        long from = start(call, limit(span, first / group(call))) / KEYS * KEYS;
-        long to = limit(span, (first + some - 1) / group(call)), begin = from / PART * PART;
-        long pieces = (to - begin + PART - 1) / PART;
-        if (plan.jobs) plan.jobs[plan.job_count] = {b, head, first, some, plan.part_count, pieces};
-        for (long at = begin; plan.parts && at < to; at += PART)
-          plan.parts[plan.part_count + (at - begin) / PART] = {plan.job_count, at > from ? at : from,
-                                                               at + PART < to ? at + PART : to};
-        plan.part_count += pieces;
-        plan.job_count++;
-      }
-  plan.cut = plan.part_count > plan.job_count;
-}
-
-long plan_room(const Call& call) {
-  Plan plan = {};
-  count_jobs(call, plan);
-  long of_part = sizeof(Part) + (plan.cut ? sizeof(State) : 0);
-  return sizeof(Plan) + plan.job_count * sizeof(Job) + plan.part_count * of_part;
-}
-
-Plan* make_plan(const Call& call, void* room) {
-  Plan* plan = (Plan*)room;
-  *plan = {};
-  count_jobs(call, *plan);
-  plan->jobs = (Job*)(plan + 1);
-  plan->parts = (Part*)(plan->jobs + plan->job_count);
-  plan->states = (State*)(plan->parts + plan->part_count);
-  count_jobs(call, *plan);
-  return plan;
-}
-
-Shares reads_of(const Plan* plan, int threads) { return Shares(plan->part_count, threads); }
-Shares joins_of(const Plan* plan, int threads) { return Shares(plan->job_count, threads); }
-
-template <class T> static void run(const Call& call, const Plan& plan, Shares* reads, Shares* joins, int all) {
+// ---- what a thread does
+template <class T> static void run_parts(const Call& call, const Plan& plan, long stage, Shares& shares) {
   State own;
-  for (long from, to; reads->take(from, to);)
+  long first = stage ? plan.ends[stage - 1] : 0;
+  for (long from, to; shares.take(from, to);)
     for (long p = from; p < to; p++) {
-      const Job& job = plan.jobs[plan.parts[p].job];
-      read_part<T>(call, job, plan.parts[p].from, plan.parts[p].to, job.parts > 1 ? plan.states[p] : own);
-      if (job.parts == 1) finish<T>(call, job, own);
+      const Part& part = plan.parts[first + p];
+      const Job& job = plan.jobs[part.job];
+      State& s = job.parts > 1 ? plan.states[p] : own;
+      begin(call, plan, job, part, s);
+      read_part<T>(call, job, part.from, part.to, s);
+      if (job.rows) keep(call, plan, job, part, s);
+      else if (job.parts == 1) finish<T>(call, job, s);
     }
+}
+
+template <class T> static void run(const Call& call, const Plan& plan, Shares* shares, int all) {
+  for (long stage = 0; stage <= plan.levels; stage++) {
+    if (stage) wait_for_all(all);
+    run_parts<T>(call, plan, stage, shares[stage]);
+  }
   if (!plan.cut) return;
   wait_for_all(all);
-  for (long from, to; joins->take(from, to);)
+  State own;
+  for (long from, to; shares[plan.levels + 1].take(from, to);)
     for (long j = from; j < to; j++)
       if (plan.jobs[j].parts > 1) {
         join(plan.jobs[j], plan.states + plan.jobs[j].part, call.dim, own);
@@ -173,16 +157,18 @@ template <class T> static void run(const Call& call, const Plan& plan, Shares* r
       }
 }
 
-void attention_part(const Call& call, const Plan* plan, Shares* reads, Shares* joins, int all) {
-  if (call.kind == FLOAT) run<float>(call, *plan, reads, joins, all);
-  else run<bf16>(call, *plan, reads, joins, all);
+void attention_part(const AttentionCall& call, const Plan* plan, Shares* shares, int all) {
+  if (call.kind == FLOAT) run<float>(call, *plan, shares, all);
+  else run<bf16>(call, *plan, shares, all);
 }
 
 API void attend(const AttentionCall* call) {
   int64_t work = 0;
   for (long b = 0; b < call->count; b++) work += call->spans[b].n * call->spans[b].rows;
   int threads = enough(call->threads, work * call->heads_q * call->dim);
-  Plan* plan = make_plan(*call, scratch(OF_ATTENTION, plan_room(*call)));
-  Shares reads = reads_of(plan, threads), joins = joins_of(plan, threads);
-  together(threads, [&](int, int all) { attention_part(*call, plan, &reads, &joins, all); });
+  long room = plan_room(*call);
+  Plan* plan = make_plan(*call, scratch(OF_ATTENTION, room + stages_of(*call) * sizeof(Shares)));
+  Shares* shares = (Shares*)((char*)plan + room);
+  share_out(plan, threads, shares);
+  together(threads, [&](int, int all) { attention_part(*call, plan, shares, all); });
 }

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 1;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 2;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -40,6 +40,13 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   int64_t q_row, k_head, k_row, v_head, v_row;  // strides count elements
   int64_t n, rows;
   const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: those before it, and itself
+  int64_t common;       // how many of its first slots are read by commons: all of them, without gaps
+};
+
+struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
+  const int64_t* spans;
+  int64_t count, from, to;
+  int64_t level;  // 0, or one more than that of the common which ends where this one starts
 };
 
 struct AttentionCall {
@@ -49,6 +56,8 @@ struct AttentionCall {
   int64_t window;  // 0: none; else a row sees only this many slots up to its own
   int64_t threads;
   double scale;
+  const Common* commons;  // none with a window that hides slots of one
+  int64_t common_count;
 };
 
 struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, v [heads, n, dim]; theirs are the last
@@ -83,8 +92,10 @@ struct Turn {  // one kind of rotary positions for the rows of a step
 struct StackCall {  // x [rows, hidden] bfloat16 through all layers, in place; new keys and values go to their slots
   const Layer* layers;
   const Turn* turns;
-  const Span* spans;      // n, rows and sees; the rest is found
+  const Span* spans;      // n, rows, sees and common; the rest is found
   const int64_t* planes;  // [layers, spans, 3]: addresses of keys and values, and the numbers between two heads
   uint16_t* x;
   int64_t count, span_count, rows, hidden, heads_q, heads, dim, inner, threads;
+  const Common* commons;
+  int64_t common_count;
 };

@@ -9,9 +9,9 @@ void linear_part(const LinearCall& call, void* room, Shares* shares, int thread,
 long linear8_room(const LinearCall& call);
 void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
 
-struct Plan;  // of jobs: which queries read which slots; it depends on the spans' sizes and on the window
+struct Plan;  // of jobs: which queries read which slots; it depends on the spans' sizes, the commons and the window
 Plan* make_plan(const AttentionCall& call, void* room);
 long plan_room(const AttentionCall& call);
-Shares reads_of(const Plan* plan, int threads);
-Shares joins_of(const Plan* plan, int threads);
-void attention_part(const AttentionCall& call, const Plan* plan, Shares* reads, Shares* joins, int all);
+long stages_of(const AttentionCall& call);
+void share_out(const Plan* plan, int threads, Shares* shares);  // of every stage
+void attention_part(const AttentionCall& call, const Plan* plan, Shares* shares, int all);

@@ -45,8 +45,8 @@ static inline F sums_of(F* v) {
 
 // Registers of keys meet registers of queries: `CHUNK<T>` numbers at a time.
 template <class T> constexpr long CHUNK = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 * LANES : LANES;
-static F add_products(F acc, const float* q, const float* k) { return acc + load<F>(q) * load<F>(k); }
-static F add_products(F acc, const bf16* q, const bf16* k) {
+static inline F add_products(F acc, const float* q, const float* k) { return acc + load<F>(q) * load<F>(k); }
+static inline F add_products(F acc, const bf16* q, const bf16* k) {
 #if DOT_INSTRUCTIONS
   return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)load<__m512i>(q), (__m512bh)load<__m512i>(k));
 #else

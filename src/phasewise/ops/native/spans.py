@@ -19,13 +19,66 @@ MOST_DIM = 256  # of a head, as in attention.cpp
 class Few(NamedTuple):
     """Rows q [R, Hq, D] that read k, v [H, N, D], the last R of the N being their own.
 
-    `sees` bool [R, R] says which of its span's own slots a row reads; None: those before it, and itself.
+    `sees` bool [R, R] says which of its span's own slots a row reads; None: those before it, and itself. The N are the
+    slots from `start` on, where those before are read from others (`Common`).
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     sees: Tensor | None = None
+    start: int = 0
+
+
+class Common(NamedTuple):
+    """Slots `start` .. `stop` that several spans hold alike, none of them fresh: the first member's are read, for all.
+
+    A span's commons follow one another without gaps from slot 0 on; `level` counts them.
+    """
+
+    members: tuple[int, ...]
+    start: int
+    stop: int
+    level: int
+
+    @property
+    def saved(self) -> int:
+        """Rows that need not be read."""
+        return (len(self.members) - 1) * (self.stop - self.start)
+
+
+BLOCK = 64  # slots whose softmax is taken together (KEYS): a common that ends between blocks changes roundings
+
+
+def reaches(commons: Sequence[Common], spans: int) -> list[int]:
+    """How many slots each span reads in common."""
+    out = [0] * spans
+    for common in commons:
+        for member in common.members:
+            out[member] = max(out[member], common.stop)
+    return out
+
+
+def starts(commons: Sequence[Common], spans: int) -> list[int]:
+    """The first slot that each span has to bring itself."""
+    out = reaches(commons, spans)
+    for common in commons:
+        out[common.members[0]] = min(out[common.members[0]], common.start)
+    return out
+
+
+class Table:
+    """Commons as the kernels take them: `count` structures at `address` (0: there are none), alive with the object."""
+
+    __slots__ = ("_kept", "address", "count")
+
+    def __init__(self, commons: Sequence[Common]) -> None:
+        self._kept = [array("q", common.members) for common in commons]
+        words = array("q")
+        for members, common in zip(self._kept, commons):
+            words.extend((members.buffer_info()[0], len(members), common.start, common.stop, common.level))
+        self._kept.append(words)
+        self.address, self.count = (words.buffer_info()[0] if commons else 0), len(commons)
 
 
 def fits(few: Few) -> bool:
@@ -45,12 +98,14 @@ def fits(few: Few) -> bool:
 
 
 def attend(
-    spans: Sequence[Few], scale: float, window: int | None = None, with_lse: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    spans: Sequence[Few], scale: float, window: int | None = None, with_lse: bool = False,
+    commons: Sequence[Common] = (),
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Exact attention of all spans, of one head shape and dtype: out [sum of R, Hq, D], lse float32 [sum of R, Hq].
 
-    Scores, softmax and sums are float32. With a `window`, slots are taken as consecutive positions. What a row reads is
-    the same bit for bit whatever else is in the call. Every span must fit (`fits`).
+    Scores, softmax and sums are float32. With a `window`, slots are taken as consecutive positions, and it must hide
+    none of a common. What a row reads is the same bit for bit whatever else is in the call, and whatever is read in
+    common up to a multiple of BLOCK. Every span must fit (`fits`).
     """
     kernels = library()
     assert kernels is not None
@@ -63,7 +118,7 @@ def attend(
     out_row, lse_row = heads_q * dim * kind.itemsize, 0 if lse is None else heads_q * 4
     words: list[int] = []
     kept: list[Tensor] = []  # copies that must outlive the call
-    for q, k, v, sees in spans:
+    for (q, k, v, sees, start), reach in zip(spans, reaches(commons, len(spans))):
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
             kept.append(q)
@@ -71,14 +126,16 @@ def attend(
             sees = sees.contiguous()
             kept.append(sees)
         rows = q.shape[0]
-        words += (q.data_ptr(), k.data_ptr(), v.data_ptr(), out_at, lse_at)
-        words += (q.stride(0), *k.stride()[:2], *v.stride()[:2], k.shape[1], rows)
-        words.append(0 if sees is None else sees.data_ptr())
+        of_k, of_v = (x.data_ptr() - start * x.stride(1) * kind.itemsize for x in (k, v))  # where slot 0 would be
+        words += (q.data_ptr(), of_k, of_v, out_at, lse_at)
+        words += (q.stride(0), *k.stride()[:2], *v.stride()[:2], start + k.shape[1], rows)
+        words += (0 if sees is None else sees.data_ptr(), reach)
         out_at += rows * out_row
         lse_at += rows * lse_row
-    table = array("q", words)
+    table, shared = array("q", words), Table(commons)
     call = array("q", [table.buffer_info()[0], len(spans), heads_q, spans[0].k.shape[0], dim])
     call.extend([KIND[kind], window or 0, torch.get_num_threads()])
     call.frombytes(struct.pack("d", scale))
+    call.extend([shared.address, shared.count])
     kernels.attend(call.buffer_info()[0])
     return out, lse

@@ -9,7 +9,8 @@
 struct Room {
   bf16 *normed, *qkv, *read, *gate_up, *gated;
   Span* spans;     // [layers, spans]
-  Shares* shares;  // [layers, 6]: four products, parts of attention read, parts joined
+  Shares* shares;  // [layers, 4 + stages]: four products, then the stages of attention
+  long stages;
   void* inputs;    // of a product, rounded
 };
 
@@ -52,7 +53,8 @@ static void place(const StackCall& call, const Layer& layer, const Span* spans, 
 }
 
 static AttentionCall attention_of(const StackCall& call, const Layer& layer, const Span* spans) {
-  return {spans, call.span_count, call.heads_q, call.heads, call.dim, BFLOAT, layer.window, call.threads, layer.scale};
+  return {spans,        call.span_count, call.heads_q, call.heads,   call.dim,         BFLOAT,
+          layer.window, call.threads,    layer.scale,  call.commons, call.common_count};
 }
 
 static void run_layer(const Stage& stage, long index) {
@@ -60,7 +62,7 @@ static void run_layer(const Stage& stage, long index) {
   const Layer& layer = call.layers[index];
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
-  Shares* shares = room.shares + index * 6;
+  Shares* shares = room.shares + index * (4 + room.stages);
   long hidden = call.hidden, inner = call.inner, wide = (call.heads_q + 2 * call.heads) * call.dim;
   auto norm = [&](const Norm& n) {
     stage.rows([&](long r) { normalise(call.x + r * hidden, n.weight, n.eps, hidden, room.normed + r * hidden); });
@@ -68,7 +70,7 @@ static void run_layer(const Stage& stage, long index) {
   norm(layer.before_attention);
   stage.product(layer, layer.qkv, room.normed, hidden, nullptr, room.qkv, shares);
   stage.rows([&](long r) { place(call, layer, spans, room.qkv + r * wide, r); });
-  attention_part(attention_of(call, layer, spans), stage.plans[index], shares + 4, shares + 5, stage.all);
+  attention_part(attention_of(call, layer, spans), stage.plans[index], shares + 4, stage.all);
   wait_for_all(stage.all);
   stage.product(layer, layer.o, room.read, call.heads_q * call.dim, call.x, call.x, shares + 1);
   norm(layer.before_mlp);
@@ -118,7 +120,7 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
   room.gate_up = (bf16*)take(at, rows * 2 * call.inner * 2);
   room.gated = (bf16*)take(at, rows * call.inner * 2);
   room.spans = (Span*)take(at, call.count * call.span_count * sizeof(Span));
-  room.shares = (Shares*)take(at, call.count * 6 * sizeof(Shares));
+  room.shares = (Shares*)take(at, call.count * (4 + room.stages) * sizeof(Shares));
   room.inputs = take(at, rows * (inputs + 4) * 4);
   return at;
 }
@@ -129,6 +131,7 @@ API void stack(const StackCall* call) {
   for (long i = 0; i < call->count; i++) weights += layers[i].down->outputs * layers[i].down->inputs;
   int threads = enough(call->threads, call->rows * weights);
   Room room;
+  room.stages = stages_of(attention_of(*call, layers[0], nullptr));
   char* start = (char*)scratch(OF_STACK, (long)lay_out(*call, room, nullptr) + call->count * sizeof(Plan*));
   Plan** plans = (Plan**)lay_out(*call, room, start);
   fill_spans(*call, room);
@@ -147,8 +150,9 @@ API void stack(const StackCall* call) {
     plans[i] = same_as(i) < i ? plans[same_as(i)] : make_plan(attention, at);
     if (same_as(i) == i) at += plan_room(attention);
     const Weights* products[] = {layers[i].qkv, layers[i].o, layers[i].gate_up, layers[i].down};
-    for (int p = 0; p < 4; p++) room.shares[i * 6 + p] = Shares(panels(products[p]->outputs), threads);
-    room.shares[i * 6 + 4] = reads_of(plans[i], threads), room.shares[i * 6 + 5] = joins_of(plans[i], threads);
+    Shares* shares = room.shares + i * (4 + room.stages);
+    for (int p = 0; p < 4; p++) shares[p] = Shares(panels(products[p]->outputs), threads);
+    share_out(plans[i], threads, shares + 4);
   }
   together(threads, [&](int thread, int all) {
     Stage stage = {*call, room, plans, thread, all};

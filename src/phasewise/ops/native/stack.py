@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
 
@@ -74,11 +75,13 @@ class Stack:
         return tensor.data_ptr()
 
     def __call__(
-        self, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], spans: Sequence[StackSpan], planes: Sequence[int]
-    ) -> Tensor:
+        self, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], spans: Sequence[StackSpan], planes: Sequence[int],
+        commons: Sequence[Common] = (),
+    ) -> Tensor:  # fmt: skip
         """Changes x in place and returns it. `turns`: bfloat16 cos and signed sin [T, 1, R] of each rotation.
 
         `planes`, layer by layer and span by span: addresses of the keys and the values [H, cap, D] and cap * D.
+        No layer's window may hide slots of `commons`.
         """
         kernels = library()
         assert kernels is not None
@@ -87,12 +90,13 @@ class Stack:
         for cos, sin in turns:
             tables.extend([cos.data_ptr(), sin.data_ptr(), cos.shape[-1]])
         table = array("q")
-        for span in spans:
+        for span, reach in zip(spans, reaches(commons, len(spans))):
             sees = 0 if span.sees is None else span.sees.data_ptr()
-            table.extend([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, span.n, span.rows, sees])
-        addresses = array("q", planes)
+            table.extend([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, span.n, span.rows, sees, reach])
+        addresses, shared = array("q", planes), Table(commons)
         pointers = [part.buffer_info()[0] for part in (self._layers, tables, table, addresses)]
         call = array("q", [*pointers, x.data_ptr(), self._count, len(spans), x.shape[0], shape.hidden])
         call.extend([shape.heads_q, shape.heads, shape.dim, shape.inner, torch.get_num_threads()])
+        call.extend([shared.address, shared.count])
         kernels.stack(call.buffer_info()[0])
         return x
