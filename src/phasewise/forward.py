@@ -42,6 +42,7 @@ class Step:
         self.counters = counters
         self.taps = taps or set()
         self.masks: dict[Any, Tensor] = {}  # a span's mask is the same at every layer of one window
+        self.notes: dict[Any, Any] = {}  # what methods work out once for all layers
         self._rotary = model.rotary(self.batch.positions)
         self._all = [_Entry(s, s.slice, s.positions) for s in self.batch.spans]
         self._use(self._all, self._rotary)

@@ -67,7 +67,7 @@ class Attend(Protocol):
     """attend: what may one query row read? Pages stay untouched.
 
     A method that always reads exactly everything visible may say so in an attribute `everything = True`; whole steps
-    may then run without it.
+    may then run without it. If it also has `commons(spans) -> Sequence[Common]`, these read what it lists once for all.
     """
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.ops import attention as ops
 from phasewise.ops.native import spans as native
 
@@ -183,15 +183,21 @@ class Read:
         plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
         return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
 
-    def few(self) -> native.Few | None:
-        """What the native kernel needs, if it can do this read: few rows that see all before them, or a plain tree."""
+    def few(self, start: int = 0) -> native.Few | None:
+        """What the native kernel needs, if it can do this read: few rows that see all before them, or a plain tree.
+
+        Slots before `start` are read from others.
+        """
         part, rows, sees = self.part, self.q.shape[0], self.span.sees
         spec = self.step.model.config.attention[self.layer]
         if rows > FEW or part.fresh != rows or part.ids is not None or self.rows is not None or self.view is not None:
             return None
         if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
             return None
-        few = native.Few(self.q, part.k, part.v, sees)
+        if start and not isinstance(part.codec, Raw):  # what need not be decoded is not
+            few = native.Few(self.q, *part.between(start, part.size[1]), sees, start)
+        else:
+            few = native.Few(self.q, part.k, part.v, sees)
         return few if native.fits(few) else None
 
     def _in_order(self) -> bool:
@@ -218,20 +224,53 @@ class Read:
         self.step.counters.kv_bytes_read += n
 
 
-def attend_all(reads: Sequence[Read]) -> list[Tensor]:
-    """`attend` of reads of one layer, those of few rows in a single native call where there is one."""
-    together: list[tuple[int, native.Few]] = []
-    out: list[Tensor | None] = [None] * len(reads)
-    for i, read in enumerate(reads):
-        few = read.few()
-        if few is not None and few.k.shape[0] == reads[0].part.size[0]:
-            together.append((i, few))
-            read.count(read.part.size[1])
-        else:
+def attend_all(reads: Sequence[Read], commons: Sequence[native.Common] = ()) -> list[Tensor]:
+    """`attend` of reads of one layer, those of few rows in a single native call where there is one.
+
+    What some of them have in common is read once for all; `commons` number `reads`. Their members are plain: whole
+    spans at positions that are slots, with no view, and no window that hides anything in common.
+    """
+    spec, heads = reads[0].step.model.config.attention[reads[0].layer], reads[0].part.size[0]
+    reach = native.reaches(commons, len(reads))
+    fews = [read.few(start) for read, start in zip(reads, native.starts(commons, len(reads)))]
+    fit = [few is not None and few.k.shape[0] == heads for few in fews]
+    for common in commons:
+        reads[common.members[0]].count(common.stop - common.start)
+    out: dict[int, Tensor] = {}
+    if not all(fit[m] for common in commons for m in common.members):
+        out, commons = _joined(reads, commons, reach), ()
+    together: dict[int, native.Few] = {}
+    for i, (read, few) in enumerate(zip(reads, fews)):
+        if i not in out and (few is None or not fit[i]):
             out[i] = read.attend()
+            continue
+        read.count(read.part.size[1] - reach[i])
+        if i not in out and few is not None:
+            together[i] = few
     if together:
-        spec = reads[0].step.model.config.attention[reads[0].layer]
-        rows, _ = native.attend([few for _, few in together], spec.scale, spec.window)
-        for (i, _), result in zip(together, torch.split(rows, [few.q.shape[0] for _, few in together])):
-            out[i] = result
-    return out  # type: ignore[return-value]
+        place = {i: at for at, i in enumerate(together)}
+        numbered = [common._replace(members=tuple(place[m] for m in common.members)) for common in commons]
+        rows, _ = native.attend(list(together.values()), spec.scale, spec.window, commons=numbered)
+        out |= zip(together, torch.split(rows, [few.q.shape[0] for few in together.values()]))
+    return [out[i] for i in range(len(reads))]
+
+
+def _joined(reads: Sequence[Read], commons: Sequence[native.Common], reach: Sequence[int]) -> dict[int, Tensor]:
+    """The plain twin: what members read in common and what each reads alone, joined by log-sum-exp in float32."""
+    spec = reads[0].step.model.config.attention[reads[0].layer]
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for common in commons:
+        k, v = reads[common.members[0]].part.between(common.start, common.stop)
+        q = torch.cat([reads[m].q for m in common.members])
+        rows = [reads[m].q.shape[0] for m in common.members]
+        read, lse = ops.unmasked(q, k, v, spec.scale, spec.softcap)
+        for m, *piece in zip(common.members, torch.split(read, rows), torch.split(lse, rows)):
+            parts.setdefault(m, []).append((piece[0], piece[1]))
+    out = {}
+    for m, pieces in parts.items():
+        part, mask = reads[m].part, reads[m].mask()
+        k, v = part.between(reach[m], part.size[1])
+        seen = None if mask is None else mask[..., reach[m] :]
+        own = ops.reference(reads[m].q, k, v.float(), seen, spec.scale, spec.softcap)
+        out[m] = ops.merge([*pieces, own]).to(reads[m].q.dtype)
+    return out

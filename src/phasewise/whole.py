@@ -6,11 +6,12 @@ The open path of `forward` computes the same, operator by operator; tests/ops/te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.ops.native.spans import Common
 from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def run_whole(step: Step) -> Tensor | None:
         end = layer.n + span.rows
         entries += end * layer.shape.heads
         parts.append(StackSpan(end, span.rows, None if span.sees is None else span.sees.contiguous()))
-    x = stack(step.model.embed(step.batch.tokens), step.rotary.tables, parts, planes)
+    commons = _commons(spans, max(part.n for part in parts), [spec.window for spec in step.model.config.attention])
+    entries -= sum(common.saved for common in commons) * spans[0].kv.layers[0].shape.heads
+    x = stack(step.model.embed(step.batch.tokens), step.rotary.tables, parts, planes, commons)
     for span in spans:
         for layer in span.kv.layers:
             layer.appended(span.positions)
@@ -59,6 +62,21 @@ def _plain(span: Span, windowed: bool) -> bool:
         and getattr(phase.attend, "everything", False)
         and (span.sees is None or not windowed)
     )
+
+
+def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int | None]) -> list[Common]:
+    """What spans of one attend method read in common; nothing where a window may hide some of it."""
+    if any(window is not None and window < longest for window in windows):
+        return []
+    groups: dict[int, tuple[Any, list[int]]] = {}
+    for i, span in enumerate(spans):
+        if hasattr(span.phase.attend, "commons"):
+            groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)
+    return [
+        common._replace(members=tuple(index[m] for m in common.members))
+        for attend, index in groups.values()
+        for common in attend.commons([spans[i] for i in index])
+    ]
 
 
 def _planes(spans: Sequence[Span]) -> list[int] | None:

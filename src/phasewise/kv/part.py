@@ -65,9 +65,13 @@ class Part:
         heads = torch.arange(index.shape[0], device=index.device)[:, None]
         return self.codec.decode([plane[heads, index] for plane in self.planes], self.dtype)
 
+    def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [h, stop - start, D] of consecutive slots; no other row is read or decoded."""
+        return self.codec.decode([plane[:, start:stop] for plane in self.planes], self.dtype)
+
     def keys(self, start: int, stop: int) -> Tensor:
-        """Keys [h, stop - start, D] of consecutive slots; no other row is read or decoded."""
-        return self.codec.decode([plane[:, start:stop] for plane in self.planes], self.dtype)[0]
+        """The keys of `between`."""
+        return self.between(start, stop)[0]
 
     @property
     def plain(self) -> bool:

@@ -73,6 +73,16 @@ def reference(
     return weigh(scores(q, k, scale, softcap), v, mask)
 
 
+def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """`reference` of rows that all see everything, as one matrix product per KV head; both results float32."""
+    rows, heads_q, dim = q.shape
+    heads = k.shape[0]
+    by_head = q.view(rows, heads, -1, dim).transpose(1, 2).reshape(-1, heads, dim)  # [R * G, H, D]
+    out, lse = reference(by_head, k, v.float(), None, scale, softcap)
+    out = out.view(rows, -1, heads, dim).transpose(1, 2).reshape(rows, heads_q, dim)
+    return out, lse.view(rows, -1, heads).transpose(1, 2).reshape(rows, heads_q)
+
+
 def weigh(logits: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax of logits [H, G, R, N] over what is visible, applied to v. -> out [R, Hq, D], lse float32 [R, Hq]."""
     if mask is not None:
