@@ -32,6 +32,15 @@ def test_only_the_drives_own_work_counts() -> None:
     assert first.peak_kv > 0
 
 
+def test_what_prompts_share_is_there_before_the_clock_starts() -> None:
+    engine = Bench(tiny.model()).engine({}, LIMITS)
+    beginning, *ends = tiny.prompts(64, 3, 5)
+    run = drive(engine, [Shot(0.0, beginning + end, 4, 64) for end in ends])
+    assert run.work.prefix_hits == 2 * 64 and run.work.emitted == 8
+    assert run.work.rows == 3 + 5 + 2 * 3
+    assert len(run.requests) == 2
+
+
 def test_second_models_are_loaded_once() -> None:
     bench, directory = Bench(tiny.model()), str(tiny.checkpoint(layers=2, seed=1))
     verbs = {"draft": f"draft_model:model={directory}"}

@@ -117,6 +117,19 @@ def test_requests_are_cut_to_the_context() -> None:
     assert cut.new == 32 and cut.prompt == list(range(68, 100)) and cut.arrival == 1.0
 
 
+def test_prompts_may_share_a_beginning() -> None:
+    shots = workload(lengths("shared:prefix=40,prompt=5,new=7"), 3, random_prompts(500, 0))
+    beginnings = {tuple(shot.prompt[:40]) for shot in shots}
+    assert len(beginnings) == 1 and len({tuple(shot.prompt[40:]) for shot in shots}) == 3
+    assert {(len(shot.prompt), shot.new, shot.shared) for shot in shots} == {(45, 7, 40)}
+    assert {shot.shared for shot in workload(lengths("fixed"), 2, random_prompts(500, 0))} == {0}
+    other = workload(lengths("shared:prefix=40"), 1, random_prompts(500, 1))
+    assert tuple(other[0].prompt[:40]) not in beginnings
+    cut = fit(shots, 32)
+    assert {(len(shot.prompt), shot.shared) for shot in cut} == {(25, 20)}
+    assert len({tuple(shot.prompt[:20]) for shot in cut}) == 1
+
+
 def test_prompts_never_come_twice() -> None:
     take = text_prompts(list(range(50)), 0)
     starts = [take(4)[0] for _ in range(50)]

