@@ -33,6 +33,7 @@ from phasewise.read import Read, attend_all
 from phasewise.recipe import kv_shapes
 from phasewise.request import Params, Request
 from phasewise.trace import Counters
+from phasewise.whole import _commons
 from tests import oracle, tiny
 from tests.methods_kv.harness import drafting, mixed, sliding
 
@@ -353,6 +354,18 @@ def test_layers_of_other_kinds(name: str) -> None:
     torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=1e-4)
     of_row = 2 * 2 * tiny.model().config.head_dim * 4
     assert read[0] - read[1] == sharing * (2 * 192 + 192) * of_row
+
+
+def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
+    """Spans are numbered as in the step; a method shares among its own."""
+    paths: list[Any] = [SimpleNamespace(nodes=branch(None, path)) for path in ("abcd", "abcd", "abcd", "abcd", "ab")]
+    one, other = Hydragen(), Hydragen(rows=128)
+    spans: list[Any] = [
+        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend))
+        for kv, attend in zip(paths, (one, other, Dense(), other, one))
+    ]
+    assert sorted(_commons(spans, 200, [None, 200])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]
+    assert _commons(spans, 200, [None, 199]) == []
 
 
 # ---- engines

@@ -20,7 +20,11 @@ class Asked:
 
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 32
     workload: Annotated[
-        str, typer.Option(metavar="KIND[:KNOB=VALUE,...]", help="lognormal, fixed, trace:path= or shared:prefix=.")
+        str,
+        typer.Option(
+            metavar="KIND[:KNOB=VALUE,...]",
+            help="lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or trace:path=,scale=.",
+        ),
     ] = "lognormal"
     prompts: Annotated[
         str | None, typer.Option(metavar="random|code|FILE", help="Random ids, library source, or a text file.")
