@@ -20,7 +20,7 @@ from phasewise.kv import entropy
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.pace import Pace
 from phasewise.kv.rounding import LEVELS, Rounded, compress, expand, forms
-from phasewise.kv.wire import Dump, Misfit, Parcel, Trip, bits_of, from_bits, opened, sealed
+from phasewise.kv.wire import Dump, Encoded, Misfit, Origin, bits_of, from_bits, opened, sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Chunked:
         return LEVELS[level - 1].steps(layer, len(self.shapes))
 
     # ---- the wire
-    def encode(self, dumped: Dump, trip: Trip) -> Parcel:
+    def encode(self, dumped: Dump, origin: Origin) -> Encoded:
         chunks = [list(self._blocks(dumped, at)) for at in range(self._count(map(_shape, dumped)))]
-        plan = self._plan(chunks, trip)
+        plan = self._plan(chunks, origin)
         levels = [level for level in plan if level is not None]
         rows = len(levels) * self.cut.chunk if len(levels) < len(plan) else None
         pieces = [
@@ -74,7 +74,7 @@ class Chunked:
             body, levels[at] = self._encode(blocks, levels[at])
             messages.append(sealed(body, f"chunk {at} at level {levels[at]} of {known}"))
             self.pace.encoded(levels[at], _numbers(blocks), len(body))
-        return Parcel({"levels": levels, "pieces": pieces, "chunks": messages}, lossy=any(levels), rows=rows)
+        return Encoded({"levels": levels, "pieces": pieces, "chunks": messages}, lossy=any(levels), rows=rows)
 
     def decode(self, content: Any) -> Dump:
         try:
@@ -94,12 +94,12 @@ class Chunked:
         self.pace.delivered(n_bytes, seconds)
 
     # ---- all chunks
-    def _plan(self, chunks: Sequence[Sequence[Block]], trip: Trip) -> list[int | None]:
+    def _plan(self, chunks: Sequence[Sequence[Block]], origin: Origin) -> list[int | None]:
         if self.cut.level is not None:
             return [self.cut.level] * len(chunks)
-        self.pace.computed(trip.rows, trip.seconds)
+        self.pace.computed(origin.rows, origin.seconds)
         rows = [max(block.planes[0].shape[1] for block in blocks) for blocks in chunks]
-        return self.pace.plan(rows, [_numbers(blocks) for blocks in chunks], self.cut.deadline, trip.may_stop)
+        return self.pace.plan(rows, [_numbers(blocks) for blocks in chunks], self.cut.deadline, origin.may_stop)
 
     def _count(self, shapes: Iterator[list[int] | None]) -> int:
         return -(-max((shape[1] for shape in shapes if shape), default=0) // self.cut.chunk)

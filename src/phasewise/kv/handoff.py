@@ -19,8 +19,8 @@ from torch import Tensor
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV, rounded
 from phasewise.kv.store import KV, Store
+from phasewise.kv.wire import Encoded, Origin
 from phasewise.kv.wire import Misfit as Misfit
-from phasewise.kv.wire import Parcel, Trip
 
 if TYPE_CHECKING:
     from phasewise.request import Request
@@ -96,30 +96,30 @@ def pack(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tenso
             del tensors[mark:]
     progress, tag = request.header(), exactness(kv)
     wire = None if kv.rounded else kv.wire
-    parcel = Parcel(kv.dump()) if wire is None else wire.encode(kv.dump(), _trip(request, bool(state)))
-    if parcel.rows is not None:
-        progress["computed"] = parcel.rows
+    encoded = Encoded(kv.dump()) if wire is None else wire.encode(kv.dump(), _origin(request, bool(state)))
+    if encoded.rows is not None:
+        progress["computed"] = encoded.rows
     header = {
         "ticket": ticket,
         "layout": layout,
-        "exactness": "quantised" if parcel.lossy and tag == "true" else tag,
-        "rounded": kv.rounded or parcel.lossy,
+        "exactness": "quantised" if encoded.lossy and tag == "true" else tag,
+        "rounded": kv.rounded or encoded.lossy,
         "wire": wire is not None,
         "request": progress,
-        "kv": _encode(parcel.content, tensors),
+        "kv": _encode(encoded.content, tensors),
         "state": state,
     }
     return header, tensors
 
 
-def _trip(request: Request, drawers: bool) -> Trip:
+def _origin(request: Request, drawers: bool) -> Origin:
     """What the wire may know. A suffix may be computed again where that is just what it would be after a preemption:
     of a prompt just completed, with all rows at their places and nothing kept beside them."""
     kv, trace, end = request.kv, request.trace, request.prompt_len
     assert kv is not None
     plain = all(len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == end for layer in kv.layers)
     seconds = 0.0 if trace.admitted is None or not trace.tokens else trace.tokens[0] - trace.admitted
-    return Trip(plain and request.computed == end and not drawers, end - kv.reused, seconds)
+    return Origin(plain and request.computed == end and not drawers, end - kv.reused, seconds)
 
 
 def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str) -> tuple[KV, dict[str, Any]]:

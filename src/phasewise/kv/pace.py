@@ -31,11 +31,11 @@ def choose(
     seconds to compute it from tokens; `bandwidth` is in bytes per second, and all is to be there within `seconds`.
 
     A chunk goes at the best level at which it and all that follow arrive in time. Only if not even the last level is
-    fast enough, chunks are left out, and then where the total is shortest. Rows are computed from the rows before them,
-    so what is left out is a suffix: a chunk in the middle would have to wait for those before it, and those after it
-    for that one. (Sent chunks after a recomputed one would be possible with two messages; recomputing costs more the
-    later the chunk, so a suffix is what gains least, and what a single number of computed rows can tell.)
+    fast enough, chunks are left out, as many as make the total shortest. They are a suffix: a row is computed from all
+    rows before it, so whatever was sent behind a chunk left out would have to wait beside the KV until that is done.
     """
+    if not sizes:
+        return []
     transfer = np.asarray(sizes, dtype=float).reshape(len(sizes), -1) / bandwidth  # seconds, [chunks, levels]
     count, levels = transfer.shape
     sent = np.concatenate(([0.0], transfer[:, -1:].sum(1).cumsum()))  # seconds of the first c chunks, as fast as can be

@@ -24,9 +24,9 @@ class Misfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
-    """What a wire may know of a move. `may_stop`: the receiver could compute a suffix of the rows from their tokens;
-    `rows` were computed in `seconds` (0 = not known)."""
+class Origin:
+    """Where rows come from: `rows` of them were computed in `seconds` (0 = not known), and `may_stop` says whether the
+    receiver could compute a suffix of them again."""
 
     may_stop: bool = False
     rows: int = 0
@@ -34,9 +34,9 @@ class Trip:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """What is sent: plain data and tensors. `lossy`: some rows are not what they were; `rows`: only the first so many
-    positions are there (None = all)."""
+class Encoded:
+    """What is sent: plain data and tensors. `lossy`: some rows are not what they were; `rows`: only so many are there,
+    from the first on (None = all)."""
 
     content: Any
     lossy: bool = False
@@ -49,7 +49,7 @@ class Wire(Protocol):
     form: str  # names everything that shapes what arrives; both sides must have the same
     fixed: bool  # every move is made alike; else what arrives depends on the link, and nothing is settled
 
-    def encode(self, dumped: Dump, trip: Trip) -> Parcel:
+    def encode(self, dumped: Dump, origin: Origin) -> Encoded:
         """The rows of `dumped`, ready to be sent."""
         ...
 
