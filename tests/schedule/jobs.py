@@ -106,6 +106,8 @@ def simulate(
         step: Step = {work.job.name: (work.rows, work.layers) for work in works}
         if watch is not None:
             watch(live, step)
+        if not live:
+            now = min((job.arrived for job in jobs if job.arrived > now), default=now)
         now += cost(sum(work.rows for work in works))
         for work in works:
             work.job.advance(work.rows, work.layers, now)
