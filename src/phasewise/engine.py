@@ -39,7 +39,7 @@ MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts
 @dataclass
 class Parts:
     """What an engine is made of. `phases`: the first computes prompts, the second everything after them; with one
-    phase only, requests depart when their prompt is done (a prefill engine of a placement)."""
+    phase only, all requests depart when their prompt is done (a prefill engine of a placement)."""
 
     model: Model
     phases: Sequence[Phase]
@@ -162,8 +162,11 @@ class Engine:
     # ---- one step
     @property
     def _departs(self) -> bool:
-        """Whether requests leave for another engine when their prompt is done."""
+        """Whether all requests leave for another engine when their prompt is done."""
         return len(self.parts.phases) == 1
+
+    def _goes(self, request: Request) -> bool:
+        return request.departs or self._departs
 
     def _admit(self) -> None:
         """First come first served: open KV for the whole prompt, stop at the first request that finds no room."""
@@ -277,7 +280,7 @@ class Engine:
         else:
             if request.left is not None:
                 self._leave(request, request.left)
-            elif self._departs and not request.prefilling:
+            elif not request.prefilling and self._goes(request):
                 self.queues.move(request, self.departed)
 
     def _commit(self, span: Span, outcome: Outcome) -> None:
@@ -300,13 +303,13 @@ class Engine:
                     span.kv.keep(layer, index)
         if was_prefilling and not request.prefilling:
             self._enter(request)
-            if not self._departs:
+            if not self._goes(request):
                 span.kv.settle()
 
     def _enter(self, request: Request) -> None:
         """A request begins its second phase: KV that no row will read again is freed."""
         skip = self._phase(request).skip
-        if skip is not None and request.kv is not None and not self._departs:
+        if skip is not None and request.kv is not None and not self._goes(request):
             for layer in skip.unused(len(request.kv.layers)):
                 request.kv.free(layer)
 

@@ -119,6 +119,7 @@ class Request:
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}
         self.high_water = 0  # rows ever computed: what lies below it is recomputation
+        self.departs = False  # leaves for another engine when its prompt is done, even if this one could go on
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
         self.left: Left | None = None
         self.trace = Trace(now)
