@@ -1,17 +1,22 @@
-"""Links that misbehave, and what must hold of a disaggregated placement between any two steps."""
+"""Disaggregated placements over a bad line, and what must hold of a router and its workers between any two steps."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from torch import Tensor
-
+from phasewise.cluster.depot import Shelf
+from phasewise.cluster.line import Crew
+from phasewise.cluster.router import Router
+from phasewise.cluster.worker import Worker
+from phasewise.engine import Engine
 from phasewise.invariants import check
-from phasewise.kv.handoff import Header, Loopback, State
-from phasewise.methods.place.disaggregated import Pools
+from phasewise.kv.handoff import State
+from phasewise.recipe import Builder, Limits, parse
 from phasewise.request import Request
 from tests import tiny
+from tests.cluster.faulty import HEARD, TOLD, Fate, Faulty
+
+OPEN = (State.RESERVED, State.SENDING, State.DELIVERED)
 
 
 class Clock:
@@ -24,84 +29,140 @@ class Clock:
         return self.now
 
 
-class Unreliable(Loopback):
-    """Does to its i-th message what `fate(i)` says: a number of `receive` rounds to wait, "lose", "twice" or "fail"."""
-
-    def __init__(self, fate: Callable[[int], int | str]) -> None:
-        super().__init__()
-        self.fate = fate
-        self.sent = 0
-        self.round = 0
-        self.late: deque[tuple[int, Header, Sequence[Tensor]]] = deque()
-
-    def send(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        fate = self.fate(self.sent)
-        self.sent += 1
-        if fate == "fail":
-            raise ConnectionError("the other side is gone")
-        if fate == "twice":
-            super().send(header, tensors)
-            super().send(header, [t.clone() for t in tensors])
-        elif isinstance(fate, int):
-            self.late.append((self.round + fate, header, tensors))
-
-    def receive(self) -> tuple[Header, Sequence[Tensor]] | None:
-        found = super().receive()
-        if found is not None:
-            return found
-        for message in self.late:
-            if message[0] <= self.round:
-                self.late.remove(message)
-                super().send(*message[1:])
-                return super().receive()
-        self.round += 1
-        return None
-
-
-def check_pools(pools: Pools) -> None:
-    """Every engine's invariants, and those of what lies between them."""
-    for engine in pools.engines:
-        check(engine)
-    decode = pools.decode
-    assert decode.room.promised == sum(handoff.room for handoff in pools._moving.values())
-    for handoff in pools._moving.values():
-        assert handoff.state is State.SENDING and handoff.request.left is None
-        assert handoff.request in pools._home[handoff.request].departed, "its KV must stay until the move is owned"
-    for request, engine in pools._home.items():
-        assert request in engine.queues and request.left is None
-    for twin, caller in pools._caller.items():
-        assert twin in decode.queues and caller.left is None and caller.kv is None
-        assert twin.tokens == caller.tokens
-    assert len(pools.waiting) + len(pools.running) == len(pools._home) + len(pools._caller)
-    assert not set(pools._home) & set(pools._caller.values()), "a request is in two places"
-
-
-def finish(pools: Pools, requests: Sequence[Request], each: Callable[[], None] | None = None) -> None:
-    """Step until all have left, checking everything; then nothing may be left behind on either side."""
-    for _ in range(3000):
-        if all(r.left is not None for r in requests):
-            break
-        pools.step()
-        check_pools(pools)
-        if each is not None:
-            each()
-    else:
-        raise AssertionError(f"still running: {[r for r in requests if r.left is None]}")
-    check_pools(pools)
-    assert pools.idle and not pools._moving
-    pools.forget_prefixes()
-    assert [engine.kv_bytes for engine in pools.engines] == [0] * len(pools.engines)
-
-
-def pools(
+def disaggregated(
     verbs: dict[str, str] | None = None,
-    fate: Callable[[int], int | str] | None = None,
+    fate: Callable[[int], Fate] | None = None,
+    kinds: Sequence[str] = TOLD + HEARD,
     knobs: str = "",
-    **options: object,
-) -> Pools:
-    """A disaggregated placement over a tiny model, with a link of our choice."""
-    placed = tiny.engine({"place": "disaggregated" + knobs, **(verbs or {})}, **options)
-    assert isinstance(placed, Pools)
+    clock: Clock | None = None,
+    **limits: object,
+) -> Router:
+    """Prefill and decode apart over a tiny model, in this thread, with lines of our choice."""
+    given = parse({"place": "disaggregated" + knobs, **(verbs or {})})
+    plan = Builder(
+        tiny.model(), given, Limits(**{"kv_bytes": 64 << 20, **limits}), load=tiny.load,
+        **({} if clock is None else {"clock": clock}),
+    )  # fmt: skip
     if fate is not None:
-        placed.link = Unreliable(fate)
+        crew = Faulty(plan.crew(), fate, kinds)
+        plan.crew = lambda: crew
+    placed = plan.build()
+    assert isinstance(placed, Router)
     return placed
+
+
+# ---- looking inside
+def workers(placed: Router, role: str = "") -> list[Worker]:
+    return [desk.line.worker for desk in placed.desks if desk.line.alive and role in ("", desk.role)]
+
+
+def engines(placed: Router, role: str = "") -> list[Engine]:
+    return [worker.engine for worker in workers(placed, role)]
+
+
+def shelf(placed: Router) -> Shelf:
+    assert isinstance(placed.crew.depot, Shelf)
+    return placed.crew.depot
+
+
+def lossless(crew: Crew) -> bool:
+    return not (isinstance(crew, Faulty) and crew.lost)
+
+
+# ---- what must hold
+def check_router(placed: Router) -> None:
+    """Every engine's invariants, and those of what lies between them."""
+    for worker in workers(placed):
+        check(worker.engine)
+        check_worker(worker)
+    check_parcels(placed)
+    check_desks(placed)
+    for name, trip in placed._trips.items():
+        caller = trip.caller
+        assert caller.id == name and caller.left is None and caller.kv is None
+        assert trip.move is None or trip.move.state in OPEN
+        check_place(placed, name)
+    current = {(name, trip.attempt) for name, trip in placed._trips.items() if not trip.held}
+    for worker in workers(placed):
+        for name, job in worker._jobs.items():
+            assert (name, job.attempt) in current, f"{name} is computed for nobody"
+            known = placed._trips[name].caller.tokens
+            assert job.request.tokens == known and job.told == len(known)
+    assert len({*placed.waiting, *placed.running}) == len(placed.waiting) + len(placed.running) == len(placed._trips)
+
+
+def check_worker(worker: Worker) -> None:
+    """What its engine has, it knows of, and what it has put down counts against its budget."""
+    engine = worker.engine
+    assert engine.room.promised == sum(offer.n_bytes for offer in worker._offers.values())
+    held = [*engine.waiting, *engine.running, *engine.departed]
+    assert sorted(r.id for r in held) == sorted(worker._jobs)
+    assert not worker._arrivals.keys() & worker._jobs.keys(), "a request arrives where it is"
+
+
+def check_parcels(placed: Router) -> None:
+    """Whatever lies on the shelf belongs to a worker, or to a move whose worker has died."""
+    offered = {offer.parcel["name"] for worker in workers(placed) for offer in worker._offers.values()}
+    alive = {desk.name for desk in placed.desks}
+    moving = {
+        trip.move.offer["parcel"]["name"]
+        for trip in placed._trips.values()
+        if trip.move is not None and trip.move.offer is not None
+    }
+    orphans = {name for name in moving if name.rpartition(".")[0] not in alive}
+    assert shelf(placed).parcels.keys() == offered | orphans
+
+
+def check_desks(placed: Router) -> None:
+    """What is promised to a worker is what is on its way there."""
+    moves = [trip.move for trip in placed._trips.values() if trip.move is not None]
+    for move in moves:
+        assert (move.target is None) == (move.state is State.RESERVED)
+        assert move.target is None or move.target in placed.desks
+    for desk in placed.desks:
+        coming = [move for move in moves if move.target is desk]
+        assert (desk.promised, desk.coming) == (sum(move.n_bytes for move in coming), len(coming))
+
+
+def check_place(placed: Router, name: str) -> None:
+    """A request is computed in one place at most; in one at least it is held, if no message was lost."""
+    trip = placed._trips[name]
+    jobs = [worker for worker in workers(placed) if name in worker._jobs]
+    arrives = [worker for worker in workers(placed) if name in worker._arrivals]
+    offers = [worker for worker in workers(placed) if _offers(worker, name, trip.attempt)]
+    orphan = trip.move is not None and trip.move.offer is not None and trip.desk not in placed.desks
+    assert len(jobs) + len(arrives) <= 1, f"{name} is in two places"
+    assert len(offers) + orphan <= 1
+    if trip.held:
+        assert not jobs and not arrives
+    elif jobs and trip.move is None:
+        assert jobs == [trip.desk.line.worker]
+    elif lossless(placed.crew):
+        assert jobs or arrives or offers or orphan, f"{name} is nowhere"
+
+
+def _offers(worker: Worker, name: str, attempt: int) -> bool:
+    return name in worker._offers and worker._offers[name].attempt == attempt
+
+
+def finish(placed: Router, requests: Sequence[Request], each: Callable[[], None] = lambda: None) -> None:
+    """Step until all have left and all is quiet, checking everything; then nothing may be left behind anywhere."""
+    for _ in _steps(placed, each):
+        if all(r.left is not None for r in requests) and placed.idle and not shelf(placed).parcels:
+            break
+    placed.forget_prefixes()
+    for _ in _steps(placed, each):
+        if placed.idle:
+            break
+    assert placed.kv_bytes == 0
+    assert [engine.kv_bytes for engine in engines(placed)] == [0] * len(engines(placed))
+    assert not any(worker._jobs or worker._offers or worker._arrivals for worker in workers(placed))
+
+
+def _steps(placed: Router, each: Callable[[], None]) -> Iterator[None]:
+    for _ in range(3000):
+        check_router(placed)
+        yield
+        placed.step()
+        each()
+    raise AssertionError(f"no end: {list(placed._trips.values())}")

@@ -49,28 +49,34 @@ class Depot(Protocol):
 class Shelf:
     """The depot within one process: nothing is copied."""
 
-    def __init__(self) -> None:
-        self._parcels: dict[int, list[Tensor]] = {}
+    def __init__(self, owner: str = "router") -> None:
+        self.owner = owner
+        self.parcels: dict[str, list[Tensor]] = {}
         self._numbers = itertools.count()
 
+    def at(self, owner: str) -> Shelf:
+        """The same shelf as another one uses it."""
+        twin = Shelf(owner)
+        twin.parcels = self.parcels
+        return twin
+
     def put(self, tensors: Sequence[Tensor]) -> Parcel:
-        number = next(self._numbers)
-        self._parcels[number] = list(tensors)
-        return {"number": number}
+        name = f"{self.owner}.{next(self._numbers)}"
+        self.parcels[name] = list(tensors)
+        return {"name": name}
 
     def get(self, parcel: Parcel) -> list[Tensor]:
-        if parcel["number"] not in self._parcels:
-            raise Lost(f"parcel {parcel['number']} is gone")
-        return self._parcels[parcel["number"]]
+        if parcel["name"] not in self.parcels:
+            raise Lost(f"parcel {parcel['name']} is gone")
+        return self.parcels[parcel["name"]]
 
     def drop(self, parcel: Parcel) -> None:
-        self._parcels.pop(parcel["number"], None)
+        self.parcels.pop(parcel["name"], None)
 
     def clear(self, owner: str, keep: Sequence[Parcel]) -> None:
-        pass  # workers of this process die with it
-
-    def __len__(self) -> int:
-        return len(self._parcels)
+        kept = {parcel["name"] for parcel in keep}
+        for name in [name for name in self.parcels if name.startswith(f"{owner}.") and name not in kept]:
+            del self.parcels[name]
 
 
 class Segments:

@@ -19,7 +19,7 @@ class Desk:
     def __init__(self, line: Line, spec: Spec, now: float) -> None:
         self.line, self.spec = line, spec
         self.state: dict[str, Any] = {}
-        self.told = 0  # commands
+        self.told = 0  # the number of the last command
         self.heard_at = now  # when it last said anything
         self.prefilling = 0  # prompt tokens it was given and has not finished
         self.decoding = 0  # tokens of the requests that generate here, or are on their way here
@@ -37,7 +37,7 @@ class Desk:
 
     @property
     def quiet(self) -> bool:
-        """Whether it has answered everything it was told."""
+        """Whether it has answered the last that it was told."""
         return bool(self.told == self.state.get("heard", 0))
 
     @property
@@ -47,7 +47,7 @@ class Desk:
 
     def tell(self, command: Message) -> None:
         self.told += 1
-        self.line.tell(command)
+        self.line.tell(command | {"n": self.told})
 
     # ---- prefixes, as far as the router can guess them
     def cached(self, tokens: Sequence[int]) -> int:

@@ -94,9 +94,9 @@ class Here:
             self.worker.obey(json.loads(json.dumps(command)))
 
     def hear(self) -> list[Message]:
-        heard = [json.loads(text) for text in self._said]
+        heard: list[Message] = [json.loads(text) for text in self._said]
         self._said.clear()
-        return heard
+        return heard or [{"event": "alive"}] * self.alive
 
     def kill(self) -> None:
         self.alive = False
@@ -112,7 +112,7 @@ class Inline:
     def hire(self, name: str, spec: Spec) -> Here:
         said: deque[str] = deque()
         engine = self._plan.engine(spec.phases, spec.share)
-        return Here(name, Worker(engine, self.depot, lambda event: said.append(json.dumps(event))), said)
+        return Here(name, Worker(engine, self.depot.at(name), lambda event: said.append(json.dumps(event))), said)
 
     def wait(self, lines: Sequence[Line], seconds: float) -> None:
         for line in lines:

@@ -10,16 +10,21 @@ the stream goes on with the tokens it would have had.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from phasewise.cluster.desk import Desk
-from phasewise.cluster.line import Crew, Message, Spec
+from phasewise.cluster.line import Crew, Message
 from phasewise.cluster.policy import Policy
+from phasewise.cluster.staff import Patience as Patience
+from phasewise.cluster.staff import Staff
 from phasewise.cluster.trip import Move, Trip
+from phasewise.cluster.worker import LEASE
 from phasewise.engine import Engine
-from phasewise.errors import UserError
+from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
 from phasewise.kv.layer_kv import ROUND
 from phasewise.request import Left, Request
@@ -27,17 +32,8 @@ from phasewise.trace import Counters
 
 log = logging.getLogger(__name__)
 PAUSE = 0.005  # seconds a step waits for something to happen
-TRIES = 20  # attempts at one request; one that takes its workers with it must end
-STILLBORN = 3  # workers in a row that died without a word: hiring more is no use
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long to wait, seconds."""
-
-    move: float = 10.0  # for a word of a hand-off under way; then its prompt is computed again
-    silence: float = 10.0  # for any word of a worker; then it is taken for dead
-    start: float = 120.0  # for the first word of a new worker
+TRIES = 8  # attempts in a row without a token; a request that takes its workers with it must end ...
+SUSPECT = 3  # ... and from this many on it is tried apart from others like it, which may be innocent
 
 
 class Router:
@@ -51,24 +47,38 @@ class Router:
     ) -> None:
         self.crew, self.policy, self.fronts, self.clock, self.patience = crew, policy, list(fronts), clock, patience
         self.model = fronts[0].model
-        self.desks: list[Desk] = []
-        self._own = Counters()  # what is counted here, and what dead workers had counted
+        self._emitted = self._restarts = 0
         self._trips: dict[str, Trip] = {}
+        self._attempts = itertools.count()
         self._progressed: dict[Request, None] = {}  # ordered, each once
-        self._hired = self._stillborn = 0
         self._renewed = 0.0
+        self._closed = False
         self._verbs = {
             "progress": self._hear_progress, "offer": self._hear_offer, "owned": self._hear_owned,
-            "refused": self._hear_refused, "expired": self._hear_refused,
+            "refused": self._hear_refused, "expired": self._hear_expired,
         }  # fmt: skip
-        for spec in policy.manning():
-            self._hire(spec)
+        try:
+            self.staff = Staff(crew, policy.manning(), clock)
+            while not self.staff.ready:
+                self.step()
+        except BaseException:
+            self.close()
+            raise
 
     # ---- what users of an engine call
     @property
+    def desks(self) -> list[Desk]:
+        return self.staff.desks
+
+    @property
     def counters(self) -> Counters:
-        """Of all workers together, as far as they have reported."""
-        return sum((Counters(**desk.state["counters"]) for desk in self.desks if desk.state), self._own)
+        """Of all workers together, as far as they have reported; tokens as they were given to the callers."""
+        return replace(self.staff.counters, emitted=self._emitted, restarts=self._restarts)
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """How many of each role are alive and ready."""
+        return dict(Counter(desk.role for desk in self.desks if desk.line.alive and desk.state))
 
     @property
     def idle(self) -> bool:
@@ -97,17 +107,19 @@ class Router:
 
     def add(self, request: Request) -> None:
         """To the worker of its siblings, else to where the policy says."""
+        if self._closed:
+            raise PhasewiseError("the workers have been dismissed: nothing can be added after close()")
         if request.id in self._trips:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         for front in self.fronts:
             front.check(request)
         request.trace.arrived = self.clock()
         parent = None if request.parent is None else self._trips.get(request.parent.id)
-        if parent is not None and parent.move is None and parent.caller.prefilling:
-            self._trips[request.id] = trip = Trip(request, parent.desk)
+        if parent is not None and not parent.held and parent.move is None and parent.caller.prefilling:
+            self._trips[request.id] = trip = Trip(request, parent.desk, next(self._attempts))
             self._begin(trip, parent.caller)
         else:
-            self._trips[request.id] = trip = Trip(request, self._start_of(request))
+            self._trips[request.id] = trip = Trip(request, self._start_of(request), next(self._attempts))
             self._begin(trip)
 
     def cancel(self, request: Request) -> bool:
@@ -121,12 +133,18 @@ class Router:
         return True
 
     def step(self) -> list[Request]:
-        """Hear what the workers say, replace the dead, hand over what waits. Returns requests with tokens, or left."""
-        self.crew.wait([desk.line for desk in self.desks], PAUSE)
+        """Hear what the workers say, replace the dead, hand over what waits. Returns requests with tokens, or left.
+
+        Raises Unstaffed when workers keep dying before they are ready.
+        """
+        self.staff.wait(PAUSE)
         for desk in list(self.desks):
             self._hear(desk)
-        self._bury()
+        for desk, why in self.staff.dead(self.patience):
+            self._hear(desk)
+            self._lose(desk, why)
         self._chase()
+        self._try_suspects()
         self._hand_over()
         progressed, self._progressed = list(self._progressed), {}
         return progressed
@@ -139,15 +157,10 @@ class Router:
 
     def close(self) -> None:
         """Dismiss all workers."""
+        self._closed = True
         self.crew.close()
 
     # ---- starting
-    def _hire(self, spec: Spec) -> Desk:
-        desk = Desk(self.crew.hire(f"{spec.role}-{self._hired}", spec), spec, self.clock())
-        self._hired += 1
-        self.desks.append(desk)
-        return desk
-
     def _weigh(self) -> None:
         """Bring the desks' loads up to date, for the policy to choose by."""
         for desk in self.desks:
@@ -182,20 +195,31 @@ class Router:
         """The one answer to every failure: start again from the tokens."""
         log.warning("request %s starts again from its %d tokens: %s", trip.caller.id, trip.caller.known, why)
         self._stop(trip)
-        trip.attempt += 1
+        trip.attempt = next(self._attempts)
         trip.move = None
         if not trip.caller.n_out:
             trip.caller.computed = 0
-        if trip.attempt >= TRIES:
+        if trip.tries >= TRIES:
             self._leave(trip, Left("failed", f"it was started {TRIES} times in vain, at last: {why}"))
             return
-        self._own.restarts += 1
-        trip.desk = self._start_of(trip.caller)
-        self._begin(trip)
+        trip.tries += 1
+        self._restarts += 1
+        trip.held = trip.tries >= SUSPECT
+        if not trip.held:
+            trip.desk = self._start_of(trip.caller)
+            self._begin(trip)
+
+    def _try_suspects(self) -> None:
+        """Start the next of the requests whose workers keep failing, if no other of them is under way."""
+        suspects = [trip for trip in self._trips.values() if trip.tries >= SUSPECT]
+        if suspects and all(trip.held for trip in suspects):
+            suspects[0].held = False
+            suspects[0].desk = self._start_of(suspects[0].caller)
+            self._begin(suspects[0])
 
     def _stop(self, trip: Trip) -> None:
         """Tell everybody who holds something of a request to drop it."""
-        gone = {"do": "cancel", "id": trip.caller.id}
+        gone = {"do": "cancel", "id": trip.caller.id, "attempt": trip.attempt}
         if trip.desk in self.desks:
             trip.desk.tell(gone)
         if trip.move is None:
@@ -209,17 +233,12 @@ class Router:
 
     # ---- hearing
     def _hear(self, desk: Desk) -> None:
-        for event in desk.line.hear():
-            desk.heard_at = self.clock()
-            if event["event"] == "state":
-                desk.state = event
-                self._stillborn = 0
-                continue
-            if event["event"] == "alive":
-                continue
+        for event in self.staff.hear(desk):
             trip = self._trips.get(event["id"])
             if trip is not None and trip.attempt == event["attempt"]:
                 self._verbs[event["event"]](trip, desk, event)
+            elif event["event"] in ("offer", "owned") or (event["event"] == "progress" and event["left"] is None):
+                self._call_off(desk, event)
 
     def _hear_progress(self, trip: Trip, desk: Desk, event: Message) -> None:
         caller, move = trip.caller, trip.move
@@ -233,27 +252,39 @@ class Router:
         new = event["tokens"][max(0, caller.known - event["start"]) :]
         if caller.trace.admitted is None and event["queued"] is not None:
             caller.trace.admitted = caller.trace.arrived + event["queued"]
-        caller.computed = caller.high_water = caller.known if new else caller.computed
         try:
             if new:
-                taken = caller.emit(new, self.model.config.eos, self.clock())
-                self._own.emitted -= len(new) - taken
+                caller.computed = caller.high_water = caller.known
+                trip.tries = 1
+                self._emitted += caller.emit(new, self.model.config.eos, self.clock())
                 if caller.left is not None and left is None:
-                    desk.tell({"do": "cancel", "id": caller.id})
+                    self._call_off(desk, event)
                 left = caller.left or left
         except Exception as error:  # raised by the caller's own watch
-            desk.tell({"do": "cancel", "id": caller.id})
+            self._call_off(desk, event)
             left = Left("failed", f"{type(error).__name__}: {error}")
         self._progressed[caller] = None
         if left is not None:
             self._leave(trip, left)
-        elif trip.move is None and trip.departs:
+        elif trip.departs:
+            self._set_out(trip)
+
+    def _call_off(self, desk: Desk, event: Message) -> None:
+        """A worker need not go on with what it has reported."""
+        desk.tell({"do": "cancel", "id": event["id"], "attempt": event["attempt"]})
+
+    def _set_out(self, trip: Trip) -> None:
+        """The prompt is done."""
+        if trip.move is None:
             trip.move = Move(self.clock() + self.patience.move)
-            caller.trace.sent = self.clock()
+            trip.caller.trace.sent = self.clock()
 
     def _hear_offer(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if trip.move is not None and trip.move.offer is None and desk is trip.desk:
-            trip.move.offer = event
+        if desk is not trip.desk or not trip.departs:
+            return  # said twice
+        self._set_out(trip)
+        assert trip.move is not None
+        trip.move.offer = trip.move.offer or event
 
     def _hear_owned(self, trip: Trip, desk: Desk, event: Message) -> None:
         if trip.move is not None and trip.move.target is desk:
@@ -273,9 +304,12 @@ class Router:
         trip.desk, trip.move = desk, None
 
     def _hear_refused(self, trip: Trip, desk: Desk, event: Message) -> None:
-        move = trip.move
-        if move is not None and desk in (trip.desk, move.target):
-            self._restart(trip, event.get("why", "its KV is no longer in the depot"))
+        if trip.move is not None and trip.move.target is desk:
+            self._restart(trip, event["why"])
+
+    def _hear_expired(self, trip: Trip, desk: Desk, event: Message) -> None:
+        if trip.desk is desk and trip.departs:
+            self._restart(trip, "its KV is no longer in the depot")
 
     # ---- moving
     def _hand_over(self) -> None:
@@ -307,45 +341,24 @@ class Router:
         for trip in list(self._trips.values()):
             if trip.move is None:
                 continue
-            trip.move.check_receipt()
             if trip.move.overdue(now):
                 self._restart(trip, f"nothing was heard of its hand-off within {self.patience.move} s")
             else:
                 waiting.setdefault(trip.desk, []).append(trip.caller.id)
-        if waiting and now - self._renewed > self.patience.move / 4:
+        if now - self._renewed > LEASE / 4:
             self._renewed = now
-            for desk, names in waiting.items():
-                if desk in self.desks:
-                    desk.tell({"do": "renew", "ids": names})
+            for desk in self.desks:
+                if desk in waiting or not desk.quiet:  # or what it was told last is lost
+                    desk.tell({"do": "renew", "ids": waiting.get(desk, [])})
 
     # ---- the dead
-    def _bury(self) -> None:
-        now = self.clock()
-        for desk in list(self.desks):
-            patience = self.patience.silence if desk.state else self.patience.start
-            if desk.line.alive and now - desk.heard_at <= patience:
-                continue
-            why = "it died" if not desk.line.alive else f"it said nothing for {now - desk.heard_at:.1f} s"
-            desk.line.kill()
-            self._hear(desk)  # its last words
-            self._lose(desk, why)
-
     def _lose(self, desk: Desk, why: str) -> None:
         """Replace a worker and start its requests again elsewhere. What it put into the depot is still there."""
-        log.error("worker %s is lost: %s", desk.name, why)
-        self.desks.remove(desk)
-        self._own.workers_lost += 1
-        if desk.state:
-            self._own += Counters(**desk.state["counters"])
-        else:
-            self._stillborn += 1
-            if self._stillborn >= STILLBORN:
-                raise RuntimeError(f"{STILLBORN} workers in a row died before they were ready; see the log")
-        self._hire(desk.spec)
+        self.staff.replace(desk, why)
         for trip in list(self._trips.values()):
             move = trip.move
             if move is None:
-                lost = trip.desk is desk
+                lost = trip.desk is desk and not trip.held
             else:
                 lost = move.target is desk or (trip.desk is desk and move.offer is None)
             if lost:

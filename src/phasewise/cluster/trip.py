@@ -23,7 +23,6 @@ class Move:
     deadline: float  # seconds of the router's clock; what was not heard of by then is taken for lost
     offer: Message | None = None
     target: Desk | None = None
-    receipt: int = 0  # the number of the command that told the target
     state: State = State.RESERVED
 
     @property
@@ -41,18 +40,15 @@ class Move:
         target.promised += self.n_bytes
         target.coming += 1
         target.tell({"do": "take"} | {key: self.offer[key] for key in ("id", "attempt", "packed", "parcel", "room")})
-        self.receipt = target.told
-
-    def check_receipt(self) -> None:
-        sent = self.state is State.SENDING and self.target is not None
-        if sent and self.target.state.get("heard", 0) >= self.receipt:  # type: ignore[union-attr]
-            self.to(State.DELIVERED)
 
     def overdue(self, now: float) -> bool:
         """Whether it is taken for lost. One that waits for room, here or at its target, is not."""
-        waits = self.offer is not None and self.state is State.RESERVED
-        queued = self.state is State.DELIVERED and self.target is not None and self.target.state["arrivals"] > 0
-        return now > self.deadline and not (waits or queued)
+        if self.offer is None:
+            return now > self.deadline
+        queued = self.target is not None and self.offer["id"] in self.target.state["arrivals"]
+        if queued and self.state is State.SENDING:
+            self.to(State.DELIVERED)
+        return now > self.deadline and not queued and self.state is not State.RESERVED
 
     def end(self, state: State) -> None:
         """It is owned or released: the target is promised nothing more."""
@@ -65,11 +61,17 @@ class Move:
 
 @dataclass(slots=True, eq=False)
 class Trip:
-    """Where a request is: at `desk`, computed by its attempt number `attempt`, or moving away from there."""
+    """Where a request is: at `desk`, computed by its attempt number `attempt`, or moving away from there.
+
+    Attempts are numbered in order, none twice. `tries` are those in a row that brought no token; `held` says that it
+    waits to be tried again.
+    """
 
     caller: Request
     desk: Desk
-    attempt: int = 0
+    attempt: int
+    tries: int = 1
+    held: bool = False
     move: Move | None = None
 
     @property

@@ -3,16 +3,18 @@
     command  add      {request, attempt, parent?}       start (or start again) from tokens
              take     {id, attempt, packed, parcel}     go on with a request whose KV is in the depot
              release  {id, attempt}                     its KV has been taken over, or is no longer wanted
-             renew    {ids}                             keep these parcels for another lease
-             cancel   {id}      forget {}               drop a request, drop unused prefixes
+             renew    {ids}                             keep these parcels for another lease, and say how you are
+             cancel   {id, attempt}                     drop a request
+             forget   {}                                drop unused prefixes
     event    progress {id, attempt, start, tokens, left, queued}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the depot
              expired  {id, attempt}                     nobody took it within the lease
              owned | refused {id, attempt, why}         the answer to take
              state    {...numbers, heard}               after each command and turn that changed something
 
-A request is known by its id and the number of the attempt; what belongs to an older attempt is dropped. A parcel counts
-against the KV budget of the worker that put it down until it is released, so a slow receiver makes the sender wait.
+Commands are numbered (`n`), so that a lost one is not taken for heard. A request is known by its id and the number of
+the attempt; what belongs to an older attempt is dropped. A parcel counts against the KV budget of the worker that put
+it down until it is released, so a slow receiver makes the sender wait.
 """
 
 from __future__ import annotations
@@ -76,18 +78,18 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether a turn would change nothing but leases."""
-        return self.engine.idle and not self._arrivals
+        return self.engine.idle and not self._arrivals and not self.engine.departed
 
     # ---- commands
     @torch.inference_mode()  # as the engine's steps: buffers made in this mode may only be written in it
     def obey(self, command: Message) -> None:
-        self._heard += 1
+        self._heard = max(self._heard, command["n"])
         self._verbs[command["do"]](command)
         self._state()
 
     def _add(self, command: Message) -> None:
         request = Request.from_header(command["request"])
-        self._drop(request.id)
+        self._drop(request.id, command["attempt"])
         parent = self._jobs.get(command.get("parent", ""))
         request.parent = None if parent is None else parent.request
         try:
@@ -98,17 +100,15 @@ class Worker:
         self._jobs[request.id] = _Job(request, command["attempt"], request.known)
 
     def _take(self, command: Message) -> None:
-        known = self._jobs.get(command["id"])
-        if known is not None and known.attempt >= command["attempt"]:
-            return  # said twice
-        self._drop(command["id"])
-        self._arrivals[command["id"]] = command
+        name, attempt = command["id"], command["attempt"]
+        self._drop(name, attempt - 1)
+        if name in self._jobs or name in self._arrivals:
+            return  # said twice, or late
+        self._arrivals[name] = command
         self._land()
 
     def _release(self, command: Message) -> None:
-        offer = self._offers.get(command["id"])
-        if offer is not None and offer.attempt <= command["attempt"]:
-            self._give_up(command["id"])
+        self._give_up(command["id"], command["attempt"])
 
     def _renew(self, command: Message) -> None:
         for name in command["ids"]:
@@ -116,18 +116,18 @@ class Worker:
                 self._offers[name].until = self.engine.parts.clock() + self.lease
 
     def _cancel(self, command: Message) -> None:
-        self._drop(command["id"])
+        self._drop(command["id"], command["attempt"])
 
     def _forget(self, command: Message) -> None:
         self.engine.forget_prefixes()
 
-    def _drop(self, name: str) -> None:
-        """Forget all about a request."""
-        self._arrivals.pop(name, None)
-        self._give_up(name)
-        job = self._jobs.pop(name, None)
-        if job is not None:
-            self.engine.cancel(job.request)
+    def _drop(self, name: str, attempt: int) -> None:
+        """Forget all about a request, up to this attempt at it."""
+        self._give_up(name, attempt)
+        if name in self._arrivals and self._arrivals[name]["attempt"] <= attempt:
+            del self._arrivals[name]
+        if name in self._jobs and self._jobs[name].attempt <= attempt:
+            self.engine.cancel(self._jobs.pop(name).request)
 
     # ---- turns
     @torch.inference_mode()
@@ -140,8 +140,7 @@ class Worker:
                 job = self._jobs.get(request.id)
                 if job is not None and job.request is request:
                     self._progress(job, request.left)
-            for request in list(self.engine.departed):
-                self._offer(request)
+        self._put_down()
         self._expire()
         if before != (self._heard, self.engine.counters.steps, len(self._arrivals), len(self._offers)):
             self._state()
@@ -157,11 +156,30 @@ class Worker:
         if left is not None:
             self._jobs.pop(request.id, None)
 
+    def _put_down(self) -> None:
+        """Offer the prompts that are done, as far as the budget has room for what siblings no longer share."""
+        departed = self.engine.departed
+        for request in list(departed):
+            if self._fits(request):
+                self._offer(request)
+        if departed and not self._offers:  # nobody will make room
+            request = departed[0]
+            job = self._jobs.pop(request.id)
+            self.engine.depart(request)
+            self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the rows of a request have room in the depot once its KV is freed."""
+        assert request.kv is not None
+        buffers = [slab.buffer for layer in request.kv.layers for slab in layer.slabs]
+        more = request.kv.live_bytes - sum(buffer.bytes for buffer in buffers if buffer.refs == 1)
+        return more <= 0 or self.engine.store.room(more)
+
     def _offer(self, request: Request) -> None:
         """A prompt is done: its KV goes to the depot, where the decoding side can have it at any time."""
         job = self._jobs.pop(request.id)
         assert request.kv is not None
-        room = landing(request.kv)
+        room, live = landing(request.kv), request.kv.live_bytes
         try:
             packed, tensors = pack(request, self._layout, job.attempt)
             parcel = self.depot.put(tensors)
@@ -170,7 +188,7 @@ class Worker:
             self.engine.depart(request)
             self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
             return
-        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        n_bytes = min(live, sum(tensor.nbytes for tensor in tensors))  # drawers do not count, as before
         self.engine.depart(request)
         self._hold(n_bytes)
         until = self.engine.parts.clock() + self.lease
@@ -178,9 +196,10 @@ class Worker:
         self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "packed": packed, "parcel": parcel,
                     "room": room})  # fmt: skip
 
-    def _give_up(self, name: str) -> None:
-        offer = self._offers.pop(name, None)
-        if offer is not None:
+    def _give_up(self, name: str, attempt: int) -> None:
+        offer = self._offers.get(name)
+        if offer is not None and offer.attempt <= attempt:
+            del self._offers[name]
             self.depot.drop(offer.parcel)
             self._hold(-offer.n_bytes)
 
@@ -193,7 +212,7 @@ class Worker:
         now = self.engine.parts.clock()
         for name in [name for name, offer in self._offers.items() if offer.until < now]:
             attempt = self._offers[name].attempt
-            self._give_up(name)
+            self._give_up(name, attempt)
             self._post({"event": "expired", "id": name, "attempt": attempt})
 
     # ---- taking over
@@ -243,5 +262,5 @@ class Worker:
             "free": engine.store.ledger.free + prefix,
             "running": len(engine.running),
             "waiting": [request.id for request in engine.waiting],
-            "arrivals": len(self._arrivals),
+            "arrivals": list(self._arrivals),
         })  # fmt: skip

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.cluster.policy import TwoPools
-from phasewise.cluster.router import Patience, Router
+from phasewise.cluster.router import Router
+from phasewise.cluster.staff import Patience
 from phasewise.errors import UserError
 from phasewise.place import Placed, Plan
 

@@ -1,0 +1,89 @@
+"""A crew whose messages about hand-offs get lost, late or doubled; whatever crew it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phasewise.cluster.depot import Depot
+from phasewise.cluster.line import Crew, Line, Message, Spec
+
+TOLD = ("take", "release", "renew")  # to workers
+HEARD = ("offer", "owned", "refused", "expired")  # from workers
+Fate = int | str  # rounds to wait, "lose" or "twice"
+
+
+class Faulty:
+    """Does to the i-th message of the `kinds` what `fate(i)` says. A round is one step of the router."""
+
+    def __init__(self, crew: Crew, fate: Callable[[int], Fate], kinds: Sequence[str] = TOLD + HEARD) -> None:
+        self.crew, self.fate, self.kinds = crew, fate, kinds
+        self.seen = self.round = 0
+        self.lost: list[Message] = []
+        self.lines: list[Unreliable] = []
+
+    @property
+    def depot(self) -> Depot:
+        return self.crew.depot
+
+    def hire(self, name: str, spec: Spec) -> Unreliable:
+        self.lines.append(Unreliable(self, self.crew.hire(name, spec)))
+        return self.lines[-1]
+
+    def wait(self, lines: Sequence[Line], seconds: float) -> None:
+        self.round += 1
+        for line in self.lines:
+            for command in _due(line.late_commands, self.round):
+                line.inner.tell(command)
+        self.crew.wait([line.inner for line in lines if isinstance(line, Unreliable)], seconds)
+
+    def close(self) -> None:
+        self.crew.close()
+
+    def passes(self, message: Message, kind: str, late: list[tuple[int, Message]]) -> list[Message]:
+        """What arrives now of a message."""
+        if kind not in self.kinds:
+            return [message]
+        fate = self.fate(self.seen)
+        self.seen += 1
+        if isinstance(fate, int) and fate > 0:
+            late.append((self.round + fate, message))
+            return []
+        if fate == "lose":
+            self.lost.append(message)
+        return {"lose": [], "twice": [message, message]}.get(str(fate), [message])
+
+
+class Unreliable:
+    """A line that loses, delays and doubles messages."""
+
+    def __init__(self, crew: Faulty, inner: Line) -> None:
+        self.crew, self.inner, self.name = crew, inner, inner.name
+        self.late_commands: list[tuple[int, Message]] = []
+        self.late_events: list[tuple[int, Message]] = []
+
+    @property
+    def alive(self) -> bool:
+        return self.inner.alive
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # worker, pid
+
+    def tell(self, command: Message) -> None:
+        for passed in self.crew.passes(command, command["do"], self.late_commands):
+            self.inner.tell(passed)
+
+    def hear(self) -> list[Message]:
+        heard = _due(self.late_events, self.crew.round)
+        for event in self.inner.hear():
+            heard += self.crew.passes(event, event["event"], self.late_events)
+        return heard
+
+    def kill(self) -> None:
+        self.inner.kill()
+
+
+def _due(late: list[tuple[int, Message]], now: int) -> list[Message]:
+    found = [message for round, message in late if round <= now]
+    late[:] = [entry for entry in late if entry[0] > now]
+    return found
