@@ -25,6 +25,9 @@ class Counters:
     recomputed: int = 0  # rows computed again after a preemption or a lost hand-off
     preemptions: int = 0
     handoffs: int = 0
+    kv_bytes_sent: int = 0  # KV put down for other workers ...
+    kv_bytes_exposed: int = 0  # ... of these, once its prompt was done: what the second token waits for
+    push_fallbacks: int = 0  # requests whose KV was to travel while their prompt was computed, and did not
     restarts: int = 0  # requests started again from their tokens, for a lost worker or a lost hand-off
     workers_lost: int = 0
     emitted: int = 0  # tokens given to requests

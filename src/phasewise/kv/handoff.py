@@ -3,8 +3,9 @@
     reserved -> sending -> delivered -> owned -> released        (released at once when cancelled, lost or refused)
 
 Until a move is owned its KV stays where it was computed, so that nothing is lost with a message: the request is then
-recomputed from its tokens. The receiver sets room aside before anything is sent (pull), so a full receiver makes the
-sender wait. Left out: sending layer by layer while the prompt is still computed, and splitting heads between devices.
+recomputed from its tokens. The receiver sets room aside before anything is sent: for a prompt that is done (pull, so a
+full receiver makes the sender wait), or for one that is still computed and travels in pieces (push, kv/pieces.py).
+Left out: splitting heads between devices.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def landing(kv: KV) -> int:
     )
 
 
-def pack(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tensor]]:
+def pack(request: Request, layout: str, ticket: int, rows: bool = True) -> tuple[Header, list[Tensor]]:
     """Everything another engine needs to go on with the request: progress, KV in the form in which the store's rows
-    travel, and drawers of plain data.
+    travel (but for `rows=False`: they travel in pieces), and drawers of plain data.
 
     Other drawers stay behind; their methods start again from the tokens, as they do after a preemption. If the wire
     leaves out a suffix of the prompt, the receiver computes it again: to the request, it has not been computed.
@@ -95,8 +96,9 @@ def pack(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tenso
         except Misfit:
             del tensors[mark:]
     progress, tag = request.header(), exactness(kv)
-    wire = None if kv.rounded else kv.wire
-    encoded = Encoded(kv.dump()) if wire is None else wire.encode(kv.dump(), _origin(request, bool(state)))
+    wire = None if kv.rounded or not rows else kv.wire
+    dumped = kv.dump() if rows else []
+    encoded = Encoded(dumped) if wire is None else wire.encode(dumped, _origin(request, bool(state)))
     if encoded.rows is not None:
         progress["computed"] = encoded.rows
     header = {
@@ -122,13 +124,23 @@ def _origin(request: Request, drawers: bool) -> Origin:
     return Origin(plain and request.computed == end and not drawers, end - kv.reused, seconds)
 
 
-def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str) -> tuple[KV, dict[str, Any]]:
-    """The KV, in `store`, and the drawers of a packed request. Raises Misfit, leaving nothing behind."""
+def fits(header: Header, store: Store, layout: str) -> None:
+    """Raise Misfit unless the rows of a packed request mean here what they meant where they were computed."""
     if header["layout"] != layout:
         raise Misfit(f"the rows have layout {header['layout']}, but here it is {layout}")
-    lossy, wire = header["rounded"], store.wire
-    if header["exactness"] not in ("sparse", "quantised" if lossy else "", store.codec.exactness):
+    if header["exactness"] not in ("sparse", "quantised" if header["rounded"] else "", store.codec.exactness):
         raise Misfit(f"the rows are {header['exactness']}, but here they are {store.codec.exactness}")
+
+
+def drawers(header: Header, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """What methods keep for a packed request."""
+    return {name: _decode(drawer, tensors) for name, drawer in header["state"].items()}
+
+
+def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str) -> tuple[KV, dict[str, Any]]:
+    """The KV, in `store`, and the drawers of a packed request. Raises Misfit, leaving nothing behind."""
+    fits(header, store, layout)
+    lossy, wire = header["rounded"], store.wire
     if header["wire"] and wire is None:
         raise Misfit("the rows have travelled in a form that is not known here")
     kv = KV([LayerKV(shape, store.codec, store.ledger, 0) for shape in store.shapes], store.counters, wire)
@@ -136,7 +148,7 @@ def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str)
     try:
         content = _decode(header["kv"], tensors)
         kv.load(wire.decode(content) if header["wire"] and wire is not None else content)
-        return kv, {name: _decode(drawer, tensors) for name, drawer in header["state"].items()}
+        return kv, drawers(header, tensors)
     except Exception as error:
         kv.close()
         raise Misfit(f"the rows cannot be loaded: {error}") from error
