@@ -15,7 +15,7 @@ from phasewise.model.model import Model
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.place import Placed
 from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import Left, Params, Request
+from phasewise.request import SLO, Left, Params, Request
 from phasewise.text import Text
 from phasewise.trace import Trace
 
@@ -133,9 +133,9 @@ class LLM:
         """The token ids of a conversation, up to where the assistant's answer begins."""
         return self.tokenizer.encode(self.template.render(messages, **extra), add_special=False)
 
-    def request(self, ids: Sequence[int], params: Params, stop: Stop = ()) -> Request:
+    def request(self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None) -> Request:
         """A request that ends at a stop string as well."""
-        return Request(ids, params, watch=self.text(params, stop).watch if stop else None)
+        return Request(ids, params, slo=slo, watch=self.text(params, stop).watch if stop else None)
 
     def text(self, params: Params, stop: Stop = ()) -> Text:
         """A writer of the text of one output drawn with `params`."""

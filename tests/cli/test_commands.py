@@ -10,6 +10,7 @@ import pytest
 
 import phasewise.serve.app
 import phasewise.train.pocket
+from phasewise.request import SLO
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -19,8 +20,9 @@ MODEL = ("--model", str(chat_checkpoint()), "--kv-bytes", "64M")
 def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(llm=llm(), **options))
-    assert cli("serve", "--host", "0.0.0.0", "--port", 8011, "--draft", "prompt_lookup:k=3", *MODEL).code == 0
-    assert (seen["host"], seen["port"]) == ("0.0.0.0", 8011)
+    words = ("--host", "0.0.0.0", "--port", 8011, "--draft", "prompt_lookup:k=3", "--slo-ttft", 250)
+    assert cli("serve", *words, *MODEL).code == 0
+    assert (seen["host"], seen["port"], seen["slo"]) == ("0.0.0.0", 8011, SLO(ttft=0.25))
     assert seen["llm"].limits.kv_bytes == 64 << 20
     seen["llm"].generate("fox fox fox fox fox fox")
     assert seen["llm"].engine.counters.drafted > 0
@@ -61,10 +63,10 @@ def test_bench_offline_reports_and_records(cli: Cli, tmp_path: Path) -> None:
 def test_bench_load_starts_a_server_of_its_own(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ("bench", "load", "--requests", 3, "--workload", "fixed:prompt=12,new=4", "--rate", 50, "--out", out)
-    said = cli(*words, *MODEL)
+    said = cli(*words, "--schedule", "slo", "--ttft", 60_000, "--tpot", 60_000, *MODEL)
     assert said.code == 0, said
     [row] = [json.loads(line) for line in out.read_text().splitlines()]
-    assert row["failed"] == 0 and row["output_tokens"] == 12 and row["rate"] == 50
+    assert row["failed"] == 0 and row["output_tokens"] == 12 and row["rate"] == 50 and row["good_share"] == 1.0
 
 
 def test_bench_methods_reports_ratios(cli: Cli, tmp_path: Path) -> None:

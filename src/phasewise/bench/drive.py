@@ -14,7 +14,7 @@ from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
 from phasewise.place import Placed
 from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import Params, Request
+from phasewise.request import SLO, Params, Request
 from phasewise.trace import Counters
 
 Progress = Callable[[int], object]
@@ -64,13 +64,15 @@ class Bench:
         return self._loaded[name]
 
 
-def drive(engine: Placed, shots: Sequence[Shot], progress: Progress = lambda done: None) -> Drive:
+def drive(
+    engine: Placed, shots: Sequence[Shot], progress: Progress = lambda done: None, slo: SLO | None = None
+) -> Drive:
     """Add all requests at once (arrivals are ignored), greedy, the end token ignored; step until all have left.
 
     What prompts share is asked for before the clock starts, as a service in use has met its system prompt before.
     """
     _ask(engine, {tuple(shot.prompt[: shot.shared]) for shot in shots if shot.shared})
-    requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True)) for shot in shots]
+    requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True), slo=slo) for shot in shots]
     before, peak, done = copy.copy(engine.counters), 0, 0
     start = time.perf_counter()
     for request in requests:

@@ -59,6 +59,11 @@ class Targets:
 
         return SLO(*(None if target is None else target / 1e3 for target in (self.ttft, self.tpot)))
 
+    def arguments(self) -> list[str]:
+        """The words that make them a server's own targets."""
+        given = {"--slo-ttft": self.ttft, "--slo-tpot": self.tpot}
+        return [word for name, ms in given.items() if ms is not None for word in (name, str(ms))]
+
 
 @dataclass(frozen=True)
 class Tests:

@@ -47,7 +47,7 @@ def offline(asked: Asked = ASKED, targets: Targets = TARGETS, engine: EngineOpti
     shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions)
     placed = made.engine(engine.verbs, engine.limits())
     with counting("requests", len(shots)) as tell:
-        run = drive(placed, shots, tell)
+        run = drive(placed, shots, tell, targets.slo())
     numbers = summary(run.served, run.seconds, targets.slo())
     work = {**run.work.as_dict(), "peak_kv_bytes": run.peak_kv}
     show.title(f"{engine.model}, {asked.workload}, all at once")
@@ -93,7 +93,7 @@ def load(
         address = url
         if address is None:
             with working(f"starting a server with {engine.model}"):
-                address = stack.enter_context(serving(engine.arguments()))
+                address = stack.enter_context(serving([*engine.arguments(), *targets.arguments()]))
         with counting("requests", len(shots)) as tell:
             result = measure(address.rstrip("/"), shots, tell)
     numbers = summary(result.served, result.seconds, targets.slo())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from phasewise.llm import LLM
-from phasewise.request import Left, Params, Request
+from phasewise.request import SLO, Left, Params, Request
 from phasewise.serve.failures import SHUTDOWN, ApiError
 from phasewise.serve.loop import EngineLoop, Feed
 from phasewise.text import Text
@@ -69,6 +69,7 @@ class Order:
     stop: Sequence[str] = ()
     leads: Sequence[str] = ()
     stream: bool = False
+    slo: SLO | None = None
 
 
 class Answer:
@@ -146,7 +147,7 @@ class Answer:
 
 def _samples(llm: LLM, prompt: Sequence[int], order: Order) -> list[Request]:
     """The request for a prompt's first sample, and siblings that share its prefill."""
-    first = llm.request(prompt, order.params, order.stop)
+    first = llm.request(prompt, order.params, order.stop, order.slo)
     others = [first.sibling(i) for i in range(1, order.n)]
     for other in others:
         other.watch = llm.text(order.params, order.stop).watch if order.stop else None

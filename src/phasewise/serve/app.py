@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from phasewise.llm import LLM
+    from phasewise.request import SLO
 
 QUEUE = 256  # requests that may wait beside those that run; more get 429
 
 
 def run(
     llm: LLM | Callable[[], LLM], *, host: str = "127.0.0.1", port: int = 8000, name: str | None = None,
-    queue: int = QUEUE,
+    queue: int = QUEUE, slo: SLO | None = None,
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, then return.
 
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once.
-    Port 0 picks a free one. `name` is what clients call the model (None: what it was loaded as). Prints the URL and a
-    request to try when ready. On a signal nothing new is accepted, and running requests have `server.PATIENCE` seconds
-    before they are cancelled; a second signal cancels them at once. Raises UserError if the server cannot start.
+    Port 0 picks a free one. `name` is what clients call the model (None: what it was loaded as), `slo` the targets of
+    requests that name none. Prints the URL and a request to try when ready. On a signal nothing new is accepted, and
+    running requests have `server.PATIENCE` seconds before they are cancelled; a second signal cancels them at once.
+    Raises UserError if the server cannot start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
     """
@@ -43,7 +45,7 @@ def run(
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
         loaded = llm() if callable(llm) else llm
-        app = create_app(loaded, name=name, queue=queue)
+        app = create_app(loaded, name=name, queue=queue, slo=slo)
         url = address(host, sock)
 
         def ready() -> None:
@@ -52,7 +54,7 @@ def run(
         serve(app, sock, ready)
 
 
-def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE) -> FastAPI:
+def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SLO | None = None) -> FastAPI:
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
@@ -61,7 +63,7 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE) -> Fast
     from phasewise.errors import PhasewiseError
     from phasewise.serve.service import Service
 
-    service = Service(llm, name or llm.name, queue)
+    service = Service(llm, name or llm.name, queue, slo)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from phasewise.request import Params
+from phasewise.request import SLO, Params
 from phasewise.serve.failures import ApiError
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Ask(BaseModel):
@@ -56,6 +57,9 @@ class Ask(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
+    slo: dict[Literal["ttft_ms", "tpot_ms"], Milliseconds | None] | None = Field(
+        None, description="targets: milliseconds to the first token, and per further token on average"
+    )
 
     @field_validator("stop", mode="plain")
     @classmethod
@@ -98,6 +102,11 @@ class Ask(BaseModel):
     def limit(self) -> int | None:
         """Output tokens asked for; None = as many as fit."""
         return self.max_tokens
+
+    def targets(self, default: SLO) -> SLO:
+        """The targets asked for, in seconds; the server's own where there are none."""
+        asked = {name: ms / 1e3 for name, ms in (self.slo or {}).items() if ms is not None}
+        return SLO(asked.get("ttft_ms", default.ttft), asked.get("tpot_ms", default.tpot))
 
     def params(self) -> Params:
         """The engine's parameters, OpenAI's defaults filled in; without a seed, a random one."""

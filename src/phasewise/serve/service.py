@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.recipe import memory_default
+from phasewise.request import SLO
 from phasewise.serve.answer import Answer, Order
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response
 from phasewise.serve.loop import EngineLoop
@@ -28,10 +29,14 @@ A = TypeVar("A", bound=Ask)
 
 
 class Service:
-    """A model behind HTTP. `name` is what clients call it; at most `queue` requests wait beside those that run."""
+    """A model behind HTTP. `name` is what clients call it; at most `queue` requests wait beside those that run.
 
-    def __init__(self, llm: LLM, name: str, queue: int) -> None:
+    `slo`: the targets of requests that name none.
+    """
+
+    def __init__(self, llm: LLM, name: str, queue: int, slo: SLO | None = None) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
+        self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
         self.metrics = Metrics(memory_default() if limit is None else limit)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
@@ -126,7 +131,7 @@ class Service:
             )  # fmt: skip
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_tokens)
-        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream))
+        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), ask.targets(self.slo))
 
     def _check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
