@@ -25,9 +25,10 @@ class CacheGen:
     calibrated. Level 0 sends rows as they are, 1 to 4 ever coarser ones. Prompts are rounded once, when complete, on
     engines that keep them as well; rows of emitted tokens are never rounded.
 
-    `level=auto` chooses a level per chunk, so that a move takes at most `deadline` seconds over the link as measured
-    (or at `bandwidth` bytes a second); where no level is fast enough, the receiver may have to compute a suffix of the
-    prompt again. What arrives then depends on the link, and so may tokens.
+    `level=auto` chooses a level per chunk, so that a move takes at most `deadline` seconds over a link of `bandwidth`
+    bytes a second (None = as placements report it; level 2 until one does). Where no level is fast enough, a suffix of
+    the prompt may be left for the receiver to compute again: with even costs, all of it. What arrives then depends on
+    the link, and so may tokens.
 
     `group` above 1 codes rows as differences from the first of their group, as in the paper (not in its code); on the
     pocket model that costs bytes and precision. Left out: distributions profiled once per model, sending while the
