@@ -330,6 +330,15 @@ class Engine:
         if request not in self._progressed:
             self._progressed.append(request)
 
+    def stay(self, request: Request) -> None:
+        """Nobody will take over `request`: it goes on here, if this engine can."""
+        request.departs = False
+        if request in self.departed and not self._departs:
+            self._enter(request)
+            if request.kv is not None:
+                request.kv.settle()
+            self.queues.move(request, self.running)
+
     def depart(self, request: Request) -> None:
         """A placement has taken over `request`: forget it here and free its memory."""
         self.queues.drop(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from phasewise.cluster.line import Spec
 
@@ -49,6 +49,21 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class Pairing(Policy, Protocol):
+    """A policy that may also choose where a request goes on before its prompt is computed, so that its KV can flow."""
+
+    @property
+    def push(self) -> bool:
+        """Whether it does."""
+        ...
+
+    def meet(self, tokens: Sequence[int], start: S, seats: Sequence[S]) -> S | None:
+        """Of the workers that have room, the one that goes on with a prompt computed at `start`. `start` itself: it
+        stays there. None: that is chosen once the prompt is done."""
+        ...
+
+
 def least_pending(tokens: Sequence[int], seats: Sequence[S]) -> S:
     """Join the shortest queue, counted in tokens still to be computed with this prompt's own, cached ones aside."""
     return min(seats, key=lambda seat: seat.prefilling + len(tokens) - seat.cached(tokens))
@@ -69,7 +84,8 @@ class TwoPools:
     """Prefill workers and decode workers, `share` of the KV budget for the former (DistServe, arXiv 2401.09670).
 
     A prompt with at most `local` tokens to compute starts where it will decode, and so does every prompt while each
-    prefill worker has more than `queue` tokens to do (conditional disaggregation).
+    prefill worker has more than `queue` tokens to do (conditional disaggregation). With `push` the decode worker is
+    chosen when the prompt starts, if one has room.
     """
 
     prefill: int
@@ -77,6 +93,7 @@ class TwoPools:
     share: float
     local: int = 0
     queue: int = 1 << 30
+    push: bool = False
 
     def manning(self) -> list[Spec]:
         threads = threads_each(self.prefill + self.decode)
@@ -96,3 +113,6 @@ class TwoPools:
 
     def go_on(self, tokens: int, seats: Sequence[S]) -> S | None:
         return least_decoding(seats) if seats else None
+
+    def meet(self, tokens: Sequence[int], start: S, seats: Sequence[S]) -> S | None:
+        return start if start.role == "decode" else self.go_on(len(tokens), seats)

@@ -2,6 +2,7 @@
 
     add -> policy.start -> worker (prompt, first token) -> offer -> policy.go_on -> another worker -> ... -> left
              \\__ a worker that also decodes keeps the request to its end
+        policy.meet -> another worker keeps room -> pieces of the KV, while the prompt is computed -> ... -> left
 
 The caller's request stays here; workers compute twins of it and report tokens. Whatever goes wrong with a worker or a
 move has one answer: start again from the tokens the caller has, elsewhere. Draws depend on seed and position alone, so
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phasewise.cluster.desk import Desk
 from phasewise.cluster.line import Crew, Message
-from phasewise.cluster.policy import Policy
+from phasewise.cluster.policy import Pairing, Policy
 from phasewise.cluster.staff import Patience as Patience
 from phasewise.cluster.staff import Staff
 from phasewise.cluster.trip import Move, Trip
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 PAUSE = 0.005  # seconds a step waits for something to happen
 TRIES = 8  # attempts in a row without a token; a request that takes its workers with it must end ...
 SUSPECT = 3  # ... and from this many on it is tried apart from others like it, which may be innocent
+_HOLDING = ("offer", "piece", "owned")  # events of workers that hold something now
 
 
 class Router:
@@ -47,7 +50,7 @@ class Router:
     ) -> None:
         self.crew, self.policy, self.fronts, self.clock, self.patience = crew, policy, list(fronts), clock, patience
         self.model = fronts[0].model
-        self._emitted = self._restarts = 0
+        self._emitted = self._restarts = self._unmet = 0
         self._trips: dict[str, Trip] = {}
         self._attempts = itertools.count()
         self._progressed: dict[Request, None] = {}  # ordered, each once
@@ -56,6 +59,7 @@ class Router:
         self._verbs = {
             "progress": self._hear_progress, "offer": self._hear_offer, "owned": self._hear_owned,
             "refused": self._hear_refused, "expired": self._hear_expired,
+            "piece": self._hear_piece, "landed": self._hear_landed, "full": self._hear_full,
         }  # fmt: skip
         try:
             self.staff = Staff(crew, policy.manning(), clock)
@@ -73,7 +77,9 @@ class Router:
     @property
     def counters(self) -> Counters:
         """Of all workers together, as far as they have reported; tokens as they were given to the callers."""
-        return replace(self.staff.counters, emitted=self._emitted, restarts=self._restarts)
+        done = self.staff.counters
+        fallbacks = done.push_fallbacks + self._unmet
+        return replace(done, emitted=self._emitted, restarts=self._restarts, push_fallbacks=fallbacks)
 
     @property
     def workers(self) -> dict[str, int]:
@@ -115,7 +121,7 @@ class Router:
             front.check(request)
         request.trace.arrived = self.clock()
         parent = None if request.parent is None else self._trips.get(request.parent.id)
-        if parent is not None and not parent.held and parent.move is None and parent.caller.prefilling:
+        if parent is not None and not parent.held and parent.computing:
             self._trips[request.id] = trip = Trip(request, parent.desk, next(self._attempts))
             self._begin(trip, parent.caller)
         else:
@@ -161,21 +167,23 @@ class Router:
         self.crew.close()
 
     # ---- starting
-    def _weigh(self) -> None:
-        """Bring the desks' loads up to date, for the policy to choose by."""
+    def _weigh(self, but: Request | None = None) -> None:
+        """Bring the desks' loads up to date, for the policy to choose by: what they prefill, and what they decode or
+        will decode, as far as that is decided."""
         for desk in self.desks:
             desk.prefilling = desk.decoding = 0
         for trip in self._trips.values():
-            if trip.caller.prefilling:
+            if trip.caller is but:
+                continue
+            if trip.computing:
                 trip.desk.prefilling += trip.caller.known
-            elif trip.move is None:
-                trip.desk.decoding += trip.caller.known
-            elif trip.move.target is not None:
-                trip.move.target.decoding += trip.caller.known
+            goes_on = trip.desk if not trip.departs else trip.move.target if trip.move is not None else None
+            if goes_on is not None:
+                goes_on.decoding += trip.caller.known
 
     def _start_of(self, request: Request) -> Desk:
         """Where a request starts; one that has emitted starts again where it can go on."""
-        self._weigh()
+        self._weigh(but=request)
         if not request.n_out:
             return self.policy.start(request.tokens, self.desks)
         desk = self.policy.go_on(request.known, [desk for desk in self.desks if len(desk.spec.phases) > 1])
@@ -185,7 +193,10 @@ class Router:
     def _begin(self, trip: Trip, parent: Request | None = None) -> None:
         """Hand a request's tokens to its worker."""
         caller = trip.caller
+        if isinstance(self.policy, Pairing) and self.policy.push and not caller.n_out:
+            self._meet(trip, self.policy)
         command: Message = {"do": "add", "attempt": trip.attempt, "request": caller.header() | {"computed": 0}}
+        command["push"] = trip.move is not None
         if parent is not None:
             command["parent"] = parent.id
         trip.desk.remember(caller.prompt)
@@ -196,7 +207,6 @@ class Router:
         log.warning("request %s starts again from its %d tokens: %s", trip.caller.id, trip.caller.known, why)
         self._stop(trip)
         trip.attempt = next(self._attempts)
-        trip.move = None
         if not trip.caller.n_out:
             trip.caller.computed = 0
         if trip.tries >= TRIES:
@@ -228,8 +238,9 @@ class Router:
         trip.move.end(State.RELEASED)
         if target is not None and target in self.desks:
             target.tell(gone)
-        if trip.move.offer is not None:
-            self.crew.depot.drop(trip.move.offer["parcel"])  # its worker may be dead
+        for parcel in trip.move.parcels:  # its worker may be dead
+            self.crew.depot.drop(parcel)
+        trip.move = None
 
     # ---- hearing
     def _hear(self, desk: Desk) -> None:
@@ -237,14 +248,12 @@ class Router:
             trip = self._trips.get(event["id"])
             if trip is not None and trip.attempt == event["attempt"]:
                 self._verbs[event["event"]](trip, desk, event)
-            elif event["event"] in ("offer", "owned") or (event["event"] == "progress" and event["left"] is None):
+            elif event["event"] in _HOLDING or (event["event"] == "progress" and event["left"] is None):
                 self._call_off(desk, event)
 
     def _hear_progress(self, trip: Trip, desk: Desk, event: Message) -> None:
         caller, move = trip.caller, trip.move
-        if move is not None:
-            if desk is not move.target:
-                return  # an echo of the prompt's worker
+        if move is not None and desk is move.target:
             self._own_it(trip, desk)
         elif desk is not trip.desk:
             return
@@ -265,6 +274,8 @@ class Router:
             left = Left("failed", f"{type(error).__name__}: {error}")
         self._progressed[caller] = None
         if left is not None:
+            if trip.move is not None:
+                self._stop(trip)
             self._leave(trip, left)
         elif trip.departs:
             self._set_out(trip)
@@ -274,17 +285,25 @@ class Router:
         desk.tell({"do": "cancel", "id": event["id"], "attempt": event["attempt"]})
 
     def _set_out(self, trip: Trip) -> None:
-        """The prompt is done."""
-        if trip.move is None:
-            trip.move = Move(self.clock() + self.patience.move)
+        """The prompt is done, or its first tokens are there."""
+        trip.move = trip.move or Move()
+        if trip.move.deadline == math.inf:
+            trip.move.deadline = self.clock() + self.patience.move
             trip.caller.trace.sent = self.clock()
 
     def _hear_offer(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if desk is not trip.desk or not trip.departs:
+        if desk is not trip.desk:
             return  # said twice
-        self._set_out(trip)
-        assert trip.move is not None
-        trip.move.offer = trip.move.offer or event
+        pushed = trip.move is not None and trip.move.pushed
+        if "piece" in event and not pushed:
+            self._restart(trip, "what nobody expects any more was sent")
+        elif trip.departs:
+            self._set_out(trip)
+            assert trip.move is not None
+            if pushed:
+                trip.move.deadline = self.clock() + self.patience.move
+                trip.move.pass_on(event)
+            trip.move.offer = trip.move.offer or event
 
     def _hear_owned(self, trip: Trip, desk: Desk, event: Message) -> None:
         if trip.move is not None and trip.move.target is desk:
@@ -293,12 +312,13 @@ class Router:
     def _own_it(self, trip: Trip, desk: Desk) -> None:
         """The target has the request: the depot may forget it."""
         assert trip.move is not None and trip.move.offer is not None
-        source, parcel = trip.desk, trip.move.offer["parcel"]
+        source, parcels = trip.desk, trip.move.parcels
         trip.move.end(State.OWNED)
         if source in self.desks:
             source.tell({"do": "release", "id": trip.caller.id, "attempt": trip.attempt})
         else:
-            self.crew.depot.drop(parcel)
+            for parcel in parcels:
+                self.crew.depot.drop(parcel)
         trip.move.to(State.RELEASED)
         trip.caller.trace.owned = self.clock()
         trip.desk, trip.move = desk, None
@@ -308,8 +328,53 @@ class Router:
             self._restart(trip, event["why"])
 
     def _hear_expired(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if trip.desk is desk and trip.departs:
+        if desk is trip.desk or (trip.move is not None and desk is trip.move.target):
             self._restart(trip, "its KV is no longer in the depot")
+
+    # ---- push
+    def _meet(self, trip: Trip, policy: Pairing) -> None:
+        """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
+        requests that wait for room."""
+        tokens = trip.caller.known + 1
+        room = self.fronts[-1].store.cost(tokens)
+        queued = any(other.homeless for other in self._trips.values() if other is not trip)
+        seats = [] if queued else [desk for desk in self.desks if self._has_room(desk, room)]
+        target = policy.meet(trip.caller.tokens, trip.desk, seats)
+        if target is None:
+            self._unmet += 1
+        elif target is not trip.desk:
+            trip.move = Move()
+            trip.move.expect(target, {"id": trip.caller.id, "attempt": trip.attempt, "tokens": tokens}, room)
+
+    def _part(self, trip: Trip) -> None:
+        """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""
+        assert trip.move is not None
+        order = {"id": trip.caller.id, "attempt": trip.attempt}
+        if trip.move.target in self.desks:
+            trip.move.target.tell({"do": "cancel"} | order)
+        trip.move.end(State.RELEASED)
+        trip.move = None
+        trip.desk.tell({"do": "keep"} | order)
+
+    def _hear_piece(self, trip: Trip, desk: Desk, event: Message) -> None:
+        if desk is trip.desk and trip.move is not None and trip.move.pushed:
+            trip.move.pass_on(event)
+
+    def _hear_landed(self, trip: Trip, desk: Desk, event: Message) -> None:
+        if trip.move is None or desk is not trip.move.target:
+            return
+        for number in event["pieces"]:
+            trip.move.pieces.pop(number, None)
+        if trip.desk in self.desks:
+            trip.desk.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
+
+    def _hear_full(self, trip: Trip, desk: Desk, event: Message) -> None:
+        if trip.move is None or desk is not trip.move.target:
+            return
+        if trip.computing and trip.move.deadline == math.inf:
+            self._part(trip)
+        else:
+            self._restart(trip, "there was no room for it")
 
     # ---- moving
     def _hand_over(self) -> None:
@@ -322,6 +387,10 @@ class Router:
             self._weigh()
             target = self.policy.go_on(trip.caller.known, seats)
             if target is None:
+                for later in reversed(self._trips.values()):
+                    if later.move is not None and later.move.pushed and later.move.state is State.RESERVED:
+                        self._part(later)  # what is done goes before what has not begun
+                        break
                 return
             trip.move.send(target, self.clock() + self.patience.move)
 
@@ -343,8 +412,10 @@ class Router:
                 continue
             if trip.move.overdue(now):
                 self._restart(trip, f"nothing was heard of its hand-off within {self.patience.move} s")
-            else:
-                waiting.setdefault(trip.desk, []).append(trip.caller.id)
+                continue
+            waiting.setdefault(trip.desk, []).append(trip.caller.id)
+            if trip.move.pushed and trip.move.target is not None:
+                waiting.setdefault(trip.move.target, []).append(trip.caller.id)
         if now - self._renewed > LEASE / 4:
             self._renewed = now
             for desk in self.desks:
@@ -363,8 +434,8 @@ class Router:
                 lost = move.target is desk or (trip.desk is desk and move.offer is None)
             if lost:
                 self._restart(trip, f"worker {desk.name} was lost ({why})")
-        offers = [trip.move.offer for trip in self._trips.values() if trip.move is not None]
-        self.crew.depot.clear(desk.name, [offer["parcel"] for offer in offers if offer is not None])
+        moves = [trip.move for trip in self._trips.values() if trip.move is not None]
+        self.crew.depot.clear(desk.name, [parcel for move in moves for parcel in move.parcels])
 
     def _leave(self, trip: Trip, left: Left) -> None:
         caller = trip.caller

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
+from phasewise.cluster.depot import Parcel
 from phasewise.cluster.desk import Desk
 from phasewise.cluster.line import Message
 from phasewise.kv.handoff import State, advance
@@ -14,20 +16,35 @@ from phasewise.request import Request
 class Move:
     """The state machine of one hand-off (kv/handoff.py), as the router sees it.
 
-        reserved: the prompt is done         sending: a worker was told to take it     delivered: the worker heard that
-        owned: the worker goes on with it    released: it is over, the depot is free
+                     pull                               push
+        reserved     the prompt is done                 a worker keeps room for it, before its prompt is computed
+        sending      a worker was told to take it       pieces of it are on their way
+        delivered    the worker knows that              the last piece is
+        owned        the worker goes on with it
+        released     it is over, the depot is free
 
-    `offer` is None until the KV is known to lie in the depot.
+    `offer` is None until the prompt is done and all its KV known to lie in the depot or to have been copied from it.
     """
 
-    deadline: float  # seconds of the router's clock; what was not heard of by then is taken for lost
+    deadline: float = math.inf  # seconds of the router's clock; what was not heard of by then is taken for lost
     offer: Message | None = None
     target: Desk | None = None
     state: State = State.RESERVED
+    room: int = 0  # bytes that the target has promised, if the KV is pushed
+    pieces: dict[int, Parcel] = field(default_factory=dict)  # in the depot, and not known to have been copied
+
+    @property
+    def pushed(self) -> bool:
+        return self.room > 0
 
     @property
     def n_bytes(self) -> int:
-        return 0 if self.offer is None else int(self.offer["room"])
+        return self.room if self.offer is None or self.pushed else int(self.offer["room"])
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """What lies in the depot."""
+        return [*self.pieces.values(), *([] if self.offer is None else [self.offer["parcel"]])]
 
     def to(self, state: State) -> None:
         self.state = advance(self.state, state)
@@ -41,9 +58,31 @@ class Move:
         target.coming += 1
         target.tell({"do": "take"} | {key: self.offer[key] for key in ("id", "attempt", "packed", "parcel", "room")})
 
+    # ---- push
+    def expect(self, target: Desk, order: Message, room: int) -> None:
+        """Tell a worker to keep so many bytes for what will come."""
+        self.target, self.room = target, room
+        target.promised += room
+        target.coming += 1
+        target.tell({"do": "expect"} | order)
+
+    def pass_on(self, event: Message) -> None:
+        """Tell the target of a piece."""
+        assert self.target is not None
+        if self.state is State.RESERVED:
+            self.to(State.SENDING)
+        if "packed" not in event:
+            self.pieces[event["piece"]] = event["parcel"]
+        else:
+            if self.state is State.SENDING:
+                self.to(State.DELIVERED)
+            self.offer = event
+        known = ("id", "attempt", "piece", "blocks", "parcel", "packed", "rows_at")
+        self.target.tell({"do": "piece"} | {key: event[key] for key in known if key in event})
+
     def overdue(self, now: float) -> bool:
         """Whether it is taken for lost. One that waits for room, here or at its target, is not."""
-        if self.offer is None:
+        if self.offer is None or self.pushed:
             return now > self.deadline
         queued = self.target is not None and self.offer["id"] in self.target.state["arrivals"]
         if queued and self.state is State.SENDING:
@@ -76,5 +115,15 @@ class Trip:
 
     @property
     def departs(self) -> bool:
-        """Whether its worker computes prompts only."""
-        return len(self.desk.spec.phases) == 1
+        """Whether it leaves its worker when its prompt is done."""
+        return self.move is not None or len(self.desk.spec.phases) == 1
+
+    @property
+    def computing(self) -> bool:
+        """Whether its prompt is not done."""
+        return self.caller.prefilling and (self.move is None or self.move.offer is None)
+
+    @property
+    def homeless(self) -> bool:
+        """Whether nobody has been found yet who goes on with it."""
+        return self.departs and (self.move is None or self.move.target is None)

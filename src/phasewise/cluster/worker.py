@@ -1,15 +1,21 @@
 """A worker: one engine that obeys commands, takes turns and reports what came of it.
 
-    command  add      {request, attempt, parent?}       start (or start again) from tokens
+    command  add      {request, attempt, parent?, push} start (or start again) from tokens; push: KV leaves in pieces
              take     {id, attempt, packed, parcel}     go on with a request whose KV is in the depot
-             release  {id, attempt}                     its KV has been taken over, or is no longer wanted
+             expect   {id, attempt, tokens}             set room aside for a request whose KV will come in pieces
+             piece    {id, attempt, piece, blocks, parcel, packed?}  some of its rows; the last one brings the rest too
+             release  {id, attempt, pieces?}            its KV (or these pieces) was taken over, or is no longer wanted
+             keep     {id, attempt}                     nobody expects it any more
              renew    {ids}                             keep these parcels for another lease, and say how you are
              cancel   {id, attempt}                     drop a request
              forget   {}                                drop unused prefixes
     event    progress {id, attempt, start, tokens, left, queued}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the depot
-             expired  {id, attempt}                     nobody took it within the lease
-             owned | refused {id, attempt, why}         the answer to take
+             piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the depot
+             landed   {id, attempt, pieces}             these have been copied
+             full     {id, attempt}                     there is no room for what was to be expected
+             expired  {id, attempt}                     nobody took it, or sent anything, within the lease
+             owned | refused {id, attempt, why}         the answer to take, and to the last piece
              state    {...numbers, heard}               after each command and turn that changed something
 
 Commands are numbered (`n`), so that a lost one is not taken for heard. A request is known by its id and the number of
@@ -25,10 +31,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from phasewise.cluster.depot import Depot, Parcel
+from phasewise.cluster.push import Inbox, Outbox
 from phasewise.kv.handoff import landing, layout, pack, unpack
 from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.pieces import cut
 from phasewise.request import Left, Request
 
 if TYPE_CHECKING:
@@ -68,10 +77,13 @@ class Worker:
         self._jobs: dict[str, _Job] = {}
         self._offers: dict[str, _Offer] = {}
         self._arrivals: dict[str, Message] = {}  # to be taken, in order, once there is room
+        self._outbox = Outbox(engine, depot, post, lease)
+        self._inbox = Inbox(engine, depot, post, self._layout, self._resume)
         self._heard = 0
         self._verbs: dict[str, Callable[[Message], None]] = {
-            "add": self._add, "take": self._take, "release": self._release, "renew": self._renew,
-            "cancel": self._cancel, "forget": self._forget,
+            "add": self._add, "take": self._take, "expect": self._expect, "piece": self._inbox.piece,
+            "release": self._release, "keep": self._keep, "renew": self._renew, "cancel": self._cancel,
+            "forget": self._forget,
         }  # fmt: skip
         self._state()
 
@@ -98,6 +110,9 @@ class Worker:
             self._progress(_Job(request, command["attempt"], request.known), Left("failed", str(error)))
             return
         self._jobs[request.id] = _Job(request, command["attempt"], request.known)
+        if command.get("push"):
+            request.departs = True
+            self._outbox.open(request, command["attempt"])
 
     def _take(self, command: Message) -> None:
         name, attempt = command["id"], command["attempt"]
@@ -107,13 +122,38 @@ class Worker:
         self._arrivals[name] = command
         self._land()
 
+    def _expect(self, command: Message) -> None:
+        name, attempt = command["id"], command["attempt"]
+        self._drop(name, attempt - 1)
+        if name in self._jobs or name in self._arrivals or name in self._inbox:
+            return  # said twice, or late
+        if self._has_room(self.engine.store.cost(command["tokens"])):
+            self._inbox.expect(command, self.engine.parts.clock() + self.lease)
+        else:
+            self._post({"event": "full", "id": name, "attempt": attempt})
+
+    def _keep(self, command: Message) -> None:
+        """Send no more pieces. A worker that can goes on with the request; else its KV is offered when it is done."""
+        name, attempt = command["id"], command["attempt"]
+        if self._outbox.pushes(name):
+            self.engine.counters.push_fallbacks += 1
+        self._outbox.release(name, attempt)
+        job = self._jobs.get(name)
+        if job is not None and job.attempt == attempt:
+            self.engine.stay(job.request)
+
     def _release(self, command: Message) -> None:
-        self._give_up(command["id"], command["attempt"])
+        if "pieces" not in command:
+            self._give_up(command["id"], command["attempt"])
+        self._outbox.release(command["id"], command["attempt"], command.get("pieces"))
 
     def _renew(self, command: Message) -> None:
+        until = self.engine.parts.clock() + self.lease
         for name in command["ids"]:
             if name in self._offers:
-                self._offers[name].until = self.engine.parts.clock() + self.lease
+                self._offers[name].until = until
+            self._outbox.renew(name)
+            self._inbox.renew(name, until)
 
     def _cancel(self, command: Message) -> None:
         self._drop(command["id"], command["attempt"])
@@ -124,6 +164,8 @@ class Worker:
     def _drop(self, name: str, attempt: int) -> None:
         """Forget all about a request, up to this attempt at it."""
         self._give_up(name, attempt)
+        self._outbox.release(name, attempt)
+        self._inbox.drop(name, attempt)
         if name in self._arrivals and self._arrivals[name]["attempt"] <= attempt:
             del self._arrivals[name]
         if name in self._jobs and self._jobs[name].attempt <= attempt:
@@ -133,17 +175,23 @@ class Worker:
     @torch.inference_mode()
     def turn(self) -> None:
         """Take over what has room, one step of the engine, and tell what came of it."""
-        before = self._heard, self.engine.counters.steps, len(self._arrivals), len(self._offers)
+        before = self._held()
         self._land()
         if not self.engine.idle:
             for request in self.engine.step():
                 job = self._jobs.get(request.id)
                 if job is not None and job.request is request:
                     self._progress(job, request.left)
+            self._outbox.send()
         self._put_down()
         self._expire()
-        if before != (self._heard, self.engine.counters.steps, len(self._arrivals), len(self._offers)):
+        if before != self._held():
             self._state()
+
+    def _held(self) -> tuple[int, ...]:
+        """Whatever changes in a turn that is worth telling."""
+        kept = len(self._arrivals), len(self._offers), len(self._inbox), self._outbox.bytes
+        return self._heard, self.engine.counters.steps, *kept
 
     def _progress(self, job: _Job, left: Left | None) -> None:
         request, trace = job.request, job.request.trace
@@ -155,6 +203,7 @@ class Worker:
         job.told = request.known
         if left is not None:
             self._jobs.pop(request.id, None)
+            self._outbox.release(request.id, job.attempt)
 
     def _put_down(self) -> None:
         """Offer the prompts that are done, as far as the budget has room for what siblings no longer share."""
@@ -162,9 +211,10 @@ class Worker:
         for request in list(departed):
             if self._fits(request):
                 self._offer(request)
-        if departed and not self._offers:  # nobody will make room
+        if departed and not self._offers and not self._outbox.bytes:  # nobody will make room
             request = departed[0]
             job = self._jobs.pop(request.id)
+            self._outbox.release(request.id, job.attempt)
             self.engine.depart(request)
             self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
 
@@ -181,20 +231,36 @@ class Worker:
         assert request.kv is not None
         room, live = landing(request.kv), request.kv.live_bytes
         try:
-            packed, tensors = pack(request, self._layout, job.attempt)
+            offer, tensors = self._packed(request, job.attempt)
             parcel = self.depot.put(tensors)
         except Exception as error:  # the other side computes it again
             log.warning("the KV of %s could not be put down: %s", request.id, error)
+            self._outbox.release(request.id, job.attempt)
             self.engine.depart(request)
             self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
             return
+        tensors = tensors[offer.get("rows_at", 0) :]
         n_bytes = min(live, sum(tensor.nbytes for tensor in tensors))  # drawers do not count, as before
         self.engine.depart(request)
         self._hold(n_bytes)
+        self.engine.counters.kv_bytes_sent += n_bytes
+        self.engine.counters.kv_bytes_exposed += n_bytes
         until = self.engine.parts.clock() + self.lease
         self._offers[request.id] = _Offer(job.attempt, parcel, n_bytes, until)
-        self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "packed": packed, "parcel": parcel,
-                    "room": room})  # fmt: skip
+        self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "parcel": parcel, "room": room} | offer)
+
+    def _packed(self, request: Request, attempt: int) -> tuple[Message, list[Tensor]]:
+        """What another worker needs to go on with a request, but for rows that were sent before."""
+        if not self._outbox.pushes(request.id):
+            packed, tensors = pack(request, self._layout, attempt)
+            return {"packed": packed}, tensors
+        number, blocks = self._outbox.last(request.id)
+        packed, tensors = pack(request, self._layout, attempt, rows=blocks is None)
+        push = {"packed": packed, "piece": number, "blocks": None}
+        if blocks is None or request.kv is None:
+            return push, tensors
+        push |= {"blocks": [block.plain() for block in blocks], "rows_at": len(tensors)}
+        return push, tensors + cut(request.kv, blocks)
 
     def _give_up(self, name: str, attempt: int) -> None:
         offer = self._offers.get(name)
@@ -213,6 +279,10 @@ class Worker:
         for name in [name for name, offer in self._offers.items() if offer.until < now]:
             attempt = self._offers[name].attempt
             self._give_up(name, attempt)
+            self._outbox.release(name, attempt)
+            self._post({"event": "expired", "id": name, "attempt": attempt})
+        for name, attempt in [*self._outbox.expired(), *self._inbox.expired()]:
+            self._drop(name, attempt)
             self._post({"event": "expired", "id": name, "attempt": attempt})
 
     # ---- taking over
@@ -234,7 +304,7 @@ class Worker:
     def _has_room(self, n_bytes: int) -> bool:
         """Requests that wait for memory go first, and those that run may grow a bit."""
         engine = self.engine
-        if engine.waiting or len(engine.running) >= engine.parts.max_running:
+        if engine.waiting or len(engine.running) + len(self._inbox) >= engine.parts.max_running:
             return False
         return engine.store.room(n_bytes + len(engine.running) * ROUND * engine.store.row_bytes)
 
@@ -242,12 +312,15 @@ class Worker:
         packed = command["packed"]
         request = Request.from_header(packed["request"])
         request.kv, request.state = unpack(packed, self.depot.get(command["parcel"]), self.engine.store, self._layout)
+        self._resume(request, command["attempt"])
+
+    def _resume(self, request: Request, attempt: int) -> None:
         try:
             self.engine.resume(request)
         except Exception:
             request.release()
             raise
-        self._jobs[request.id] = _Job(request, command["attempt"], request.known)
+        self._jobs[request.id] = _Job(request, attempt, request.known)
 
     # ---- numbers
     def _state(self) -> None:
@@ -259,7 +332,7 @@ class Worker:
             "counters": engine.counters.as_dict(),
             "kv_bytes": engine.kv_bytes,
             "prefix_bytes": prefix,
-            "free": engine.store.ledger.free + prefix,
+            "free": engine.store.ledger.free + prefix + self._inbox.bytes,  # which the router has promised
             "running": len(engine.running),
             "waiting": [request.id for request in engine.waiting],
             "arrivals": list(self._arrivals),

@@ -6,7 +6,7 @@ Promises colocated's tokens: the KV moves as it is, evicted or quantised, and dr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from phasewise.cluster.policy import TwoPools
 from phasewise.cluster.router import Router
@@ -32,6 +32,7 @@ class Disaggregated:
     local: int = 0
     queue: int = 1 << 30
     deadline: float = 10.0
+    transfer: Literal["pull", "push"] = "pull"
 
     paper: ClassVar[str] = "arXiv 2401.09670"
     guarantee: ClassVar[str] = "exact"
@@ -48,11 +49,14 @@ class Disaggregated:
                 raise UserError(f"disaggregated: {name}={getattr(self, name)} must not be negative (tokens)")
         if not 0.0 < self.share < 1.0:
             raise UserError(f"disaggregated: share={self.share} must lie between 0 and 1, so that both sides have KV")
+        if self.transfer not in ("pull", "push"):
+            raise UserError(f"disaggregated: transfer={self.transfer!r}: choose pull or push")
         if self.deadline <= 0.0:
             raise UserError(f"disaggregated: deadline={self.deadline} must be positive (seconds)")
 
     def build(self, plan: Plan) -> Placed:
-        policy = TwoPools(self.prefill, self.decode, self.share, self.local, self.queue)
+        push = self.transfer == "push"
+        policy = TwoPools(self.prefill, self.decode, self.share, self.local, self.queue, push)
         fronts = [
             plan.engine(("prefill",), self.share / self.prefill),
             plan.engine(("prefill", "decode"), (1.0 - self.share) / self.decode),

@@ -1,0 +1,232 @@
+"""KV that flows to the next worker while its prompt is still computed (push): what both sides keep of it.
+
+    Outbox   at the prompt's worker: after each step, what that step has made final goes into the depot as a piece
+    Inbox    at the next worker: room for the whole prompt, taken when the prompt starts, and filled as pieces come
+
+A piece is known by request, attempt and number; it may come late, twice or never. The receiver owns the request once
+the last piece is there and every row of every layer with it; pieces that never come end in a new start from tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from phasewise.cluster.depot import Depot, Parcel
+from phasewise.kv.handoff import Header, drawers, fits, unpack
+from phasewise.kv.pieces import Block, Landing, Sent, cut, size
+from phasewise.request import Request
+
+if TYPE_CHECKING:
+    from phasewise.engine import Engine
+
+log = logging.getLogger(__name__)
+Message = dict[str, Any]
+Post = Callable[[Message], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """A request whose KV leaves piece by piece, and the pieces that nobody is known to have taken: parcel, bytes."""
+
+    request: Request
+    attempt: int
+    until: float
+    sent: Sent = field(default_factory=Sent)
+    parcels: dict[int, tuple[Parcel, int]] = field(default_factory=dict)
+
+
+class Outbox:
+    """The pieces a worker has put down. Their bytes count against its budget until the receiver has copied them."""
+
+    def __init__(self, engine: Engine, depot: Depot, post: Post, lease: float) -> None:
+        self.engine, self.depot, self.lease = engine, depot, lease
+        self._post = post
+        self._sending: dict[str, _Sending] = {}
+        # whoever evicts rewrites the rows of a prompt sooner or later: what was sent early would be sent in vain
+        self._early = engine.parts.phases[0].evict is None
+
+    @property
+    def bytes(self) -> int:
+        return sum(n for sending in self._sending.values() for _, n in sending.parcels.values())
+
+    def pushes(self, name: str) -> bool:
+        return name in self._sending
+
+    def open(self, request: Request, attempt: int) -> None:
+        """The request's KV is to leave as it is computed."""
+        self._sending[request.id] = _Sending(request, attempt, self._lease())
+
+    def send(self) -> None:
+        """Put down what the step has made final, as far as the budget allows; the rest goes with a later piece."""
+        if not self._early:
+            return
+        engine = self.engine
+        for sending in self._sending.values():
+            request = sending.request
+            if request not in engine.queues or request in engine.departed:
+                continue
+            blocks = sending.sent.more(request, engine.store.shareable(request))
+            if not blocks or request.kv is None or not engine.room.promise(n := size(request.kv, blocks)):
+                continue
+            try:
+                parcel = self.depot.put(cut(request.kv, blocks))
+            except Exception as error:
+                log.warning("a piece of %s could not be put down: %s", request.id, error)
+                engine.room.promise(-n)
+                continue
+            number = sending.sent.note(blocks)
+            sending.parcels[number] = parcel, n
+            sending.until = self._lease()
+            engine.counters.kv_bytes_sent += n
+            self._post({
+                "event": "piece", "id": request.id, "attempt": sending.attempt, "piece": number,
+                "blocks": [block.plain() for block in blocks], "parcel": parcel,
+            })  # fmt: skip
+
+    def last(self, name: str) -> tuple[int, list[Block] | None]:
+        """The number of the last piece, and the rows it has to bring; None = all of the KV, whatever was sent."""
+        sending = self._sending[name]
+        blocks = sending.sent.rest(sending.request)
+        if blocks is None:
+            self.engine.counters.push_fallbacks += 1
+        return sending.sent.count, blocks
+
+    def release(self, name: str, attempt: int, numbers: list[int] | None = None) -> None:
+        """These pieces, or the whole request, are out of our hands; nothing happens if they were before."""
+        sending = self._sending.get(name)
+        if sending is None or sending.attempt > attempt:
+            return
+        for number in list(sending.parcels) if numbers is None else numbers:
+            if number in sending.parcels:
+                parcel, n = sending.parcels.pop(number)
+                self.depot.drop(parcel)
+                self.engine.room.promise(-n)
+        if numbers is None:
+            del self._sending[name]
+
+    def renew(self, name: str) -> None:
+        if name in self._sending:
+            self._sending[name].until = self._lease()
+
+    def expired(self) -> list[tuple[str, int]]:
+        """Requests with pieces that nobody has asked about for a whole lease, and their attempts."""
+        now = self.engine.parts.clock()
+        return [(name, s.attempt) for name, s in self._sending.items() if s.parcels and s.until < now]
+
+    def _lease(self) -> float:
+        return self.engine.parts.clock() + self.lease
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A request on its way here."""
+
+    attempt: int
+    landing: Landing
+    until: float
+    last: tuple[Header, list[Tensor]] | None = None  # what the last piece has brought besides rows
+
+
+class Inbox:
+    """Requests on their way here, each with room for its whole prompt.
+
+    `own` goes on with a request whose KV is complete. Raises whatever it raises, the KV freed.
+    """
+
+    def __init__(self, engine: Engine, depot: Depot, post: Post, layout: str, own: Callable[[Request, int], None]):
+        self.engine, self.depot, self.layout = engine, depot, layout
+        self._post, self._own = post, own
+        self._coming: dict[str, _Coming] = {}
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._coming
+
+    @property
+    def bytes(self) -> int:
+        return sum(coming.landing.bytes for coming in self._coming.values())
+
+    def expect(self, command: Message, until: float) -> None:
+        """Take room for a request of so many tokens; there must be enough."""
+        landing = Landing(self.engine.store, command["tokens"])
+        self.engine.room.promised += landing.bytes
+        self._coming[command["id"]] = _Coming(command["attempt"], landing, until)
+
+    def piece(self, command: Message) -> None:
+        """Lay down the rows of a piece; once all are there, the request is ours."""
+        name, number = command["id"], command["piece"]
+        coming = self._coming.get(name)
+        if coming is None or coming.attempt != command["attempt"] or coming.landing.has(number):
+            return  # called off, or said twice
+        answer = {"id": name, "attempt": coming.attempt}
+        try:
+            self._lay(coming, command)
+            request = self._complete(coming)
+            if request is None:
+                if "packed" not in command:
+                    self._post({"event": "landed", **answer, "pieces": [number]})
+                return
+            self._forget(name)
+            self._own(request, coming.attempt)
+        except Exception as error:
+            self.drop(name, coming.attempt)
+            self._post({"event": "refused", **answer, "why": f"{type(error).__name__}: {error}"})
+        else:
+            self.engine.counters.handoffs += 1
+            self._post({"event": "owned", **answer})
+
+    def _lay(self, coming: _Coming, command: Message) -> None:
+        tensors = self.depot.get(command["parcel"])
+        blocks, rows = command["blocks"], tensors
+        if "packed" in command:
+            fits(command["packed"], self.engine.store, self.layout)
+            first = len(tensors) if blocks is None else command["rows_at"]
+            coming.last, rows = (command["packed"], tensors[:first]), tensors[first:]
+        if blocks is not None:
+            coming.landing.lay(command["piece"], [Block.of(block) for block in blocks], rows)
+        else:
+            self._close(coming)  # nothing that came before counts
+
+    def _complete(self, coming: _Coming) -> Request | None:
+        """The request with its KV, if that is all there."""
+        if coming.last is None:
+            return None
+        header, tensors = coming.last
+        request = Request.from_header(header["request"])
+        if not coming.landing.layers:
+            request.kv, request.state = unpack(header, tensors, self.engine.store, self.layout)
+        elif coming.landing.covers(request.computed):
+            request.state = drawers(header, tensors)
+            self.engine.room.promised -= coming.landing.bytes
+            request.kv = coming.landing.finish(request.computed)
+        else:
+            return None
+        return request
+
+    def drop(self, name: str, attempt: int) -> None:
+        """Give back the room of a request, up to this attempt at it."""
+        if name in self._coming and self._coming[name].attempt <= attempt:
+            self._close(self._forget(name))
+
+    def renew(self, name: str, until: float) -> None:
+        if name in self._coming:
+            self._coming[name].until = until
+
+    def expired(self) -> list[tuple[str, int]]:
+        """Requests that nobody has asked about for a whole lease, and their attempts."""
+        now = self.engine.parts.clock()
+        return [(name, coming.attempt) for name, coming in self._coming.items() if coming.until < now]
+
+    def _forget(self, name: str) -> _Coming:
+        return self._coming.pop(name)
+
+    def _close(self, coming: _Coming) -> None:
+        self.engine.room.promised -= coming.landing.bytes
+        coming.landing.close()

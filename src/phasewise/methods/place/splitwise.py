@@ -1,0 +1,55 @@
+"""Prompt workers, token workers and a pool that borrows from both; KV flows while prompts run (Splitwise, 2311.18677).
+
+Promises colocated's tokens: rows move as they are, or the KV moves whole, and draws depend on seed and position alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.cluster.pools import Pools
+from phasewise.cluster.router import Patience, Router
+from phasewise.errors import UserError
+from phasewise.place import Placed, Plan
+
+
+@dataclass(frozen=True)
+class Splitwise:
+    """`prompt` and `token` workers, and `mixed` ones without another home, each with an equal part of the KV budget.
+
+    A request gets two workers when it arrives: the prompt worker with the fewest pending tokens, and the token worker
+    with the fewest tokens of the KV it reads, which keeps room for the whole prompt. The KV crosses while the prompt is
+    computed, in the pieces that the scheduler makes of it: chunks, or groups of layers with `schedule=layered`; a
+    prompt computed in one step crosses in one piece. A prompt worker that has something to do and would come to more
+    than `threshold` pending tokens passes the prompt on to the mixed pool, which borrows token workers when it must. If
+    no token worker has room, the request goes on in the mixed pool or stays with its prompt worker, which then belongs
+    there. Workers are home again once nothing foreign is left to do.
+
+    Every worker can do both, so borrowing moves nothing but a role. Left out: the scheduler of the paper's machines
+    (here that is `schedule`: mixed workers need no preemption by prompts), provisioning by cost and power.
+    """
+
+    prompt: int = 1
+    token: int = 1
+    mixed: int = 0
+    threshold: int = 8192
+    deadline: float = 10.0
+
+    paper: ClassVar[str] = "arXiv 2311.18677"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+    tight: ClassVar[dict[str, object]] = {"prompt": 2, "token": 2, "threshold": 60}
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt", 1), ("token", 1), ("mixed", 0), ("threshold", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"splitwise: {name}={getattr(self, name)} must be at least {least}")
+        if self.deadline <= 0.0:
+            raise UserError(f"splitwise: deadline={self.deadline} must be positive (seconds)")
+
+    def build(self, plan: Plan) -> Placed:
+        policy = Pools(self.prompt, self.token, self.mixed, self.threshold)
+        front = plan.engine(("prefill", "decode"), policy.manning()[0].share)
+        return Router(plan.crew(), policy, [front], plan.clock, Patience(move=self.deadline))
