@@ -26,6 +26,9 @@ class Faulty:
     def depot(self) -> Depot:
         return self.crew.depot
 
+    def reserve(self, specs: Sequence[Spec]) -> None:
+        self.crew.reserve(specs)
+
     def hire(self, name: str, spec: Spec) -> Unreliable:
         self.lines.append(Unreliable(self, self.crew.hire(name, spec)))
         return self.lines[-1]

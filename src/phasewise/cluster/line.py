@@ -68,6 +68,10 @@ class Crew(Protocol):
     @property
     def depot(self) -> Depot: ...
 
+    def reserve(self, specs: Sequence[Spec]) -> None:
+        """What will be hired first, and kept up: said once, before, so that hosts can be chosen for all together."""
+        ...
+
     def hire(self, name: str, spec: Spec) -> Line:
         """A new worker. Names are never used twice."""
         ...
@@ -108,6 +112,9 @@ class Inline:
     def __init__(self, plan: Plan) -> None:
         self.depot = Shelf()
         self._plan = plan
+
+    def reserve(self, specs: Sequence[Spec]) -> None:
+        pass
 
     def hire(self, name: str, spec: Spec) -> Here:
         said: deque[str] = deque()

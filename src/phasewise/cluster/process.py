@@ -103,6 +103,9 @@ class Processes:
         sweep_dead()
         self._final = weakref.finalize(self, _dismiss, self.run, self._wires)
 
+    def reserve(self, specs: Sequence[Spec]) -> None:
+        pass  # there is this machine only
+
     def hire(self, name: str, spec: Spec) -> Wire:
         for again in (False, True):
             ours, theirs = socket.socketpair()

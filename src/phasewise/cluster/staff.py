@@ -38,6 +38,7 @@ class Staff:
         self.gone = Counters()  # what the dead had counted, and how many they are
         self._hired = 0
         self._stillborn: Counter[str] = Counter()  # in a row, by role
+        crew.reserve(specs)
         for spec in specs:
             self.hire(spec)
 
