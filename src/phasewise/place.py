@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from phasewise.cluster.line import Crew
     from phasewise.engine import Engine
+    from phasewise.kv.buffer import Ledger
     from phasewise.model.model import Model
     from phasewise.request import Request
     from phasewise.trace import Counters
@@ -53,10 +54,15 @@ class Plan(Protocol):
 
     clock: Callable[[], float]
 
+    @property
+    def budget(self) -> int:
+        """Bytes of KV for all engines together."""
+        ...
+
     def crew(self) -> Crew:
         """Who hires workers, where the user wants them."""
         ...
 
-    def engine(self, phases: tuple[str, ...], share: float) -> Engine:
-        """A new engine for these phases with `share` of the KV budget."""
+    def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:
+        """A new engine for these phases with `share` of the KV budget, or with an account of its own in a pool."""
         ...

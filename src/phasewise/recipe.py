@@ -72,6 +72,11 @@ class Limits:
     prefix_cache: bool = True
     cluster: str = "inline"  # where the workers of a placement run: inline (this thread), processes or ray
 
+    @property
+    def budget(self) -> int:
+        """Bytes of KV."""
+        return memory_default() if self.kv_bytes is None else self.kv_bytes
+
 
 class Builder:
     """A recipe bound to a model: what placements make their engines from."""
@@ -100,11 +105,15 @@ class Builder:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
-    def engine(self, phases: tuple[str, ...], share: float) -> Engine:
-        """A new engine for these phases with `share` of the KV budget, counters and companions of its own."""
+    @property
+    def budget(self) -> int:
+        return self.limits.budget
+
+    def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:
+        """A new engine for these phases, with counters and companions of its own. It has `share` of the KV budget, or
+        the part of a pool that `ledger` keeps account of."""
         counters = Counters()
-        budget = self.limits.kv_bytes if self.limits.kv_bytes is not None else memory_default()
-        ledger = Ledger(int(budget * share))
+        ledger = ledger or Ledger(int(self.budget * share))
         companions: list[Companion] = []
 
         def companion(name: str, model: Model) -> Companion:

@@ -85,7 +85,11 @@ class Room:
                 node.release()
             request.kv.nodes = []
             return True
-        if not self.queues.departed and not self.promised:
+        ledger = self.store.ledger
+        if ledger.others:
+            if ledger.yields:
+                self.preempt(request)  # it may hold what the others wait for
+        elif not self.queues.departed and not self.promised:
             self._give_up(request)
         return False
 

@@ -53,19 +53,64 @@ class Raw:
         return planes[0], planes[1]
 
 
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a plane
+
+
+class Memory(Protocol):
+    """Where planes lie. What one holder gives up without freeing it, another may adopt by name."""
+
+    def new(self, kinds: Sequence[Kind], device: str) -> tuple[str, list[Tensor]]:
+        """A name and planes, contents undefined. Raises OSError where the machine has no room."""
+        ...
+
+    def adopt(self, name: str, kinds: Sequence[Kind]) -> tuple[str, list[Tensor]]:
+        """The same planes under a name of one's own. Raises if they are gone."""
+        ...
+
+    def free(self, name: str) -> None: ...
+
+
+class Heap:
+    """Memory of this process, which nobody else can adopt."""
+
+    def new(self, kinds: Sequence[Kind], device: str) -> tuple[str, list[Tensor]]:
+        return "", [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+
+    def adopt(self, name: str, kinds: Sequence[Kind]) -> tuple[str, list[Tensor]]:
+        raise LookupError(f"{name}: planes of this kind of memory cannot be adopted")
+
+    def free(self, name: str) -> None:
+        pass
+
+
 class Ledger:
-    """Bytes in use against a hard limit."""
+    """Bytes in use against a hard limit, and the memory they are taken from."""
 
-    __slots__ = ("limit", "peak", "used")
+    __slots__ = ("limit", "memory", "peak", "used")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, memory: Memory | None = None) -> None:
         self.limit = limit
+        self.memory = memory or Heap()
         self.used = 0
         self.peak = 0
 
     @property
     def free(self) -> int:
         return self.limit - self.used
+
+    @property
+    def others(self) -> int:
+        """Bytes that others hold under the same limit (kv/pool.py)."""
+        return 0
+
+    @property
+    def yields(self) -> bool:
+        """Whether it makes way for those others."""
+        return False
+
+    def room(self, n: int) -> bool:
+        """Whether `n` more bytes may be taken. Ask before `add`: where others share the limit, this sets them aside."""
+        return n <= self.free
 
     def add(self, n: int) -> None:
         self.used += n
@@ -75,16 +120,19 @@ class Ledger:
 class Buffer:
     """Planes [H, cap, ...] for the rows of some heads, with a count of the holders that share them."""
 
-    __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "planes", "refs")
+    __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "name", "planes", "refs")
 
-    def __init__(self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger) -> None:
+    def __init__(
+        self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger, lent: str | None = None
+    ) -> None:
+        """`lent`: the name of planes that another holder has given up."""
         self.cap = cap
         self.heads = heads
         self.ledger = ledger
         self.refs = 1
-        self.planes = [
-            torch.empty((heads, cap, *tail), dtype=dtype, device=shape.device) for tail, dtype in codec.planes(shape)
-        ]
+        kinds = [((heads, cap, *tail), dtype) for tail, dtype in codec.planes(shape)]
+        memory = ledger.memory
+        self.name, self.planes = memory.new(kinds, shape.device) if lent is None else memory.adopt(lent, kinds)
         self.addresses = [p.data_ptr() for p in self.planes]  # for native kernels; meaningless elsewhere
         self.bytes = sum(p.numel() * p.element_size() for p in self.planes)
         ledger.add(self.bytes)
@@ -98,8 +146,16 @@ class Buffer:
         assert self.refs > 0, "a buffer was dropped more often than it was held"
         self.refs -= 1
         if self.refs == 0:
-            self.ledger.used -= self.bytes
+            self.ledger.add(-self.bytes)
             self.planes = []
+            self.ledger.memory.free(self.name)
+
+    def lend(self) -> None:
+        """Give the planes up, for another to adopt by name. They must not be shared."""
+        assert self.refs == 1, "what others read cannot be lent"
+        self.refs = 0
+        self.ledger.add(-self.bytes)
+        self.planes = []
 
 
 def entry_bytes(codec: Codec, shape: KVShape) -> int:

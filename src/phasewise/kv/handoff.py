@@ -114,6 +114,13 @@ def pack(request: Request, layout: str, ticket: int, rows: bool = True) -> tuple
     return header, tensors
 
 
+def pack_lent(request: Request, layout: str, ticket: int) -> tuple[Header, list[Tensor]]:
+    """`pack` for an engine that takes over the memory itself: rows by the names of their buffers."""
+    header, tensors = pack(request, layout, ticket, rows=False)
+    assert request.kv is not None
+    return header | {"kv": _encode(request.kv.dump(lent=True), tensors)}, tensors
+
+
 def _origin(request: Request, drawers: bool) -> Origin:
     """What the wire may know. A suffix may be computed again where that is just what it would be after a preemption:
     of a prompt just completed, with all rows at their places and nothing kept beside them."""

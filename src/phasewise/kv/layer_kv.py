@@ -279,6 +279,13 @@ class LayerKV:
         twin.fresh, twin._pending, twin._ids = 0, (), None
         return twin
 
+    def lend(self) -> None:
+        """Give every row up for another to adopt; see Buffer."""
+        for s in self.slabs:
+            s.buffer.lend()
+        self.slabs = []
+        self._changed()
+
     def close(self) -> None:
         """Free every row; a closed layer takes none again."""
         for s in self.slabs:

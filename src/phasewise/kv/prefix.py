@@ -96,7 +96,7 @@ class PrefixTree:
             child = node.children.get(key)
             if child is None:
                 size = sum(p[:, :block].numel() * p.element_size() for la in layers for p in la.slabs[0].buffer.planes)
-                if size > self.ledger.free:
+                if not self.ledger.room(size):
                     break
                 rows = slice(start, start + block)
                 planes = [[p[:, rows].clone() for p in layer.slabs[0].buffer.planes] for layer in layers]
@@ -137,6 +137,6 @@ class PrefixTree:
     def _remove(self, node: Node) -> int:
         assert node.parent is not None and not node.children and not node.refs
         del node.parent.children[node.key]
-        self.ledger.used -= node.bytes
+        self.ledger.add(-node.bytes)
         self.bytes -= node.bytes
         return node.bytes

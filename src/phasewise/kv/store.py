@@ -90,15 +90,17 @@ class KV:
         self._spare = 0  # the next write of either side makes its own copy
         return twin
 
-    def dump(self) -> Dump:
-        """Committed rows as plain tensors, layer by layer: what a hand-off carries."""
+    def dump(self, lent: bool = False) -> Dump:
+        """Committed rows as plain tensors, layer by layer: what a hand-off carries. `lent`: buffers by name, for a
+        hand-off of the memory itself."""
         out: Dump = []
         for layer in self.layers:
             pieces = [
                 {
                     "heads": s.heads,
                     "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
-                    "planes": [p[:, : s.n].clone() for p in s.buffer.planes],
+                    "planes": [] if lent else [p[:, : s.n].clone() for p in s.buffer.planes],
+                    "lent": [s.buffer.name, s.buffer.heads, s.buffer.cap, s.n] if lent else None,
                 }
                 for s in layer.slabs
             ]
@@ -113,6 +115,27 @@ class KV:
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
         self._spare = min(layer.spare for layer in self.layers)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all buffers, for whoever adopts them."""
+        return [slab.buffer.name for layer in self.layers for slab in layer.slabs]
+
+    @property
+    def shared(self) -> int:
+        """Bytes that `unshare` would take."""
+        return sum(layer.growth(0) for layer in self.layers)
+
+    def unshare(self) -> None:
+        """Copy what forks read, too."""
+        self.counters.kv_bytes_moved += sum(layer.reserve(0) for layer in self.layers)
+        self._spare = min((layer.spare for layer in self.layers), default=0)
+
+    def lend(self) -> None:
+        """Give all buffers up for another KV to adopt (`dump(lent=True)` before): nothing is copied or freed."""
+        for layer in self.layers:
+            layer.lend()
+        self.close()
 
     def close(self) -> None:
         for layer in self.layers:
@@ -135,11 +158,14 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
     layer.close()
     moved = 0
     for piece in pieces:
-        if not piece["planes"]:
+        if not piece["planes"] and not piece.get("lent"):
             continue  # freed before it was dumped
-        heads, n = piece["planes"][0].shape[:2]
-        cap = rounded(n + 1)
-        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger)
+        if piece["planes"]:
+            heads, n = piece["planes"][0].shape[:2]
+            lent, cap = None, rounded(n + 1)
+        else:
+            lent, heads, cap, n = piece["lent"]
+        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger, lent)
         layer.slabs.append(slab := Slab(buffer, n, piece["heads"], None))  # at once: `close` must find it
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows
@@ -192,11 +218,11 @@ class Store:
 
     def room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be."""
-        if n_bytes <= self.ledger.free:
+        if self.ledger.room(n_bytes):
             return True
         if self.tree is not None:
             self.tree.shrink(n_bytes - self.ledger.free)
-        return n_bytes <= self.ledger.free
+        return self.ledger.room(n_bytes)
 
     def open(self, request: Request, tokens: int) -> KV:
         """A KV with room for `tokens` rows, already holding the longest cached prefix of the request's prompt.
