@@ -7,20 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise import catalog
+from phasewise.cluster.router import Router
 from phasewise.errors import UserError
 from phasewise.methods.place.disaggregated import Disaggregated
 from phasewise.request import Params, Request
 from tests import tiny
+from tests.cluster.faulty import HEARD, TOLD, Fate
 from tests.core.engines import Boom, alone, break_decode, method_options, same, sampled
 from tests.core.test_engine import Arrival, _family, _full, arrivals
 from tests.laws import settings as laws
-from tests.place.links import Clock, check_pools, finish, pools
+from tests.place.links import Clock, check_router, disaggregated, engines, finish, shelf, workers
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
 SLAB = 64 * tiny.engine().store.row_bytes
 
 
-def together(placed: tiny.Placed, params: list[Params]) -> list[Request]:
+def together(placed: Router, params: list[Params]) -> list[Request]:
     requests = [Request(p, q) for p, q in zip(PROMPTS, params)]
     for request in requests:
         placed.add(request)
@@ -29,7 +31,7 @@ def together(placed: tiny.Placed, params: list[Params]) -> list[Request]:
 
 def same_as_colocated(verbs: dict[str, str], params: list[Params]) -> None:
     expected = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, params))
-    placed = pools(verbs)
+    placed = disaggregated(verbs)
     requests = together(placed, params)
     finish(placed, requests)
     assert tiny.outs(requests) == expected
@@ -69,17 +71,17 @@ def test_a_drafter_over_evicted_rows() -> None:
 
 
 def test_several_prefill_engines_share_the_prompts() -> None:
-    placed = pools(knobs=":prefill=3,share=0.6")
+    placed = disaggregated(knobs=":prefill=3,share=0.6")
     requests = together(placed, [sampled(6, seed=i) for i in range(5)])
-    assert sorted(len(engine.waiting) for engine in placed.prefills) == [1, 2, 2]
+    assert sorted(len(engine.waiting) for engine in engines(placed, "prefill")) == [1, 2, 2]
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
-    assert all(engine.counters.forwards for engine in placed.prefills)
+    assert all(engine.counters.forwards for engine in engines(placed, "prefill"))
 
 
 def test_siblings_fork_before_they_move() -> None:
     for knobs in ("", ":prefill=2"):
-        placed = pools(knobs=knobs, prefix_cache=False)
+        placed = disaggregated(knobs=knobs, prefix_cache=False)
         parent = Request(PROMPTS[0], sampled(7))
         family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
         for request in family:
@@ -87,7 +89,7 @@ def test_siblings_fork_before_they_move() -> None:
         finish(placed, family)
         assert tiny.outs(family) == [alone(r) for r in family]
         assert placed.counters.handoffs == 4
-        assert sum(engine.counters.rows for engine in placed.prefills) == 40  # one prefill for all
+        assert sum(engine.counters.rows for engine in engines(placed, "prefill")) == 40  # one prefill for all
 
 
 def test_stop_strings_are_watched_on_the_callers_side() -> None:
@@ -101,7 +103,7 @@ def test_stop_strings_are_watched_on_the_callers_side() -> None:
     eager = {"draft": "draft_model:model=tiny,k=6", "verify": "match"}  # brings more tokens at once than are taken
     for verbs in ({}, eager):
         seen.clear()
-        placed = pools(verbs)
+        placed = disaggregated(verbs)
         request = Request(PROMPTS[0], sampled(12), watch=watch)
         placed.add(request)
         finish(placed, [request])
@@ -110,7 +112,7 @@ def test_stop_strings_are_watched_on_the_callers_side() -> None:
 
 
 def test_a_request_that_ends_with_its_first_token_never_moves() -> None:
-    placed = pools()
+    placed = disaggregated()
     first = alone(Request(PROMPTS[1], tiny.greedy(3)))[0]
     requests = [
         Request(PROMPTS[0], tiny.greedy(1)),
@@ -120,21 +122,22 @@ def test_a_request_that_ends_with_its_first_token_never_moves() -> None:
         placed.add(request)
     finish(placed, requests)
     assert [r.left.reason for r in requests] == ["length", "stop"]
-    assert placed.counters.handoffs == 0 and placed.link.receive() is None
+    assert placed.counters.handoffs == 0 and not shelf(placed).parcels
 
 
 # ---- what moves, and when
 def test_exactly_the_rows_of_the_prompt_move() -> None:
-    placed = pools(prefix_cache=False)
+    placed = disaggregated(prefix_cache=False)
     request = Request(PROMPTS[0], tiny.greedy(6))
     placed.add(request)
     finish(placed, [request])
-    assert placed.counters.kv_bytes_moved == 40 * placed.decode.store.row_bytes
-    assert placed.decode.counters.rows == 5  # the first token came from the other side
+    (decode,) = engines(placed, "decode")
+    assert placed.counters.kv_bytes_moved == 40 * decode.store.row_bytes
+    assert decode.counters.rows == 5  # the first token came from the other side
 
 
 def test_a_prompts_prefix_is_cached_where_prompts_run() -> None:
-    placed = pools()
+    placed = disaggregated()
     first = Request(PROMPTS[1], tiny.greedy(3))
     placed.add(first)
     while first.left is None:
@@ -143,50 +146,53 @@ def test_a_prompts_prefix_is_cached_where_prompts_run() -> None:
     placed.add(again)
     finish(placed, [again])
     assert again.out == first.out and placed.counters.prefix_hits == 64
-    assert placed.decode.prefix_bytes == 0
+    assert engines(placed, "decode")[0].prefix_bytes == 0
 
 
 def test_a_full_decoding_engine_stops_new_prompts_and_loses_nothing() -> None:
-    placed = pools(kv_bytes=16 * SLAB, max_running=3, prefix_cache=False)
+    placed = disaggregated(kv_bytes=16 * SLAB, max_running=3, prefix_cache=False)
     requests = [Request(tiny.prompts(100, seed=i)[0], tiny.greedy(6)) for i in range(9)]
     for request in requests:
         placed.add(request)
-    step = placed.decode.step
-    placed.decode.step = list  # frozen
+    (prefill,), (decode,) = engines(placed, "prefill"), engines(placed, "decode")
+    step = decode.step
+    decode.step = list  # frozen
     for _ in range(30):
         placed.step()
-        check_pools(placed)
-    (prefill,) = placed.prefills
-    assert len(placed.decode.running) + len(prefill.departed) + len(prefill.waiting) == 9
-    assert len(placed.decode.running) == 3  # no more may run at once
-    assert len(prefill.departed) == 4 and len(prefill.waiting) == 2  # 4 x 2 slabs fill its half of the budget
-    placed.decode.step = step
+        check_router(placed)
+    offers = len(shelf(placed).parcels)
+    assert len(decode.running) + offers + len(prefill.waiting) == 9
+    assert len(decode.running) == 3  # no more may run at once
+    assert offers == 4 and len(prefill.waiting) == 2  # of 8 slabs, 4 x 100 rows leave less than a prompt needs
+    assert prefill.kv_bytes == 4 * 100 * prefill.store.row_bytes
+    decode.step = step
     finish(placed, requests)
     assert [r.out for r in requests] == [alone(r) for r in requests]
     assert placed.counters.recomputed == 0
 
 
 def test_requests_that_wait_for_memory_go_before_new_arrivals() -> None:
-    placed = pools(kv_bytes=12 * SLAB, prefix_cache=False)
+    placed = disaggregated(kv_bytes=12 * SLAB, prefix_cache=False)
     old, new = (Request(p, tiny.greedy(40)) for p in tiny.prompts(60, 61))
     placed.add(old)
-    while not placed.decode.running:
+    (decode,) = engines(placed, "decode")
+    while not decode.running:
         placed.step()
-    placed.decode.room.preempt(placed.decode.running[0])
-    placed.decode._admit = lambda: None  # it cannot come back for now
+    decode.room.preempt(decode.running[0])
+    decode._admit = lambda: None  # it cannot come back for now
     placed.add(new)
     for _ in range(5):
         placed.step()
-        check_pools(placed)
-    assert new in placed.prefills[0].departed
-    del placed.decode._admit
+        check_router(placed)
+    assert new.n_out == 1 and len(shelf(placed).parcels) == 1
+    del decode._admit
     finish(placed, [old, new])
     assert [old.out, new.out] == [alone(old), alone(new)]
 
 
 def test_latencies_of_a_move() -> None:
     clock = Clock()
-    placed = pools(clock=clock, fate=lambda i: 3)
+    placed = disaggregated(clock=clock, fate=lambda i: 3, kinds=["take"])
     request = Request(PROMPTS[0], tiny.greedy(4))
     placed.add(request)
     while request.left is None:
@@ -197,45 +203,105 @@ def test_latencies_of_a_move() -> None:
 
 
 # ---- failures
-FATES = ["lose", "fail", "twice", 0, 2, 40]
+FATES: list[Fate] = ["lose", "twice", 0, 2, 40]
 
 
+@pytest.mark.parametrize("kind", TOLD + HEARD)
 @pytest.mark.parametrize("fate", FATES)
-def test_a_message_that_is_lost_late_or_doubled_costs_no_token(fate: int | str) -> None:
+def test_a_message_that_is_lost_late_or_doubled_costs_no_token(fate: Fate, kind: str) -> None:
+    """Of every kind, each second one."""
     clock = Clock()
-    placed = pools(clock=clock, fate=lambda i: fate if i % 2 == 0 else 0, knobs=":deadline=10")
+    placed = disaggregated(clock=clock, fate=lambda i: fate if i % 2 == 0 else 0, kinds=[kind], knobs=":deadline=10")
     requests = together(placed, [sampled(8, seed=i) for i in range(5)])
-
-    def tick() -> None:
-        clock.now += 1.0
-
-    finish(placed, requests, tick)
+    finish(placed, requests, clock.tick)
     assert tiny.outs(requests) == [alone(r) for r in requests]
-    given_up = 3 if fate in ("lose", "fail", 40) else 0
-    assert placed.counters.handoffs == 5 - given_up
-    rows = [r.prompt_len for r in requests]
-    assert placed.counters.recomputed == (sum(rows[::2]) if given_up else 0)
+    assert placed.counters.emitted == 5 * 8
+    if kind in ("take", "offer"):
+        given_up = 3 if fate in ("lose", 40) else 0
+        assert placed.counters.handoffs == 5 - given_up
+        assert placed.counters.restarts == given_up
+        rows = [r.prompt_len for r in requests]
+        assert placed.counters.recomputed == (sum(rows[::2]) if given_up else 0)
+    else:
+        assert (placed.counters.handoffs, placed.counters.recomputed) == (5, 0)
 
 
-def test_a_message_that_does_not_fit_is_recomputed() -> None:
-    placed = pools()
-    send = placed.link.send
+def test_kv_that_cannot_be_put_down_is_recomputed() -> None:
+    placed = disaggregated()
+    (worker,) = workers(placed, "prefill")
 
-    def spoil(header: dict, tensors: list) -> None:
-        send(header | {"layout": "of another engine"}, tensors)
+    def full(tensors: list) -> dict:
+        raise OSError("no space left")
 
-    placed.link.send = spoil
+    worker.depot.put = full
     requests = together(placed, MIXED)
     finish(placed, requests)
     assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
     assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
 
 
+def test_a_message_that_does_not_fit_is_recomputed() -> None:
+    placed = disaggregated()
+    (worker,) = workers(placed, "decode")
+    obey = worker.obey
+
+    def spoil(command: dict) -> None:
+        if command["do"] == "take":
+            command["packed"]["layout"] = "of another engine"
+        obey(command)
+
+    worker.obey = spoil
+    requests = together(placed, MIXED)
+    finish(placed, requests)
+    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
+
+
+def test_a_parcel_that_is_gone_is_recomputed() -> None:
+    placed = disaggregated(fate=lambda i: 5, kinds=["take"])
+    requests = together(placed, MIXED)
+    while len(shelf(placed).parcels) < 5:
+        placed.step()
+    shelf(placed).parcels.clear()
+    for _ in range(8):
+        placed.step()  # what is offered is not there: nothing to check
+    finish(placed, requests)
+    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
+
+
+def test_siblings_that_do_not_fit_the_depot_one_by_one_are_recomputed() -> None:
+    """They share a prompt's KV until it is put down for each of them."""
+    placed = disaggregated(kv_bytes=8 * SLAB, prefix_cache=False)
+    parent = Request(tiny.prompts(150)[0], sampled(7))
+    family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
+    for request in family:
+        placed.add(request)
+    finish(placed, family)
+    assert tiny.outs(family) == [alone(r) for r in family]
+    assert (placed.counters.handoffs, placed.counters.restarts) == (1, 3)
+
+
+def test_an_id_may_be_used_again_while_echoes_of_its_first_use_are_heard() -> None:
+    placed = disaggregated(fate=lambda i: 4)
+    first = Request(PROMPTS[0], tiny.greedy(9), id="me")
+    placed.add(first)
+    for _ in range(3):
+        placed.step()
+    assert placed.cancel(first)
+    again = Request(PROMPTS[1], tiny.greedy(9), id="me")
+    placed.add(again)
+    finish(placed, [again])
+    assert again.out == alone(again)
+
+
 @pytest.mark.parametrize("fate", [0, 3, "lose"])
 @pytest.mark.parametrize("after", range(9))
-def test_cancelling_at_any_moment_frees_both_sides_at_once(after: int, fate: int | str) -> None:
+def test_cancelling_at_any_moment_frees_both_sides_at_once(after: int, fate: Fate) -> None:
     clock = Clock()
-    placed = pools({"schedule": "sarathi:budget=16"}, fate=lambda i: fate, clock=clock, prefix_cache=False)
+    placed = disaggregated(
+        {"schedule": "sarathi:budget=16"}, fate=lambda i: fate, kinds=["take"], clock=clock, prefix_cache=False
+    )
     doomed, other = (Request(p, sampled(6)) for p in tiny.prompts(40, 8))
     placed.add(doomed)
     placed.add(other)
@@ -245,21 +311,17 @@ def test_cancelling_at_any_moment_frees_both_sides_at_once(after: int, fate: int
     had_left = doomed.left is not None
     assert placed.cancel(doomed) != had_left
     assert not placed.cancel(doomed)
-    check_pools(placed)
+    check_router(placed)
     assert doomed not in [*placed.waiting, *placed.running] and doomed.kv is None
-
-    def tick() -> None:
-        clock.now += 2.0
-
-    finish(placed, [other], tick)
+    finish(placed, [other], clock.tick)
     assert other.out == alone(other)
     assert doomed.out == alone(doomed)[: doomed.n_out]
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
-    placed = pools()
-    engine = placed.prefills[0] if side == "prefill" else placed.decode
+    placed = disaggregated()
+    (engine,) = engines(placed, side)
     break_decode(engine, ["accept"], {"bad"})
     requests = [Request(p, tiny.greedy(5), id="bad" if i == 1 else f"good-{i}") for i, p in enumerate(PROMPTS)]
     for request in requests:
@@ -279,7 +341,7 @@ def test_a_watch_that_raises_fails_its_request() -> None:
             raise Boom("watching")
         return False
 
-    placed = pools()
+    placed = disaggregated()
     request = Request(PROMPTS[0], tiny.greedy(9), watch=watch)
     other = Request(PROMPTS[1], tiny.greedy(9))
     placed.add(request)
@@ -290,7 +352,7 @@ def test_a_watch_that_raises_fails_its_request() -> None:
 
 
 def test_what_can_never_run_is_refused() -> None:
-    placed = pools(kv_bytes=10 * SLAB)
+    placed = disaggregated(kv_bytes=10 * SLAB)
     with pytest.raises(UserError, match="raise --kv-bytes or lower max_tokens"):
         placed.add(Request([5] * 200, Params(max_tokens=100)))
     request = Request(PROMPTS[0], tiny.greedy(30), id="me")
@@ -317,12 +379,13 @@ def test_bad_knobs_are_named(knobs: dict[str, float]) -> None:
     st.integers(1, 2),
     st.integers(6, 14),
     st.integers(1, 4),
+    st.dictionaries(st.integers(0, 40), st.integers(0, 3), max_size=4),
 )
-def test_random_load_over_a_bad_link(
-    load: list[Arrival], fates: list[int | str], prefills: int, slabs: int, max_running: int
+def test_random_load_over_a_bad_link_to_mortal_workers(
+    load: list[Arrival], fates: list[Fate], prefills: int, slabs: int, max_running: int, deaths: dict[int, int]
 ) -> None:
     clock = Clock()
-    placed = pools(
+    placed = disaggregated(
         {"schedule": "sarathi:budget=20"}, fate=lambda i: fates[i % len(fates)], clock=clock,
         knobs=f":prefill={prefills},share={prefills / (prefills + 1)},deadline=10",
         kv_bytes=slabs * SLAB * (prefills + 1), max_running=max_running,
@@ -336,8 +399,10 @@ def test_random_load_over_a_bad_link(
                     placed.add(request)
             if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
                 placed.cancel(family[0])
+        if now in deaths:
+            placed.desks[deaths[now] % len(placed.desks)].line.kill()
         placed.step()
-        check_pools(placed)
+        check_router(placed)
         if now > 60 and all(r.left for family in families for r in family):
             break
     for arrival, family in zip(load, families):
@@ -345,4 +410,5 @@ def test_random_load_over_a_bad_link(
             assert request.left is not None, "lost"
             assert request.left.how in ("finished", "cancelled")
             assert same(request, _full(arrival, request))
-    finish(placed, [])
+    assert placed.counters.workers_lost == len(deaths)
+    finish(placed, [], clock.tick)

@@ -9,7 +9,7 @@ import torch
 
 from phasewise import catalog
 from phasewise.kv.buffer import Ledger
-from phasewise.kv.handoff import Handoff, Loopback, Misfit, State, exactness, landing, layout, pack, unpack
+from phasewise.kv.handoff import Misfit, State, advance, exactness, landing, layout, pack, unpack
 from phasewise.kv.store import Store
 from phasewise.recipe import kv_shapes
 from phasewise.request import SLO, Params, Request
@@ -29,11 +29,9 @@ def running(**verbs: str) -> tuple[tiny.Placed, Request]:
 
 
 def sent(request: Request, name: str) -> tuple[dict, list[torch.Tensor]]:
-    link = Loopback()
-    link.send(*pack(request, name, ticket=7))
-    message = link.receive()
-    assert message is not None and link.receive() is None
-    return message
+    header, tensors = pack(request, name, ticket=7)
+    assert json.loads(json.dumps(header)) == header, "not plain data"
+    return header, tensors
 
 
 def another_store(engine: tiny.Placed) -> Store:
@@ -129,14 +127,11 @@ def test_exactness_of_what_is_sent() -> None:
 
 def test_a_move_goes_forward_only() -> None:
     order = [State.RESERVED, State.SENDING, State.DELIVERED, State.OWNED, State.RELEASED]
+    jumps = {(State.SENDING, State.OWNED)}  # the word that it was delivered may come too late
     for i, start in enumerate(order):
         for j, end in enumerate(order):
-            handoff = Handoff(0, Request([1]), 0, 0.0)
-            for state in order[1 : i + 1]:
-                handoff.to(state)
-            if j == i + 1 or (end is State.RELEASED and i < 4):
-                handoff.to(end)
-                assert handoff.state is end
+            if j == i + 1 or (end is State.RELEASED and i < 4) or (start, end) in jumps:
+                assert advance(start, end) is end
             else:
                 with pytest.raises(AssertionError, match=f"from {start.name} to {end.name}"):
-                    handoff.to(end)
+                    advance(start, end)
