@@ -120,12 +120,13 @@ class Engine:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         self.check(request)
         request.layers = self.model.config.layers
-        request.trace.arrived = self.parts.clock()
+        request.trace.enter(self.parts.clock())
         self.queues.join(request, self.waiting)
 
     def resume(self, request: Request) -> None:
         """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
         assert request.kv is not None and request not in self.queues
+        request.trace.enter(self.parts.clock())
         request.layers = self.model.config.layers
         if not request.prefilling:
             self._enter(request)

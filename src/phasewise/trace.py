@@ -57,6 +57,13 @@ class Trace:
     counts: list[int] = field(default_factory=list)
     left: float | None = None
 
+    def enter(self, now: float) -> None:
+        """It comes to an engine whose clock shows `now`. Times by another engine's clock, which may be another
+        machine's, are moved so that its last token came just now."""
+        late = now - (self.tokens[-1] if self.tokens else self.arrived)
+        self.arrived += late
+        self.tokens = [at + late for at in self.tokens]
+
     def emitted(self, now: float, n: int) -> None:
         self.tokens.append(now)
         self.counts.append(n)

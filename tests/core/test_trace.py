@@ -31,6 +31,17 @@ def test_latencies_of_a_trace() -> None:
     assert trace.tpot == pytest.approx((14.0 - 12.0) / 4)  # per token after the first
 
 
+def test_times_of_another_clock_are_moved() -> None:
+    new, old = Trace(5.0), Trace(5.0)
+    for at in (7.0, 7.5, 9.0):
+        old.emitted(at, 1)
+    tpot = old.tpot
+    new.enter(1000.0)
+    old.enter(1000.0)
+    assert new.arrived == 1000.0
+    assert (old.arrived, old.tokens, old.tpot) == (996.0, [998.0, 998.5, 1000.0], tpot)
+
+
 def test_the_engine_stamps_every_transition() -> None:
     clock = Clock()
     engine = tiny.engine({"schedule": "sarathi:budget=10"}, clock=clock, max_running=1)

@@ -344,6 +344,20 @@ def test_a_later_request_with_a_deadline_overtakes() -> None:
     assert first["sarathi:budget=16"] == ["patient", "hurried"]
 
 
+def test_targets_and_times_move_with_a_request() -> None:
+    """What decodes elsewhere is the same request to that engine's scheduler: its targets, and when its tokens came."""
+    placed = tiny.engine({"schedule": "slo:budget=8", "place": "disaggregated"})
+    given = tiny.prompts(20, 31)
+    requests = [Request(p, tiny.greedy(12), slo=SLO(ttft=9.0, tpot=0.5)) for p in given]
+    for request in requests:
+        placed.add(request)
+    tiny.finish(placed, requests)
+    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), given, tiny.greedy(12)))
+    there = Request.from_header(requests[0].header())
+    assert (there.slo, there.known) == (requests[0].slo, requests[0].known)
+    assert (there.first_token, there.last_token) == (requests[0].first_token, requests[0].last_token)
+
+
 def test_every_engine_learns_for_itself() -> None:
     one, two = (tiny.engine({"schedule": "slo"}) for _ in range(2))
     tiny.run(one, tiny.prompts(5), tiny.greedy(4))
