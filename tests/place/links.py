@@ -165,7 +165,8 @@ def finish(placed: Router, requests: Sequence[Request], each: Callable[[], None]
     assert placed.kv_bytes == 0
     assert [engine.kv_bytes for engine in engines(placed)] == [0] * len(engines(placed))
     for worker in workers(placed):
-        assert not worker._jobs and not worker._offers and not worker._arrivals and not worker._outbox._sending
+        left = worker._jobs, worker._offers, worker._arrivals, worker._inbox._coming, worker._outbox._sending
+        assert not any(left), f"left behind: {left}"
 
 
 def _steps(placed: Router, each: Callable[[], None]) -> Iterator[None]:

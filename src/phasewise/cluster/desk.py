@@ -37,8 +37,8 @@ class Desk:
 
     @property
     def quiet(self) -> bool:
-        """Whether it has answered the last that it was told."""
-        return bool(self.told == self.state.get("heard", 0))
+        """Whether it has heard the last that it was told, and nothing waits there to be taken."""
+        return bool(self.told == self.state.get("heard", 0) and not self.state.get("arrivals"))
 
     @property
     def free(self) -> int:
