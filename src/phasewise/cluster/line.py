@@ -10,9 +10,11 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from phasewise.cluster.depot import Depot, Shelf
+from phasewise.cluster.lend import Lending
+from phasewise.cluster.pool import Pool
 from phasewise.cluster.worker import Worker
 
 if TYPE_CHECKING:
@@ -24,13 +26,19 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Spec:
     """What a worker is: the phases its engine runs, its share of the KV budget, its cores (None = any) and threads
-    (None = one per core)."""
+    (None = one per core). `pooled`: all such workers share the whole budget, and lend KV instead of sending it; those
+    that compute prompts only make way for the others."""
 
     role: str
     phases: tuple[str, ...]
     share: float
     cores: tuple[int, ...] | None = None
     threads: int | None = None
+    pooled: bool = False
+
+    @property
+    def yields(self) -> bool:
+        return len(self.phases) == 1
 
     @classmethod
     def of(cls, plain: Message) -> Spec:
@@ -110,16 +118,25 @@ class Inline:
     """A crew within one thread: every worker takes a turn per step of the router. The twin of all others."""
 
     def __init__(self, plan: Plan) -> None:
-        self.depot = Shelf()
         self._plan = plan
+        self._shelf = Shelf()
+        self._pool: Pool | None = None
+
+    @property
+    def depot(self) -> Depot:
+        return self._shelf if self._pool is None else Lending(self._shelf, self._pool)
 
     def reserve(self, specs: Sequence[Spec]) -> None:
         pass
 
     def hire(self, name: str, spec: Spec) -> Here:
         said: deque[str] = deque()
-        engine = self._plan.engine(spec.phases, spec.share)
-        return Here(name, Worker(engine, self.depot.at(name), lambda event: said.append(json.dumps(event))), said)
+        account, depot = None, cast(Depot, self._shelf.at(name))
+        if spec.pooled:
+            self._pool = self._pool or Pool.here(self._plan.budget)
+            account, depot = self._pool.account(name, spec.yields), Lending(depot, self._pool)
+        engine = self._plan.engine(spec.phases, spec.share, account)
+        return Here(name, Worker(engine, depot, lambda event: said.append(json.dumps(event))), said)
 
     def wait(self, lines: Sequence[Line], seconds: float) -> None:
         for line in lines:

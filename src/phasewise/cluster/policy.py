@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from phasewise.cluster.line import Spec
 
@@ -30,7 +30,24 @@ class Seat(Protocol):
         ...
 
 
+class Tended(Seat, Protocol):
+    """What a policy may know of a worker that it looks after."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def quiet(self) -> bool:
+        """Whether it has answered the last that it was told."""
+        ...
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What it last said of itself, numbers; empty while it starts."""
+        ...
+
+
 S = TypeVar("S", bound=Seat)
+T = TypeVar("T", bound=Tended)
 
 
 class Policy(Protocol):
@@ -61,6 +78,34 @@ class Pairing(Policy, Protocol):
     def meet(self, tokens: Sequence[int], start: S, seats: Sequence[S]) -> S | None:
         """Of the workers that have room, the one that goes on with a prompt computed at `start`. `start` itself: it
         stays there. None: that is chosen once the prompt is done."""
+        ...
+
+
+class Caller(Protocol):
+    """What a policy may know of a request, seconds of the router's clock."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def n_out(self) -> int: ...
+    @property
+    def arrived(self) -> float: ...
+    @property
+    def first_token(self) -> float | None: ...
+    @property
+    def last_token(self) -> float | None: ...
+    @property
+    def left(self) -> object | None: ...
+
+
+@runtime_checkable
+class Tending(Policy, Protocol):
+    """A policy that also looks after the workers while they run."""
+
+    def tend(
+        self, seats: Sequence[T], progressed: Sequence[Caller], callers: Iterable[Caller], now: float
+    ) -> Iterable[tuple[T, dict[str, Any]]]:
+        """After a step in which some requests `progressed` or left, of all `callers`: what to tell to whom."""
         ...
 
 

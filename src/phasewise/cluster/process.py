@@ -27,12 +27,15 @@ from dataclasses import asdict
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from phasewise.cluster.depot import Segments, folder, sweep
+from phasewise.cluster.depot import Depot, Segments, folder, sweep
+from phasewise.cluster.lend import Lending
 from phasewise.cluster.line import Line, Message, Spec
+from phasewise.cluster.pool import Pool
 from phasewise.cluster.source import Source
 from phasewise.cluster.worker import Worker
+from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.recipe import Builder
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 PREFIX = "phasewise"
 PULSE = 1.0  # seconds between two signs of life
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to other workers
+STUCK = 0.002  # seconds between turns of a worker that waits for memory held elsewhere
 GRACE = 2.0  # seconds that dismissed workers have to go by themselves
 
 
@@ -96,7 +100,8 @@ class Processes:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.run = f"{PREFIX}.{os.getpid()}.{secrets.token_hex(4)}"
-        self.depot = Segments(self.run, "router")
+        self.depot: Depot = Segments(self.run, "router")
+        self._pool: Pool | None = None
         self._wires: list[Wire] = []
         self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._closed = False
@@ -107,6 +112,11 @@ class Processes:
         pass  # there is this machine only
 
     def hire(self, name: str, spec: Spec) -> Wire:
+        if spec.pooled and self._pool is None:
+            if self.source.device != "cpu":
+                raise UserError(f"workers cannot share a pool on {self.source.device}: only on the CPU")
+            self._pool = Pool.create(self.run, self.source.limits.budget)
+            self.depot = Lending(self.depot, self._pool)
         for again in (False, True):
             ours, theirs = socket.socketpair()
             try:
@@ -227,7 +237,11 @@ def work(builder: Builder, name: str, spec: Spec, conn: Connection, run: str) ->
                 return
 
     settle(spec)
-    worker = Worker(builder.engine(spec.phases, spec.share), Segments(run, name), post)
+    account, depot = None, cast(Depot, Segments(run, name))
+    if spec.pooled:
+        pool = Pool.join(run, name)
+        account, depot = pool.account(name, spec.yields), Lending(depot, pool)
+    worker = Worker(builder.engine(spec.phases, spec.share, account), depot, post, settle=run_on)
     for target in (listen, pulse):
         threading.Thread(target=target, daemon=True).start()
     with contextlib.suppress(BrokenPipeError):  # the router has hung up
@@ -236,25 +250,35 @@ def work(builder: Builder, name: str, spec: Spec, conn: Connection, run: str) ->
 
 def serve(worker: Worker, commands: SimpleQueue[Message | None]) -> None:
     """Obey what has come, then take a turn; with nothing to do, wait for a command. Returns at a None."""
+    moves = True
     while True:
         try:
             while True:
-                command = commands.get(timeout=PULSE) if worker.idle else commands.get_nowait()
+                wait = PULSE if worker.idle else 0.0 if moves else STUCK
+                command = commands.get(timeout=wait) if wait else commands.get_nowait()
                 if command is None:
                     return
                 worker.obey(command)
+                moves = True
         except Empty:
             pass
-        worker.turn()
+        moves = worker.turn()
 
 
 def settle(spec: Spec) -> None:
-    """Take the cores of the spec, and its threads or one per core."""
+    """Take the cores and threads of the spec."""
+    run_on(spec.cores, spec.threads)
+
+
+def run_on(cores: Sequence[int] | None, threads: int | None) -> None:
+    """Run on these cores (None = as before) with so many threads, or one per core. Threads there are come along."""
     import torch
 
-    if spec.cores is not None:
-        os.sched_setaffinity(0, spec.cores)
-    torch.set_num_threads(spec.threads or len(os.sched_getaffinity(0)))
+    if cores is not None:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), cores)
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":

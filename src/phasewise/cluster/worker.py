@@ -9,6 +9,8 @@
              renew    {ids}                             keep these parcels for another lease, and say how you are
              cancel   {id, attempt}                     drop a request
              forget   {}                                drop unused prefixes
+             spare    {bytes}                           drop some of them: another worker of the pool is short
+             cores    {cores, threads}                  from the next step on, run on these
     event    progress {id, attempt, start, tokens, left, queued}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the depot
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the depot
@@ -20,13 +22,13 @@
 
 Commands are numbered (`n`), so that a lost one is not taken for heard. A request is known by its id and the number of
 the attempt; what belongs to an older attempt is dropped. A parcel counts against the KV budget of the worker that put
-it down until it is released, so a slow receiver makes the sender wait.
+it down until it is released, so a slow receiver makes the sender wait. Workers of a pool lend instead (lend.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +36,12 @@ import torch
 from torch import Tensor
 
 from phasewise.cluster.depot import Depot, Parcel
+from phasewise.cluster.lend import Lender
 from phasewise.cluster.push import Inbox, Outbox
-from phasewise.kv.handoff import landing, layout, pack, unpack
+from phasewise.kv.handoff import Header, landing, layout, pack, unpack
 from phasewise.kv.layer_kv import ROUND
 from phasewise.kv.pieces import cut
+from phasewise.kv.store import KV
 from phasewise.request import Left, Request
 
 if TYPE_CHECKING:
@@ -68,12 +72,17 @@ class _Offer:
 
 
 class Worker:
-    """obey / turn, for the thread or process it lives in. `post` sends an event to the router."""
+    """obey / turn, for the thread or process it lives in. `post` sends an event to the router, `settle` takes cores and
+    threads."""
 
-    def __init__(self, engine: Engine, depot: Depot, post: Callable[[Message], None], lease: float = LEASE) -> None:
+    def __init__(
+        self, engine: Engine, depot: Depot, post: Callable[[Message], None], lease: float = LEASE,
+        settle: Callable[[Sequence[int] | None, int | None], None] = lambda cores, threads: None,
+    ) -> None:  # fmt: skip
         self.engine, self.depot, self.lease = engine, depot, lease
-        self._post = post
+        self._post, self._settle = post, settle
         self._layout = layout(engine.model.config, engine.store)
+        self._lender = Lender.of(engine, depot, self._layout)
         self._jobs: dict[str, _Job] = {}
         self._offers: dict[str, _Offer] = {}
         self._arrivals: dict[str, Message] = {}  # to be taken, in order, once there is room
@@ -83,7 +92,7 @@ class Worker:
         self._verbs: dict[str, Callable[[Message], None]] = {
             "add": self._add, "take": self._take, "expect": self._expect, "piece": self._inbox.piece,
             "release": self._release, "keep": self._keep, "renew": self._renew, "cancel": self._cancel,
-            "forget": self._forget,
+            "forget": self._forget, "spare": self._spare, "cores": self._cores,
         }  # fmt: skip
         self._state()
 
@@ -97,6 +106,7 @@ class Worker:
     def obey(self, command: Message) -> None:
         self._heard = max(self._heard, command["n"])
         self._verbs[command["do"]](command)
+        self._balance()
         self._state()
 
     def _add(self, command: Message) -> None:
@@ -161,6 +171,13 @@ class Worker:
     def _forget(self, command: Message) -> None:
         self.engine.forget_prefixes()
 
+    def _spare(self, command: Message) -> None:
+        if self._lender is not None:
+            self._lender.spare(command["bytes"])
+
+    def _cores(self, command: Message) -> None:
+        self._settle(command["cores"], command["threads"])
+
     def _drop(self, name: str, attempt: int) -> None:
         """Forget all about a request, up to this attempt at it."""
         self._give_up(name, attempt)
@@ -173,8 +190,8 @@ class Worker:
 
     # ---- turns
     @torch.inference_mode()
-    def turn(self) -> None:
-        """Take over what has room, one step of the engine, and tell what came of it."""
+    def turn(self) -> bool:
+        """Take over what has room, one step of the engine, and tell what came of it. -> whether anything did"""
         before = self._held()
         self._land()
         if not self.engine.idle:
@@ -185,13 +202,25 @@ class Worker:
             self._outbox.send()
         self._put_down()
         self._expire()
-        if before != self._held():
+        self._balance()
+        changed = before != self._held()
+        if changed:
             self._state()
+        return changed
 
     def _held(self) -> tuple[int, ...]:
         """Whatever changes in a turn that is worth telling."""
         kept = len(self._arrivals), len(self._offers), len(self._inbox), self._outbox.bytes
-        return self._heard, self.engine.counters.steps, *kept
+        return self._heard, self.engine.counters.steps, self._wish, *kept
+
+    @property
+    def _wish(self) -> int:
+        """Bytes that its requests would need to grow, and that the pool has not."""
+        return 0 if self._lender is None else self._lender.account.wish
+
+    def _balance(self) -> None:
+        if self._lender is not None:
+            self._lender.balance()
 
     def _progress(self, job: _Job, left: Left | None) -> None:
         request, trace = job.request, job.request.trace
@@ -221,6 +250,8 @@ class Worker:
     def _fits(self, request: Request) -> bool:
         """Whether the rows of a request have room in the depot once its KV is freed."""
         assert request.kv is not None
+        if self._lender is not None:
+            return self._lender.fits(request)
         buffers = [slab.buffer for layer in request.kv.layers for slab in layer.slabs]
         more = request.kv.live_bytes - sum(buffer.bytes for buffer in buffers if buffer.refs == 1)
         return more <= 0 or self.engine.store.room(more)
@@ -228,26 +259,34 @@ class Worker:
     def _offer(self, request: Request) -> None:
         """A prompt is done: its KV goes to the depot, where the decoding side can have it at any time."""
         job = self._jobs.pop(request.id)
-        assert request.kv is not None
-        room, live = landing(request.kv), request.kv.live_bytes
         try:
-            offer, tensors = self._packed(request, job.attempt)
-            parcel = self.depot.put(tensors)
+            offer, parcel, n_bytes = self._deposit(request, job.attempt)
         except Exception as error:  # the other side computes it again
             log.warning("the KV of %s could not be put down: %s", request.id, error)
             self._outbox.release(request.id, job.attempt)
             self.engine.depart(request)
             self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
             return
-        tensors = tensors[offer.get("rows_at", 0) :]
-        n_bytes = min(live, sum(tensor.nbytes for tensor in tensors))  # drawers do not count, as before
         self.engine.depart(request)
         self._hold(n_bytes)
         self.engine.counters.kv_bytes_sent += n_bytes
         self.engine.counters.kv_bytes_exposed += n_bytes
         until = self.engine.parts.clock() + self.lease
         self._offers[request.id] = _Offer(job.attempt, parcel, n_bytes, until)
-        self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "parcel": parcel, "room": room} | offer)
+        self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "parcel": parcel} | offer)
+
+    def _deposit(self, request: Request, attempt: int) -> tuple[Message, Parcel, int]:
+        """Put down what another worker needs. -> the offer, the parcel and the bytes of rows in it"""
+        assert request.kv is not None
+        if self._lender is not None:
+            packed, parcel = self._lender.put(request, attempt)
+            return {"packed": packed, "room": 0}, parcel, 0
+        room, live = landing(request.kv), request.kv.live_bytes
+        offer, tensors = self._packed(request, attempt)
+        parcel = self.depot.put(tensors)
+        tensors = tensors[offer.get("rows_at", 0) :]
+        n_bytes = min(live, sum(tensor.nbytes for tensor in tensors))  # drawers do not count, as before
+        return offer | {"room": room}, parcel, n_bytes
 
     def _packed(self, request: Request, attempt: int) -> tuple[Message, list[Tensor]]:
         """What another worker needs to go on with a request, but for rows that were sent before."""
@@ -302,8 +341,10 @@ class Worker:
                 self._post({"event": "owned", **answer})
 
     def _has_room(self, n_bytes: int) -> bool:
-        """Requests that wait for memory go first, and those that run may grow a bit."""
+        """Requests that wait for memory go first, and those that run may grow a bit. What is lent needs no room."""
         engine = self.engine
+        if not n_bytes and self._lender is not None:
+            return self._lender.welcome()
         if engine.waiting or len(engine.running) + len(self._inbox) >= engine.parts.max_running:
             return False
         return engine.store.room(n_bytes + len(engine.running) * ROUND * engine.store.row_bytes)
@@ -311,8 +352,13 @@ class Worker:
     def _go_on(self, command: Message) -> None:
         packed = command["packed"]
         request = Request.from_header(packed["request"])
-        request.kv, request.state = unpack(packed, self.depot.get(command["parcel"]), self.engine.store, self._layout)
+        request.kv, request.state = self._unpack(packed, command["parcel"])
         self._resume(request, command["attempt"])
+
+    def _unpack(self, packed: Header, parcel: Parcel) -> tuple[KV, dict[str, Any]]:
+        if self._lender is not None:
+            return self._lender.take(packed, parcel)
+        return unpack(packed, self.depot.get(parcel), self.engine.store, self._layout)
 
     def _resume(self, request: Request, attempt: int) -> None:
         try:
@@ -330,10 +376,11 @@ class Worker:
             "event": "state",
             "heard": self._heard,
             "counters": engine.counters.as_dict(),
-            "kv_bytes": engine.kv_bytes,
+            "kv_bytes": engine.store.ledger.held,
             "prefix_bytes": prefix,
             "free": engine.store.ledger.free + prefix + self._inbox.bytes,  # which the router has promised
             "running": len(engine.running),
+            "wish": self._wish,
             "waiting": [request.id for request in engine.waiting],
             "arrivals": list(self._arrivals),
         })  # fmt: skip

@@ -99,8 +99,13 @@ class Ledger:
         return self.limit - self.used
 
     @property
+    def held(self) -> int:
+        """Bytes in use, and those that were given up but taken over by nobody yet (kv/pool.py)."""
+        return self.used
+
+    @property
     def others(self) -> int:
-        """Bytes that others hold under the same limit (kv/pool.py)."""
+        """Bytes that others hold under the same limit."""
         return 0
 
     @property

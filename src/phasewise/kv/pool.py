@@ -180,7 +180,7 @@ class Account(Ledger):
 
     @property
     def held(self) -> int:
-        """Bytes in use, and lent to nobody yet."""
+        """Bytes in use, and those that were lent and adopted by nobody yet."""
         return self.table.owned(self.owner) - self.claimed + self.used
 
     def room(self, n: int) -> bool:

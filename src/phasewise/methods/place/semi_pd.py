@@ -1,0 +1,67 @@
+"""Both phases on the same cores and one KV pool, apart but without copies (semi-PD, arXiv 2504.19867).
+
+Promises colocated's tokens: KV is handed on as it lies, and draws depend on seed and position alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.cluster.onepool import OnePool, cores_here
+from phasewise.cluster.router import Patience, Router
+from phasewise.cluster.shares import Goals
+from phasewise.errors import UserError
+from phasewise.place import Placed, Plan
+
+
+@dataclass(frozen=True)
+class SemiPD:
+    """One worker computes prompts, another one goes on with them: neither phase waits for the other's steps, and both
+    spend the same budget. Decoding workers keep what their requests need to grow; prompts take the rest, and wait for
+    more than that.
+
+    Every `window` seconds, the time to the first token and the time per token are held against `slo_ttft` and
+    `slo_tpot` (seconds, to be met by a share `attain` of the samples). If one target is missed and the other met, a
+    core moves to the phase that misses it, at most once in `dwell` seconds. `cores` = how many to use, 0 = all. At one
+    end of the scale prefill runs on all of them and decode on one, at the other end the other way round; on two cores
+    these are the only splits besides one each.
+
+    Wants `--cluster processes`; in one thread, the phases take turns and cores mean nothing. On GPUs the shares would
+    be of multiprocessors, which is left out, as are several such pairs, and targets of single requests. A worker's
+    share is changed between two of its steps; no worker is replaced for it, as it must be there.
+    """
+
+    slo_ttft: float = 1.0
+    slo_tpot: float = 0.1
+    attain: float = 0.9
+    window: float = 2.0
+    dwell: float = 5.0
+    cores: int = 0
+    deadline: float = 10.0
+
+    paper: ClassVar[str] = "arXiv 2504.19867"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+    tight: ClassVar[dict[str, object]] = {"slo_tpot": 1e-6, "window": 0.001, "dwell": 0.001}
+
+    def __post_init__(self) -> None:
+        for name in ("slo_ttft", "slo_tpot", "window", "deadline"):
+            if not getattr(self, name) > 0.0:
+                raise UserError(f"semi_pd: {name}={getattr(self, name)} must be positive (seconds)")
+        if not self.dwell >= 0.0:
+            raise UserError(f"semi_pd: dwell={self.dwell} must not be negative (seconds)")
+        if not 0.0 < self.attain <= 1.0:
+            raise UserError(f"semi_pd: attain={self.attain} must lie above 0 and be at most 1, a share of the samples")
+        if self.cores < 0:
+            raise UserError(f"semi_pd: cores={self.cores} must not be negative (0 = all there are)")
+
+    def build(self, plan: Plan) -> Placed:
+        there = cores_here()
+        if self.cores > len(there):
+            raise UserError(f"semi_pd: cores={self.cores}, but this process may use {len(there)}: {there}")
+        goals = Goals(self.slo_ttft, self.slo_tpot, self.attain, self.window, self.dwell)
+        policy = OnePool(there[: self.cores or None], goals, plan.clock())
+        fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
+        return Router(plan.crew(), policy, fronts, plan.clock, Patience(move=self.deadline))
