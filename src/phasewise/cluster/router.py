@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from phasewise.cluster.desk import Desk
 from phasewise.cluster.line import Crew, Message
-from phasewise.cluster.policy import Pairing, Policy
+from phasewise.cluster.policy import Pairing, Policy, Tending
 from phasewise.cluster.staff import Patience as Patience
 from phasewise.cluster.staff import Staff
 from phasewise.cluster.trip import Move, Trip
@@ -153,6 +153,10 @@ class Router:
         self._try_suspects()
         self._hand_over()
         progressed, self._progressed = list(self._progressed), {}
+        if isinstance(self.policy, Tending):
+            callers = (trip.caller for trip in self._trips.values())
+            for desk, command in self.policy.tend(self.desks, progressed, callers, self.clock()):
+                desk.tell(command)
         return progressed
 
     def forget_prefixes(self) -> None:
@@ -184,9 +188,10 @@ class Router:
     def _start_of(self, request: Request) -> Desk:
         """Where a request starts; one that has emitted starts again where it can go on."""
         self._weigh(but=request)
+        seated = self.staff.seated
         if not request.n_out:
-            return self.policy.start(request.tokens, self.desks)
-        desk = self.policy.go_on(request.known, [desk for desk in self.desks if len(desk.spec.phases) > 1])
+            return self.policy.start(request.tokens, seated)
+        desk = self.policy.go_on(request.known, [desk for desk in seated if len(desk.spec.phases) > 1])
         assert desk is not None
         return desk
 
@@ -395,11 +400,16 @@ class Router:
             trip.move.send(target, self.clock() + self.patience.move)
 
     def _has_room(self, desk: Desk, n_bytes: int) -> bool:
-        """Requests that wait for memory there go first, and those that run may grow a bit."""
-        if len(desk.spec.phases) == 1 or not desk.state or desk.state["waiting"] or desk.state["arrivals"]:
+        """Requests that wait for memory there go first, and those that run may grow a bit. What is lent needs no room:
+        a lone request that cannot grow even wants company to take the memory from."""
+        if len(desk.spec.phases) == 1 or not desk.state:
             return False
         parts = self.fronts[-1].parts
         running = desk.state["running"] + desk.coming
+        if not n_bytes:
+            return bool(running < parts.max_running or (running == 1 and desk.state["wish"]))
+        if desk.state["waiting"] or desk.state["arrivals"]:
+            return False
         growth = running * ROUND * parts.store.row_bytes
         return bool(running < parts.max_running and desk.free >= n_bytes + growth)
 

@@ -48,6 +48,12 @@ class Staff:
         return all(desk.state for desk in self.desks)
 
     @property
+    def seated(self) -> list[Desk]:
+        """Who can work at once. Where a role has only workers that are starting, these."""
+        there = {desk.role for desk in self.desks if desk.state}
+        return [desk for desk in self.desks if desk.state or desk.role not in there]
+
+    @property
     def counters(self) -> Counters:
         """Work done by everybody who ever was here, as far as they have reported."""
         return sum((Counters(**desk.state["counters"]) for desk in self.desks if desk.state), self.gone)
