@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from phasewise import catalog
+from phasewise.cluster.line import Here
+from phasewise.cluster.router import Router
 from phasewise.engine import Engine
 from phasewise.request import Params
 from tests import oracle, tiny
@@ -99,6 +101,8 @@ def engines(placed: object) -> list[Engine]:
     """The engines a placement is made of."""
     if isinstance(placed, Engine):
         return [placed]
+    if isinstance(placed, Router):
+        return [desk.line.worker.engine for desk in placed.desks if isinstance(desk.line, Here)]
     parts = [part for value in vars(placed).values() for part in (value if isinstance(value, list) else [value])]
     return [part for part in parts if isinstance(part, Engine)]
 
