@@ -78,15 +78,20 @@ def every() -> Iterator[tuple[str, str, type[Any]]]:
 
 def build(verb: str, text: str, **fixed: Any) -> Any:
     """The method written as `name` or `name:knob=value,knob=value`; `fixed` fills fields that hold other methods."""
-    name, _, rest = text.partition(":")
-    cls = method(verb, name.strip())
-    knobs: dict[str, Any] = {}
+    name, knobs = split(text, verb)
+    return configure(method(verb, name), knobs, f"{verb} {name}", **fixed)
+
+
+def split(text: str, what: str) -> tuple[str, dict[str, str]]:
+    """`name:knob=value,knob=value` as name and knobs. Raises UserError, beginning with `what`."""
+    name, _, rest = (part.strip() for part in text.partition(":"))
+    knobs = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
-            raise UserError(f"{verb} {name}: {item!r} is not of the form knob=value")
+            raise UserError(f"{what} {name}: {item!r} is not of the form knob=value")
         knobs[key.strip()] = value.strip()
-    return configure(cls, knobs, f"{verb} {name}", **fixed)
+    return name, knobs
 
 
 def configure(cls: type[Any], knobs: dict[str, Any], what: str, **fixed: Any) -> Any:

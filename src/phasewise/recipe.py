@@ -70,7 +70,7 @@ class Limits:
     kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
     max_running: int = 64
     prefix_cache: bool = True
-    cluster: str = "inline"  # where the workers of a placement run: inline (this thread), processes or ray
+    cluster: str = "inline"  # where the workers of a placement run: inline (this thread), processes or ray[:knobs]
 
     @property
     def budget(self) -> int:
@@ -147,18 +147,27 @@ class Builder:
         return Engine(parts)
 
     def crew(self) -> Crew:
-        """Who hires the workers of a placement. Raises UserError for an unknown `cluster`."""
-        if self.limits.cluster not in CLUSTERS:
-            raise UserError(f"unknown cluster {self.limits.cluster!r}. {near(self.limits.cluster, CLUSTERS)}")
-        if self.limits.cluster == "inline":
+        """Who hires the workers of a placement. Raises UserError for a `cluster` that is unknown or not installed."""
+        name, knobs = catalog.split(self.limits.cluster, "cluster")
+        if name not in CLUSTERS:
+            raise UserError(f"unknown cluster {name!r}. {near(name, CLUSTERS)}")
+        if knobs and name != "ray":
+            raise UserError(f"cluster {name} has no knobs, but was given {', '.join(knobs)}")
+        if name == "inline":
             return Inline(self)
         if self.source is None:
-            raise UserError(f"cluster {self.limits.cluster} needs a model by name: use LLM(...) or the command line")
-        if self.limits.cluster == "processes":
+            raise UserError(f"cluster {name} needs a model by name: use LLM(...) or the command line")
+        if name == "processes":
             from phasewise.cluster.process import Processes
 
             return Processes(self.source)
-        raise UserError("cluster ray is not there yet")
+        try:
+            from phasewise.cluster.rays import Rays, Seating
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise UserError("cluster ray needs Ray, which is not installed: pip install phasewise[cluster]") from error
+        return Rays(self.source, catalog.configure(Seating, knobs, "cluster ray"))
 
     def _for(self, verb: str, phase: str) -> Any:
         """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""

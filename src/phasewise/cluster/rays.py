@@ -1,0 +1,244 @@
+"""Workers as actors of a Ray cluster: one process each, on whatever hosts there are.
+
+    router (a Ray driver) --- calls and answers --- actor (actor.py), actor, ...      KV between them: objects.py
+
+The first workers share a placement group, a bundle of CPUs for each. A worker that died is replaced in its bundle; if
+its host died, Ray moves the bundle to another host, and while none has room the new worker waits for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from phasewise.cluster.actor import Actor
+from phasewise.cluster.line import Line, Message, Spec
+from phasewise.cluster.objects import Objects
+from phasewise.cluster.process import PULSE
+from phasewise.cluster.source import Source
+from phasewise.errors import UserError
+
+log = logging.getLogger(__name__)
+SPACE = "phasewise"  # Ray's namespace
+ROOM = 30.0  # seconds until the cluster must have room for the first workers
+ANSWER = 3.0  # seconds for a cluster's address to answer
+THREADS = 4  # of an actor: one hears, the others take commands
+QUIET = {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to other workers
+
+
+@dataclass(frozen=True)
+class Seating:
+    """How workers are spread over hosts: `strategy` is what Ray calls so for a placement group; each gets `cpus` cores,
+    None = as many as its placement says, which counts the cores of the router's host."""
+
+    strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
+    cpus: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cpus is not None and self.cpus < 1:
+            raise UserError(f"cluster ray: cpus={self.cpus} must be at least 1")
+
+
+class Call:
+    """The line to an actor: every command is a call, and one call that asks for events is always under way."""
+
+    def __init__(self, name: str, actor: Any, seats: Seats) -> None:
+        self.name, self.actor, self.alive = name, actor, True
+        self.poll = actor.hear.remote(0)
+        self._seats = seats
+        self._told = 0
+        self._spoke, self._asked = False, time.monotonic()
+
+    def tell(self, command: Message) -> None:
+        if self.alive:
+            self.actor.tell.remote(self._told, command)
+            self._told += 1
+
+    def hear(self) -> list[Message]:
+        if self.poll is None:
+            return []
+        if not ray.wait([self.poll], timeout=0)[0]:
+            return self._excuse()
+        try:
+            heard: list[Message] = ray.get(self.poll)
+        except RayError as error:  # an exception of the worker itself is one, too
+            if self.alive:
+                log.error("worker %s: %s", self.name, str(error).strip())
+            self.alive, self.poll = False, None
+            return []
+        self._spoke = True
+        self.poll = self.actor.hear.remote(self._told)
+        return heard or [{"event": "alive"}]
+
+    def _excuse(self) -> list[Message]:
+        """A worker that waits for a host cannot speak, and is not dead."""
+        now = time.monotonic()
+        if self._spoke or now - self._asked < PULSE:
+            return []
+        self._asked = now
+        return [] if self._seats.placed else [{"event": "alive"}]
+
+    def kill(self) -> None:
+        self.alive = False
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self.actor)
+
+
+class Seats:
+    """The placement group of the workers that were hired first, one bundle for each; other workers go anywhere."""
+
+    def __init__(self, specs: Sequence[Spec], strategy: str) -> None:
+        """Raises UserError if the cluster has no room for them."""
+        self._specs = list(specs)
+        self._taken: list[Call | None] = [None] * len(specs)
+        self.group: PlacementGroup | None = None
+        if not specs:
+            return
+        self.group = placement_group([{"CPU": cpus(spec)} for spec in specs], strategy=strategy)
+        if not self.group.wait(ROOM):
+            remove_placement_group(self.group)
+            wanted = " + ".join(str(cpus(spec)) for spec in specs)
+            free = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+            raise UserError(
+                f"{len(specs)} workers with {wanted} CPUs ({strategy}) have no room in a cluster with {free:g} free "
+                "ones: add nodes, or take fewer CPUs for each worker with --cluster ray:cpus=1"
+            )
+
+    @property
+    def placed(self) -> bool:
+        """Whether every bundle has a host."""
+        return self.group is None or placement_group_table(self.group)["state"] == "CREATED"
+
+    def options(self, spec: Spec) -> tuple[int | None, dict[str, Any]]:
+        """The free bundle of a worker, and the options that put its actor there."""
+        for i, (own, call) in enumerate(zip(self._specs, self._taken)):
+            if self.group is not None and own == spec and (call is None or not call.alive):
+                return i, {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, i)}
+        return None, {"scheduling_strategy": "SPREAD"}
+
+    def take(self, bundle: int | None, call: Call) -> None:
+        if bundle is not None:
+            self._taken[bundle] = call
+
+
+class Rays:
+    """A crew of actors. It joins a cluster when the first workers are reserved."""
+
+    def __init__(self, source: Source, seating: Seating = Seating()) -> None:
+        self.source, self.seating = source, seating
+        self.depot = Objects()
+        self._calls: list[Call] = []
+        self._seats: Seats | None = None
+        self._dismiss: Callable[[], Any] | None = None
+
+    def reserve(self, specs: Sequence[Spec]) -> None:
+        """Raises UserError if there is no cluster, no room in it, or if the workers cannot do without each other."""
+        if any(spec.pooled for spec in specs):
+            raise UserError("workers that share one KV pool run on one host: use --cluster processes, not ray")
+        own = [self._fitted(spec) for spec in specs]
+        connected = connect(sum(map(cpus, own)))
+        try:
+            self._seats = Seats(own, self.seating.strategy)
+        except BaseException:
+            if connected:
+                ray.shutdown()
+            raise
+        self._dismiss = weakref.finalize(self, _dismiss, self._calls, self._seats, connected)  # once, at exit at last
+
+    def hire(self, name: str, spec: Spec) -> Call:
+        if self._seats is None:
+            self.reserve([])
+        assert self._seats is not None
+        own = self._fitted(spec)
+        bundle, options = self._seats.options(own)
+        options |= {"num_cpus": cpus(own), "max_concurrency": THREADS, "runtime_env": {"env_vars": QUIET}}
+        kind = ray.remote(Actor).options(**options)  # never restarted, no call made twice: the router sees to that
+        call = Call(name, kind.remote(self.source.plain(), asdict(own)), self._seats)
+        self._seats.take(bundle, call)
+        self._calls[:] = [known for known in self._calls if known.alive] + [call]
+        return call
+
+    def _fitted(self, spec: Spec) -> Spec:
+        return spec if self.seating.cpus is None else replace(spec, threads=self.seating.cpus)
+
+    def wait(self, lines: Sequence[Line], seconds: float) -> None:
+        polls = [line.poll for line in lines if isinstance(line, Call) and line.poll is not None]
+        if polls:
+            ray.wait(polls, timeout=seconds)
+
+    def close(self) -> None:
+        if self._dismiss is not None:
+            self._dismiss()
+
+
+def _dismiss(calls: list[Call], seats: Seats, connected: bool) -> None:
+    if not ray.is_initialized():
+        return
+    for call in calls:
+        call.kill()
+    calls.clear()
+    if seats.group is not None:
+        remove_placement_group(seats.group)
+    if connected:
+        ray.shutdown()
+
+
+def cpus(spec: Spec) -> int:
+    return spec.threads or 1
+
+
+# ---- the cluster
+def connect(needed: int) -> bool:
+    """Join a Ray cluster: that of RAY_ADDRESS, else that of `ray start` on this host, else one of our own, which has
+    `needed` CPUs at least and is seen from this host only. -> False if this process has joined one before.
+
+    Raises UserError if the cluster does not answer or cannot be joined.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"namespace": SPACE, "log_to_driver": False, "logging_level": "WARNING"}
+    named = os.environ.get("RAY_ADDRESS")
+    address = named or _started_here() or "local"
+    if address != "local" and answers(address):
+        try:
+            ray.init(address, **options)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from error
+        return True
+    if named not in (None, "", "local"):
+        raise UserError(f"no Ray cluster answers at RAY_ADDRESS={named}: run `ray start --head` there, or unset it")
+    if address != "local":
+        log.warning("the Ray cluster started at %s no longer answers: starting one for this process", address)
+    here = max(needed, os.cpu_count() or 1)
+    ray.init("local", num_cpus=here, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+    return True
+
+
+def _started_here() -> str | None:
+    """The address that `ray start` has left on this host. Ray's "auto" would join other programs' own clusters, too."""
+    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster")
+    return note.read_text().strip() or None if note.exists() else None
+
+
+def answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER).close()
+    except (OSError, ValueError):
+        return False
+    return True
