@@ -32,7 +32,7 @@ class Slo:
     - decodes run, but for those that would not be late if they missed a step: these lend their rows to the prompts;
     - prompts with slack left and lending decodes follow, the earliest deadline first. Prompts without a target or
       without slack come after them in order of arrival, but `share` of the rows beside the decodes is theirs in any
-      case. The oldest of them so moves on with every step, and nobody starves;
+      case: the oldest of them moves on whenever any prompt does, and nobody starves;
     - a step has at most `budget` rows (or the decodes alone), and fewer where a decode would otherwise be late; but
       prompts may always lengthen it by half, and for a decode far behind its target nobody waits.
 
