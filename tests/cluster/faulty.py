@@ -33,6 +33,11 @@ class Faulty:
         self.lines.append(Unreliable(self, self.crew.hire(name, spec)))
         return self.lines[-1]
 
+    @property
+    def late(self) -> list[Message]:
+        """What has not arrived yet."""
+        return [message for line in self.lines for _, message in [*line.late_commands, *line.late_events]]
+
     def wait(self, lines: Sequence[Line], seconds: float) -> None:
         self.round += 1
         for line in self.lines:

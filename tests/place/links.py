@@ -68,8 +68,9 @@ def shelf(placed: Router) -> Shelf:
     return placed.crew.depot
 
 
-def lossless(crew: Crew) -> bool:
-    return not (isinstance(crew, Faulty) and crew.lost)
+def unheard(crew: Crew, name: str) -> bool:
+    """Whether something said of a request was lost, or is late."""
+    return isinstance(crew, Faulty) and any(message.get("id") == name for message in [*crew.lost, *crew.late])
 
 
 # ---- what must hold
@@ -132,7 +133,7 @@ def check_desks(placed: Router) -> None:
 
 
 def check_place(placed: Router, name: str) -> None:
-    """A request is computed in one place at most; in one at least it is held, if no message was lost."""
+    """A request is computed in one place at most; in one at least it is held, if all was heard of it."""
     trip = placed._trips[name]
     jobs = [worker for worker in workers(placed) if name in worker._jobs]
     arrives = [worker for worker in workers(placed) if name in worker._arrivals]
@@ -144,7 +145,7 @@ def check_place(placed: Router, name: str) -> None:
         assert not jobs and not arrives
     elif jobs and trip.move is None:
         assert jobs == [trip.desk.line.worker]
-    elif lossless(placed.crew):
+    elif not unheard(placed.crew, name):
         assert jobs or arrives or offers or orphan, f"{name} is nowhere"
 
 

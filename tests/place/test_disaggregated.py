@@ -386,7 +386,7 @@ def test_random_load_over_a_bad_link_to_mortal_workers(
 ) -> None:
     clock = Clock()
     placed = disaggregated(
-        {"schedule": "sarathi:budget=20"}, fate=lambda i: fates[i % len(fates)], clock=clock,
+        {"schedule": "sarathi:budget=20"}, fate=lambda i: fates[i % len(fates)] if i % 9 else 0, clock=clock,
         knobs=f":prefill={prefills},share={prefills / (prefills + 1)},deadline=10",
         kv_bytes=slabs * SLAB * (prefills + 1), max_running=max_running,
     )  # fmt: skip
