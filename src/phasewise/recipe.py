@@ -93,11 +93,16 @@ class Builder:
     ) -> None:
         self.model, self.methods, self.limits, self.clock, self.source = model, methods, limits, clock, source
         self._load = load
+        self._hires = False  # whether the placement has asked for workers
         self._loaded: dict[str, Model] = {}  # companions' models, shared by all engines of a placement
 
     def build(self) -> Placed:
         """The placement, ready for requests."""
         placed: Placed = self.methods["place"].build(self)
+        if self.limits.cluster != Limits.cluster and not self._hires:
+            raise UserError(
+                f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. Add --place disaggregated"
+            )
         return placed
 
     def load(self, name: str) -> Model:
@@ -148,6 +153,7 @@ class Builder:
 
     def crew(self) -> Crew:
         """Who hires the workers of a placement. Raises UserError for a `cluster` that is unknown or not installed."""
+        self._hires = True
         name, knobs = catalog.split(self.limits.cluster, "cluster")
         if name not in CLUSTERS:
             raise UserError(f"unknown cluster {name!r}. {near(name, CLUSTERS)}")

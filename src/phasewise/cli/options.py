@@ -57,6 +57,13 @@ class EngineOptions:
     ] = None
     max_running: Annotated[int, typer.Option(min=1, help="Requests that may share a step.")] = 64
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt afresh.")] = False
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="inline|processes|ray[:KNOB=VALUE,...]",
+            help="Where a placement's workers run: in this thread, in processes of this machine, or on Ray's hosts.",
+        ),
+    ] = "inline"
     place: Annotated[str | None, _method("place")] = None
     schedule: Annotated[str | None, _method("schedule")] = None
     decode: Annotated[str | None, _method("decode")] = None
@@ -77,7 +84,7 @@ class EngineOptions:
         from phasewise.recipe import Limits
 
         budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
-        return Limits(budget, self.max_running, not self.no_prefix_cache)
+        return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster)
 
     def check(self) -> None:
         """Raise UserError for a mistake that can be seen without loading anything."""

@@ -30,7 +30,7 @@ def serve(
       phasewise serve --model path/to/model --port 8011 --dtype bfloat16 --kv-bytes 2G
       phasewise serve --draft prompt_lookup:k=6 --evict snapkv:keep=0.25 --schedule sarathi:budget=256
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
-      phasewise serve --place disaggregated
+      phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
     """
     engine.check()
     from phasewise.serve.app import run

@@ -30,9 +30,9 @@ def run(
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, then return.
 
-    `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once.
-    Port 0 picks a free one. `name` is what clients call the model (None: what it was loaded as), `slo` the targets of
-    requests that name none. Prints the URL and a request to try when ready. On a signal nothing new is accepted, and
+    `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once,
+    and what it loaded is closed at the end. Port 0 picks a free one. `name` is what clients call the model (None: what
+    it was loaded as), `slo` the targets of requests that name none. Prints the URL and a request to try when ready. On a signal nothing new is accepted, and
     running requests have `server.PATIENCE` seconds before they are cancelled; a second signal cancels them at once.
     Raises UserError if the server cannot start.
 
@@ -51,7 +51,11 @@ def run(
         def ready() -> None:
             print(banner(loaded, name or loaded.name, url, time.monotonic() - began), flush=True)
 
-        serve(app, sock, ready)
+        try:
+            serve(app, sock, ready)
+        finally:
+            if loaded is not llm:
+                loaded.close()
 
 
 def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SLO | None = None) -> FastAPI:
