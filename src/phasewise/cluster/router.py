@@ -312,15 +312,15 @@ class Router:
 
     def _hear_owned(self, trip: Trip, desk: Desk, event: Message) -> None:
         if trip.move is not None and trip.move.target is desk:
-            self._own_it(trip, desk)
+            self._own_it(trip, desk, event.get("seconds", 0.0))
 
-    def _own_it(self, trip: Trip, desk: Desk) -> None:
-        """The target has the request: the depot may forget it."""
+    def _own_it(self, trip: Trip, desk: Desk, seconds: float = 0.0) -> None:
+        """The target has the request, whose KV took `seconds` to get there: the depot may forget it."""
         assert trip.move is not None and trip.move.offer is not None
         source, parcels = trip.desk, trip.move.parcels
         trip.move.end(State.OWNED)
         if source in self.desks:
-            source.tell({"do": "release", "id": trip.caller.id, "attempt": trip.attempt})
+            source.tell({"do": "release", "id": trip.caller.id, "attempt": trip.attempt, "seconds": seconds})
         else:
             for parcel in parcels:
                 self.crew.depot.drop(parcel)

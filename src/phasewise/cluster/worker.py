@@ -4,7 +4,7 @@
              take     {id, attempt, packed, parcel}     go on with a request whose KV is in the depot
              expect   {id, attempt, tokens}             set room aside for a request whose KV will come in pieces
              piece    {id, attempt, piece, blocks, parcel, packed?}  some of its rows; the last one brings the rest too
-             release  {id, attempt, pieces?}            its KV (or these pieces) was taken over, or is no longer wanted
+             release  {id, attempt, pieces?, seconds?}  its KV (or these pieces) was taken over, or is no longer wanted
              keep     {id, attempt}                     nobody expects it any more
              renew    {ids}                             keep these parcels for another lease, and say how you are
              cancel   {id, attempt}                     drop a request
@@ -17,7 +17,7 @@
              landed   {id, attempt, pieces}             these have been copied
              full     {id, attempt}                     there is no room for what was to be expected
              expired  {id, attempt}                     nobody took it, or sent anything, within the lease
-             owned | refused {id, attempt, why}         the answer to take, and to the last piece
+             owned | refused {id, attempt, seconds | why}  the answer to take, and to the last piece
              state    {...numbers, heard}               after each command and turn that changed something
 
 Commands are numbered (`n`), so that a lost one is not taken for heard. A request is known by its id and the number of
@@ -38,10 +38,9 @@ from torch import Tensor
 from phasewise.cluster.depot import Depot, Parcel
 from phasewise.cluster.lend import Lender
 from phasewise.cluster.push import Inbox, Outbox
-from phasewise.kv.handoff import Header, landing, layout, pack, unpack
+from phasewise.kv.handoff import landing, layout, pack, unpack
 from phasewise.kv.layer_kv import ROUND
 from phasewise.kv.pieces import cut
-from phasewise.kv.store import KV
 from phasewise.request import Left, Request
 
 if TYPE_CHECKING:
@@ -154,6 +153,9 @@ class Worker:
 
     def _release(self, command: Message) -> None:
         if "pieces" not in command:
+            offer, wire = self._offers.get(command["id"]), self.engine.store.wire
+            if offer is not None and wire is not None and offer.attempt == command["attempt"]:
+                wire.delivered(offer.n_bytes, command["seconds"])
             self._give_up(command["id"], command["attempt"])
         self._outbox.release(command["id"], command["attempt"], command.get("pieces"))
 
@@ -333,12 +335,12 @@ class Worker:
             del self._arrivals[name]
             answer = {"id": name, "attempt": command["attempt"]}
             try:
-                self._go_on(command)
+                seconds = self._go_on(command)
             except Exception as error:
                 self._post({"event": "refused", **answer, "why": f"{type(error).__name__}: {error}"})
             else:
                 self.engine.counters.handoffs += 1
-                self._post({"event": "owned", **answer})
+                self._post({"event": "owned", **answer, "seconds": seconds})
 
     def _has_room(self, n_bytes: int) -> bool:
         """Requests that wait for memory go first, and those that run may grow a bit. What is lent needs no room."""
@@ -349,16 +351,18 @@ class Worker:
             return False
         return engine.store.room(n_bytes + len(engine.running) * ROUND * engine.store.row_bytes)
 
-    def _go_on(self, command: Message) -> None:
-        packed = command["packed"]
-        request = Request.from_header(packed["request"])
-        request.kv, request.state = self._unpack(packed, command["parcel"])
-        self._resume(request, command["attempt"])
-
-    def _unpack(self, packed: Header, parcel: Parcel) -> tuple[KV, dict[str, Any]]:
+    def _go_on(self, command: Message) -> float:
+        """-> seconds that the depot took to bring the rows here"""
+        packed, clock = command["packed"], self.engine.parts.clock
+        request, began, seconds = Request.from_header(packed["request"]), clock(), 0.0
         if self._lender is not None:
-            return self._lender.take(packed, parcel)
-        return unpack(packed, self.depot.get(parcel), self.engine.store, self._layout)
+            request.kv, request.state = self._lender.take(packed, command["parcel"])
+        else:
+            tensors = self.depot.get(command["parcel"])
+            seconds = clock() - began
+            request.kv, request.state = unpack(packed, tensors, self.engine.store, self._layout)
+        self._resume(request, command["attempt"])
+        return seconds
 
     def _resume(self, request: Request, attempt: int) -> None:
         try:
