@@ -30,8 +30,7 @@ def running(**verbs: str) -> tuple[tiny.Placed, Request]:
 
 def sent(request: Request, name: str) -> tuple[dict, list[torch.Tensor]]:
     header, tensors = pack(request, name, ticket=7)
-    assert json.loads(json.dumps(header)) == header, "not plain data"
-    return header, tensors
+    return json.loads(json.dumps(header)), tensors
 
 
 def another_store(engine: tiny.Placed) -> Store:
