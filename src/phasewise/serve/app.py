@@ -32,8 +32,8 @@ def run(
 
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once,
     and what it loaded is closed at the end. Port 0 picks a free one. `name` is what clients call the model (None: what
-    it was loaded as), `slo` the targets of requests that name none. Prints the URL and a request to try when ready. On a
-    signal nothing new is accepted, and running requests have `server.PATIENCE` seconds before they are cancelled; a
+    it was loaded as), `slo` the targets of requests that name none. Prints the URL and a request to try when ready. On
+    a signal nothing new is accepted, and running requests have `server.PATIENCE` seconds before they are cancelled; a
     second signal cancels them at once. Raises UserError if the server cannot start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
