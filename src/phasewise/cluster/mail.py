@@ -37,7 +37,7 @@ class Mail:
         self._next = 0  # the number to go on with
         self._early: dict[int, Message] = {}
         self._held: dict[str, deque[Message]] = {}  # by request; the first of each waits for its parcel
-        self._missed = (0, 0.0)  # the number to go on with when last asked, and since when
+        self._missed: tuple[int, float] | None = None  # the number that was missing when last asked, and since when
         self._news = threading.Condition()
         threading.Thread(target=self._fetch, name="fetcher", daemon=True).start()
 
@@ -52,9 +52,11 @@ class Mail:
     def lost(self, told: int, now: float) -> bool:
         """Whether one of the first `told` commands has been missing for too long (seconds of the caller's clock)."""
         with self._news:
-            if self._next >= told or self._next != self._missed[0]:
+            if self._next >= told:
+                self._missed = None
+            elif self._missed is None or self._missed[0] != self._next:
                 self._missed = self._next, now
-            return now - self._missed[1] > LATE
+            return self._missed is not None and now - self._missed[1] > LATE
 
     def _sort(self, command: Message) -> None:
         name, here = command.get("id"), self._here(command)

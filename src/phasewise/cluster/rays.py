@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -77,7 +77,7 @@ class Call:
             heard: list[Message] = ray.get(self.poll)
         except RayError as error:  # an exception of the worker itself is one, too
             if self.alive:
-                log.error("worker %s: %s", self.name, str(error).strip())
+                log.error("worker %s: %s", self.name, _reason(error))
             self.alive, self.poll = False, None
             return []
         self._spoke = True
@@ -199,6 +199,13 @@ def _dismiss(calls: list[Call], seats: Seats, connected: bool) -> None:
 
 def cpus(spec: Spec) -> int:
     return spec.threads or 1
+
+
+def _reason(error: RayError) -> str:
+    """What the worker itself has raised, or the first of many lines that Ray says of its death."""
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    return str(error).strip().partition("\n")[0]
 
 
 # ---- the cluster
