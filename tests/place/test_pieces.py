@@ -59,6 +59,7 @@ def test_runs_of_layers_share_a_block() -> None:
 counts = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(counts)
 def test_blocks_hold_exactly_what_is_ready_and_not_sent(pairs: list[tuple[int, int]]) -> None:
     sent, more = zip(*pairs)
