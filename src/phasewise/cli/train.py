@@ -21,7 +21,7 @@ def train() -> None:
 def pocket(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
     size: Annotated[str, typer.Option(help="target, or draft: the small one that drafts for it.")] = "target",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: as shipped.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: 20M, the draft 3M.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
 ) -> None:

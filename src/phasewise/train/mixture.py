@@ -16,7 +16,7 @@ from phasewise.train.tasks import Turn, turns
 from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, special_id
 
 LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
-SHORT_TASKS = {"reverse": 1.5, "sort": 2.0, "arithmetic": 5.0, "json": 1.0, "edit": 3.0, "list": 2.0, "recall": 1.5,
+SHORT_TASKS = {"reverse": 2.0, "sort": 3.0, "arithmetic": 4.0, "json": 1.0, "edit": 4.0, "list": 2.0, "recall": 1.5,
                "talk": 0.5}  # fmt: skip
 NO_LOSS = -1
 STRETCHED = 2048
@@ -43,7 +43,8 @@ CURRICULUM = (
     Stage(0.25, 512, 4096, code=0.30, long=0.20, copies=0.2, stride=2),
     Stage(0.50, 512, 4096, code=0.30, long=0.20, copies=0.15, stride=2, embedding=0.35),
     Stage(0.85, 1024, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
-    Stage(1.00, 2048, 8192, code=0.30, long=0.30, copies=0.10, embedding=0.35),
+    Stage(0.92, 2048, 8192, code=0.30, long=0.30, copies=0.10, embedding=0.35),
+    Stage(1.00, 768, 6144, code=0.22, long=0.16, copies=0.30, embedding=0.35),
 )
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned

@@ -32,7 +32,7 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-LENGTHS = {"target": 6_000_000, "draft": 3_000_000}
+LENGTHS = {"target": 20_000_000, "draft": 3_000_000}
 """Default run lengths, tokens."""
 
 
@@ -88,7 +88,7 @@ def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
 def main(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
     size: Annotated[str, typer.Option(help="target or draft.")] = "target",
-    tokens: Annotated[int | None, typer.Option(help="Length of the run, tokens; 6M or 3M by size.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Length of the run, tokens; 20M or 3M by size.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint.")] = False,
 ) -> None:

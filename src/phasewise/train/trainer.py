@@ -38,7 +38,7 @@ class Recipe:
     norm_rate: float = 4e-3
     warmup_steps: int = 30
     # (progress, learning-rate factor) with straight lines between
-    decay: tuple[tuple[float, float], ...] = ((0.3, 1.0), (1.0, 0.01))
+    decay: tuple[tuple[float, float], ...] = ((0.3, 1.0), (0.92, 0.3), (1.0, 0.01))
     checkpoint_seconds: float = 150.0
 
     def steps(self) -> Iterator[tuple[Stage, float]]:
