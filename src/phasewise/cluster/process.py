@@ -159,7 +159,11 @@ class Processes:
         if self._nursery is not None:
             process, line = self._nursery
             line.close()
-            process.wait(GRACE)
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             self._nursery = None
         self._final()
 
