@@ -17,6 +17,7 @@ from torch import Tensor
 from phasewise.cluster.depot import Depot, Parcel
 from phasewise.cluster.pool import Pool
 from phasewise.kv.handoff import Header, pack_lent, unpack
+from phasewise.kv.layer_kv import ROUND, rounded
 from phasewise.kv.pool import Account
 from phasewise.kv.store import KV
 
@@ -72,10 +73,11 @@ class Lender:
     def _headroom(self) -> int:
         if self.account.yields:
             return 0
-        engine, need = self.engine, self.engine.room.need
+        engine = self.engine
+        unit = engine.room.need(ROUND)
         each = [(request.kv, max(1, request.rows)) for request in engine.running]
-        grow = sum(max(need(rows), kv.growth(rows)) for kv, rows in each if kv is not None)
-        return grow + sum(need(request.known + 1) for request in engine.waiting[:1])
+        grow = sum(max(rounded(rows) // ROUND * unit, kv.growth(rows)) for kv, rows in each if kv is not None)
+        return grow + sum(engine.room.need(request.known + 1) for request in engine.waiting[:1])
 
     def spare(self, n_bytes: int) -> None:
         """Give up unused prefixes for somebody else."""

@@ -6,12 +6,12 @@ name, however far it had come, and a KV is handed on without a copy: the same pa
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -127,13 +127,17 @@ class Lock:
     """Held by one process at a time; a process that dies lets go of it."""
 
     def __init__(self, path: Path) -> None:
+        import fcntl  # not everywhere, and not needed within one process
+
         self._file = open(path, "rb")  # noqa: SIM115 - as long as the lock lives
+        self._take = partial(fcntl.flock, self._file, fcntl.LOCK_EX)
+        self._let_go = partial(fcntl.flock, self._file, fcntl.LOCK_UN)
 
     def __enter__(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._take()
 
     def __exit__(self, *error: object) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._let_go()
 
 
 @dataclass(frozen=True)
