@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 SPACE = "phasewise"  # Ray's namespace
 ROOM = 30.0  # seconds until the cluster must have room for the first workers
 ANSWER = 3.0  # seconds for a cluster's address to answer
+ALIVE: Message = {"event": "alive"}
 THREADS = 4  # of an actor: one hears, the others take commands
-QUIET = {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to other workers
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,30 @@ class Seating:
 class Call:
     """The line to an actor: every command is a call, and one call that asks for events is always under way."""
 
-    def __init__(self, name: str, actor: Any, seats: Seats) -> None:
-        self.name, self.actor, self.alive = name, actor, True
-        self.poll = actor.hear.remote(0)
-        self._seats = seats
-        self._told = 0
-        self._spoke, self._asked = False, time.monotonic()
+    def __init__(self, name: str, make: Callable[[], Any], seats: Seats) -> None:
+        self.name, self.alive = name, True
+        self._make, self._seats = make, seats
+        self._spoken = False
+        self._unheard: list[Message] = []  # what it was told before its first word
+        self._start()
+
+    def _start(self) -> None:
+        self.actor = self._make()
+        self.poll = self.actor.hear.remote(0)
+        self._told, self._asked = 0, time.monotonic()
+        for command in self._unheard:
+            self._send(command)
+
+    def _send(self, command: Message) -> None:
+        self.actor.tell.remote(self._told, command)
+        self._told += 1
 
     def tell(self, command: Message) -> None:
-        if self.alive:
-            self.actor.tell.remote(self._told, command)
-            self._told += 1
+        if not self.alive:
+            return
+        if not self._spoken:
+            self._unheard.append(command)
+        self._send(command)
 
     def hear(self) -> list[Message]:
         if self.poll is None:
@@ -76,21 +89,30 @@ class Call:
         try:
             heard: list[Message] = ray.get(self.poll)
         except RayError as error:  # an exception of the worker itself is one, too
-            if self.alive:
-                log.error("worker %s: %s", self.name, _reason(error))
-            self.alive, self.poll = False, None
-            return []
-        self._spoke = True
+            return self._fail(error)
+        self._spoken = True
+        self._unheard.clear()
         self.poll = self.actor.hear.remote(self._told)
-        return heard or [{"event": "alive"}]
+        return heard or [ALIVE]
+
+    def _fail(self, error: RayError) -> list[Message]:
+        """A worker is dead, unless it only was to start on a host that is."""
+        if self.alive and not self._spoken and not self._seats.placed:
+            log.warning("worker %s starts again: %s", self.name, _reason(error))
+            self._start()
+            return [ALIVE]
+        if self.alive:
+            log.error("worker %s: %s", self.name, _reason(error))
+        self.alive, self.poll = False, None
+        return []
 
     def _excuse(self) -> list[Message]:
         """A worker that waits for a host cannot speak, and is not dead."""
         now = time.monotonic()
-        if self._spoke or now - self._asked < PULSE:
+        if self._spoken or now - self._asked < PULSE:
             return []
         self._asked = now
-        return [] if self._seats.placed else [{"event": "alive"}]
+        return [] if self._seats.placed else [ALIVE]
 
     def kill(self) -> None:
         self.alive = False
@@ -165,9 +187,9 @@ class Rays:
         assert self._seats is not None
         own = self._fitted(spec)
         bundle, options = self._seats.options(own)
-        options |= {"num_cpus": cpus(own), "max_concurrency": THREADS, "runtime_env": {"env_vars": QUIET}}
+        options |= {"num_cpus": cpus(own), "max_concurrency": THREADS}
         kind = ray.remote(Actor).options(**options)  # never restarted, no call made twice: the router sees to that
-        call = Call(name, kind.remote(self.source.plain(), asdict(own)), self._seats)
+        call = Call(name, lambda: kind.remote(self.source.plain(), asdict(own)), self._seats)
         self._seats.take(bundle, call)
         self._calls[:] = [known for known in self._calls if known.alive] + [call]
         return call
