@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -24,8 +25,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from multiprocessing import connection
-from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, cast
 
@@ -34,6 +33,7 @@ from phasewise.cluster.lend import Lending
 from phasewise.cluster.line import Line, Message, Spec
 from phasewise.cluster.pool import Pool
 from phasewise.cluster.source import Source
+from phasewise.cluster.wire import Post, Wire
 from phasewise.cluster.worker import Worker
 from phasewise.errors import UserError
 
@@ -48,130 +48,120 @@ STUCK = 0.002  # seconds between turns of a worker that waits for memory held el
 GRACE = 2.0  # seconds that dismissed workers have to go by themselves
 
 
-class Wire:
-    """The line to a worker process. A thread writes, so that a worker that does not read never holds up the router."""
+class Nursery:
+    """A process that has loaded the model, or is about to, and forks workers."""
 
-    def __init__(self, name: str, pid: int, conn: Connection) -> None:
-        self.name, self.pid, self.conn = name, pid, conn
-        self.alive = True
-        self._process = os.pidfd_open(pid)
-        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=self._write, name=f"to {name}", daemon=True).start()
+    def __init__(self, source: Source, run: str) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.setblocking(False)
+        self._loaded = False
+        with theirs:
+            arguments = [json.dumps(source.plain()), run, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "phasewise.cluster.process", *arguments],
+                pass_fds=[theirs.fileno()], env=os.environ | QUIET, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
 
-    def _write(self) -> None:
-        while (message := self._queue.get()) is not None:
-            try:
-                self.conn.send_bytes(message)
-            except OSError:
-                return  # the reading side will notice
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
-    def tell(self, command: Message) -> None:
-        self._queue.put(json.dumps(command).encode())
+    @property
+    def busy(self) -> bool:
+        """Whether it is loading."""
+        if not self._loaded:
+            with contextlib.suppress(OSError):
+                self._loaded = bool(self._line.recv(16))
+        return not self._loaded and self.alive
 
-    def hear(self) -> list[Message]:
-        heard: list[Message] = []
-        try:
-            while self.alive and self.conn.poll(0):
-                heard.append(json.loads(self.conn.recv_bytes()))
-        except (EOFError, OSError):
-            self.alive = False
-            self._queue.put(None)
-        return heard
+    def fork(self, name: str, spec: Spec, sock: socket.socket) -> None:
+        """Order a worker at the other end of `sock`. Raises OSError if nobody takes the order."""
+        text = json.dumps({"name": name, "spec": asdict(spec)}).encode()
+        socket.send_fds(self._line, [text], [sock.fileno()])
+
+    def hang_up(self) -> None:
+        """It ends by itself."""
+        self._line.close()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        connection.wait([self._process], GRACE)
+        self._process.kill()
+        self._process.wait()
+        self._line.close()
 
-    def close(self) -> None:
-        """Hang up: the worker ends by itself, or is made to."""
-        self._queue.put(None)
-        with contextlib.suppress(OSError):  # unblocks a writer too
-            socket.socket(fileno=os.dup(self.conn.fileno())).shutdown(socket.SHUT_RDWR)
-        if not connection.wait([self._process], GRACE):
-            self.kill()
-        os.close(self._process)
-        self.conn.close()
+    def close(self, seconds: float) -> None:
+        """See to it that the process is gone; after `seconds` with force."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.kill()
 
 
 class Processes:
-    """A crew of processes on this machine."""
+    """A crew of processes on this machine. Raises UserError where there is no such thing."""
 
     def __init__(self, source: Source) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise UserError("cluster processes needs Linux: use --cluster inline here")
         self.source = source
         self.run = f"{PREFIX}.{os.getpid()}.{secrets.token_hex(4)}"
         self.depot: Depot = Segments(self.run, "router")
         self._pool: Pool | None = None
         self._wires: list[Wire] = []
-        self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._closed = False
+        self._nurseries: list[Nursery] = []
         sweep_dead()
-        self._final = weakref.finalize(self, _dismiss, self.run, self._wires)
+        self._final = weakref.finalize(self, _dismiss, os.getpid(), self.run, self._wires, self._nurseries)
 
     def reserve(self, specs: Sequence[Spec]) -> None:
         pass  # there is this machine only
 
     def hire(self, name: str, spec: Spec) -> Wire:
+        """Returns at once: the worker speaks when it is there, or the line breaks."""
         if spec.pooled and self._pool is None:
             if self.source.device != "cpu":
                 raise UserError(f"workers cannot share a pool on {self.source.device}: only on the CPU")
             self._pool = Pool.create(self.run, self.source.limits.budget)
             self.depot = Lending(self.depot, self._pool)
-        for again in (False, True):
-            ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        with theirs:
             try:
-                _, line = self._warm()
-                text = json.dumps({"name": name, "spec": asdict(spec)}).encode()
-                socket.send_fds(line, [text], [theirs.fileno()])
-                pid = json.loads(line.recv(64) or b"null")
-                if pid is None:
-                    raise ConnectionError("the nursery is gone")
-            except OSError as error:
-                ours.close()
-                self._nursery = None
-                if again:
-                    raise RuntimeError(f"worker {name} could not be started: {error}; see the log") from error
-                continue
-            finally:
-                theirs.close()
-            wire = Wire(name, pid, Connection(ours.detach()))
-            self._wires.append(wire)
-            return wire
-        raise AssertionError
+                self._nursery().fork(name, spec, theirs)
+            except OSError:  # it died, or does not read
+                self._nurseries[-1].kill()
+                with contextlib.suppress(OSError):
+                    self._nursery().fork(name, spec, theirs)
+        self._wires[:] = [wire for wire in self._wires if wire.open]
+        self._wires.append(Wire(name, ours, self._nurseries[-1]))
+        return self._wires[-1]
 
-    def _warm(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The nursery, started now if there is none alive."""
-        if self._nursery is None or self._nursery[0].poll() is not None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                arguments = [json.dumps(self.source.plain()), self.run, str(theirs.fileno())]
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "phasewise.cluster.process", *arguments],
-                    pass_fds=[theirs.fileno()], env=os.environ | QUIET, stdin=subprocess.DEVNULL,
-                )  # fmt: skip
-            self._nursery = process, ours
-        return self._nursery
+    def _nursery(self) -> Nursery:
+        """The one that is alive, or a new one."""
+        if not self._nurseries or not self._nurseries[-1].alive:
+            self._nurseries[:] = [Nursery(self.source, self.run)]
+        return self._nurseries[-1]
 
     def wait(self, lines: Sequence[Line], seconds: float) -> None:
-        connection.wait([line.conn for line in lines if isinstance(line, Wire) and line.alive], seconds)
+        wires = {wire.sock.fileno(): wire for wire in lines if isinstance(wire, Wire) and wire.open}
+        poll = select.poll()
+        for file, wire in wires.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if wire.pending else 0))
+        for file, _ in poll.poll(seconds * 1000):
+            wires[file].flush()
 
     def close(self) -> None:
-        if self._nursery is not None:
-            process, line = self._nursery
-            line.close()
-            try:
-                process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            self._nursery = None
         self._final()
 
 
-def _dismiss(run: str, wires: list[Wire]) -> None:
-    for wire in wires:
-        wire.close()
+def _dismiss(owner: int, run: str, wires: list[Wire], nurseries: list[Nursery]) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the router's process ends
+    leavers: list[Nursery | Wire] = [*nurseries, *wires]
+    for leaver in leavers:
+        leaver.hang_up()
+    until = time.monotonic() + GRACE
+    for leaver in reversed(leavers):
+        leaver.close(max(0.0, until - time.monotonic()))
     wires.clear()
+    nurseries.clear()
     sweep(run)
 
 
@@ -189,66 +179,65 @@ def nursery(plain: str, run: str, fileno: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the router says when to end
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # the router says when to end; nobody waits for us
+        signal.signal(ignored, signal.SIG_IGN)
     line = socket.socket(fileno=fileno)
     builder = Source.of(json.loads(plain)).build()
     builder.engine(("prefill", "decode"), 1.0)  # loads what the methods load, for all to share
-    while True:
-        text, files, _, _ = socket.recv_fds(line, 1 << 16, 1)
-        if not text:
-            return
-        order = json.loads(text)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
+    with contextlib.suppress(ConnectionError):
+        line.send(b"loaded")
+        while True:
+            text, files, _, _ = socket.recv_fds(line, 1 << 16, 1)
+            if not text:
+                break
+            if os.fork() == 0:
                 line.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                work(builder, order["name"], Spec.of(order["spec"]), Connection(files[0]), run)
-                code = 0
-            except BaseException:
-                log.exception("worker %s failed", order["name"])
-            finally:
-                os._exit(code)
-        os.close(files[0])
-        line.send(json.dumps(pid).encode())
+                born(builder, json.loads(text), socket.socket(fileno=files[0]), run)
+            os.close(files[0])
+    sweep(run)  # the router may have died
 
 
 # ---- in a worker
-def work(builder: Builder, name: str, spec: Spec, conn: Connection, run: str) -> None:
+def born(builder: Builder, order: Message, sock: socket.socket, run: str) -> None:
+    """Be a worker to the end. Does not return."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    code = 1
+    try:
+        work(builder, order["name"], Spec.of(order["spec"]), sock, run)
+        code = 0
+    except BaseException:
+        log.exception("worker %s failed", order["name"])
+    finally:
+        os._exit(code)
+
+
+def work(builder: Builder, name: str, spec: Spec, sock: socket.socket, run: str) -> None:
     """Obey and take turns until the router hangs up. Another thread says now and then that the process is alive."""
     commands: SimpleQueue[Message | None] = SimpleQueue()
-    speaking = threading.Lock()
-
-    def post(event: Message) -> None:
-        with speaking:
-            conn.send_bytes(json.dumps(event).encode())
+    line, segments = Post(sock), Segments(run, name)
 
     def listen() -> None:
-        try:
-            while True:
-                commands.put(json.loads(conn.recv_bytes()))
-        except (EOFError, OSError):
-            commands.put(None)
+        for command in line.commands():
+            commands.put(command)
+        segments.clear(name, [])  # the router is gone, and with it whoever could use what we have put down
+        os._exit(0)
 
     def pulse() -> None:
-        while True:
-            time.sleep(PULSE)
-            try:
-                post({"event": "alive"})
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(PULSE)
+                line.post({"event": "alive"})
 
-    settle(spec)
-    account, depot = None, cast(Depot, Segments(run, name))
-    if spec.pooled:
-        pool = Pool.join(run, name)
-        account, depot = pool.account(name, spec.yields), Lending(depot, pool)
-    worker = Worker(builder.engine(spec.phases, spec.share, account), depot, post, settle=run_on)
-    for target in (listen, pulse):
-        threading.Thread(target=target, daemon=True).start()
     with contextlib.suppress(BrokenPipeError):  # the router has hung up
+        line.introduce()
+        settle(spec)
+        account, depot = None, cast(Depot, segments)
+        if spec.pooled:
+            pool = Pool.join(run, name)
+            account, depot = pool.account(name, spec.yields), Lending(depot, pool)
+        worker = Worker(builder.engine(spec.phases, spec.share, account), depot, line.post, settle=run_on)
+        for target in (listen, pulse):
+            threading.Thread(target=target, daemon=True).start()
         serve(worker, commands)
 
 
