@@ -214,7 +214,7 @@ def test_killed_in_any_state(shared: Router, moment: Callable[..., Iterator[None
 def test_killed_again_and_again(shared: Router) -> None:
     before, requests = shared.counters, start(shared, 40)
     for i in range(6):
-        until(shared, lambda goal=10 * i: sum(request.n_out for request in requests) > goal)
+        until(shared, lambda goal=10 * i: sum(r.n_out for r in requests) > goal and shared.staff.ready)
         os.kill(shared.desks[i % 2].line.pid, signal.SIGKILL)
     finish(shared, requests)
     assert tiny.outs(requests) == wanted(40)
