@@ -120,7 +120,7 @@ class Segments:
 
 def _view(memory: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
     n_bytes = math.prod(shape) * dtype.itemsize
-    return memory[offset : offset + n_bytes].view(dtype).view(*shape)
+    return memory[offset : offset + n_bytes].view(dtype).view(list(shape))
 
 
 def folder() -> Path:
