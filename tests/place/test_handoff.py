@@ -88,6 +88,7 @@ def test_plain_drawers_travel_and_others_stay_behind() -> None:
     assert list(state) == ["plain", "number"] and state["number"] == 4
     assert state["plain"]["a"] == plain["a"] and state["plain"]["empty"] == {}
     assert isinstance(state["plain"][3], tuple) and torch.equal(state["plain"][3][0], tensor)
+    assert state["plain"][3][0].data_ptr() != tensor.data_ptr(), "the memory that brought it could not be freed"
     assert len(tensors) == sum(len(piece["planes"]) for piece in request.kv.dump()) + 2
 
 

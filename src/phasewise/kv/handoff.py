@@ -11,7 +11,7 @@ Left out: splitting heads between devices.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,8 @@ def fits(header: Header, store: Store, layout: str) -> None:
 
 
 def drawers(header: Header, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """What methods keep for a packed request."""
-    return {name: _decode(drawer, tensors) for name, drawer in header["state"].items()}
+    """What methods keep for a packed request: copies, so that the memory that brought them can be freed."""
+    return {name: _decode(drawer, tensors, Tensor.clone) for name, drawer in header["state"].items()}
 
 
 def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str) -> tuple[KV, dict[str, Any]]:
@@ -175,13 +175,13 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
     raise Misfit(f"{type(value).__name__} is not plain data")
 
 
-def _decode(value: Any, tensors: Sequence[Tensor]) -> Any:
+def _decode(value: Any, tensors: Sequence[Tensor], take: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
-        return tensors[content]
+        return take(tensors[content])
     if kind == "dict":
-        return {_decode(k, tensors): _decode(v, tensors) for k, v in content}
-    items = [_decode(item, tensors) for item in content]
+        return {_decode(k, tensors, take): _decode(v, tensors, take) for k, v in content}
+    items = [_decode(item, tensors, take) for item in content]
     return tuple(items) if kind == "tuple" else items
