@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phasewise.cluster.depot import Depot, Parcel
 from phasewise.kv.handoff import Header, drawers, fits, unpack
+from phasewise.kv.layer_kv import ROUND
 from phasewise.kv.pieces import Block, Landing, Sent, cut, size
 from phasewise.request import Request
 
@@ -96,6 +97,12 @@ class Outbox:
             self.engine.counters.push_fallbacks += 1
         return sending.sent.count, blocks
 
+    def keep(self, name: str, attempt: int) -> None:
+        """Nobody waits for the request's KV any more."""
+        if name in self._sending and self._sending[name].attempt == attempt:
+            self.engine.counters.push_fallbacks += 1
+            self.release(name, attempt)
+
     def release(self, name: str, attempt: int, numbers: list[int] | None = None) -> None:
         """These pieces, or the whole request, are out of our hands; nothing happens if they were before."""
         sending = self._sending.get(name)
@@ -153,6 +160,14 @@ class Inbox:
     def bytes(self) -> int:
         return sum(coming.landing.bytes for coming in self._coming.values())
 
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens has room besides those that wait, and those that run and may grow."""
+        engine, store = self.engine, self.engine.store
+        if len(engine.running) + len(engine.waiting) + len(self) >= engine.parts.max_running:
+            return False
+        waiting = sum(engine.room.need(request.known + 1) for request in engine.waiting)
+        return store.room(store.cost(tokens) + waiting + len(engine.running) * ROUND * store.row_bytes)
+
     def expect(self, command: Message, until: float) -> None:
         """Take room for a request of so many tokens; there must be enough."""
         landing = Landing(self.engine.store, command["tokens"])
@@ -167,7 +182,7 @@ class Inbox:
             return  # called off, or said twice
         answer = {"id": name, "attempt": coming.attempt}
         try:
-            self._lay(coming, command)
+            seconds = self._lay(coming, command)
             request = self._complete(coming)
             if request is None:
                 if "packed" not in command:
@@ -180,10 +195,14 @@ class Inbox:
             self._post({"event": "refused", **answer, "why": f"{type(error).__name__}: {error}"})
         else:
             self.engine.counters.handoffs += 1
-            self._post({"event": "owned", **answer})
+            self._post({"event": "owned", **answer, "seconds": seconds})
 
-    def _lay(self, coming: _Coming, command: Message) -> None:
+    def _lay(self, coming: _Coming, command: Message) -> float:
+        """-> seconds that the depot took to bring the piece here"""
+        clock = self.engine.parts.clock
+        began = clock()
         tensors = self.depot.get(command["parcel"])
+        seconds = clock() - began
         blocks, rows = command["blocks"], tensors
         if "packed" in command:
             fits(command["packed"], self.engine.store, self.layout)
@@ -193,6 +212,7 @@ class Inbox:
             coming.landing.lay(command["piece"], [Block.of(block) for block in blocks], rows)
         else:
             self._close(coming)  # nothing that came before counts
+        return seconds
 
     def _complete(self, coming: _Coming) -> Request | None:
         """The request with its KV, if that is all there."""

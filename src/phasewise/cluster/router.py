@@ -340,16 +340,27 @@ class Router:
     def _meet(self, trip: Trip, policy: Pairing) -> None:
         """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
         requests that wait for room."""
+        self._weigh(but=trip.caller)
         tokens = trip.caller.known + 1
         room = self.fronts[-1].store.cost(tokens)
         queued = any(other.homeless for other in self._trips.values() if other is not trip)
-        seats = [] if queued else [desk for desk in self.desks if self._has_room(desk, room)]
+        seats = [] if queued else [desk for desk in self.desks if self._may_keep(desk, room)]
         target = policy.meet(trip.caller.tokens, trip.desk, seats)
         if target is None:
             self._unmet += 1
         elif target is not trip.desk:
             trip.move = Move()
             trip.move.expect(target, {"id": trip.caller.id, "attempt": trip.attempt, "tokens": tokens}, room)
+
+    def _may_keep(self, desk: Desk, room: int) -> bool:
+        """Whether a worker seems to have room besides what those that run or wait there may take; it may say no."""
+        if len(desk.spec.phases) == 1 or not desk.state:
+            return False
+        parts = self.fronts[-1].parts
+        waiting = [self._trips[name].caller.known for name in desk.state["waiting"] if name in self._trips]
+        running = desk.state["running"] + desk.coming
+        taken = sum(map(parts.store.cost, waiting)) + running * ROUND * parts.store.row_bytes
+        return bool(running + len(waiting) < parts.max_running and desk.free >= room + taken)
 
     def _part(self, trip: Trip) -> None:
         """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""

@@ -136,7 +136,7 @@ class Worker:
         self._drop(name, attempt - 1)
         if name in self._jobs or name in self._arrivals or name in self._inbox:
             return  # said twice, or late
-        if self._has_room(self.engine.store.cost(command["tokens"])):
+        if self._inbox.fits(command["tokens"]):
             self._inbox.expect(command, self.engine.parts.clock() + self.lease)
         else:
             self._post({"event": "full", "id": name, "attempt": attempt})
@@ -144,9 +144,7 @@ class Worker:
     def _keep(self, command: Message) -> None:
         """Send no more pieces. A worker that can goes on with the request; else its KV is offered when it is done."""
         name, attempt = command["id"], command["attempt"]
-        if self._outbox.pushes(name):
-            self.engine.counters.push_fallbacks += 1
-        self._outbox.release(name, attempt)
+        self._outbox.keep(name, attempt)
         job = self._jobs.get(name)
         if job is not None and job.attempt == attempt:
             self.engine.stay(job.request)

@@ -1,0 +1,203 @@
+"""Splitwise: two workers per request from the start, KV that flows between them, pools that borrow from each other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise import catalog
+from phasewise.cluster.pools import pool
+from phasewise.cluster.router import Router
+from phasewise.cluster.source import Source
+from phasewise.errors import UserError
+from phasewise.methods.place.splitwise import Splitwise
+from phasewise.recipe import Limits
+from phasewise.request import Request
+from tests import tiny
+from tests.cluster.faulty import HEARD, TOLD, Fate
+from tests.core.engines import alone, method_options, same, sampled
+from tests.core.test_engine import Arrival, _family, _full, arrivals
+from tests.laws import settings as laws
+from tests.place.links import Clock, check_router, disaggregated, engines, finish
+from tests.place.test_push import CHUNKS, FATES, LAYERS, MESSAGES, MIXED, PROMPTS, ROW, SLAB, together
+
+
+def splitwise(knobs: str = "", verbs: dict[str, str] | None = None, **options: object) -> Router:
+    verbs = {**CHUNKS, **(verbs or {}), "place": "splitwise" + knobs}
+    return disaggregated(verbs, **{"clock": Clock(), **options})
+
+
+def pools(placed: Router) -> list[str]:
+    placed._weigh()
+    return [pool(desk) for desk in placed.desks]
+
+
+# ---- colocated's tokens
+def same_as_colocated(verbs: dict[str, str]) -> None:
+    expected = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, MIXED))
+    placed = splitwise(":prompt=2,token=1,threshold=60", verbs)
+    requests = together(placed, MIXED)
+    finish(placed, requests)
+    assert tiny.outs(requests) == expected
+    assert placed.counters.recomputed == placed.counters.restarts == 0
+
+
+@pytest.mark.parametrize("schedule", [laws.options("schedule", name) for name in catalog.names("schedule")], ids=str)
+@pytest.mark.parametrize("store", [laws.options("store", name) for name in catalog.names("store")], ids=str)
+def test_every_schedule_and_store(schedule: dict[str, str], store: dict[str, str]) -> None:
+    same_as_colocated(schedule | store)
+
+
+@pytest.mark.parametrize("options", method_options("evict", "attend", "skip", "decode"), ids=str)
+def test_other_methods(options: dict[str, str]) -> None:
+    same_as_colocated(options | LAYERS | ({"verify": "match"} if "draft" in options else {}))
+
+
+# ---- who does what
+def test_two_workers_are_chosen_at_once_and_the_kv_flows_while_the_prompt_runs() -> None:
+    placed = splitwise(prefix_cache=False)
+    (prompts,), (tokens,) = engines(placed, "prompt"), engines(placed, "token")
+    request = Request(PROMPTS[1], tiny.greedy(6))
+    placed.add(request)
+    assert tokens.room.promised == tokens.kv_bytes == 2 * SLAB
+    while request.n_out < 1:
+        placed.step()
+        check_router(placed)
+    assert placed.counters.kv_bytes_sent == 90 * ROW and placed.counters.kv_bytes_exposed == 10 * ROW
+    finish(placed, [request])
+    assert request.out == alone(request)
+    assert (prompts.counters.rows, tokens.counters.rows) == (90, 5)
+
+
+def test_an_overloaded_prompt_worker_borrows_a_token_worker_which_comes_home() -> None:
+    placed = splitwise(":threshold=100", prefix_cache=False)
+    (tokens,) = engines(placed, "token")
+    requests = together(placed, [tiny.greedy(8)] * 5)  # 40, 90, 5, 64 and 33 tokens; all are full before the last two
+    assert [placed._trips[r.id].desk.role for r in requests] == ["prompt", "token", "prompt", "prompt", "token"]
+    assert pools(placed) == ["prompt", "mixed"]
+    finish(placed, requests)
+    assert tiny.outs(requests) == [alone(r) for r in requests]
+    assert placed.counters.handoffs == 3  # what the borrowed worker has prefilled stays there
+    assert tokens.counters.rows == 90 + 33 + 5 * 7
+    assert pools(placed) == ["prompt", "token"]
+
+
+def test_without_room_at_the_token_worker_a_request_stays_with_its_prompt_worker() -> None:
+    placed = splitwise(max_running=2, prefix_cache=False)
+    requests = together(placed, [tiny.greedy(8)] * 5)
+    assert pools(placed) == ["mixed", "token"]
+    late = Request(PROMPTS[0], tiny.greedy(8))
+    finish(placed, requests[:2])
+    assert pools(placed) == ["prompt", "token"]
+    placed.add(late)
+    assert placed._trips[late.id].departs
+    finish(placed, [*requests, late])
+    assert tiny.outs([*requests, late]) == [alone(r) for r in [*requests, late]]
+    assert placed.counters.handoffs == 2 + 1
+
+
+def test_a_mixed_worker_takes_what_overflows() -> None:
+    placed = splitwise(":mixed=1,threshold=100", prefix_cache=False)
+    requests = together(placed, [tiny.greedy(8)] * 5)
+    assert [placed._trips[r.id].desk.role for r in requests] == ["prompt", "mixed", "prompt", "token", "prompt"]
+    finish(placed, requests)
+    assert tiny.outs(requests) == [alone(r) for r in requests]
+    assert pools(placed) == ["prompt", "token", "mixed"]
+
+
+def test_siblings_fork_where_their_prompt_is() -> None:
+    placed = splitwise(prefix_cache=False)
+    parent = Request(PROMPTS[0], sampled(7))
+    family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
+    for request in family:
+        placed.add(request)
+    finish(placed, family)
+    assert tiny.outs(family) == [alone(r) for r in family]
+    assert engines(placed, "prompt")[0].counters.rows == 40
+
+
+# ---- failures
+@pytest.mark.parametrize("role", ["prompt", "token"])
+@pytest.mark.parametrize("after", [1, 3, 6, 9])
+def test_a_worker_may_die_at_any_moment(role: str, after: int) -> None:
+    placed = splitwise(":threshold=100", prefix_cache=False)
+    requests = together(placed, [sampled(8, seed=i) for i in range(5)])
+    for _ in range(after):
+        placed.step()
+        check_router(placed)
+    next(desk for desk in placed.desks if desk.role == role).line.kill()
+    placed.step()
+    finish(placed, requests)
+    assert tiny.outs(requests) == [alone(r) for r in requests]
+    assert placed.counters.workers_lost == 1 and pools(placed) in (["prompt", "token"], ["token", "prompt"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(arrivals, min_size=1, max_size=7),
+    st.lists(st.sampled_from(FATES), min_size=1, max_size=8),
+    st.sampled_from([CHUNKS, LAYERS]),
+    st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(0, 1)),
+    st.integers(5, 12),
+    st.integers(1, 4),
+    st.dictionaries(st.integers(0, 40), st.integers(0, 4), max_size=4),
+)
+def test_random_load_over_a_bad_link_to_mortal_workers(
+    load: list[Arrival], fates: list[Fate], schedule: dict[str, str], sizes: tuple[int, int, int], slabs: int,
+    max_running: int, deaths: dict[int, int],
+) -> None:  # fmt: skip
+    clock = Clock()
+    prompt, token, mixed = sizes
+    placed = splitwise(
+        f":prompt={prompt},token={token},mixed={mixed},threshold=60,deadline=10", schedule,
+        fate=lambda i: fates[i % len(fates)] if i % 9 else 0, kinds=TOLD + HEARD + MESSAGES, clock=clock,
+        kv_bytes=slabs * SLAB * sum(sizes), max_running=max_running,
+    )  # fmt: skip
+    families = [_family(arrival) for arrival in load]
+    for now in range(3000):
+        clock.tick()
+        for arrival, family in zip(load, families):
+            if arrival.step == now:
+                for request in family:
+                    placed.add(request)
+            if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
+                placed.cancel(family[0])
+        if now in deaths:
+            placed.desks[deaths[now] % len(placed.desks)].line.kill()
+        placed.step()
+        check_router(placed)
+        if now > 60 and all(r.left for family in families for r in family):
+            break
+    for arrival, family in zip(load, families):
+        for request in family:
+            assert request.left is not None, "lost"
+            assert request.left.how in ("finished", "cancelled"), request.left
+            assert same(request, _full(arrival, request))
+    finish(placed, [], clock.tick)
+
+
+@pytest.mark.parametrize("knobs", [{"prompt": 0}, {"token": 0}, {"mixed": -1}, {"threshold": 0}, {"deadline": 0.0}])
+def test_bad_knobs_are_named(knobs: dict[str, float]) -> None:
+    ((name, value),) = knobs.items()
+    with pytest.raises(UserError, match=f"splitwise: {name}={value}"):
+        Splitwise(**knobs)
+
+
+# ---- real processes
+@pytest.mark.parametrize("place", ["splitwise", "disaggregated:transfer=push"])
+def test_processes_give_colocateds_tokens(place: str) -> None:
+    verbs = {**CHUNKS, "place": place}
+    limits = Limits(kv_bytes=64 << 20, cluster="processes")
+    placed = Source(str(tiny.checkpoint()), limits, verbs=verbs).build().build()
+    assert isinstance(placed, Router)
+    try:
+        requests = together(placed, MIXED)
+        while not all(r.left for r in requests) or not placed.idle:
+            placed.step()
+        assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(CHUNKS), PROMPTS, MIXED))
+        counters = placed.counters
+        assert counters.handoffs == 5 and counters.restarts == 0
+        assert counters.kv_bytes_exposed < counters.kv_bytes_sent == sum(map(len, PROMPTS)) * ROW
+    finally:
+        placed.close()
