@@ -30,7 +30,12 @@ from phasewise.recipe import Limits  # noqa: E402
 from phasewise.request import Params, Request  # noqa: E402
 from tests import tiny  # noqa: E402
 
-pytestmark = pytest.mark.timeout(900)  # processes start slowly on a machine that is busy
+pytestmark = [
+    pytest.mark.timeout(900),  # processes start slowly on a machine that is busy
+    pytest.mark.skipif(
+        not os.environ.get("PHASEWISE_TEST_RAY"), reason="run by `make test-ray`: wants a quiet machine"
+    ),
+]
 MEMORY = 100 << 20  # bytes of the object store of a node
 PLACE = "disaggregated:prefill=1,decode=2,deadline=60"
 PROMPTS = tiny.prompts(
