@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -502,7 +503,7 @@ def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
 
 
 # ---- everything at once
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=6),
     st.lists(st.sampled_from(FATES), min_size=1, max_size=8),
@@ -520,7 +521,8 @@ def test_random_load_over_a_bad_link_to_mortal_workers(
     prefills, decodes = sizes
     placed = pushing(
         schedule, f",prefill={prefills},decode={decodes},share={prefills / (prefills + decodes)},deadline=10",
-        fate=lambda i: fates[i % len(fates)] if i % 9 else 0, kinds=TOLD + HEARD + MESSAGES, clock=clock,
+        fate=lambda i: fates[i % len(fates)] if Random(i).randrange(9) else 0,
+        kinds=TOLD + HEARD + MESSAGES, clock=clock,  # not every ninth: a retry may take nine messages
         kv_bytes=slabs * SLAB * (prefills + decodes), max_running=max_running,
     )  # fmt: skip
     families = [_family(arrival) for arrival in load]

@@ -168,11 +168,18 @@ class Inbox:
         waiting = sum(engine.room.need(request.known + 1) for request in engine.waiting)
         return store.room(store.cost(tokens) + waiting + len(engine.running) * ROUND * store.row_bytes)
 
-    def expect(self, command: Message, until: float) -> None:
-        """Take room for a request of so many tokens; there must be enough."""
-        landing = Landing(self.engine.store, command["tokens"])
+    def expect(self, command: Message, until: float) -> bool:
+        """Take room for a request of so many tokens; False if there is none."""
+        if not self.fits(command["tokens"]):
+            return False
+        try:
+            landing = Landing(self.engine.store, command["tokens"])
+        except Exception as error:  # the machine has less memory than the budget says
+            log.warning("no room could be taken for %s: %s", command["id"], error)
+            return False
         self.engine.room.promised += landing.bytes
         self._coming[command["id"]] = _Coming(command["attempt"], landing, until)
+        return True
 
     def piece(self, command: Message) -> None:
         """Lay down the rows of a piece; once all are there, the request is ours."""

@@ -136,9 +136,7 @@ class Worker:
         self._drop(name, attempt - 1)
         if name in self._jobs or name in self._arrivals or name in self._inbox:
             return  # said twice, or late
-        if self._inbox.fits(command["tokens"]):
-            self._inbox.expect(command, self.engine.parts.clock() + self.lease)
-        else:
+        if not self._inbox.expect(command, self.engine.parts.clock() + self.lease):
             self._post({"event": "full", "id": name, "attempt": attempt})
 
     def _keep(self, command: Message) -> None:
