@@ -56,4 +56,4 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 def _tensor_of(array: Any, kind: str, shape: Sequence[int]) -> Tensor:
     """A view of shared memory, to be read only."""
-    return torch.from_numpy(array).view(getattr(torch, kind)).view(*shape)
+    return torch.from_numpy(array).view(getattr(torch, kind)).view(list(shape))
