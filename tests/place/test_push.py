@@ -503,7 +503,7 @@ def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
 
 
 # ---- everything at once
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=6),
     st.lists(st.sampled_from(FATES), min_size=1, max_size=8),

@@ -135,7 +135,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int) -> None:
     assert placed.counters.workers_lost == 1 and pools(placed) in (["prompt", "token"], ["token", "prompt"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
     st.lists(st.sampled_from(FATES), min_size=1, max_size=8),
