@@ -486,6 +486,23 @@ def test_the_last_piece_outlives_its_sender() -> None:
     assert request.out == alone(request) and placed.counters.restarts == 0
 
 
+def test_pieces_of_the_dead_are_freed_when_they_have_been_copied() -> None:
+    late = {2: 5, 4: 9}  # messages, counted from 0: that the first piece has landed, and the last piece
+    placed = pushing(fate=lambda i: late.get(i, 0), kinds=["piece", "landed"], prefix_cache=False)
+    request = Request(PROMPTS[0], tiny.greedy(5))
+    placed.add(request)
+    while (move := placed._trips[request.id].move) is None or move.offer is None:
+        placed.step()
+    assert move.pieces, "some are not known to have been copied"
+    next(desk for desk in placed.desks if desk.role == "prefill").line.kill()
+    while not request.left:
+        placed.step()
+        check_router(placed)
+    assert request.out == alone(request) and placed.counters.restarts == 0
+    finish(placed, [request])
+    assert not shelf(placed).parcels
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
     placed = pushing()

@@ -84,7 +84,9 @@ class Router:
     @property
     def workers(self) -> dict[str, int]:
         """How many of each role are alive and ready."""
-        return dict(Counter(desk.role for desk in self.desks if desk.line.alive and desk.state))
+        there = Counter({desk.role: 0 for desk in self.desks})
+        there.update(desk.role for desk in self.desks if desk.line.alive and desk.state)
+        return dict(there)
 
     @property
     def idle(self) -> bool:
@@ -379,10 +381,12 @@ class Router:
     def _hear_landed(self, trip: Trip, desk: Desk, event: Message) -> None:
         if trip.move is None or desk is not trip.move.target:
             return
-        for number in event["pieces"]:
-            trip.move.pieces.pop(number, None)
+        copied = [trip.move.pieces.pop(number, None) for number in event["pieces"]]
         if trip.desk in self.desks:
             trip.desk.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
+        else:  # it is dead, and cannot free them
+            for parcel in filter(None, copied):
+                self.crew.depot.drop(parcel)
 
     def _hear_full(self, trip: Trip, desk: Desk, event: Message) -> None:
         if trip.move is None or desk is not trip.move.target:
