@@ -36,7 +36,7 @@ DEFAULTS = {
     "skip": "all",
     "sample": "standard",
 }
-CLUSTERS = ("inline", "processes", "ray")
+CLUSTERS = ("auto", "inline", "processes", "ray")
 PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
 WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
 
@@ -70,7 +70,8 @@ class Limits:
     kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
     max_running: int = 64
     prefix_cache: bool = True
-    cluster: str = "inline"  # where the workers of a placement run: inline (this thread), processes or ray[:knobs]
+    # where the workers of a placement run: inline (this thread), processes, ray[:knobs] or auto (processes if possible)
+    cluster: str = "inline"
 
     @property
     def budget(self) -> int:
@@ -99,7 +100,7 @@ class Builder:
     def build(self) -> Placed:
         """The placement, ready for requests."""
         placed: Placed = self.methods["place"].build(self)
-        if self.limits.cluster != Limits.cluster and not self._hires:
+        if self.limits.cluster not in ("auto", "inline") and not self._hires:
             raise UserError(
                 f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. Add --place disaggregated"
             )
@@ -159,6 +160,9 @@ class Builder:
             raise UserError(f"unknown cluster {name!r}. {near(name, CLUSTERS)}")
         if knobs and name != "ray":
             raise UserError(f"cluster {name} has no knobs, but was given {', '.join(knobs)}")
+        if name == "auto":
+            local = self.source is not None and self.source.device == "cpu" and hasattr(os, "pidfd_open")
+            name = "processes" if local else "inline"
         if name == "inline":
             return Inline(self)
         if self.source is None:

@@ -42,7 +42,7 @@ def test_every_verb_has_an_option() -> None:
 def test_options_become_limits() -> None:
     limits = EngineOptions(kv_bytes="1M", max_running=3, no_prefix_cache=True, cluster="processes").limits()
     assert (limits.kv_bytes, limits.max_running, limits.prefix_cache) == (1 << 20, 3, False)
-    assert limits.cluster == "processes" and DEFAULTS.limits().cluster == "inline"
+    assert limits.cluster == "processes" and DEFAULTS.limits().cluster == "auto"
     assert DEFAULTS.limits().kv_bytes is None and DEFAULTS.limits().prefix_cache
 
 

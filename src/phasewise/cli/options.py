@@ -60,10 +60,11 @@ class EngineOptions:
     cluster: Annotated[
         str,
         typer.Option(
-            metavar="inline|processes|ray[:KNOB=VALUE,...]",
-            help="Where a placement's workers run: in this thread, in processes of this machine, or on Ray's hosts.",
+            metavar="auto|processes|inline|ray[:KNOB=VALUE,...]",
+            help="Where a placement's workers run: in processes of this machine, in this thread, or on Ray's hosts. "
+            "auto: in processes where there can be any.",
         ),
-    ] = "inline"
+    ] = "auto"
     place: Annotated[str | None, _method("place")] = None
     schedule: Annotated[str | None, _method("schedule")] = None
     decode: Annotated[str | None, _method("decode")] = None
