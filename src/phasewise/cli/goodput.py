@@ -19,6 +19,8 @@ from phasewise.errors import UserError
 if TYPE_CHECKING:
     from phasewise.bench.latency import Served
 
+WARM = 4  # requests before the first that count
+
 
 @spread
 def goodput(
@@ -66,12 +68,12 @@ def goodput(
             with serving(replace(engine, **verbs).arguments()) as url:
                 begun = number * len(steps) * asked.requests
 
-                def load(rate: float, url: str = url, begun: int = begun) -> Sequence[Served]:
-                    shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions, rate)
-                    before = begun + steps.index(rate) * asked.requests
+                def load(rate: float, most: int | None = None, url: str = url, begun: int = begun) -> Sequence[Served]:
+                    shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions, rate)[:most]
+                    before = begun + (0 if most else steps.index(rate) * asked.requests)
                     return measure(url, shots, lambda done: tell(before + done)).served
 
-                load(steps[0])  # warms up; not counted
+                load(steps[-1], most=WARM)
                 for point in sweep(contender.name, steps, targets, load):
                     points.append(point)
                     about = {"workload": asked.workload, "targets": {t.name: str(t).partition(" ")[2] for t in targets}}
