@@ -35,6 +35,7 @@ class Stage:
     copies: float  # share of the short exchanges that is plain copying, which teaches looking back early
     stride: int = 1  # every how-manieth layer is trained: 2 is half the depth at half the cost
     short: int = 128  # size of short tasks, tokens
+    drawn: int = 1  # of so many copies the one with most tokens is taken: long ones and random letters are hard
     embedding: float = 1.0  # factor on the embedding's learning rate: high at first, when every row must move
 
 
@@ -44,7 +45,7 @@ CURRICULUM = (
     Stage(0.50, 512, 4096, code=0.30, long=0.20, copies=0.15, stride=2, embedding=0.35),
     Stage(0.85, 1024, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
     Stage(0.92, 2048, 8192, code=0.30, long=0.30, copies=0.10, embedding=0.35),
-    Stage(1.00, 768, 6144, code=0.22, long=0.16, copies=0.30, embedding=0.35),
+    Stage(1.00, 768, 6144, code=0.20, long=0.16, copies=0.45, drawn=2, embedding=0.35),
 )
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
@@ -107,8 +108,14 @@ class Mixture:
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             others = rng.choices(list(SHORT_TASKS), list(SHORT_TASKS.values()))[0]
             task, size = "copy" if rng.random() < stage.copies else others, rng.randint(stage.short // 4, stage.short)
-            conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)
+            if task == "copy":
+                conversation += max((turns(task, rng, size, False) for _ in range(stage.drawn)), key=self._length)
+            else:
+                conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)
         return self.chat(conversation, rng.choice(SYSTEM) if rng.random() < 0.12 else None)
+
+    def _length(self, conversation: Sequence[Turn]) -> int:
+        return sum(len(self.tokenizer.encode(turn.answer).ids) for turn in conversation)
 
     def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
         """Token pieces of a conversation in the chat template; only replies and their ends are learned."""
