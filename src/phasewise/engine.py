@@ -80,6 +80,11 @@ class Engine:
         """Of these, the bytes of the prefix cache."""
         return 0 if self.store.tree is None else self.store.tree.bytes
 
+    @property
+    def workers(self) -> dict[str, int]:
+        """Everything is in this engine."""
+        return {}
+
     def check(self, request: Request) -> None:
         """Raise UserError if the request can never run here. A `max_tokens` beyond the model's context means as many as
         fit, in the context and in the KV budget: it is cut to that."""

@@ -24,6 +24,7 @@ class Numbers:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.kv_bytes = self.prefix_bytes = 0
+        self.workers: dict[str, int] = {}
         self.threads: set[str] = set()
         self.asked = 0  # how often it was asked whether it is idle
         self.hold = threading.Event()  # steps wait for it

@@ -201,6 +201,8 @@ def nursery(plain: str, run: str, fileno: int) -> None:
 def born(builder: Builder, order: Message, sock: socket.socket, run: str) -> None:
     """Be a worker to the end. Does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as title:
+        title.write(order["name"])  # what ps and top show
     code = 1
     try:
         work(builder, order["name"], Spec.of(order["spec"]), sock, run)

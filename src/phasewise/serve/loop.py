@@ -65,6 +65,7 @@ class Snapshot:
     kv_bytes: int = 0
     prefix_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
+    workers: dict[str, int] = field(default_factory=dict)  # alive, by role
 
 
 News = tuple[Feed, list[int], Left | None, Trace | None]
@@ -192,8 +193,9 @@ class EngineLoop:
             self._tell(_resolve, answer, Snapshot())
             return
         placed = self._placed
-        self._tell(_resolve, answer, Snapshot(len(placed.waiting), len(placed.running), placed.kv_bytes,
-                                              placed.prefix_bytes, placed.counters.as_dict()))  # fmt: skip
+        held = placed.kv_bytes, placed.prefix_bytes
+        now = Snapshot(len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers)
+        self._tell(_resolve, answer, now)
 
     def _post(self, progressed: Sequence[Request]) -> None:
         """Send what is new of these requests to their feeds, in one go."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -82,11 +82,15 @@ class Metrics(Collector):
         now = self.snapshot
         yield from (h.family() for h in (self.ttft, self.tpot, self.itl, self.e2e, self.queued))
         yield CounterMetricFamily("phasewise_requests_accepted", "Requests, each sample one", self.accepted)
-        yield _labelled("phasewise_requests", "Requests that have left, by how", "how", self.ways)
-        yield _labelled("phasewise_http_errors", "Error responses, by status", "status", self.errors)
+        requests = CounterMetricFamily("phasewise_requests", "Requests that have left, by how", labels=["how"])
+        yield _labelled(requests, self.ways)
+        errors = CounterMetricFamily("phasewise_http_errors", "Error responses, by status", labels=["status"])
+        yield _labelled(errors, self.errors)
         yield CounterMetricFamily("phasewise_prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)
         for name, value in now.counters.items():
             yield CounterMetricFamily(f"phasewise_{name}", f"The engine's counter `{name}`", value)
+        workers = GaugeMetricFamily("phasewise_workers", "Workers that are alive and ready, by role", labels=["role"])
+        yield _labelled(workers, now.workers)
         yield GaugeMetricFamily("phasewise_requests_waiting", "Requests not admitted yet", now.waiting)
         yield GaugeMetricFamily("phasewise_requests_running", "Requests that hold KV", now.running)
         live = now.kv_bytes - now.prefix_bytes
@@ -95,8 +99,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("phasewise_kv_limit_bytes", "The KV budget, prefix cache included", self.kv_limit)
 
 
-def _labelled(name: str, help: str, label: str, counts: Counter[str] | Counter[int]) -> Metric:
-    family = CounterMetricFamily(name, help, labels=[label])
+def _labelled(family: CounterMetricFamily | GaugeMetricFamily, counts: Mapping[str, int] | Mapping[int, int]) -> Metric:
     for value, count in counts.items():
         family.add_metric([str(value)], count)
     return family

@@ -1,0 +1,205 @@
+"""Placements whose workers are real processes: started, frozen, killed, and swept up after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from phasewise.cluster.depot import folder
+from phasewise.cluster.desk import Desk
+from phasewise.cluster.process import Nursery, Processes
+from phasewise.cluster.router import Router
+from phasewise.cluster.source import Source
+from phasewise.cluster.staff import Patience
+from phasewise.recipe import Limits
+from phasewise.request import Params, Request
+from phasewise.trace import Counters
+from tests import tiny
+from tests.cluster.faulty import Fate, Faulty
+
+PATIENCE = 240.0  # seconds for anything that must happen at all; machines may be busy
+CALM = Patience(move=120.0, silence=120.0, start=120.0)  # nobody is taken for dead but the dead
+
+
+def started(
+    place: str, verbs: dict[str, str] | None = None, faults: tuple[Callable[[int], Fate], Sequence[str]] | None = None,
+    **limits: object,
+) -> Router:  # fmt: skip
+    """Workers over the tiny model; with `faults`, a fate for each message of some kinds, over lines of that sort."""
+    given = Limits(**{"kv_bytes": 64 << 20, "cluster": "processes", **limits})
+    plan = Source(str(tiny.checkpoint()), given, verbs={"place": place, **(verbs or {})}).build()
+    if faults is not None:
+        crew = Faulty(plan.crew(), *faults)
+        plan.crew = lambda: crew
+    placed = plan.build()
+    assert isinstance(placed, Router)
+    placed.patience = CALM
+    return placed
+
+
+# ---- looking at a crew
+def crew(placed: Router) -> Processes:
+    found = placed.crew.crew if isinstance(placed.crew, Faulty) else placed.crew
+    assert isinstance(found, Processes)
+    return found
+
+
+def nursery(placed: Router) -> Nursery:
+    return crew(placed)._nurseries[-1]
+
+
+def desk(placed: Router, role: str) -> Desk:
+    return next(desk for desk in placed.desks if desk.role == role)
+
+
+def pid(desk: Desk) -> int:
+    """The process of a worker that has introduced itself."""
+    found = desk.line.pid
+    assert isinstance(found, int)
+    return found
+
+
+def segments(placed: Router) -> list[str]:
+    """What lies in the depot's folder."""
+    return sorted(path.name for path in folder().glob(f"{crew(placed).run}*"))
+
+
+def lost_with(placed: Router, desk: Desk) -> list[Request]:
+    """The requests that must start again if this worker dies now: those it computes, or is to take over. What it has
+    put down for others is safe."""
+    found = []
+    for trip in placed._trips.values():
+        move = trip.move
+        sends = trip.desk is desk and (move is None or move.offer is None)
+        if sends or (move is not None and move.target is desk):
+            found.append(trip.caller)
+    return found
+
+
+# ---- processes
+def state(process: int) -> str:
+    """The letter that /proc has for it: R, S, T (stopped), Z (dead, and nobody has asked), ... or nothing."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def gone(process: int) -> bool:
+    return state(process) in ("", "Z", "X")
+
+
+def children(process: int) -> list[int]:
+    """Its living children, the oldest first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent, began = _parent(path)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        child = int(path.parent.name)
+        if parent == process and not gone(child):
+            found.append((began, child))
+    return [child for _, child in sorted(found)]
+
+
+def _parent(path: Path) -> tuple[int, int]:
+    fields = path.read_text().rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])
+
+
+def eventually(done: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Return once it is so, without stepping anything."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "nothing comes of it"
+        time.sleep(0.002)
+
+
+def kill(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+    eventually(lambda: gone(process))
+
+
+def stop(process: int) -> None:
+    os.kill(process, signal.SIGSTOP)
+    eventually(lambda: state(process) == "T" or gone(process))
+
+
+def go_on(process: int) -> None:
+    if not gone(process):
+        os.kill(process, signal.SIGCONT)
+
+
+@contextmanager
+def frozen(processes: Iterable[int]) -> Iterator[None]:
+    """Those that live go on afterwards."""
+    held = list(processes)
+    try:
+        for process in held:
+            stop(process)
+        yield
+    finally:
+        for process in held:
+            go_on(process)
+
+
+# ---- requests
+class Order:
+    """A request, and the stream that its caller saw."""
+
+    def __init__(self, prompt: Sequence[int], params: Params) -> None:
+        self.seen: list[int] = []
+        self.request = Request(prompt, params, watch=self._see)
+
+    def _see(self, token: int) -> bool:
+        self.seen.append(token)
+        return False
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token was given out once. An end token is not shown to the caller."""
+        request = self.request
+        stopped = request.left is not None and request.left.reason == "stop"
+        return self.seen == request.out[: request.n_out - stopped]
+
+
+def start(placed: Router, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Order]:
+    orders = [Order(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    for order in orders:
+        placed.add(order.request)
+    return orders
+
+
+def until(placed: Router, done: Callable[[], bool]) -> None:
+    """Step until it is so."""
+    end = time.monotonic() + PATIENCE
+    while not done():
+        placed.step()
+        assert time.monotonic() < end, f"no end: {list(placed._trips.values())}"
+
+
+def finish(placed: Router, orders: Sequence[Order], before: Counters) -> Counters:
+    """All leave; every token was given out once; and then nothing is left of them anywhere. -> what was done"""
+    until(placed, lambda: all(order.request.left is not None for order in orders))
+    cleared(placed)
+    assert all(order.whole for order in orders)
+    done = placed.counters - before
+    assert done.emitted == sum(order.request.n_out for order in orders)
+    return done
+
+
+def cleared(placed: Router) -> None:
+    """Nobody holds any KV, and the depot is empty."""
+    until(placed, lambda: placed.idle and placed.staff.ready)
+    placed.forget_prefixes()
+    until(placed, lambda: placed.idle and placed.staff.ready and placed.kv_bytes == 0)
+    assert segments(placed) == []
+
+
+def outs(orders: Sequence[Order]) -> list[list[int]]:
+    return tiny.outs([order.request for order in orders])

@@ -1,0 +1,266 @@
+"""Prefill and decode in real processes that are killed, stopped and starved at chosen moments: colocated's tokens, each
+given out once, and nothing left behind."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import pytest
+
+from phasewise.cluster.router import Router
+from phasewise.cluster.staff import Patience
+from phasewise.request import Params
+from tests import tiny
+from tests.cluster.processes import (
+    CALM,
+    Order,
+    desk,
+    finish,
+    frozen,
+    gone,
+    kill,
+    lost_with,
+    nursery,
+    outs,
+    pid,
+    segments,
+    start,
+    started,
+    stop,
+    until,
+)
+
+PROMPTS = tiny.prompts(700, 40, 400, 5, 600, 200)
+MIXED = [Params(80, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3, 0.0))]
+CHUNKS, LAYERS = "sarathi:budget=16", "layered"
+KINDS = list(product((CHUNKS, LAYERS), ("pull", "push")))
+A_WHILE = 400  # steps of the router, 5 ms each if nothing happens
+
+chunks_only = pytest.mark.parametrize("placed", KINDS[:2], indirect=True, ids="-".join)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def placed(request: pytest.FixtureRequest) -> Iterator[Router]:
+    """One worker for each side; no test may leave anything behind."""
+    schedule, transfer = request.param
+    verbs = {"schedule": schedule}
+    router = started(f"disaggregated:prefill=1,decode=1,deadline=120,transfer={transfer}", verbs, prefix_cache=False)
+    yield router
+    router.close()
+    assert segments(router) == []
+
+
+@cache
+def wanted() -> list[list[int]]:
+    return tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+
+
+def processes(placed: Router) -> list[int]:
+    return [pid(desk) for desk in placed.desks]
+
+
+def steps(placed: Router, n: int) -> None:
+    for _ in range(n):
+        placed.step()
+
+
+def spoken(orders: list[Order]) -> int:
+    return sum(order.request.n_out for order in orders)
+
+
+# ---- moments
+def rows(placed: Router) -> int:
+    """Prompt rows computed by who is the prefill worker now."""
+    return int(desk(placed, "prefill").state["counters"]["rows"])
+
+
+def computing(placed: Router) -> bool:
+    return any(trip.computing for trip in placed._trips.values())
+
+
+def moving(placed: Router) -> bool:
+    """A prompt's KV is on its way to somebody who does not have it yet."""
+    moves = [trip.move for trip in placed._trips.values() if trip.move is not None]
+    return any(move.offer is not None and move.target is not None for move in moves)
+
+
+def decoding(placed: Router) -> bool:
+    here = desk(placed, "decode")
+    return any(trip.desk is here and trip.caller.n_out > 2 for trip in placed._trips.values())
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Once it is `near`, the worker that could end it is `held`, until it is `now`."""
+
+    name: str
+    held: str
+    near: Callable[[Router, int], bool]
+    now: Callable[[Router], bool]
+
+
+MOMENTS = [
+    Moment("prefill", "prefill", lambda placed, before: rows(placed) > before, computing),
+    Moment("hand-off", "decode", lambda placed, before: True, moving),
+    Moment("decode", "decode", lambda placed, before: decoding(placed), decoding),
+]
+
+
+@contextmanager
+def caught(placed: Router, moment: Moment, rows_before: int) -> Iterator[None]:
+    """Nobody moves, all that was said has been heard, and the moment is now."""
+    while True:
+        until(placed, lambda: moment.near(placed, rows_before))
+        with frozen([pid(desk(placed, moment.held))]):
+            for _ in range(A_WHILE):
+                placed.step()
+                if moment.now(placed):
+                    break
+            with frozen(processes(placed)):
+                placed.step()
+                if moment.now(placed):
+                    yield
+                    return
+
+
+# ---- killed
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
+def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
+    before, rows_before = placed.counters, rows(placed)
+    orders = start(placed, PROMPTS, MIXED)
+    with caught(placed, moment, rows_before):
+        again = lost_with(placed, desk(placed, role))
+        computed = sum(request.known - 1 for request in again if request.n_out)
+        kill(pid(desk(placed, role)))
+    done = finish(placed, orders, before)
+    assert outs(orders) == wanted()
+    assert (done.workers_lost, done.restarts) == (1, len(again))
+    if role == moment.name:
+        assert again
+    if role == moment.name == "decode":
+        assert done.recomputed == computed > 0
+
+
+@chunks_only
+def test_killed_again_and_again(placed: Router) -> None:
+    before, orders = placed.counters, start(placed, PROMPTS, MIXED)
+    for i in range(6):
+        until(placed, lambda goal=50 * i: placed.staff.ready and spoken(orders) > goal)
+        kill(processes(placed)[0])  # the one that is here longer: prefill and decode by turns
+    done = finish(placed, orders, before)
+    assert outs(orders) == wanted()
+    assert done.workers_lost == 6 and done.restarts > 0 and done.recomputed > 0
+
+
+# ---- stopped
+@chunks_only
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_stopped_worker_is_taken_for_dead(placed: Router, role: str) -> None:
+    before, rows_before = placed.counters, rows(placed)
+    orders = start(placed, PROMPTS, MIXED)
+    until(placed, lambda: decoding(placed) if role == "decode" else rows(placed) > rows_before)
+    victim = desk(placed, role)
+    stop(pid(victim))
+    placed.patience = Patience(move=CALM.move, silence=3.0, start=CALM.start)
+    try:
+        until(placed, lambda: victim not in placed.desks)
+    finally:
+        placed.patience = CALM
+    assert gone(pid(victim))
+    done = finish(placed, orders, before)
+    assert outs(orders) == wanted()
+    assert done.workers_lost == 1
+
+
+@chunks_only
+def test_workers_that_pause_are_waited_for(placed: Router) -> None:
+    before, orders = placed.counters, start(placed, PROMPTS, MIXED)
+    until(placed, lambda: decoding(placed))
+    with frozen(processes(placed)):
+        steps(placed, 40)
+    done = finish(placed, orders, before)
+    assert outs(orders) == wanted()
+    assert (done.workers_lost, done.restarts, done.recomputed) == (0, 0, 0)
+
+
+# ---- the nursery
+@chunks_only
+def test_workers_outlive_their_nursery_and_the_next_one_has_another(placed: Router) -> None:
+    before, first = placed.counters, nursery(placed)
+    kill(first._process.pid)
+    orders = start(placed, PROMPTS, MIXED)
+    until(placed, lambda: decoding(placed))
+    assert (placed.counters - before).workers_lost == 0
+    kill(pid(desk(placed, "decode")))
+    done = finish(placed, orders, before)
+    assert outs(orders) == wanted()
+    assert done.workers_lost == 1
+    assert nursery(placed) is not first and nursery(placed).alive
+
+
+@pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
+def test_a_nursery_that_does_not_answer_is_replaced(placed: Router) -> None:
+    before, first = placed.counters, nursery(placed)
+    orders = start(placed, PROMPTS, MIXED)
+    until(placed, lambda: decoding(placed))
+    stop(first._process.pid)
+    kill(pid(desk(placed, "decode")))
+    placed.patience = Patience(move=CALM.move, silence=CALM.silence, start=2.0)
+    try:
+        until(placed, lambda: nursery(placed) is not first)
+    finally:
+        placed.patience = CALM
+    assert gone(first._process.pid)
+    done = finish(placed, orders, before)
+    assert outs(orders) == wanted()
+    assert done.workers_lost == 2  # it, and one that was never born
+
+
+# ---- links that are full
+@chunks_only
+def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
+    """The kernel refuses the prefill worker every file that is not empty, as it does where the depot is full."""
+    sender = pid(desk(placed, "prefill"))
+    limit = resource.prlimit(sender, resource.RLIMIT_FSIZE)
+    for most, restarts in ((0, len(PROMPTS)), (limit[0], 0)):
+        resource.prlimit(sender, resource.RLIMIT_FSIZE, (most, limit[1]))
+        before, orders = placed.counters, start(placed, PROMPTS, MIXED)
+        done = finish(placed, orders, before)
+        assert outs(orders) == wanted()
+        assert (done.handoffs, done.restarts, done.workers_lost) == (len(PROMPTS) - restarts, restarts, 0)
+
+
+@chunks_only
+def test_orders_that_fill_the_socket_hold_up_nobody(placed: Router) -> None:
+    never = tuple(range(1 << 20, (1 << 20) + 30_000))  # outside the vocabulary: 270 kB in each message
+    params = [Params(8, stop_tokens=never, ignore_eos=True)] * len(PROMPTS)
+    before, line = placed.counters, desk(placed, "prefill").line
+    with frozen([line.pid]):
+        orders = start(placed, PROMPTS, params)
+        steps(placed, 20)
+        assert line.pending
+    done = finish(placed, orders, before)
+    assert outs(orders) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(8)))
+    assert (done.handoffs, done.restarts, done.workers_lost) == (len(PROMPTS), 0, 0)
+
+
+# ---- another placement
+def test_splitwise_may_lose_either_side() -> None:
+    placed = started("splitwise:prompt=1,token=1,deadline=120", {"schedule": CHUNKS}, prefix_cache=False)
+    try:
+        before, orders = placed.counters, start(placed, PROMPTS, MIXED)
+        for role, goal in (("prompt", 0), ("token", 100), ("prompt", 200)):
+            until(placed, lambda goal=goal: placed.staff.ready and spoken(orders) > goal)
+            kill(pid(desk(placed, role)))
+        done = finish(placed, orders, before)
+        assert outs(orders) == wanted()
+        assert done.workers_lost == 3 and done.restarts > 0
+    finally:
+        placed.close()
+    assert segments(placed) == []
