@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise import catalog
+from phasewise.cluster.load import weigh
 from phasewise.cluster.pools import pool
 from phasewise.cluster.router import Router
 from phasewise.cluster.source import Source
@@ -31,7 +32,7 @@ def splitwise(knobs: str = "", verbs: dict[str, str] | None = None, **options: o
 
 
 def pools(placed: Router) -> list[str]:
-    placed._weigh()
+    weigh(placed.desks, placed._trips.values())
     return [pool(desk) for desk in placed.desks]
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from phasewise.cluster.desk import Desk
 from phasewise.cluster.line import Crew, Message
+from phasewise.cluster.load import has_room, may_keep, weigh
 from phasewise.cluster.policy import Pairing, Policy, Tending
 from phasewise.cluster.staff import Patience as Patience
 from phasewise.cluster.staff import Staff
@@ -28,7 +29,6 @@ from phasewise.cluster.worker import LEASE
 from phasewise.engine import Engine
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
-from phasewise.kv.layer_kv import ROUND
 from phasewise.request import Left, Request
 from phasewise.trace import Counters
 
@@ -173,23 +173,9 @@ class Router:
         self.crew.close()
 
     # ---- starting
-    def _weigh(self, but: Request | None = None) -> None:
-        """Bring the desks' loads up to date, for the policy to choose by: what they prefill, and what they decode or
-        will decode, as far as that is decided."""
-        for desk in self.desks:
-            desk.prefilling = desk.decoding = 0
-        for trip in self._trips.values():
-            if trip.caller is but:
-                continue
-            if trip.computing:
-                trip.desk.prefilling += trip.caller.known
-            goes_on = trip.desk if not trip.departs else trip.move.target if trip.move is not None else None
-            if goes_on is not None:
-                goes_on.decoding += trip.caller.known
-
     def _start_of(self, request: Request) -> Desk:
         """Where a request starts; one that has emitted starts again where it can go on."""
-        self._weigh(but=request)
+        weigh(self.desks, self._trips.values(), but=request)
         seated = self.staff.seated
         if not request.n_out:
             return self.policy.start(request.tokens, seated)
@@ -342,11 +328,12 @@ class Router:
     def _meet(self, trip: Trip, policy: Pairing) -> None:
         """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
         requests that wait for room."""
-        self._weigh(but=trip.caller)
+        weigh(self.desks, self._trips.values(), but=trip.caller)
         tokens = trip.caller.known + 1
-        room = self.fronts[-1].store.cost(tokens)
+        parts = self.fronts[-1].parts
+        room = parts.store.cost(tokens)
         queued = any(other.homeless for other in self._trips.values() if other is not trip)
-        seats = [] if queued else [desk for desk in self.desks if self._may_keep(desk, room)]
+        seats = [] if queued else [desk for desk in self.desks if may_keep(desk, parts, self._known(desk), room)]
         target = policy.meet(trip.caller.tokens, trip.desk, seats)
         if target is None:
             self._unmet += 1
@@ -354,15 +341,9 @@ class Router:
             trip.move = Move()
             trip.move.expect(target, {"id": trip.caller.id, "attempt": trip.attempt, "tokens": tokens}, room)
 
-    def _may_keep(self, desk: Desk, room: int) -> bool:
-        """Whether a worker seems to have room besides what those that run or wait there may take; it may say no."""
-        if len(desk.spec.phases) == 1 or not desk.state:
-            return False
-        parts = self.fronts[-1].parts
-        waiting = [self._trips[name].caller.known for name in desk.state["waiting"] if name in self._trips]
-        running = desk.state["running"] + desk.coming
-        taken = sum(map(parts.store.cost, waiting)) + running * ROUND * parts.store.row_bytes
-        return bool(running + len(waiting) < parts.max_running and desk.free >= room + taken)
+    def _known(self, desk: Desk) -> list[int]:
+        """Tokens of the requests that wait there for memory."""
+        return [self._trips[name].caller.known for name in desk.state.get("waiting", ()) if name in self._trips]
 
     def _part(self, trip: Trip) -> None:
         """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""
@@ -403,8 +384,8 @@ class Router:
         ready = [trip for trip in waits if trip.move is not None and trip.move.offer is not None]
         for trip in sorted(ready, key=lambda trip: trip.caller.trace.arrived):
             assert trip.move is not None
-            seats = [desk for desk in self.desks if self._has_room(desk, trip.move.n_bytes)]
-            self._weigh()
+            seats = [desk for desk in self.desks if has_room(desk, self.fronts[-1].parts, trip.move.n_bytes)]
+            weigh(self.desks, self._trips.values())
             target = self.policy.go_on(trip.caller.known, seats)
             if target is None:
                 for later in reversed(self._trips.values()):
@@ -413,20 +394,6 @@ class Router:
                         break
                 return
             trip.move.send(target, self.clock() + self.patience.move)
-
-    def _has_room(self, desk: Desk, n_bytes: int) -> bool:
-        """Requests that wait for memory there go first, and those that run may grow a bit. What is lent needs no room:
-        a lone request that cannot grow even wants company to take the memory from."""
-        if len(desk.spec.phases) == 1 or not desk.state:
-            return False
-        parts = self.fronts[-1].parts
-        running = desk.state["running"] + desk.coming
-        if not n_bytes:
-            return bool(running < parts.max_running or (running == 1 and desk.state["wish"]))
-        if desk.state["waiting"] or desk.state["arrivals"]:
-            return False
-        growth = running * ROUND * parts.store.row_bytes
-        return bool(running < parts.max_running and desk.free >= n_bytes + growth)
 
     def _chase(self) -> None:
         """Moves: what was delivered, what is overdue, and a new lease for what waits."""
