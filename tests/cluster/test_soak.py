@@ -29,7 +29,7 @@ PLACES = {
     2: "splitwise:prompt=1,token=2,deadline=4",
 }
 KINDS = (*TOLD, *HEARD, "expect", "piece", "keep", "landed", "full")
-SHORT = Patience(move=4.0, silence=4.0, start=5.0)  # long enough for a busy machine; whoever is late is replaced
+SHORT = Patience(move=4.0, silence=4.0, start=8.0)  # long enough for a busy machine; whoever is late is replaced
 
 
 class Weather:
