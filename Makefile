@@ -12,7 +12,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-ray lint types lines readme pocket clean
+.PHONY: help serve test lint types lines readme pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -23,10 +23,7 @@ serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocke
 	@exec $(BIN)/phasewise serve $(ARGS)
 
 test: $(VENV)/.test ## Run all tests
-	@exec $(BIN)/python -m pytest $(ARGS)
-
-test-ray: $(VENV)/.test ## Run the tests of Ray as well, which want a quiet machine
-	@PHASEWISE_TEST_RAY=1 exec $(BIN)/python -m pytest tests/cluster/test_ray.py $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and format with ruff
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"

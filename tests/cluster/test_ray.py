@@ -2,149 +2,67 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install phasewise[cluster]")
 
-from ray.cluster_utils import Cluster  # noqa: E402
-
 from phasewise.cluster import rays  # noqa: E402
 from phasewise.cluster.actor import Actor  # noqa: E402
-from phasewise.cluster.desk import Desk  # noqa: E402
-from phasewise.cluster.router import Patience, Router  # noqa: E402
+from phasewise.cluster.depot import Lost  # noqa: E402
+from phasewise.cluster.objects import Objects  # noqa: E402
 from phasewise.cluster.source import Source  # noqa: E402
-from phasewise.errors import UserError  # noqa: E402
+from phasewise.errors import PhasewiseError, UserError  # noqa: E402
+from phasewise.kv.handoff import State  # noqa: E402
 from phasewise.recipe import Limits  # noqa: E402
 from phasewise.request import Params, Request  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.cluster import nodes as on  # noqa: E402
+from tests.cluster.nodes import Nodes, Stage, gone, inside, node, pid, within  # noqa: E402
 
-pytestmark = [
-    pytest.mark.timeout(900),  # processes start slowly on a machine that is busy
-    pytest.mark.skipif(
-        not os.environ.get("PHASEWISE_TEST_RAY"), reason="run by `make test-ray`: wants a quiet machine"
-    ),
-]
-MEMORY = 100 << 20  # bytes of the object store of a node
-PLACE = "disaggregated:prefill=1,decode=2,deadline=60"
-PROMPTS = tiny.prompts(
-    40, 900, 5, 333, 64
-)  # the KV of long ones goes through shared memory, that of short ones does not
+pytestmark = pytest.mark.timeout(600)  # processes start slowly on a machine that is busy
 MIXED = [Params(60, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))]
-KILLED = {"schedule": "sarathi:budget=16"}  # prompts take long enough to die in
-
-
-def source(cluster: str = "ray", **verbs: str) -> Source:
-    limits = Limits(kv_bytes=64 << 20, cluster=cluster)
-    return Source(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **KILLED, **verbs})
+GREEDY = [tiny.greedy(200)] * len(on.PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """A head with two CPUs and another node with one; this process is a driver at the head."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tempfile.mkdtemp(prefix="pw", dir="/tmp")  # names of sockets must be short
-        for name, value in {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}.items():
-            patch.setenv(name, value)
-        patch.delenv("RAY_ADDRESS", raising=False)
-        health = {
-            "health_check_period_ms": 500,
-            "health_check_failure_threshold": 6,
-            "health_check_initial_delay_ms": 0,
-        }
-        nodes = Cluster()
-        try:
-            nodes.add_node(num_cpus=2, object_store_memory=MEMORY, include_dashboard=False, _system_config=health)
-            nodes.add_node(num_cpus=1, object_store_memory=MEMORY)
-            ray.init(nodes.address, namespace="tests", log_to_driver=False)
-            yield nodes
-        finally:
-            ray.shutdown()
-            nodes.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+def nodes() -> Iterator[Nodes]:
+    with on.two_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")
-def placed(cluster: Cluster) -> Iterator[Router]:
-    """One prefill worker and two decode workers, a CPU each."""
-    router = source().build().build()
-    assert isinstance(router, Router)
-    router.patience = Patience(move=60.0, silence=60.0, start=300.0)
-    yield router
-    router.close()
+def kept(nodes: Nodes) -> Iterator[list[Stage]]:
+    """The placement of the test before, if that has left it as it was."""
+    kept: list[Stage] = []
+    yield kept
+    for stage in kept:
+        stage.router.close()
 
 
-# ---- helpers
-def inside(desk: Desk, ask: Callable[[Any], Any]) -> Any:
-    """What a function says that is called in a worker's process."""
-    return ray.get(desk.line.actor.__ray_call__.remote(ask), timeout=60)
+@pytest.fixture
+def stage(nodes: Nodes, kept: list[Stage]) -> Iterator[Stage]:
+    """A placement with nothing to do, on two nodes that are alive."""
+    nodes.repair()
+    stage = kept.pop() if kept else Stage(nodes)
+    try:
+        yield stage
+    finally:
+        if stage.settled():
+            kept.append(stage)
+        else:
+            stage.router.close()
 
 
-def pid(desk: Desk) -> int:
-    return int(inside(desk, lambda actor: os.getpid()))
-
-
-def node(desk: Desk) -> str:
-    return str(inside(desk, lambda actor: ray.get_runtime_context().get_node_id()))
-
-
-def references(actor: Any = None) -> int:
-    """How many objects this process keeps alive."""
-    gc.collect()  # exceptions that were caught hold their frames
-    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
-
-
-def of(placed: Router, role: str) -> list[Desk]:
-    return [desk for desk in placed.desks if desk.role == role]
-
-
-def start(placed: Router, params: Sequence[Params]) -> list[Request]:
-    requests = [Request(prompt, p) for prompt, p in zip(PROMPTS, params)]
-    for request in requests:
-        placed.add(request)
-    return requests
-
-
-def until(placed: Router, done: Callable[[], bool], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "nothing comes of it"
-        placed.step()
-
-
-def finish(placed: Router, requests: Sequence[Request]) -> list[list[int]]:
-    """What the requests give. Nothing may be left behind, neither KV nor references to objects."""
-    until(placed, lambda: all(request.left for request in requests) and placed.idle and placed.staff.ready)
-    placed.forget_prefixes()
-    until(placed, lambda: placed.idle)
-    assert placed.kv_bytes == 0
-    assert references() <= len(placed.desks) + 1, "a call under way for each, and the one this makes"
-    assert [inside(desk, references) for desk in placed.desks] == [0] * len(placed.desks)
-    return tiny.outs(requests)
-
-
-def colocated(params: Sequence[Params]) -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(), PROMPTS, params))
-
-
-def gone(process: int, seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while os.path.exists(f"/proc/{process}"):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def colocated(params: list[Params]) -> list[list[int]]:
+    return tiny.outs(tiny.run(tiny.engine(), on.PROMPTS, params))
 
 
 # ---- what is asked for
@@ -152,13 +70,13 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
     assert not ray.is_initialized()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(UserError, match="RAY_ADDRESS=127.0.0.1:1"):
-        source().build().build()
+        on.source().build().build()
     with pytest.raises(UserError, match="strategy='SPRAED': choose one of SPREAD, PACK"):
-        source("ray:strategy=SPRAED").build().build()
+        on.source("ray:strategy=SPRAED").build().build()
     with pytest.raises(UserError, match="cpus=0 must be at least 1"):
-        source("ray:cpus=0").build().build()
+        on.source("ray:cpus=0").build().build()
     with pytest.raises(UserError, match="one KV pool run on one host: use --cluster processes"):
-        source(place="semi_pd").build().build()
+        on.source(place="semi_pd").build().build()
     assert not ray.is_initialized()
 
 
@@ -167,7 +85,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install phasewise\[cluster\]"):
-        source().build().build()
+        on.source().build().build()
 
 
 def test_a_worker_that_cannot_be_built_says_why() -> None:
@@ -178,34 +96,53 @@ def test_a_worker_that_cannot_be_built_says_why() -> None:
             assert actor.hear(0) == []
 
 
-def test_workers_without_room_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_room_are_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rays, "ROOM", 0.5)
     with pytest.raises(UserError, match=r"3 workers with 1 \+ 1 \+ 1 CPUs \(STRICT_SPREAD\) have no room"):
-        source("ray:strategy=STRICT_SPREAD").build().build()
+        on.source("ray:strategy=STRICT_SPREAD").build().build()
     assert ray.is_initialized(), "who was there before stays"
 
 
 # ---- tokens
-def test_kv_moves_between_two_nodes_and_tokens_stay_the_same(cluster: Cluster, placed: Router) -> None:
-    assert finish(placed, start(placed, MIXED)) == colocated(MIXED)
-    counters = placed.counters
-    assert (counters.handoffs, counters.recomputed, counters.restarts) == (len(PROMPTS), 0, 0)
-    (prefill,) = of(placed, "prefill")
-    assert len({node(desk) for desk in placed.desks}) == len(cluster.list_all_nodes()) == 2
-    far = [desk for desk in of(placed, "decode") if node(desk) != node(prefill)]
-    assert far and all(desk.state["counters"]["handoffs"] for desk in far), "nothing has crossed from node to node"
-    assert len({pid(desk) for desk in placed.desks}) == 3
+def test_kv_moves_between_two_nodes_and_tokens_stay_the_same(stage: Stage) -> None:
+    before = stage.router.counters
+    assert stage.finish(stage.start(MIXED)) == colocated(MIXED)
+    counters = stage.router.counters
+    assert counters.handoffs - before.handoffs == len(on.PROMPTS)
+    assert (counters.recomputed, counters.restarts) == (before.recomputed, before.restarts)
+    (far,) = stage.near()
+    assert far.state["counters"]["handoffs"], "nothing has crossed from node to node"
+    assert len({pid(desk) for desk in stage.router.desks}) == 3
 
 
-def test_cancel_wherever_a_request_is(placed: Router) -> None:
-    params = [tiny.greedy(100)] * len(PROMPTS)
-    requests = start(placed, params)
-    assert placed.cancel(requests[1])  # its prompt is long
-    until(placed, lambda: requests[0].n_out > 5)
-    assert placed.cancel(requests[0])
-    until(placed, lambda: requests[3].n_out > 0)
-    assert placed.cancel(requests[3])  # about to move, or moving
-    finish(placed, requests)
+def test_tensors_cross_between_nodes_as_they_are(stage: Stage) -> None:
+    tensors = [
+        torch.randn(300, 70, 4)[:, ::3],
+        torch.randn(3, 5).to(torch.bfloat16),
+        torch.randint(-9, 9, (7,), dtype=torch.int8),
+        torch.tensor([True, False]),
+        torch.empty(0, 4),
+        torch.tensor(3.5),
+    ]
+    assert stage.prefill in stage.away()
+    parcel = inside(stage.prefill, lambda actor: actor._depot.put(tensors))
+    depot = Objects()
+    assert depot.here([parcel], 60.0)
+    for given, got in zip(tensors, depot.get(parcel), strict=True):
+        assert (got.dtype, got.shape) == (given.dtype, given.shape) and torch.equal(got, given)
+    del parcel, got
+    assert stage.finish([]) == []
+
+
+def test_cancel_wherever_a_request_is(stage: Stage) -> None:
+    params = [tiny.greedy(100)] * len(on.PROMPTS)
+    requests = stage.start(params)
+    assert stage.router.cancel(requests[1])  # its prompt is long
+    stage.until(lambda: requests[0].n_out > 5)
+    assert stage.router.cancel(requests[0])
+    stage.until(lambda: requests[3].n_out > 0)
+    assert stage.router.cancel(requests[3])  # about to move, or moving
+    stage.finish(requests)
     assert [r.left.how for r in requests if r.left] == ["cancelled", "cancelled", "finished", "cancelled", "finished"]
     expected = colocated(params)
     assert [r.out for r in requests] == [want[: r.n_out] for r, want in zip(requests, expected)]
@@ -213,94 +150,98 @@ def test_cancel_wherever_a_request_is(placed: Router) -> None:
 
 
 # ---- deaths
-def test_a_process_that_is_killed_costs_time_only(placed: Router) -> None:
-    params = [tiny.greedy(200)] * len(PROMPTS)
-    requests = start(placed, params)
-    (prefill,) = of(placed, "prefill")
+def test_a_process_that_is_killed_costs_time_only(stage: Stage) -> None:
+    placed, prefill, before = stage.router, stage.prefill, stage.router.counters
+    processes = {desk: pid(desk) for desk in placed.desks}
+    parcel = inside(prefill, lambda actor: actor._depot.put([torch.zeros(100_000)]))
+    assert torch.equal(Objects().get(parcel)[0], torch.zeros(100_000))
+    requests = stage.start(GREEDY)
     rows = prefill.state["counters"]["rows"]
-    until(placed, lambda: prefill.state["counters"]["rows"] > rows + 100)
+    stage.until(lambda: prefill.state["counters"]["rows"] > rows + 100)
     assert not requests[1].n_out, "its prompt takes longer"
-    os.kill(pid(prefill), signal.SIGKILL)
-    until(placed, lambda: min(request.n_out for request in requests) > 10)
-    holds = {trip.desk for trip in placed._trips.values()}
-    victim = next(desk for desk in of(placed, "decode") if desk in holds)
-    os.kill(pid(victim), signal.SIGKILL)
-    assert finish(placed, requests) == colocated(params)
-    assert placed.counters.workers_lost == 2 and placed.counters.restarts >= 2
+    os.kill(processes[prefill], signal.SIGKILL)
+    stage.until(lambda: min(request.n_out for request in requests) > 10)
+    victim = next(desk for desk in stage.decoders if desk in stage.holders())
+    os.kill(processes[victim], signal.SIGKILL)
+    stage.until(lambda: prefill not in placed.desks and victim not in placed.desks)
+    assert Objects().here([parcel], 60.0), "what is lost is not waited for"
+    with pytest.raises(Lost, match="OwnerDiedError"):
+        Objects().get(parcel)
+    del parcel
+    assert stage.finish(requests) == colocated(GREEDY)
+    assert placed.counters.workers_lost - before.workers_lost == 2
+    assert placed.counters.restarts - before.restarts >= 2
     assert {desk.role for desk in placed.desks} == {"prefill", "decode"} and len(placed.desks) == 3
-    assert placed.crew._seats.placed and not {prefill, victim} & {*placed.desks}
+    assert placed.crew._seats.placed
 
 
-def test_a_node_that_dies_is_waited_for(cluster: Cluster, placed: Router) -> None:
-    params = [tiny.greedy(200)] * len(PROMPTS)
-    lost = placed.counters.workers_lost
-    requests = start(placed, params)
-    until(placed, lambda: min(request.n_out for request in requests) > 3)
-    (other,) = cluster.worker_nodes
-    (victim,) = [desk for desk in placed.desks if node(desk) == other.node_id]
-    cluster.remove_node(other, allow_graceful=False)
-    until(placed, lambda: victim not in placed.desks)
-    if victim.role == "decode":  # the head has no CPU to spare, but another decode worker
-        until(placed, lambda: all(request.left for request in requests))
-    until(placed, lambda: not placed.crew._seats.placed)
-    assert not placed.staff.ready
-    cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
-    assert finish(placed, requests) == colocated(params)
-    assert placed.counters.workers_lost == lost + 1
+def test_a_process_that_hangs_is_taken_for_dead(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed, before = stage.router, stage.router.counters
+    processes = {desk.name: pid(desk) for desk in placed.desks}
+    requests = stage.start(GREEDY)
+    stage.until(lambda: min(request.n_out for request in requests) > 10)
+    victim = next(desk.name for desk in stage.decoders if desk in stage.holders())
+    with on.frozen(processes[victim]):
+        with monkeypatch.context() as patch:
+            patch.setattr(placed, "patience", replace(placed.patience, silence=5.0))
+            stage.until(lambda: victim not in [desk.name for desk in placed.desks])
+        assert stage.finish(requests) == colocated(GREEDY)
+        assert gone(processes[victim]), "it lives on and keeps its CPU"
+    assert placed.counters.workers_lost > before.workers_lost
+
+
+def prefilling(stage: Stage) -> Callable[[], bool]:
+    prefill = stage.prefill
+    rows = prefill.state["counters"]["rows"]
+    return lambda: prefill.state["counters"]["rows"] > rows + 100
+
+
+def sending(stage: Stage) -> Callable[[], bool]:
+    """KV lies on the node that dies, and a worker on the other one has been told to take it."""
+    (near,) = stage.near()
+    trips = stage.router._trips
+    return lambda: any(t.move and t.move.state is State.SENDING and t.move.target is near for t in trips.values())
+
+
+def decoding(stage: Stage) -> Callable[[], bool]:
+    (decode,) = (desk for desk in stage.away() if desk.role == "decode")
+    trips = stage.router._trips
+    return lambda: decode in stage.holders() and all(trip.caller.n_out > 3 for trip in trips.values())
+
+
+@pytest.mark.parametrize("moment", [prefilling, sending, decoding])
+def test_a_node_that_dies_is_waited_for(
+    nodes: Nodes, stage: Stage, moment: Callable[[Stage], Callable[[], bool]]
+) -> None:
+    placed, before, away, (near,) = stage.router, stage.router.counters, stage.away(), stage.near()
+    process, come = pid(near), moment(stage)
+    with on.frozen(process) if moment is sending else contextlib.nullcontext():  # what it is to take comes too late
+        requests = stage.start(GREEDY)
+        stage.until(come)
+        nodes.kill()
+        stage.until(lambda: not {*away} & {*placed.desks})
+    stage.until(lambda: not placed.crew._seats.placed)
+    assert not placed.staff.ready, "who shall work there waits for a node"
+    nodes.repair()
+    assert stage.finish(requests) == colocated(GREEDY)
+    assert near in placed.desks and placed.counters.workers_lost - before.workers_lost >= len(away) == 2
+    assert placed.counters.restarts > before.restarts
     assert len({node(desk) for desk in placed.desks}) == 2
 
 
 # ---- the end
-def test_close_leaves_no_process_behind(placed: Router) -> None:
-    processes = [pid(desk) for desk in placed.desks]
+def test_close_leaves_no_process_behind(stage: Stage) -> None:
+    placed = stage.router
+    processes, lines = [pid(desk) for desk in placed.desks], [desk.line for desk in placed.desks]
+    request = Request(on.PROMPTS[0], tiny.greedy(100))
+    placed.add(request)
     placed.close()
+    assert placed.cancel(request)
     assert all(gone(process) for process in processes)
+    assert [line.hear() for line in lines] == [[], [], []], "a question would start Ray again if it were ours"
+    with pytest.raises(PhasewiseError, match="have been dismissed"):
+        placed.crew.hire("late", placed.desks[0].spec)
     states = [group["state"] for group in ray.util.placement_group_table().values()]
     assert set(states) <= {"REMOVED"}
     assert ray.is_initialized(), "the cluster was not ours to leave"
-
-
-ALONE = """
-import sys
-from phasewise.cluster.source import Source
-from phasewise.recipe import Limits
-from tests.cluster.test_ray import MIXED, finish, pid, start
-
-limits = Limits(kv_bytes=64 << 20, cluster="ray")
-placed = Source(sys.argv[1], limits, verbs={"place": "disaggregated:deadline=60"}).build().build()
-print([pid(desk) for desk in placed.desks])
-print(finish(placed, start(placed, MIXED)))
-placed.close()
-"""
-
-
-def test_a_cluster_of_its_own_ends_with_the_placement(tmp_path: Path) -> None:
-    """No cluster runs on this machine, as far as the process can know: it starts one, and leaves nothing of it."""
-    with tempfile.TemporaryDirectory(prefix="pw", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        hidden = ("RAY_ADDRESS", "RAY_JOB_ID")
-        env = {name: value for name, value in os.environ.items() if name not in hidden}
-        env |= {"RAY_TMPDIR": folder, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", ALONE, str(tiny.checkpoint())], env=env, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        pids, tokens = map(eval, done.stdout.strip().splitlines())
-        assert tokens == colocated(MIXED)
-        assert len(set(pids)) == 2 and all(map(gone, pids))
-        deadline = time.monotonic() + 30.0
-        while (left := processes_of(folder)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
-
-
-def processes_of(folder: str) -> list[str]:
-    """Command lines of processes that name a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue  # it has ended
-        if folder in words:
-            found.append(words)
-    return found
+    assert within(lambda: on.references() == 0)

@@ -30,13 +30,14 @@ from phasewise.cluster.line import Line, Message, Spec
 from phasewise.cluster.objects import Objects
 from phasewise.cluster.process import PULSE
 from phasewise.cluster.source import Source
-from phasewise.errors import UserError
+from phasewise.errors import PhasewiseError, UserError
 
 log = logging.getLogger(__name__)
 SPACE = "phasewise"  # Ray's namespace
 ROOM = 30.0  # seconds until the cluster must have room for the first workers
 ANSWER = 3.0  # seconds for a cluster's address to answer
 ALIVE: Message = {"event": "alive"}
+REFUSALS = (RayError, OSError, RuntimeError, ValueError)  # what Ray raises instead of starting or joining
 THREADS = 4  # of an actor: one hears, the others take commands
 
 
@@ -119,6 +120,12 @@ class Call:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self.actor)
 
+    def close(self) -> None:
+        """Kill it and listen no more: a question after Ray's shutdown would start another cluster."""
+        if self.alive:
+            self.kill()
+        self.poll = None
+
 
 class Seats:
     """The placement group of the workers that were hired first, one bundle for each; other workers go anywhere."""
@@ -165,7 +172,7 @@ class Rays:
         self.depot = Objects()
         self._calls: list[Call] = []
         self._seats: Seats | None = None
-        self._dismiss: Callable[[], Any] | None = None
+        self._dismiss: weakref.finalize[..., Rays] | None = None
 
     def reserve(self, specs: Sequence[Spec]) -> None:
         """Raises UserError if there is no cluster, no room in it, or if the workers cannot do without each other."""
@@ -184,7 +191,9 @@ class Rays:
     def hire(self, name: str, spec: Spec) -> Call:
         if self._seats is None:
             self.reserve([])
-        assert self._seats is not None
+        assert self._seats is not None and self._dismiss is not None
+        if not self._dismiss.alive:
+            raise PhasewiseError(f"worker {name} cannot be hired: all have been dismissed")
         own = self._fitted(spec)
         bundle, options = self._seats.options(own)
         options |= {"num_cpus": cpus(own), "max_concurrency": THREADS}
@@ -211,7 +220,7 @@ def _dismiss(calls: list[Call], seats: Seats, connected: bool) -> None:
     if not ray.is_initialized():
         return
     for call in calls:
-        call.kill()
+        call.close()
     calls.clear()
     if seats.group is not None:
         remove_placement_group(seats.group)
@@ -245,8 +254,8 @@ def connect(needed: int) -> bool:
     address = named or _started_here() or "local"
     if address != "local" and answers(address):
         try:
-            ray.init(address, **options)
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            ray.init(named or None, **options)  # what was started here Ray finds itself, and whether it wants a token
+        except REFUSALS as error:
             raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from error
         return True
     if named not in (None, "", "local"):
@@ -254,7 +263,10 @@ def connect(needed: int) -> bool:
     if address != "local":
         log.warning("the Ray cluster started at %s no longer answers: starting one for this process", address)
     here = max(needed, os.cpu_count() or 1)
-    ray.init("local", num_cpus=here, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+    try:
+        ray.init("local", num_cpus=here, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+    except REFUSALS as error:
+        raise UserError(f"Ray cannot be started on this host: {error}") from error
     return True
 
 

@@ -1,0 +1,220 @@
+"""Two Ray nodes on this machine, a placement over them, and what tests ask of both."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from phasewise.cluster.desk import Desk
+from phasewise.cluster.router import Patience, Router
+from phasewise.cluster.source import Source
+from phasewise.recipe import Limits
+from phasewise.request import Params, Request
+from tests import tiny
+
+MEMORY = 100 << 20  # bytes of the object store of a node
+PLACE = "disaggregated:prefill=1,decode=2,deadline=60"
+PROMPTS = tiny.prompts(
+    40, 900, 5, 333, 64
+)  # the KV of long ones goes through shared memory, that of short ones does not
+SLOW = {"schedule": "sarathi:budget=16"}  # prompts take long enough to die in
+HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 6, "health_check_initial_delay_ms": 0}
+LONG = 180.0  # seconds for anything that must happen at all
+HIDDEN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_AUTH_MODE")  # of a Ray that this machine may run
+
+
+def source(cluster: str = "ray", **verbs: str) -> Source:
+    limits = Limits(kv_bytes=64 << 20, cluster=cluster)
+    return Source(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs})
+
+
+class Nodes:
+    """A head with one CPU, where this process is a driver, and another node with two, which may be killed."""
+
+    def __init__(self) -> None:
+        self._cluster = Cluster()
+        self._cluster.add_node(num_cpus=1, object_store_memory=MEMORY, include_dashboard=False, _system_config=HEALTH)
+        self.repair()
+        ray.init(self._cluster.address, namespace="tests", log_to_driver=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The head first."""
+        return [self._cluster.head_node.node_id, *(node.node_id for node in self._cluster.worker_nodes)]
+
+    def kill(self) -> None:
+        """All processes of the other node at once, without a word."""
+        (node,) = self._cluster.worker_nodes
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def repair(self) -> None:
+        """See to it that there are two."""
+        if not self._cluster.worker_nodes:
+            self._cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    """They are seen from here only, and nothing is left of them: no process, file, variable or signal handler."""
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    folder = tempfile.mkdtemp(prefix="pw", dir="/tmp")  # names of sockets must be short
+    for name in HIDDEN:
+        os.environ.pop(name, None)
+    os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
+    nodes: Nodes | None = None
+    try:
+        nodes = Nodes()
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, handler)
+        os.environ.clear()
+        os.environ |= environment
+
+
+class Stage:
+    """One prefill worker and two decode workers, a CPU each. Ray seats the first worker where there is most room: the
+    prefill worker and a decode worker are on the other node, and a decode worker is at the head."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.baseline = nodes, references()
+        router = source().build().build()
+        assert isinstance(router, Router)
+        self.router = router
+        self.router.patience = Patience(move=60.0, silence=60.0, start=300.0)
+
+    # ---- who is there
+    @property
+    def prefill(self) -> Desk:
+        (desk,) = (desk for desk in self.router.desks if desk.role == "prefill")
+        return desk
+
+    @property
+    def decoders(self) -> list[Desk]:
+        return [desk for desk in self.router.desks if desk.role == "decode"]
+
+    def away(self) -> list[Desk]:
+        """The workers on the node that may be killed."""
+        desks = [desk for desk in self.router.desks if node(desk) == self.nodes.names[1]]
+        assert sorted(desk.role for desk in desks) == ["decode", "prefill"], "Ray seats workers otherwise"
+        return desks
+
+    def near(self) -> list[Desk]:
+        """Those at the head."""
+        away = self.away()
+        return [desk for desk in self.router.desks if desk not in away]
+
+    def holders(self) -> set[Desk]:
+        """Who computes requests."""
+        return {trip.desk for trip in self.router._trips.values()}
+
+    # ---- what happens
+    def start(self, params: Sequence[Params]) -> list[Request]:
+        requests = [Request(prompt, p) for prompt, p in zip(PROMPTS, params)]
+        for request in requests:
+            self.router.add(request)
+        return requests
+
+    def until(self, done: Callable[[], bool], seconds: float = LONG) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < deadline, "nothing comes of it"
+            self.router.step()
+
+    def finish(self, requests: Sequence[Request]) -> list[list[int]]:
+        """What the requests give. Nothing may be left behind, neither KV nor references to objects."""
+        placed = self.router
+        self.until(lambda: all(request.left for request in requests) and placed.idle and placed.staff.ready)
+        placed.forget_prefixes()
+        self.until(lambda: placed.idle)
+        assert placed.kv_bytes == 0
+        self.until(lambda: self._own_references() <= self.baseline)
+        self.until(lambda: not any(inside(desk, references) for desk in placed.desks))
+        return tiny.outs(requests)
+
+    def settled(self) -> bool:
+        """Whether the next test may use it: all who were hired are well, with nothing to do and nothing left."""
+        placed = self.router
+        well = all(desk.line.alive and desk.state for desk in placed.desks) and not placed._closed
+        if not well or len(placed.desks) != 3 or not placed.idle:
+            return False
+        return placed.kv_bytes == 0 and self._own_references() <= self.baseline and len(self.nodes.names) == 2
+
+    def _own_references(self) -> int:
+        """Those of this process, but for the call that is under way to each worker."""
+        return references() - sum(desk.line.poll is not None for desk in self.router.desks)
+
+
+# ---- processes
+def inside(desk: Desk, ask: Callable[[Any], Any]) -> Any:
+    """What a function says that is called in a worker's process."""
+    return ray.get(desk.line.actor.__ray_call__.remote(ask), timeout=LONG)
+
+
+def pid(desk: Desk) -> int:
+    return int(inside(desk, lambda actor: os.getpid()))
+
+
+def node(desk: Desk) -> str:
+    return str(inside(desk, lambda actor: ray.get_runtime_context().get_node_id()))
+
+
+def references(actor: Any = None) -> int:
+    """How many objects this process keeps alive."""
+    gc.collect()  # exceptions that were caught hold their frames
+    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+
+@contextlib.contextmanager
+def frozen(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+
+
+def within(done: Callable[[], bool], seconds: float = LONG) -> bool:
+    """Whether it comes true."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def gone(process: int) -> bool:
+    """Whether it ends."""
+    return within(lambda: not os.path.exists(f"/proc/{process}"))
+
+
+def processes_of(folder: str) -> list[str]:
+    """Command lines of processes that name a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has ended
+        if folder in words:
+            found.append(words)
+    return found
