@@ -159,8 +159,9 @@ def test_killed_again_and_again(placed: Router) -> None:
 
 
 # ---- stopped
-@chunks_only
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("placed", "role"), [(KINDS[0], "decode"), (KINDS[1], "prefill")], indirect=["placed"], ids=["pull", "push"]
+)
 def test_a_stopped_worker_is_taken_for_dead(placed: Router, role: str) -> None:
     before, rows_before = placed.counters, rows(placed)
     orders = start(placed, PROMPTS, MIXED)
@@ -190,7 +191,7 @@ def test_workers_that_pause_are_waited_for(placed: Router) -> None:
 
 
 # ---- the nursery
-@chunks_only
+@pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
 def test_workers_outlive_their_nursery_and_the_next_one_has_another(placed: Router) -> None:
     before, first = placed.counters, nursery(placed)
     kill(first._process.pid)
