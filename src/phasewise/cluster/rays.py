@@ -256,7 +256,8 @@ def connect(needed: int) -> bool:
         try:
             ray.init(named or None, **options)  # what was started here Ray finds itself, and whether it wants a token
         except REFUSALS as error:
-            raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from error
+            hint = "" if "RAY_AUTH_MODE" in os.environ else ". If it asks for a token, set RAY_AUTH_MODE=token"
+            raise UserError(f"the Ray cluster at {address} cannot be joined: {error}{hint}") from error
         return True
     if named not in (None, "", "local"):
         raise UserError(f"no Ray cluster answers at RAY_ADDRESS={named}: run `ray start --head` there, or unset it")
