@@ -183,22 +183,20 @@ def until(placed: Router, done: Callable[[], bool]) -> None:
         assert time.monotonic() < end, f"no end: {list(placed._trips.values())}"
 
 
-def finish(placed: Router, orders: Sequence[Order], before: Counters) -> Counters:
-    """All leave; every token was given out once; and then nothing is left of them anywhere. -> what was done"""
+def finish(placed: Router, orders: Sequence[Order], before: Counters, leases: bool = False) -> Counters:
+    """All leave; every token was given out once; and then nothing is left of them anywhere. -> what was done
+
+    Where messages were lost, what they would have freed is held for its lease: that is waited for.
+    """
     until(placed, lambda: all(order.request.left is not None for order in orders))
-    cleared(placed)
     assert all(order.whole for order in orders)
+    until(placed, lambda: placed.idle and placed.staff.ready)
+    placed.forget_prefixes()
+    until(placed, lambda: placed.idle and placed.staff.ready and not (leases and placed.kv_bytes))
+    assert placed.kv_bytes == 0 and segments(placed) == []
     done = placed.counters - before
     assert done.emitted == sum(order.request.n_out for order in orders)
     return done
-
-
-def cleared(placed: Router) -> None:
-    """Nobody holds any KV, and the depot is empty."""
-    until(placed, lambda: placed.idle and placed.staff.ready)
-    placed.forget_prefixes()
-    until(placed, lambda: placed.idle and placed.staff.ready and placed.kv_bytes == 0)
-    assert segments(placed) == []
 
 
 def outs(orders: Sequence[Order]) -> list[list[int]]:

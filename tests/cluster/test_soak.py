@@ -118,7 +118,7 @@ def test_something_breaks_each_second(seed: int) -> None:
         orders = served(placed, havoc)
         weather.ahead.clear()
         until(placed, lambda: all(map(gone, havoc.hit)))
-        done = finish(placed, orders, Counters())
+        done = finish(placed, orders, Counters(), leases=True)
         print(f"{time.monotonic() - havoc.began:5.1f} s  {done}")
         check(orders)
         assert done.workers_lost >= len(havoc.hit) >= 8
