@@ -19,8 +19,11 @@ from tests.serve.tiny_chat import chat_checkpoint
 class Served(httpx.AsyncBaseTransport):
     """A server in this process: the first piece after `wait` seconds, the others `gap` apart."""
 
-    def __init__(self, wait: float = 0.0, gap: float = 0.0, pieces: int | None = None, status: int = 200) -> None:
+    def __init__(
+        self, wait: float = 0.0, gap: float = 0.0, pieces: int | None = None, status: int = 200, mute: bool = False
+    ) -> None:
         self.wait, self.gap, self.pieces, self.status = wait, gap, pieces, status
+        self.mute = mute  # tokens have no text, but are counted as they come
         self.live = self.most = 0
         self.asked: list[dict[str, object]] = []
 
@@ -45,7 +48,10 @@ class Pieces(httpx.AsyncByteStream):
         await asyncio.sleep(server.wait)
         for i in range(server.pieces or new):
             await asyncio.sleep(server.gap if i else 0.0)
-            yield event({"choices": [{"text": "x", "finish_reason": None}]})
+            if server.mute:
+                yield event({"choices": [{"text": ""}], "usage": {"completion_tokens": 2 * i}})
+            else:
+                yield event({"choices": [{"text": "x", "finish_reason": None}]})
         yield event({"choices": [{"text": "", "finish_reason": "length"}]})
         yield event({"choices": [], "usage": {"completion_tokens": new}})
         yield b"data: [DONE]\n\n"
@@ -84,6 +90,12 @@ def test_times_are_of_the_pieces_and_counts_of_the_usage() -> None:
     assert trace.ttft is not None and 0.2 <= trace.ttft < 0.6
     assert len(trace.itl) == 2 and min(trace.itl) >= 0.045
     assert trace.tpot == pytest.approx((trace.tokens[-1] - trace.tokens[0]) / 8)
+
+
+def test_tokens_without_text_are_stamped_where_the_server_counts_them() -> None:
+    result = measure("http://little", shots(1, new=8), lambda done: None, Served(gap=0.05, pieces=5, mute=True))
+    trace = result.served[0].trace
+    assert trace.counts == [2, 2, 2, 2] and min(trace.itl) >= 0.045
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:

@@ -72,6 +72,15 @@ def test_usage_is_streamed_only_on_request(client: openai.OpenAI) -> None:
     assert streamed(client, model="tiny", prompt="the", max_tokens=3)[2] == []
 
 
+def test_usage_so_far_comes_with_every_step_on_request(client: openai.OpenAI) -> None:
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 9, "logit_bias": {"1": 100.0}}  # which has no text
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *steps, last = streamed(client, **body, stream_options=options)[2]
+    counts = [usage.completion_tokens for usage in steps]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == last.completion_tokens == 9
+    assert len(counts) > len(streamed(client, **body, stream_options={"include_usage": True})[0][0])
+
+
 def test_a_seed_repeats_the_text_and_no_seed_does_not(client: openai.OpenAI) -> None:
     def text(**knobs: Any) -> str:
         body = {"model": "tiny", "prompt": "the", "max_tokens": 40, "temperature": 2, **knobs}

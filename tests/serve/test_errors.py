@@ -72,6 +72,7 @@ def failure(response: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETE, "stream", {"stream": "yes"}),
         (COMPLETE, "stream_options", {"stream_options": {"include_usage": True}}),
         (COMPLETE, "stream_options", {"stream": True, "stream_options": {"include_usage": "yes"}}),
+        (COMPLETE, "stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": 1}}),
         (COMPLETE, "echo", {"echo": 1}),
         (COMPLETE, "logprobs", {"logprobs": 0}),
         (COMPLETE, "best_of", {"best_of": 2}),

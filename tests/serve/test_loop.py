@@ -164,6 +164,19 @@ def test_idle_is_asleep() -> None:
     run(test)
 
 
+def test_workers_are_looked_after_with_nothing_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phasewise.serve.loop.WATCH", 0.005)
+
+    async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
+        numbers.workers = {"decode": 1}
+        await loop.snapshot()
+        async with asyncio.timeout(10):
+            while numbers.counters.steps < 3:
+                await asyncio.sleep(0.005)
+
+    run(test)
+
+
 def test_all_or_none_are_accepted() -> None:
     async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
         with pytest.raises(UserError, match="refused"):

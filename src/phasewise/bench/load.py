@@ -52,10 +52,10 @@ class Load:
         return Served(trace, len(shot.prompt), error)
 
     async def _stream(self, shot: Shot, trace: Trace) -> None:
-        """One streamed completion. Each piece of text is an emission; how many tokens there were, `usage` tells."""
+        """One streamed completion."""
         body = {
             "model": self.model, "prompt": shot.prompt, "max_tokens": shot.new, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
+            "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip
         async with self.client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -66,7 +66,10 @@ class Load:
             trace.counts[-1] += tokens - sum(trace.counts)
 
     async def _events(self, response: httpx.Response, trace: Trace) -> int:
-        """Stamp the events of a stream; the number of tokens the server counted."""
+        """Stamp the events of a stream; the number of tokens the server counted.
+
+        Where the server tells usage as it goes, every step counts, with text or without; else each piece of text does.
+        """
         tokens = 0
         async for line in response.aiter_lines():
             if not line.startswith("data:") or line == "data: [DONE]":
@@ -75,10 +78,13 @@ class Load:
             if "error" in event:
                 raise UserError(str(event["error"].get("message", event["error"])))
             choice = event["choices"][0] if event.get("choices") else {}
-            if choice.get("text") or (choice.get("finish_reason") and not trace.tokens):
+            told = int(event["usage"]["completion_tokens"]) if event.get("usage") else None
+            if choice and told is not None:
+                if told > tokens:
+                    trace.emitted(self.clock(), told - tokens)
+            elif choice.get("text") or (choice.get("finish_reason") and not trace.tokens):
                 trace.emitted(self.clock(), 1)
-            if event.get("usage"):
-                tokens = int(event["usage"]["completion_tokens"])
+            tokens = tokens if told is None else told
         return tokens or len(trace.tokens)
 
 

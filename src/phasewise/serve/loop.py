@@ -3,8 +3,9 @@
     event loop:     add / cancel / snapshot -> command queue                    Feed.tokens, Feed.left, Feed.news
     engine thread:  obey commands -> step -> what is new of every feed -> call_soon_threadsafe, once per step
 
-With nothing to run the thread sleeps in the queue. If stepping itself breaks, every live request fails with the reason
-and nothing new is accepted; a single request that fails is the engine's own business.
+With nothing to run the thread sleeps in the queue, and looks after workers where there are any. If stepping itself
+breaks, every live request fails with the reason and nothing new is accepted; a single request that fails is the
+engine's own business.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from phasewise.errors import PhasewiseError, UserError
@@ -25,6 +26,7 @@ from phasewise.trace import Trace
 
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0  # how long `stop` waits for a step under way
+WATCH = 0.5  # seconds between steps with nothing to run, where workers may have news, or have died
 
 
 class Full(PhasewiseError):
@@ -146,16 +148,21 @@ class EngineLoop:
             try:
                 if not self._obey():
                     return
-                if self.failed is None and not self._placed.idle:
+                if self.failed is None and (not self._placed.idle or self._placed.workers):
                     self._post(self._placed.step())
             except Exception as error:
                 self._break(error)
 
     def _obey(self) -> bool:
-        """Run the commands that wait; with nothing else to do, wait for one. False when told to end."""
+        """Run the commands that wait; with nothing else to do, wait for one, but look after workers now and then. False
+        when told to end."""
         wait = self.failed is not None or self._placed.idle
+        patience = WATCH if self.failed is None and self._placed.workers else None
         while wait or not self._commands.empty():
-            command = self._commands.get()
+            try:
+                command = self._commands.get(timeout=patience)
+            except Empty:
+                return True
             if command is None:
                 return False
             command()

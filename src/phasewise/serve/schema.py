@@ -74,8 +74,9 @@ class Ask(BaseModel):
     @field_validator("stream_options")
     @classmethod
     def _stream_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and not isinstance(value.get("include_usage", False), bool):
-            raise ValueError("include_usage must be true or false")
+        for name in ("include_usage", "continuous_usage_stats"):
+            if not isinstance((value or {}).get(name, False), bool):
+                raise ValueError(f"{name} must be true or false")
         return value
 
     @field_validator("logit_bias")
@@ -95,9 +96,9 @@ class Ask(BaseModel):
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         return self
 
-    @property
-    def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
+    def asks_for(self, option: str) -> bool:
+        """Whether this one of `stream_options` is set."""
+        return bool((self.stream_options or {}).get(option))
 
     def limit(self) -> int | None:
         """Output tokens asked for; None = as many as fit."""

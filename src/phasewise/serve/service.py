@@ -112,7 +112,7 @@ class Service:
         await answer.start()
         self.metrics.accepted += len(answer.choices)
         self.metrics.prompt_tokens += answer.prompt_tokens
-        wire = Wire(format, self.name, ask.include_usage)
+        wire = Wire(format, self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats"))
         if order.stream:
             return EventStream(answer, wire)
         async with answer.attended(request.receive):

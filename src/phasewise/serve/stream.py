@@ -79,7 +79,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for pieces in answer.pieces():
-                    text = "".join(map(wire.chunk, pieces))
+                    text = "".join(wire.chunk(piece, answer) for piece in pieces)
                     if text:
                         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
                 end = wire.last(answer)

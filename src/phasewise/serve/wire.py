@@ -45,10 +45,11 @@ CHAT = Format(
 
 
 class Wire:
-    """Writes one answer, whole or as events."""
+    """Writes one answer, whole or as events. `continuous`: usage so far in every event, and one for every step, whether
+    there is text to tell or not."""
 
-    def __init__(self, format: Format, model: str, include_usage: bool = False) -> None:
-        self._format, self._include_usage = format, include_usage
+    def __init__(self, format: Format, model: str, include_usage: bool = False, continuous: bool = False) -> None:
+        self._format, self._include_usage, self._continuous = format, include_usage, continuous
         self._head = {"id": f"{format.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         chunk = json.dumps({**self._head, "object": format.part})[:-1]
         self._open = f'data: {chunk}, "choices": [{{"logprobs": null, "index": '
@@ -62,12 +63,13 @@ class Wire:
         ]
         return {**self._head, "object": self._format.whole, "choices": choices, "usage": usage(answer)}
 
-    def chunk(self, piece: Piece) -> str:
+    def chunk(self, piece: Piece, answer: Answer) -> str:
         """The event of a piece; empty if the piece says nothing."""
-        if not (piece.text or piece.first or piece.finish):
+        if not (piece.text or piece.first or piece.finish or self._continuous):
             return ""
         finish = f'"{piece.finish}"' if piece.finish else "null"
-        return f'{self._open}{piece.index}, {self._format.delta(piece)}, "finish_reason": {finish}}}]{self._close}'
+        close = f', "usage": {json.dumps(usage(answer))}}}\n\n' if self._continuous else self._close
+        return f'{self._open}{piece.index}, {self._format.delta(piece)}, "finish_reason": {finish}}}]{close}'
 
     def last(self, answer: Answer) -> bytes:
         """What ends a stream."""

@@ -109,7 +109,9 @@ class Mixture:
             others = rng.choices(list(SHORT_TASKS), list(SHORT_TASKS.values()))[0]
             task, size = "copy" if rng.random() < stage.copies else others, rng.randint(stage.short // 4, stage.short)
             if task == "copy":
-                conversation += max((turns(task, rng, size, False) for _ in range(stage.drawn)), key=self._length)
+                copies = [turns(task, rng, size, False) for _ in range(stage.drawn)]
+                hardest = max(copies, key=self._length)
+                conversation += hardest
             else:
                 conversation += [talk(rng)] if task == "talk" else turns(task, rng, size, False)
         return self.chat(conversation, rng.choice(SYSTEM) if rng.random() < 0.12 else None)
