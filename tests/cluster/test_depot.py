@@ -6,6 +6,8 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -51,6 +53,29 @@ def test_all_kinds_of_tensors_arrive_as_they_left() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, tensors, strict=True))
     there.drop(parcel)
     assert all(torch.equal(a, b) for a, b in zip(got, tensors)), "mapped memory outlives its name"
+
+
+def test_what_is_dropped_while_it_is_picked_up_does_not_come_back() -> None:
+    here, there, held = Segments(RUN, "a"), Segments(RUN, "b"), torch.arange(1, 1000)
+    made: list[Parcel] = [here.put([held])]
+    with ThreadPoolExecutor(1) as other:
+
+        def pick_up() -> int:
+            got = 0
+            while made:
+                with suppress(Lost, IndexError):
+                    (tensor,) = there.get(made[-1])
+                    assert torch.equal(tensor, held)
+                    got += 1
+            return got
+
+        picked = other.submit(pick_up)
+        for _ in range(3000):
+            here.drop(made[-1])
+            made[-1] = here.put([held])
+        here.drop(made.pop())
+        assert picked.result() > 0
+    assert not names()
 
 
 def test_no_tensors_are_a_parcel_too() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import mmap
 import os
 import tempfile
 from collections.abc import Sequence
@@ -135,18 +136,20 @@ def segment(name: str, n_bytes: int, create: bool) -> Tensor:
     Raises FileNotFoundError if it should be there and is not, OSError if there is no room for it.
     """
     path = folder() / name
-    if create:
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
+    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    try:
+        if create:
             os.posix_fallocate(file, 0, n_bytes)  # now, not as a fault while it is filled
-        except OSError:
-            path.unlink()
-            raise
-        finally:
-            os.close(file)
-    elif path.stat().st_size != n_bytes:
-        raise FileNotFoundError(f"{path} has {path.stat().st_size} bytes, not {n_bytes}")
-    return torch.from_file(str(path), shared=True, size=n_bytes, dtype=torch.uint8)
+        elif (size := os.fstat(file).st_size) != n_bytes:
+            raise FileNotFoundError(f"{path} has {size} bytes, not {n_bytes}")
+        # not torch.from_file, which makes anew what was removed a moment ago
+        return torch.frombuffer(mmap.mmap(file, n_bytes), dtype=torch.uint8)
+    except OSError:
+        if create:
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
 
 
 def sweep(prefix: str) -> int:
