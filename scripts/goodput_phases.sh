@@ -20,5 +20,5 @@ run() {
 }
 
 rm -f "$out.jsonl" "$out.md"
-run 0.5,1,1.5,2,2.5 "trace:path=$trace,scale=0.1"
-run 0.3,0.6,0.9,1.2,1.5 lognormal:prompt=150,longest=600,new=24,new_longest=64 --plot "$out.png"
+run 1,1.5,2,2.5,3,4 "trace:path=$trace,scale=0.1"
+run 0.5,0.8,1.1,1.4,1.8 lognormal:prompt=150,longest=600,new=24,new_longest=64 --plot "$out.png"
