@@ -15,10 +15,10 @@ run() {
     phasewise bench goodput \
         schedule=prefill_first schedule=sarathi:budget=256 schedule=splitfuse:budget=256 schedule=layered \
         place=disaggregated:prefill=1,decode=1 place=semi_pd \
-        --model "$model" --kv-bytes 1G --requests 30 --rates "$rates" --workload "$workload" \
+        --model "$model" --kv-bytes 1G --requests 24 --rates "$rates" --workload "$workload" \
         --slo tight=800/80 --slo medium=2000/150 --slo relaxed=5000/300 --out "$out.jsonl" "$@" >>"$out.md"
 }
 
 rm -f "$out.jsonl" "$out.md"
-run 1,1.5,2,2.5,3,4 "trace:path=$trace,scale=0.1"
-run 0.5,0.8,1.1,1.4,1.8 lognormal:prompt=150,longest=600,new=24,new_longest=64 --plot "$out.png"
+run 0.5,1,1.5,2.5 "trace:path=$trace,scale=0.1"
+run 0.4,0.7,1,1.4 lognormal:prompt=150,longest=600,new=24,new_longest=64 --plot "$out.png"

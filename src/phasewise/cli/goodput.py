@@ -18,6 +18,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.bench.latency import Served
+    from phasewise.bench.prompts import Prompts
 
 WARM = 4  # requests before the first that count
 
@@ -37,8 +38,8 @@ def goodput(
 ) -> None:
     """The load each setting takes: requests/s at which 90 % of the requests still meet their TTFT and TPOT targets.
 
-    Every setting gets a server of its own and the same requests at each rate, over HTTP and without waiting for
-    answers. Needs a quiet machine.
+    Every setting gets a server of its own and the same requests, over HTTP and without waiting for answers. Lengths are
+    those of the same requests at each rate, prompts are new. Needs a quiet machine.
 
     [bold]Examples[/]
 
@@ -67,9 +68,12 @@ def goodput(
             verbs: dict[str, Any] = dict(contender.verbs)
             with serving(replace(engine, **verbs).arguments()) as url:
                 begun = number * len(steps) * asked.requests
+                fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
-                def load(rate: float, most: int | None = None, url: str = url, begun: int = begun) -> Sequence[Served]:
-                    shots = asked.shots(asked.source(engine.model, config.vocab), config.max_positions, rate)[:most]
+                def load(
+                    rate: float, most: int | None = None, url: str = url, begun: int = begun, fresh: Prompts = fresh
+                ) -> Sequence[Served]:
+                    shots = asked.shots(fresh, config.max_positions, rate)[:most]
                     before = begun + (0 if most else steps.index(rate) * asked.requests)
                     return measure(url, shots, lambda done: tell(before + done)).served
 
