@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from phasewise.cluster.depot import Depot
@@ -11,6 +12,11 @@ from phasewise.cluster.line import Crew, Line, Message, Spec
 TOLD = ("take", "release", "renew")  # to workers
 HEARD = ("offer", "owned", "refused", "expired")  # from workers
 Fate = int | str  # rounds to wait, "lose" or "twice"
+
+
+def unsteady(fates: Sequence[Fate]) -> Callable[[int], Fate]:
+    """These fates in turn, but now and then nothing happens: not in step with retries, which may take nine messages."""
+    return lambda i: fates[i % len(fates)] if Random(i).randrange(9) else 0
 
 
 class Faulty:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +14,12 @@ from phasewise.errors import UserError
 from phasewise.methods.place.disaggregated import Disaggregated
 from phasewise.request import Params, Request
 from tests import tiny
-from tests.cluster.faulty import HEARD, TOLD, Fate
-from tests.core.engines import alone, break_decode, method_options, same, sampled
-from tests.core.test_engine import Arrival, _family, _full, arrivals
+from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
+from tests.core.engines import alone, break_decode, method_options, sampled
+from tests.core.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish, shelf, workers
+from tests.place.loads import survive
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
 ROW = tiny.engine().store.row_bytes
@@ -538,28 +538,9 @@ def test_random_load_over_a_bad_link_to_mortal_workers(
     prefills, decodes = sizes
     placed = pushing(
         schedule, f",prefill={prefills},decode={decodes},share={prefills / (prefills + decodes)},deadline=10",
-        fate=lambda i: fates[i % len(fates)] if Random(i).randrange(9) else 0,
-        kinds=TOLD + HEARD + MESSAGES, clock=clock,  # not every ninth: a retry may take nine messages
+        fate=unsteady(fates),
+        kinds=TOLD + HEARD + MESSAGES, clock=clock,
         kv_bytes=slabs * SLAB * (prefills + decodes), max_running=max_running,
     )  # fmt: skip
-    families = [_family(arrival) for arrival in load]
-    for now in range(3000):
-        clock.tick()
-        for arrival, family in zip(load, families):
-            if arrival.step == now:
-                for request in family:
-                    placed.add(request)
-            if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
-                placed.cancel(family[0])
-        if now in deaths:
-            placed.desks[deaths[now] % len(placed.desks)].line.kill()
-        placed.step()
-        check_router(placed)
-        if now > 60 and all(r.left for family in families for r in family):
-            break
-    for arrival, family in zip(load, families):
-        for request in family:
-            assert request.left is not None, "lost"
-            assert request.left.how in ("finished", "cancelled"), request.left
-            assert same(request, _full(arrival, request))
+    survive(placed, load, deaths, clock)
     finish(placed, [], clock.tick)

@@ -18,11 +18,12 @@ from phasewise.kv.handoff import State
 from phasewise.methods.place.semi_pd import SemiPD
 from phasewise.request import Params, Request
 from tests import tiny
-from tests.cluster.faulty import HEARD, TOLD, Fate
-from tests.core.engines import alone, break_decode, method_options, same, sampled
-from tests.core.test_engine import Arrival, _family, _full, arrivals
+from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
+from tests.core.engines import alone, break_decode, method_options, sampled
+from tests.core.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, engines, workers
+from tests.place.loads import survive
 from tests.place.pooled import account, check_pool, finish, pool, semi_pd
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
@@ -377,28 +378,9 @@ def test_random_load_over_a_bad_link_to_mortal_workers(
 ) -> None:
     clock = Clock()
     placed = semi_pd(
-        {"schedule": "sarathi:budget=20"}, lambda i: fates[i % len(fates)] if i % 9 else 0, clock=clock,
+        {"schedule": "sarathi:budget=20"}, unsteady(fates), clock=clock,
         kv_bytes=slabs * SLAB, max_running=max_running, prefix_cache=prefixes,
     )  # fmt: skip
-    families = [_family(arrival) for arrival in load]
-    for now in range(3000):
-        clock.now += 1.0
-        for arrival, family in zip(load, families):
-            if arrival.step == now:
-                for request in family:
-                    placed.add(request)
-            if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
-                placed.cancel(family[0])
-        if now in deaths:
-            placed.desks[deaths[now] % len(placed.desks)].line.kill()
-        placed.step()
-        check_pool(placed)
-        if now > 60 and all(r.left for family in families for r in family):
-            break
-    for arrival, family in zip(load, families):
-        for request in family:
-            assert request.left is not None, "lost"
-            assert request.left.how in ("finished", "cancelled")
-            assert same(request, _full(arrival, request))
+    survive(placed, load, deaths, clock, check_pool)
     assert placed.counters.workers_lost == len(deaths)
     finish(placed, [], clock.tick)

@@ -64,18 +64,16 @@ def goodput(
     config = read_config(resolve(model_path(engine.model)))
     points: list[Point] = []
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
-        for number, contender in enumerate(contenders):
+        for contender in contenders:
             verbs: dict[str, Any] = dict(contender.verbs)
             with serving(replace(engine, **verbs).arguments()) as url:
-                begun = number * len(steps) * asked.requests
                 fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
                 def load(
-                    rate: float, most: int | None = None, url: str = url, begun: int = begun, fresh: Prompts = fresh
+                    rate: float, most: int | None = None, url: str = url, fresh: Prompts = fresh
                 ) -> Sequence[Served]:
                     shots = asked.shots(fresh, config.max_positions, rate)[:most]
-                    before = begun + (0 if most else steps.index(rate) * asked.requests)
-                    return measure(url, shots, lambda done: tell(before + done)).served
+                    return measure(url, shots, lambda done: tell(len(points) * asked.requests + done)).served
 
                 load(steps[-1], most=WARM)
                 for point in sweep(contender.name, steps, targets, load):
