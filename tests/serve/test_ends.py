@@ -65,6 +65,7 @@ def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
         next(iter(short)), next(iter(long))
         half = socket.create_connection(("127.0.0.1", server.port))
         half.sendall(ABUSE["half a body"])
+        assert server.health().status_code == 200  # what came before this has been accepted, and is being read
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         with pytest.raises(httpx.TransportError):  # nothing new is accepted
