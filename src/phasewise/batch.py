@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,16 +55,24 @@ class Span:
 class Batch:
     """Rows of all spans end to end, never padded. `tokens` int64 [T], `positions` int64 [T]."""
 
-    __slots__ = ("positions", "spans", "tokens")
+    __slots__ = ("end", "positions", "spans", "tokens")
 
     def __init__(self, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.spans = list(spans)
-        start = 0
+        start = end = 0
         for span in self.spans:
             span.start = start
             start += span.rows
-        self.tokens = torch.tensor(list(chain.from_iterable(s.tokens for s in self.spans)), device=device)
-        self.positions = torch.tensor(list(chain.from_iterable(s.positions for s in self.spans)), device=device)
+            positions = span.positions
+            end = max(end, 1 + (positions[-1] if isinstance(positions, range) else max(positions)))
+        self.end = end  # no position is as large
+        numbers = array("q")
+        for span in self.spans:
+            numbers.extend(span.tokens)
+        for span in self.spans:
+            numbers.extend(span.positions)
+        both = torch.frombuffer(numbers, dtype=torch.int64).to(device)  # holds on to the array
+        self.tokens, self.positions = both[:start], both[start:]
 
     @property
     def rows(self) -> int:

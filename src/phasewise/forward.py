@@ -43,12 +43,7 @@ class Step:
         self.taps = taps or set()
         self.masks: dict[Any, Tensor] = {}  # a span's mask is the same at every layer of one window
         self.notes: dict[Any, Any] = {}  # what methods work out once for all layers
-        self._rotary = model.rotary(self.batch.positions)
-        self._all = [_Entry(s, s.slice, s.positions) for s in self.batch.spans]
-        self._use(self._all, self._rotary)
-        self._row_bytes = [
-            entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in self.batch.spans[0].kv.layers
-        ]
+        self._rotary = self.rotary = model.rotary(self.batch.positions, self.batch.end)
 
     def _use(self, entries: list[_Entry], rotary: Any) -> None:
         self.rotary = rotary
@@ -62,7 +57,8 @@ class Step:
         """q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]; every span's rows go through its phase's attend method."""
         out = torch.empty_like(q)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
-        self.counters.kv_bytes_written += q.shape[0] * self._row_bytes[layer]
+        first = self.batch.spans[0].kv.layers[layer]
+        self.counters.kv_bytes_written += q.shape[0] * entry_bytes(first.codec, first.shape) * first.shape.heads
         for phase, entries in self._groups:
             reads: list[Read] = []
             for entry in entries:
@@ -102,6 +98,8 @@ class Step:
         whole = run_whole(self)
         if whole is not None:
             return Hidden(whole)
+        self._all = [_Entry(s, s.slice, s.positions) for s in self.batch.spans]
+        self._use(self._all, self._rotary)
         x = self.model.embed(self.batch.tokens)
         for span in self.batch.spans:
             if span.hidden is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ class Hidden:
 
     x: Tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, index: list[int]) -> Tensor:
+        """Rows of `x` -> [n, d]; not a copy if they are all of them in order."""
+        if len(index) == self.x.shape[0] and index == list(range(len(index))):
+            return self.x
+        return self.x[torch.tensor(index, device=self.x.device)]
 
 
 @dataclass(slots=True)

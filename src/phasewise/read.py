@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.ops import attention as ops
 from phasewise.ops.native import spans as native
 
@@ -194,7 +194,10 @@ class Read:
             return None
         if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
             return None
-        if start and not isinstance(part.codec, Raw):  # what need not be decoded is not
+        if scaled(part.codec):
+            k, k_scale, v, v_scale = (plane[:, start:] for plane in part.planes)
+            few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale))
+        elif start and not isinstance(part.codec, Raw):  # what need not be decoded is not
             few = native.Few(self.q, *part.between(start, part.size[1]), sees, start)
         else:
             few = native.Few(self.q, part.k, part.v, sees)

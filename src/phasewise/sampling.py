@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from phasewise.model.model import Model
     from phasewise.request import Request
 
 
@@ -124,16 +125,27 @@ def pick(probs: Tensor, u: float) -> int:
 
 
 class Sample(Protocol):
-    """sample: logits to the distribution a token is drawn from."""
+    """sample: logits to the distribution a token is drawn from.
+
+    A method may also have `greedy(contexts) -> bool`: True if each of these tokens is simply the one of the largest
+    logit (of equal ones the first). It is then not called for them, and no logits are written.
+    """
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         """logits float32 [n, V] (may be overwritten), one context per row."""
         ...
 
 
-def draw(sample: Sample, logits: Tensor, contexts: Sequence[Context]) -> list[int]:
-    """One token per row of logits [n, V], by each request's own randomness."""
-    dist = sample(logits, contexts)
+def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
+    """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
+    greedy = getattr(sample, "greedy", None)
+    if greedy is not None and greedy(contexts):
+        return Dist(model.best(x).tolist(), model.config.vocab)
+    return sample(model.head(x), contexts)
+
+
+def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:
+    """One token per row, by each request's own randomness."""
     us = [
         0.0 if dist.greedy(i) else uniform(c.request.params.seed, c.position, Purpose.SAMPLE)
         for i, c in enumerate(contexts)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phasewise.batch import Span, ancestors, depths
 from phasewise.phase import Hidden, Host, Outcome, Phase
-from phasewise.sampling import Context, Dist, Purpose, draw, uniform
+from phasewise.sampling import Context, Dist, Purpose, distribution, draw, uniform
 
 if TYPE_CHECKING:
     from phasewise.request import Request
@@ -199,9 +199,8 @@ class Speculation:
                 wanted.append(span.start + span.rows - 1)
                 contexts.append(Context(span.request))
         if wanted:
-            logits = self.host.model.head(hidden.x[torch.tensor(wanted, device=hidden.x.device)])
+            dist = distribution(self.host.sample, self.host.model, hidden.rows(wanted), contexts)
             self.host.counters.head_rows += len(wanted)
-            dist = self.host.sample(logits, contexts)
         else:
             dist = Dist([], self.host.model.config.vocab)
         outcomes, row = [], 0
@@ -243,11 +242,12 @@ def draw_outcomes(
     done = [span for span in spans if span.positions[-1] + 1 == span.request.known]
     tokens: dict[int, int] = {}
     if done:
-        last = torch.tensor([span.start + span.rows - 1 for span in done], device=hidden.x.device)
-        logits = host.model.head(hidden.x[last])
+        x = hidden.rows([span.start + span.rows - 1 for span in done])
+        contexts = [Context(span.request) for span in done]
+        if shape is None:
+            dist = distribution(host.sample, host.model, x, contexts)
+        else:
+            dist = host.sample(shape(host.model.head(x), done), contexts)
         host.counters.head_rows += len(done)
-        if shape is not None:
-            logits = shape(logits, done)
-        drawn = draw(host.sample, logits, [Context(span.request) for span in done])
-        tokens = {id(span): token for span, token in zip(done, drawn)}
+        tokens = {id(span): token for span, token in zip(done, draw(dist, contexts))}
     return [Outcome(s.rows, [tokens[id(s)]] if id(s) in tokens else []) for s in spans]

@@ -90,12 +90,14 @@ def test_equals_attention_over_everything(
 
 
 class Counting:
-    """int8 rows, and how many of them were decoded."""
+    """int8 rows, which native kernels know or do not know, and how many of them were decoded."""
 
-    def __init__(self) -> None:
-        self.codec, self.rows = Int8().codec(), 0
+    def __init__(self, known: bool) -> None:
+        self.codec, self.rows, self.known = Int8().codec(), 0, known
 
     def __getattr__(self, name: str) -> Any:
+        if name == "scaled" and not self.known:
+            raise AttributeError(name)
         return getattr(self.codec, name)
 
     def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -104,12 +106,14 @@ class Counting:
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("levels", LEVELS)
-def test_common_rows_are_decoded_once(levels: str) -> None:
-    codec: Any = Counting()
+def test_common_rows_are_decoded_once_or_read_as_they_are(levels: str, known: bool) -> None:
+    codec: Any = Counting(known)
     reads = reads_of(LEVELS[levels], None, codec)
     codec.rows = 0
     results = attend_all(reads, LEVELS[levels])
-    assert codec.rows == sum(read.part.size[1] for read in reads) - sum(c.saved for c in LEVELS[levels])
+    once = sum(read.part.size[1] for read in reads) - sum(c.saved for c in LEVELS[levels])
+    assert codec.rows == (0 if known else once)
     for got, read in zip(results, reads):
         torch.testing.assert_close(got.double(), exact(read), atol=2e-6, rtol=1e-5)

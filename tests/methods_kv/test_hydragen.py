@@ -107,15 +107,16 @@ def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
 
 
 def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
-    """Spans are numbered as in the step; a method shares among its own."""
-    paths: list[Any] = [SimpleNamespace(nodes=branch(path)) for path in ("abcd", "abcd", "abcd", "abcd", "ab")]
+    """Spans are numbered as in the step; a method shares among its own, and slices of prompts read by themselves."""
+    paths: list[Any] = [SimpleNamespace(nodes=branch(path)) for path in ("abcd", "abcd", "abcd", "abcd", "ab", "abcd")]
     one, other = Hydragen(), Hydragen(rows=128)
     spans: list[Any] = [
-        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend))
-        for kv, attend in zip(paths, (one, other, Dense(), other, one))
+        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend), rows=rows)
+        for kv, attend, rows in zip(paths, (one, other, Dense(), other, one, one), (1, 1, 1, 1, 64, 65))
     ]
-    assert sorted(_commons(spans, 200, [None, 200])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]
-    assert _commons(spans, 200, [None, 199]) == []
+    assert sorted(_commons(spans, 200, [])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]
+    assert sorted(_commons(spans, 200, [200])) == sorted(_commons(spans, 200, []))
+    assert _commons(spans, 200, [200, 199]) == []
 
 
 # ---- engines

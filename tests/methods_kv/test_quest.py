@@ -26,6 +26,8 @@ from tests.methods_kv.harness import Uneven, Walk, cuts, sliding
 from tests.methods_kv.slow_quest import SlowQuest
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+# A number between two levels of int8 may round either way when its row is computed among others.
+ROUNDED = {"atol": 4e-3, "rtol": 1e-4}
 KNOBS = {"page": 4, "budget": 20, "dense_layers": 1}
 PROMPT, TOKENS = 70, tiny.prompts(130)[0]
 OTHER = tiny.prompts(40, seed=9)[0]
@@ -135,7 +137,7 @@ def test_chunks_equal_single_steps(case: str, sizes: list[int], page: int, budge
     chunked = started(Quest(page=page, budget=budget, dense_layers=0), case)
     want = torch.cat([single.feed([token]) for token in TOKENS[PROMPT:110]])
     got = torch.cat([chunked.feed(piece) for piece in cuts(TOKENS[PROMPT:110], sizes)])
-    torch.testing.assert_close(got, want, **CLOSE)
+    torch.testing.assert_close(got, want, **(ROUNDED if case == "int8" else CLOSE))
 
 
 @pytest.mark.parametrize("window", [17, 40])

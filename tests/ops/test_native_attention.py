@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from phasewise.batch import ancestors
+from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few
@@ -96,6 +97,28 @@ def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None) -> N
         start += rows
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_rounded_rows_are_read_as_they_are(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    """Bit for bit what attention over the decoded rows gives, beside spans that are not rounded, from any slot on."""
+    codec = Int8().codec()
+    batch = [make(shape, rows, n, kind, tree) for rows, n, tree in ((1, 1, False), (1, 300, False), (3, 1100, False),
+                                                                    (7, 40, True), (1, 65, False))]  # fmt: skip
+    rounded, decoded = [batch[0]], [batch[0]]
+    for few in batch[1:]:
+        longer = [torch.nn.functional.pad(x, (0, 0, 0, 9)) for x in (few.k, few.v)]
+        planes = [plane[:, : few.k.shape[1]] for plane in codec.encode(*longer)]  # the first rows of a slab
+        k, k_scale, v, v_scale = planes
+        rounded.append(Few(few.q, k, v, few.sees, 0, (k_scale, v_scale)))
+        decoded.append(Few(few.q, *codec.decode(planes, kind), few.sees))
+    assert all(spans.fits(few) for few in rounded)
+    got, got_lse = spans.attend(rounded, 0.2, with_lse=True)
+    want, want_lse = spans.attend(decoded, 0.2, with_lse=True)
+    assert torch.equal(got, want)
+    assert got_lse is not None and want_lse is not None and torch.equal(got_lse, want_lse)
+
+
 @pytest.mark.usefixtures("target")
 def test_large_scores_and_bad_numbers() -> None:
     few = make((4, 2, 64), 1, 100, torch.float32)
@@ -115,6 +138,10 @@ def test_what_does_not_fit() -> None:
     assert spans.fits(few)
     assert not spans.fits(Few(few.q.half(), few.k.half(), few.v.half()))
     assert not spans.fits(Few(few.q, few.k.bfloat16(), few.v.bfloat16()))
+    assert not spans.fits(Few(few.q, few.k.char(), few.v.char()))
+    scales = torch.ones(few.k.shape[:2], dtype=torch.bfloat16), torch.ones(few.v.shape[:2], dtype=torch.bfloat16)
+    assert spans.fits(Few(few.q, few.k.char(), few.v.char(), scales=scales))
+    assert not spans.fits(Few(few.q, few.k, few.v, scales=scales))
     assert not spans.fits(make((2, 1, 264), 1, 10, torch.float32))
     assert not spans.fits(Few(few.q, few.k.transpose(1, 2).contiguous().transpose(1, 2), few.v))
 

@@ -93,7 +93,7 @@ def test_only_the_first_members_rows_are_read() -> None:
         batch = make((6, 2, 64), kind, commons)
         want, _ = spans.attend(batch, 0.2)
         start = [0, 256, 256, 128, 256, 256, 256, 0]  # span 3 is first among its own half only
-        own = [Few(q, k[:, at:].clone(), v[:, at:].clone(), sees, at) for (q, k, v, sees, _), at in zip(batch, start)]
+        own = [Few(q, k[:, at:].clone(), v[:, at:].clone(), sees, at) for (q, k, v, sees, *_), at in zip(batch, start)]
         assert torch.equal(spans.attend(own, 0.2, commons=commons)[0], want)
         changed = [few._replace(k=few.k.clone(), v=few.v.clone()) for few in batch]
         for few, at in zip(changed, start):

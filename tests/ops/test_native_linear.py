@@ -141,6 +141,21 @@ def test_zero_rows_and_zero_weights_give_zero() -> None:
         assert torch.equal(layer(torch.randn(2, 33).bfloat16()), torch.zeros(2, 70).bfloat16())
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.usefixtures("target")
+def test_packed_in_slices(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights, and every row of the source is let go once."""
+    weight, bias, x = torch.randn(330, 65).bfloat16(), torch.randn(330), torch.randn(3, 65).bfloat16()
+    whole = Packed(weight, bias, int8=int8)
+    monkeypatch.setattr(weights, "SLICE", 140 * 65 * 2)
+    done: list[Tensor] = []
+    sliced = Packed(weight, bias, int8=int8, done=done.append)
+    assert [len(rows) for rows in done] == [128, 128, 74]
+    assert torch.equal(torch.cat(done), weight)
+    assert torch.equal(sliced(x), whole(x))
+    assert torch.equal(sliced.dense(), whole.dense())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("target")
 def test_the_way_back(shape: tuple[int, int]) -> None:

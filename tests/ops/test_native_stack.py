@@ -12,10 +12,12 @@ from torch import Tensor
 from phasewise import catalog
 from phasewise.batch import Span, ancestors, depths
 from phasewise.forward import Step
-from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.store import KV, Store
+from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.ops.native.stack import SLICE
 from phasewise.phase import Phase
 from phasewise.recipe import kv_shapes
 from phasewise.request import Params, Request
@@ -44,10 +46,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 class Runner:
     """Steps of a few requests over one model, with or without the stack."""
 
-    def __init__(self, model: Model, *, stack: bool = False) -> None:
+    def __init__(self, model: Model, *, stack: bool = False, codec: Codec | None = None) -> None:
         self.model, self.stack = model, model.stack if stack else None
         self.counters = Counters()
-        self.store = Store(kv_shapes(model), Raw(), ledger=Ledger(64 << 20), counters=self.counters)
+        self.store = Store(kv_shapes(model), codec or Raw(), ledger=Ledger(64 << 20), counters=self.counters)
         self.held: dict[int, KV] = {}
 
     @torch.inference_mode()
@@ -72,6 +74,30 @@ class Runner:
 
 def far(got: Tensor, exact: Tensor) -> float:
     return float((got - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-mha-wide-heads", "mistral-sliding"])
+def test_int8_kv(name: str, directories: dict[str, Path]) -> None:
+    """Rows are rounded as the codec rounds them, and read as the open path reads them."""
+    model, codec = Model.load(directories[name], dtype=torch.bfloat16), Int8().codec()
+    steps: list[dict[int, list[int]]] = [{0: [5, 6, 7, 8], 1: [3]}, {0: [9], 1: [4, 5]}, {0: [2], 1: [7]}]
+    raw, rounded = Runner(model, stack=True), Runner(model, stack=True, codec=codec)
+    raw.step(steps[0])
+    rounded.step(steps[0])
+    for r in (0, 1):
+        layer, wanted = rounded.held[r].layers[0].slabs[0], raw.held[r].layers[0].slabs[0]
+        exact = codec.encode(*(plane[:, : wanted.n] for plane in wanted.buffer.planes))
+        assert all(torch.equal(p[:, : layer.n], e) for p, e in zip(layer.buffer.planes, exact, strict=True))
+    opened = Runner(model, codec=codec)
+    full = Runner(Model.load(directories[name], dtype=torch.float32))
+    opened.step(steps[0])
+    full.step(steps[0])
+    for rows in steps[1:]:
+        got, plain, want = rounded.step(rows), opened.step(rows), full.step(rows)
+        assert far(got, want) < 1.5 * far(plain, want) + 1e-3
+    same = ("row_layers", "kv_bytes_read", "kv_bytes_written")
+    assert [getattr(rounded.counters, n) for n in same] == [getattr(opened.counters, n) for n in same]
+    assert rounded.held[0].flat() is not None, "the native step was not taken"
 
 
 def test_int8(directories: dict[str, Path]) -> None:
@@ -125,7 +151,36 @@ def test_rows_depend_on_nothing_else(name: str, directories: dict[str, Path]) ->
     assert torch.equal(torch.cat([rest[1], rest[0], *rest[2:]]), second)
 
 
-@pytest.mark.parametrize("verbs", [{"attend": "quest"}, {"evict": "streaming"}, {"store": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama-mha-wide-heads", "qwen3", "phi3-partial-longrope"])
+def test_slices_of_prompts(name: str, directories: dict[str, Path]) -> None:
+    """More rows than attention of few takes, first and later slices, beside decodes and one another: as near to float32
+    as the open path is, with KV that later rows read."""
+    model = Model.load(directories[name], dtype=torch.bfloat16)
+    calls: list[int] = []
+    assert model.stack is not None
+    native_, opened = Runner(model, stack=True), Runner(model)
+    native_.stack = Counting(model.stack, calls)  # type: ignore[assignment]
+    exact = Runner(Model.load(directories[name], dtype=torch.float32))
+    long = [3 + i * 7 % 50 for i in range(200)]
+    steps: list[dict[int, Sequence[int]]] = [
+        {0: long[:SLICE + 1], 1: [5, 6]}, {1: [7], 0: long[65:150], 2: long[100:]}, {0: [9], 1: [8], 2: [4]}
+    ]  # fmt: skip
+    for rows in steps:
+        got, plain, want = native_.step(rows), opened.step(rows), exact.step(rows)
+        assert far(got, want) < 1.5 * far(plain, want) + 1e-3
+    assert calls == [sum(map(len, rows.values())) for rows in steps], "not all steps were native"
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "qwen3-sliding"])
+def test_slices_longer_than_a_window(name: str, directories: dict[str, Path]) -> None:
+    half, full = (Model.load(directories[name], dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    runners = [Runner(half, stack=True), Runner(half), Runner(full)]
+    for rows in ({0: [3 + i * 7 % 50 for i in range(150)], 1: [5]}, {0: [9], 1: [6]}):
+        fused, opened, wanted = (runner.step(rows) for runner in runners)
+        assert far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3
+
+
+@pytest.mark.parametrize("verbs", [{"attend": "quest"}, {"evict": "streaming"}, {"skip": "unified"}], ids=str)
 def test_who_needs_to_see_inside_takes_the_open_path(verbs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model.load(tiny.checkpoint(), dtype=torch.bfloat16)
     calls: list[int] = []

@@ -34,9 +34,9 @@ def test_frequencies_follow_the_probabilities() -> None:
     probs = np.array([0.5, 0.2, 0.15, 0.1, 0.05])
     n = 10_000
     request_of = [Request([0, 1], Params(temperature=1.0, seed=seed)) for seed in range(n)]
-    tokens = draw(
-        Standard(), torch.tensor(np.log(probs), dtype=torch.float32).repeat(n, 1), [Context(r) for r in request_of]
-    )
+    contexts = [Context(request) for request in request_of]
+    logits = torch.tensor(np.log(probs), dtype=torch.float32).repeat(n, 1)
+    tokens = draw(Standard()(logits, contexts), contexts)
     counts = np.bincount(tokens, minlength=5)
     assert stats.chisquare(counts, probs * n).pvalue > 1e-3
     wrong = np.array([0.45, 0.25, 0.15, 0.1, 0.05])

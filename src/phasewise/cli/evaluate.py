@@ -55,7 +55,10 @@ def evaluate(
 
 
 class Judge:
-    """Two engines over one model: one that answers, and one that is made to write given text."""
+    """Two engines over one model: one that answers, and one that is made to write given text.
+
+    `answers` and `losses` keep, per task, what every example was answered (tokens) and cost (nats per token).
+    """
 
     def __init__(self, engine: EngineOptions) -> None:
         from phasewise.bench.drive import Bench
@@ -63,6 +66,8 @@ class Judge:
 
         self.llm, self.forced = engine.llm(), Forced()
         self.writer = Bench(self.llm.model).engine(engine.verbs, engine.limits(), sample=self.forced)
+        self.answers: dict[str, list[list[int]]] = {}
+        self.losses: dict[str, list[float]] = {}
 
     def measure(self, task: str, examples: int, seed: int, tell: Callable[[int], object]) -> list[Row]:
         """The rows of one task; `tell` is told how many examples are done."""
@@ -70,20 +75,20 @@ class Judge:
         from phasewise.bench.forced import forced_loss
         from phasewise.request import Params
 
-        scored = 0
+        losses = self.losses[task] = []
 
         def generate(prompts: list[list[int]], room: int) -> list[list[int]]:
             outputs = self.llm.generate(prompts, Params(max_tokens=room), progress=tell)
             broken = next((o for o in outputs if o.left.how != "finished"), None)
             if broken is not None:
                 raise UserError(f"{task}: an example failed: {broken.left.reason}")
-            return [output.tokens for output in outputs]
+            self.answers[task] = [output.tokens for output in outputs]
+            return self.answers[task]
 
         def loss(ids: list[int]) -> float:
-            nonlocal scored
-            scored += 1
-            tell(scored)
-            return forced_loss(self.writer, self.forced, ids)
+            losses.append(forced_loss(self.writer, self.forced, ids))
+            tell(len(losses))
+            return losses[-1]
 
         def encode(text: str) -> list[int]:
             return self.llm.tokenizer.encode(text, add_special=False)

@@ -50,7 +50,11 @@ class EngineOptions:
 
     model: Annotated[str, typer.Option(help="A checkpoint directory, a hub id, or pocket (embedded).")] = "pocket"
     dtype: Annotated[
-        str | None, typer.Option(metavar="float32|bfloat16|float16", help="Default: the checkpoint's own.")
+        str | None,
+        typer.Option(
+            metavar="float32|bfloat16|float16|int8",
+            help="Default: the checkpoint's own. int8 rounds the weights and computes in bfloat16 otherwise.",
+        ),
     ] = None
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Hard KV budget: 512M, 2G. Default: a quarter of memory, <= 4G.")

@@ -21,7 +21,12 @@ class KVShape:
 
 
 class Codec(Protocol):
-    """In what form rows are kept. A row's form depends on that row alone (DESIGN law 4)."""
+    """In what form rows are kept. A row's form depends on that row alone (DESIGN law 4).
+
+    One whose planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each row rounded to
+    the nearest level of its largest magnitude / 127, has an attribute `scaled = True`: native kernels then read and
+    write these as they are.
+    """
 
     exactness: str  # true | quantised | predicted | sparse
 
@@ -36,6 +41,11 @@ class Codec(Protocol):
     def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Planes [H, N, ...] -> keys and values [H, N, D] of `dtype`."""
         ...
+
+
+def scaled(codec: Codec) -> bool:
+    """Whether rows are kept as int8 with a scale each, in the form that native kernels know."""
+    return getattr(codec, "scaled", False)
 
 
 class Raw:

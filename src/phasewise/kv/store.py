@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import Buffer, Codec, KVShape, Ledger, entry_bytes
+from phasewise.kv.flat import Flat
 from phasewise.kv.layer_kv import LayerKV, Slab, rounded
 from phasewise.kv.prefix import PrefixTree
 from phasewise.kv.wire import Dump, Wire
@@ -30,6 +31,19 @@ class KV:
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self._spare = min((layer.spare for layer in layers), default=0)
+        self._flat: Flat | None = None
+        self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
+
+    def flat(self) -> Flat | None:
+        """Where a native kernel finds the rows of all layers; None if they lie in another way."""
+        if self._flat is None:
+            self._flat = Flat.of(self.layers)
+        return self._flat
+
+    def written(self, positions: Sequence[int]) -> None:
+        """A native kernel has put this step's rows behind the committed ones in all layers of `flat`."""
+        assert self._flat is not None and not self._written
+        self._written = positions
 
     @property
     def bytes(self) -> int:
@@ -47,10 +61,24 @@ class KV:
     def reserve(self, rows: int) -> None:
         if rows > self._spare:
             self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer in self.layers)
-            self._spare = min(layer.spare for layer in self.layers)
+            self._measure()
+
+    def _measure(self) -> None:
+        """Buffers have changed."""
+        self._flat = None
+        self._spare = min((layer.spare for layer in self.layers), default=0)
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """End the step: keep the first `rows` rows of the span, or the rows of a path; drop the others."""
+        flat, written, self._written = self._flat, self._written, ()
+        if flat is not None and isinstance(written, range) and isinstance(rows, int) and written.start == flat.n:
+            flat.advance(min(rows, len(written)))
+            self._spare -= rows
+            return
+        self._flat = None  # skipped layers, or positions that are not slots
+        if written:
+            for layer in self.layers:
+                layer.appended(written)
         moved = 0
         for layer in self.layers:
             moved += layer.commit(rows)
@@ -60,18 +88,18 @@ class KV:
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
         self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
-        self._spare = min(layer_kv.spare for layer_kv in self.layers)
+        self._measure()
 
     def free(self, layer: int) -> None:
         """Give up all rows of a layer that no row will run again."""
         self.layers[layer].close()
-        self._spare = min(layer_kv.spare for layer_kv in self.layers)
+        self._measure()
 
     def drop_last(self, position: int) -> None:
         """Roll back to the first `position` positions."""
         for layer in self.layers:
             layer.drop_last(position)
-        self._spare = min(layer.spare for layer in self.layers)
+        self._measure()
 
     def settle(self) -> None:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere."""
@@ -80,7 +108,7 @@ class KV:
         for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
             self.counters.kv_bytes_moved += layer.rewrite([piece["planes"] for piece in pieces])
         self.rounded = True
-        self._spare = min(layer.spare for layer in self.layers)
+        self._measure()
 
     def fork(self) -> KV:
         """Copy-on-write twin."""
@@ -114,7 +142,7 @@ class KV:
         assert len(layers) == len(self.layers), "a dump of another model"
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
-        self._spare = min(layer.spare for layer in self.layers)
+        self._measure()
 
     @property
     def names(self) -> list[str]:
@@ -129,7 +157,7 @@ class KV:
     def unshare(self) -> None:
         """Copy what forks read, too."""
         self.counters.kv_bytes_moved += sum(layer.reserve(0) for layer in self.layers)
-        self._spare = min((layer.spare for layer in self.layers), default=0)
+        self._measure()
 
     def lend(self) -> None:
         """Give all buffers up for another KV to adopt (`dump(lent=True)` before): nothing is copied or freed."""
@@ -142,7 +170,8 @@ class KV:
             layer.close()
         for node in self.nodes:
             node.release()
-        self.layers, self.nodes, self._spare = [], [], 0
+        self.layers, self.nodes, self._written = [], [], ()
+        self._measure()
 
 
 def _by_layer(dumped: Dump) -> list[Dump]:
@@ -245,7 +274,7 @@ class Store:
             hit = sum(node.rows for node in kv.nodes)
             self.counters.prefix_hits += hit
             request.computed = kv.reused = hit
-            kv._spare = min((layer.spare for layer in layers), default=0)
+            kv._measure()
         return kv
 
     def shareable(self, request: Request) -> int:

@@ -18,6 +18,7 @@ from phasewise.model.parse import read_config
 from phasewise.model.rope import RopeTables, Rotary
 from phasewise.model.stacked import stacked
 from phasewise.model.weights import Checkpoint, Weights
+from phasewise.ops.native.head import Head
 
 
 class LayerContext(Counts, Protocol):
@@ -93,6 +94,9 @@ class Model:
         self.table = None if config.tied and self.unembed.native is not None else table
         self._ropes = RopeTables(config.ropes, self.dtype, self.device)
         self.stack = stacked(self.layers, config, self.dtype)  # all layers in one native call, if they are plain
+        packed, half = self.unembed.native, self.dtype == torch.bfloat16
+        # final norm and `unembed` in one native call, if the kernels have the weights
+        self.whole_head = None if packed is None or not half else Head(packed, self.norm.weight, config.eps)
         # in the model's dtype first, as the families were trained
         self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
@@ -118,9 +122,9 @@ class Model:
         x = self.unembed.rows(tokens) if self.table is None else F.embedding(tokens, self.table)
         return x if self._scale == 1.0 else x.mul_(self._scale)
 
-    def rotary(self, positions: Tensor) -> Rotary:
-        """int64 [T] -> cos and sin of each row for every kind of rotation, once per step."""
-        return self._ropes(positions)
+    def rotary(self, positions: Tensor, end: int | None = None) -> Rotary:
+        """int64 [T], all below `end` -> cos and sin of each row for every kind of rotation, once per step."""
+        return self._ropes(positions, end)
 
     def layer(self, i: int, x: Tensor, ctx: LayerContext) -> Tensor:
         """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]."""
@@ -128,9 +132,15 @@ class Model:
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] in float32, final norm and softcap included."""
-        logits = self.unembed(self.norm(x)).float()
-        cap = self.config.logit_softcap
+        whole, cap = self.whole_head, self.config.logit_softcap
+        logits = self.unembed(self.norm(x)).float() if whole is None else whole.logits(x)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def best(self, x: Tensor) -> Tensor:
+        """[R, d] -> int64 [R], the most likely token per row: `head(x).argmax(-1)`, but logits need not be written."""
+        if self.whole_head is None or self.config.logit_softcap is not None:  # a cap makes large logits equal
+            return self.head(x).argmax(-1)
+        return self.whole_head.best(x)
 
     def rotate(self, layer: int, k: Tensor, delta: int | Tensor) -> Tensor:
         """Cached keys of one layer [..., D] moved by `delta` positions (int, or a tensor broadcasting over the

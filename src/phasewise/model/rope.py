@@ -163,19 +163,32 @@ def make_rope(request: RopeRequest) -> Rope:
     return Rope(tuple(inverse.tolist()), scale)
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """cos and signed sin of one step's rows, one pair per kind of rotation: ([T, 1, R], [T, 1, R])."""
+Tables = tuple[tuple[Tensor, Tensor], ...]
 
-    tables: tuple[tuple[Tensor, Tensor], ...]
+
+class Rotary:
+    """cos and signed sin of one step's rows, at `positions` int64 [T] of the tables, a pair [P, 1, R] per kind."""
+
+    __slots__ = ("_taken", "positions", "tables")
+
+    def __init__(self, tables: Tables, positions: Tensor) -> None:
+        self.tables, self.positions = tables, positions
+        self._taken: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, index: Tensor) -> Rotary:
-        """The same tables for a subset of the rows; `index` int64 or bool over the rows."""
-        return Rotary(tuple((cos[index], sin[index]) for cos, sin in self.tables))
+        """The same for a subset of the rows; `index` int64 or bool over the rows."""
+        return Rotary(self.tables, self.positions[index])
+
+    def rows(self, kind: int) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [T, 1, R] of the rows."""
+        if kind not in self._taken:
+            cos, sin = self.tables[kind]
+            self._taken[kind] = cos[self.positions], sin[self.positions]
+        return self._taken[kind]
 
     def __call__(self, kind: int, x: Tensor) -> Tensor:
         """`x` [T, n, D] rotated by its rows' positions; only the first R of D dimensions turn. May overwrite `x`."""
-        cos, sin = self.tables[kind]
+        cos, sin = self.rows(kind)
         size = cos.shape[-1]
         if size == x.shape[-1]:
             return _turn(x, cos, sin)
@@ -189,21 +202,33 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
+LEAST = 1024  # positions that tables are made for
+
+
 class RopeTables:
-    """The frequencies of all kinds of rotation of a model, on its device."""
+    """cos and sin of all kinds of rotation of a model, on its device, worked out as far as positions have been met."""
 
     def __init__(self, ropes: tuple[Rope, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
+        self.dtype, self._device = dtype, device
         self.scales = tuple(rope.scale for rope in ropes)
         halves = [torch.tensor(rope.inverse, dtype=torch.float32, device=device) for rope in ropes]
         self.signed = tuple(torch.cat((-half, half)) for half in halves)  # [R]: cos is even, sin is odd
+        self._end, self._tables = 0, self._made(0)
 
-    def __call__(self, positions: Tensor) -> Rotary:
-        column = positions.to(torch.float32)[:, None, None]  # [T, 1, 1]
-        return Rotary(tuple(self._table(column, kind) for kind in range(len(self.signed))))
+    def __call__(self, positions: Tensor, end: int | None = None) -> Rotary:
+        """`end`: no position is as large; asked of the device if not given."""
+        end = int(positions.max()) + 1 if end is None else end
+        if end > self._end:
+            end = max(LEAST, 1 << (end - 1).bit_length())
+            self._tables, self._end = self._made(end), end
+        return Rotary(self._tables, positions)
+
+    def _made(self, end: int) -> Tables:
+        column = torch.arange(end, dtype=torch.float32, device=self._device)[:, None, None]
+        return tuple(self._table(column, kind) for kind in range(len(self.signed)))
 
     def _table(self, column: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-        angles = column * self.signed[kind]  # [T, 1, R]
+        angles = column * self.signed[kind]  # [P, 1, R]
         cos, sin = angles.cos(), angles.sin_()
         if self.scales[kind] != 1.0:
             cos, sin = cos.mul_(self.scales[kind]), sin.mul_(self.scales[kind])

@@ -146,10 +146,9 @@ class Weights:
     def packed(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Linear:
         """A linear layer in the precision asked for; `exact` leaves the weight as it is."""
         before = weight.nbytes + (0 if bias is None else bias.nbytes)
-        linear = Linear(weight, bias, precision="int8" if self.int8 and not exact else "as stored")
+        precision = "int8" if self.int8 and not exact else "as stored"
+        linear = Linear(weight, bias, precision=precision, done=self.checkpoint.let_go)
         self.taken_bytes += linear.nbytes - before
-        if linear.packed:
-            self.checkpoint.let_go(weight)
         return linear
 
 

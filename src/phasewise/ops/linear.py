@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -35,20 +36,21 @@ class Linear:
     On a CPU bfloat16 weights are packed and the plain copy is let go, unless `packed` is False: for the native kernels,
     or for oneDNN where those could not be built. `precision` "int8" rounds the weights, one scale per output, and is
     never chosen unasked; it raises UserError without the native kernels. The result is always a fresh tensor.
-    `nbytes` counts the parameters, whatever their layout.
+    `nbytes` counts the parameters, whatever their layout. `done` is told which rows of the weight are not needed again.
     """
 
     __slots__ = ("_form", "inputs", "nbytes", "outputs")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, packed: bool | None = None, precision: str = "as stored"
-    ) -> None:
+        self, weight: Tensor, bias: Tensor | None = None, *, packed: bool | None = None, precision: str = "as stored",
+        done: Callable[[Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
         self.outputs, self.inputs = weight.shape
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._form: Form
         if precision == "int8":
             _require_int8(weight)
-            self._form = Packed(weight, bias, int8=True)
+            self._form = Packed(weight, bias, int8=True, done=done)
             self.nbytes = self._form.nbytes
             return
         if precision not in PRECISIONS:
@@ -56,9 +58,11 @@ class Linear:
         on_cpu, half = weight.device.type == "cpu", weight.dtype == torch.bfloat16
         wanted = on_cpu and half if packed is None else packed
         if wanted and on_cpu and half and native.library() is not None:
-            self._form = Packed(weight, bias)
+            self._form = Packed(weight, bias, done=done)
         elif wanted and _can_pack(weight.dtype):
             self._form = OneDNN(weight, bias)
+            if done is not None:
+                done(weight)
         else:
             self._form = Plain(weight, bias)
 

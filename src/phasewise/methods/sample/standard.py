@@ -26,6 +26,10 @@ class Standard:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
 
+    def greedy(self, contexts: Sequence[Context]) -> bool:
+        """Whether every token is the one of the largest logit, so that no logits are needed."""
+        return all(c.request.params.greedy and not c.request.params.penalised for c in contexts)
+
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         for row, context in zip(logits, contexts):
             if context.request.params.penalised:

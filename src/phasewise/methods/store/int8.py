@@ -41,6 +41,7 @@ class _Rounded:
     """Planes: keys int8 [H, R, D], their scales bfloat16 [H, R], then the same for values."""
 
     exactness = "quantised"
+    scaled = True  # native kernels know this form
 
     def planes(self, shape: KVShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((shape.dim,), torch.int8), ((), torch.bfloat16)] * 2

@@ -16,17 +16,18 @@ import torch
 log = logging.getLogger(__name__)
 
 TARGETS = ("avx512", "avx2")  # best first
-INTERFACE = 2  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 7  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "linear_pack": 3,
-    "linear_rows": 4,
+    "linear_rows": 5,
     "linear": 1,
     "linear8_pack": 3,
-    "linear8_rows": 4,
+    "linear8_rows": 5,
     "linear8": 1,
     "attend": 1,
     "prefill": 1,
     "stack": 1,
+    "head": 1,
 }  # name: number of arguments, all words of 64 bits
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 
@@ -41,7 +42,8 @@ def library() -> ctypes.CDLL | None:
                 log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
             return kernels
     built = any(_files(target) for target in TARGETS)
-    reason = "this processor lacks AVX2" if built else "they were not built (is there a C++ compiler?)"
+    unusable = "this processor lacks AVX2, unless the log has said something else of those that were built"
+    reason = unusable if built else "they were not built (is there a C++ compiler?)"
     log.warning("no native CPU kernels, torch's operators do their work more slowly: %s", reason)
     return None
 

@@ -48,32 +48,55 @@ static void keep(const Call& call, const Plan& plan, const Job& job, const Part&
 // Scores of slots that a query may not see become -inf.
 static void hide(const Call& call, const Span& span, long row, long slot, long to, float* scores) {
   long end = limit(span, row), begin = start(call, end), own = span.n - span.rows;
-  end = end < to ? end : to;
+  keep_between(scores, begin - slot, (end < to ? end : to) - slot);
+  if (!span.sees) return;
   for (long j = 0; j < KEYS; j++) {
     long at = slot + j;
-    bool seen = at >= begin && at < end && (!span.sees || at < own || span.sees[row * span.rows + at - own]);
-    if (!seen) scores[j] = -INFINITY;
+    if (at >= own && at < end && !span.sees[row * span.rows + at - own]) scores[j] = -INFINITY;
   }
 }
 
-// Keys of LANES slots from `slot` on, the last one standing in for those that there are not. Meanwhile their values and
-// later keys are fetched, as short rows here and there are not foreseen.
-template <class T>
-static void point_at(const Span& span, const T* k, const T* v, long slot, long to, long dim, const T** rows) {
-  for (long i = 0; i < LANES; i++) {
-    long at = slot + i < to ? slot + i : to - 1;
-    rows[i] = k + at * span.k_row;
-    for (long d = 0; d < dim; d += 64 / (long)sizeof(T)) {
-      __builtin_prefetch(rows[i] + KEYS * span.k_row + d);
-      __builtin_prefetch(v + at * span.v_row + d);
+// Keys and values of one head as they lie, from some slot on; strides and the length of a row count bytes.
+struct Lines {
+  const char *k, *v;
+  long k_row, v_row, bytes;
+
+  Lines(const Call& call, const Job& job, long slot) {
+    const Span& span = call.spans[job.span];
+    long size = span.k_scale ? 1 : call.kind == FLOAT ? 4 : 2;
+    k_row = span.k_row * size, v_row = span.v_row * size, bytes = call.dim * size;
+    k = (const char*)span.k + job.head * span.k_head * size + slot * k_row;
+    v = (const char*)span.v + job.head * span.v_head * size + slot * v_row;
+  }
+};
+
+// Lines of `count` rows of keys and of values that are read next: short rows here and there are not foreseen.
+static void fetch(const Lines& keys, long key, const Lines& values, long value, long count) {
+  for (long i = 0; i < count; i++)
+    for (long at = 0; at < keys.bytes; at += 64) {
+      __builtin_prefetch(keys.k + (key + i) * keys.k_row + at, 0, 2);
+      __builtin_prefetch(values.v + (value + i) * values.v_row + at, 0, 2);
     }
-  }
 }
 
-template <class T> static void read_part(const Call& call, const Job& job, long from, long to, State& s) {
+// Rows of int8 as the numbers they stand for.
+template <class T>
+static const T* widen_rows(const char* from, long row, const bf16* scales, long count, long dim, T* to) {
+  for (long j = 0; j < count; j++, from += row) {
+    const int8_t* levels = (const int8_t*)from;
+    float scale = widen(scales[j]);
+    long d = 0;
+    for (; d + LANES <= dim; d += LANES) store_floats(to + j * dim + d, load_floats(levels + d) * scale);
+    for (; d < dim; d++) put(to + j * dim + d, levels[d] * scale);
+  }
+  return to;
+}
+
+// `next` are the lines of the part after this one.
+template <class T>
+static void read_part(const Call& call, const Job& job, long from, long to, const Lines& next, State& s) {
   const Span& span = call.spans[job.span];
   long dim = call.dim;
-  const T *k = (const T*)span.k + job.head * span.k_head, *v = (const T*)span.v + job.head * span.v_head;
   const T* queries[QUERIES];
   for (long i = 0; i < job.count; i++) {
     Row at = row_of(call, job, i);
@@ -81,23 +104,37 @@ template <class T> static void read_part(const Call& call, const Job& job, long 
   }
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
+  T wide[2][KEYS * MOST_DIM];  // a block of int8
   for (long slot = from; slot < to; slot += KEYS) {
     long count = to - slot < KEYS ? to - slot : KEYS;
+    Lines here(call, job, slot), ahead = slot + KEYS < to ? Lines(call, job, slot + KEYS) : next;
+    const T *k = (const T*)here.k, *v = (const T*)here.v;
+    long k_row = span.k_row, v_row = span.v_row;
+    if (span.k_scale) {
+      const bf16* k_scale = span.k_scale + job.head * span.k_scale_head;
+      const bf16* v_scale = span.v_scale + job.head * span.v_scale_head;
+      k = widen_rows(here.k, here.k_row, k_scale + slot, count, dim, wide[0]);
+      v = widen_rows(here.v, here.v_row, v_scale + slot, count, dim, wide[1]);
+      k_row = v_row = dim;
+    }
     for (long j = 0; j < count; j += LANES) {
-      const T* rows[LANES];
-      point_at(span, k, v, slot + j, to, dim, rows);
-      for (long i = 0; i < job.count; i++) score(queries[i], rows, dim, scores[i] + j);
+      const T* rows[LANES];  // the last one stands in for those that there are not
+      for (long r = 0; r < LANES; r++) rows[r] = k + (j + r < count ? j + r : count - 1) * k_row;
+      for (long i = 0, r = 0; i < job.count; i++) {
+        long some = LANES * (i + 1) / job.count - r;  // spread, or they would wait for one another
+        fetch(ahead, j + r, here, j + r, some);
+        r += some;
+        score(queries[i], rows, dim, scores[i] + j);
+      }
     }
     for (long i = 0; i < job.count; i++) {
-      for (long j = 0; j < KEYS; j++) scores[i][j] *= (float)call.scale;
       long row = (job.first + i) / group(call), end = limit(span, row);
-      if (job.rows)
-        for (long j = to - slot; j < KEYS; j++) scores[i][j] = -INFINITY;
+      if (job.rows) keep_between(scores[i], 0, to - slot);
       else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
         hide(call, span, row, slot, to, scores[i]);
-      weigh(scores[i], weights[i], i, dim, s);
+      weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
-    add_all_values<T, MOST_QUERIES>(weights, v + slot * span.v_row, span.v_row, count, dim, job.count, s.sum);
+    add_all_values<T, MOST_QUERIES>(weights, v, v_row, count, dim, job.count, s.sum);
   }
 }
 
@@ -107,7 +144,7 @@ template <class T> static void finish(const Call& call, const Job& job, const St
     long row = (job.first + i) / group(call), head = head_of(call, job, i);
     T* out = (T*)span.out + (row * call.heads_q + head) * call.dim;
     float scale = s.total[i] == 0 ? 0 : 1 / s.total[i];  // a row that sees nothing reads 0
-    for (long d = 0; d < call.dim; d++) put(out + d, s.sum[i][place<T>(d, call.dim)] * scale);
+    put_sums(s.sum[i], scale, call.dim, out);
     if (span.lse) span.lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
   }
 }
@@ -135,7 +172,8 @@ template <class T> static void run_parts(const Call& call, const Plan& plan, lon
       const Job& job = plan.jobs[part.job];
       State& s = job.parts > 1 ? plan.states[p] : own;
       begin(call, plan, job, part, s);
-      read_part<T>(call, job, part.from, part.to, s);
+      const Part& next = plan.parts[first + p + 1 < plan.ends[stage] ? first + p + 1 : first + p];
+      read_part<T>(call, job, part.from, part.to, Lines(call, plan.jobs[next.job], next.from), s);
       if (job.rows) keep(call, plan, job, part, s);
       else if (job.parts == 1) finish<T>(call, job, s);
     }

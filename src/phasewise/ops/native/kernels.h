@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 2;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 7;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -27,10 +27,16 @@ struct Weights {        // of one linear layer, made by `linear_pack` or `linear
   int64_t outputs, inputs;
 };
 
+struct Best {  // the largest output of a row so far: of equal ones the first; the first NaN is larger than all
+  float value;
+  int64_t index;
+};
+
 struct LinearCall {  // y = x W^T + bias + add
   const Weights* weights;
   Rows x, add, y;
   int64_t rows, threads;
+  Best* best;  // [threads, rows] or null; if given, y is not written: each thread keeps what it has seen
 };
 
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
@@ -41,6 +47,9 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   int64_t n, rows;
   const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: those before it, and itself
   int64_t common;       // how many of its first slots are read by commons: all of them, without gaps
+  // null, or bfloat16 [heads, slots]: k and v are int8, and a row's numbers these many times as large
+  const uint16_t *k_scale, *v_scale;
+  int64_t k_scale_head, v_scale_head;
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -84,18 +93,29 @@ struct Layer {  // of a stack: what the plain path of a decoder layer needs
   double scale;
 };
 
-struct Turn {  // one kind of rotary positions for the rows of a step
-  const uint16_t *cos, *sin;  // bfloat16 [rows, size]; the first half of sin is negated
+struct Turn {  // one kind of rotary positions
+  const uint16_t *cos, *sin;  // bfloat16 [positions, size]; the first half of sin is negated
   int64_t size;
 };
 
 struct StackCall {  // x [rows, hidden] bfloat16 through all layers, in place; new keys and values go to their slots
   const Layer* layers;
   const Turn* turns;
-  const Span* spans;      // n, rows, sees and common; the rest is found
-  const int64_t* planes;  // [layers, spans, 3]: addresses of keys and values, and the numbers between two heads
+  const int64_t* positions;      // [rows], of the turns
+  const Span* spans;             // n, rows, sees and common; the rest is found
+  const int64_t* const* planes;  // a span's [layers, 6]: see fill_spans
   uint16_t* x;
   int64_t count, span_count, rows, hidden, heads_q, heads, dim, inner, threads;
-  const Common* commons;
+  const Common* commons;  // of spans that are no slices (see stack.cpp)
   int64_t common_count;
+};
+
+struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row
+  const Weights* weights;
+  Norm norm;
+  const uint16_t* x;  // bfloat16 [rows, inputs]
+  int64_t x_row;      // strides count elements
+  int64_t rows, int8, threads;
+  float* logits;  // [rows, outputs] or null
+  int64_t* best;  // [rows], where there are no logits
 };

@@ -21,19 +21,20 @@ API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
 }
 
 // Rows `which` of the weight, [count, inputs]: the way back, and the embedding table of a model that ties it.
-// Returns how many of them there are not.
-API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out) {
+// Returns 1, and nothing else is done, if one of them is not there.
+API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out, int64_t threads) {
   long words = (w->inputs + 1) / 2;
-  long absent = 0;
-  for (long i = 0; i < count; i++) {
-    if (which[i] < 0 || which[i] >= w->outputs) {
-      absent++;
-      continue;
+  for (long i = 0; i < count; i++)
+    if (which[i] < 0 || which[i] >= w->outputs) return 1;
+  together(enough(threads, count * w->inputs), [&](int thread, int all) {
+    for (long i = thread; i < count; i += all) {
+      const int32_t* column = (const int32_t*)w->packed + which[i] / WIDTH * words * WIDTH + which[i] % WIDTH;
+      bf16* row = out + i * w->inputs;
+      for (long k = 0; k < w->inputs / 2; k++) store(row + 2 * k, column[k * WIDTH]);
+      if (w->inputs % 2) row[w->inputs - 1] = (bf16)column[(words - 1) * WIDTH];
     }
-    const bf16* column = (const bf16*)w->packed + which[i] / WIDTH * words * WIDTH * 2 + which[i] % WIDTH * 2;
-    for (long k = 0; k < w->inputs; k++) out[i * w->inputs + k] = column[k / 2 * WIDTH * 2 + k % 2];
-  }
-  return absent;
+  });
+  return 0;
 }
 
 // One row as the numbers that words hold (rounded to bfloat16 in any case), an odd one out filled up with a zero.
@@ -65,9 +66,8 @@ void linear_part(const LinearCall& call, void* room, Shares* shares, int thread,
     wait_for_all(all);
     in = copy, stride = words;
   }
-  auto finish = [&](long row, long column, long count, F* sums) {
-    write(call.y, call.add, w.bias, row, column, count, sums);
-  };
+  Best* best = call.best ? call.best + thread * call.rows : nullptr;
+  auto finish = [&](long row, long column, long count, F* sums) { write(call, best, row, column, count, sums); };
   multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, in, stride, call.rows, shares, finish);
 }
 

@@ -83,24 +83,24 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
   });
 }
 
-// Rows `which` of the weight as it was rounded, [count, inputs]. Returns how many of them there are not.
-API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out) {
+// Rows `which` of the weight as it was rounded, [count, inputs]. Returns 1, and nothing else is done, if one of them is
+// not there.
+API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out, int64_t threads) {
   long words = (w->inputs + 3) / 4;
-  long absent = 0;
-  for (long i = 0; i < count; i++) {
-    long o = which[i];
-    if (o < 0 || o >= w->outputs) {
-      absent++;
-      continue;
+  for (long i = 0; i < count; i++)
+    if (which[i] < 0 || which[i] >= w->outputs) return 1;
+  together(enough(threads, count * w->inputs), [&](int thread, int all) {
+    for (long i = thread; i < count; i += all) {
+      long o = which[i];
+      const int8_t* column = (const int8_t*)w->packed + (o / WIDTH * words * WIDTH + o % WIDTH) * 4;
+      for (long k = 0; k < w->inputs; k++) {
+        float value = column[k / 4 * WIDTH * 4 + k % 4] * w->scale[o];
+        if (out->kind == FLOAT) ((float*)out->data)[i * out->stride + k] = value;
+        else ((bf16*)out->data)[i * out->stride + k] = narrow(value);
+      }
     }
-    const int8_t* column = (const int8_t*)w->packed + (o / WIDTH * words * WIDTH + o % WIDTH) * 4;
-    for (long k = 0; k < w->inputs; k++) {
-      float value = column[k / 4 * WIDTH * 4 + k % 4] * w->scale[o];
-      if (out->kind == FLOAT) ((float*)out->data)[i * out->stride + k] = value;
-      else ((bf16*)out->data)[i * out->stride + k] = narrow(value);
-    }
-  }
-  return absent;
+  });
+  return 0;
 }
 
 long linear8_room(const LinearCall& call) { return call.rows * ((call.weights->inputs + 3) / 4 + 1) * 4; }
@@ -117,13 +117,14 @@ void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread
                                : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, 128, out);
   }
   wait_for_all(all);
+  Best* best = call.best ? call.best + thread * call.rows : nullptr;
   auto finish = [&](long row, long column, long count, const I* sums) {
     F values[WIDTH / LANES] = {};
     float* v = (float*)values;
     const int32_t* s = (const int32_t*)sums;
     for (long i = 0; i < count; i++)
       v[i] = (float)(s[i] - 128 * w.sums[column + i]) * (worth[row] * w.scale[column + i]);
-    write(call.y, call.add, w.bias, row, column, count, values);
+    write(call, best, row, column, count, values);
   };
   multiply<Int8>((const int32_t*)w.packed, w.outputs, words, in, words, call.rows, shares, finish);
 }

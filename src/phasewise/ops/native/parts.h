@@ -15,3 +15,10 @@ long plan_room(const AttentionCall& call);
 long stages_of(const AttentionCall& call);
 void share_out(const Plan* plan, int threads, Shares* shares);  // of every stage
 void attention_part(const AttentionCall& call, const Plan* plan, Shares* shares, int all);
+
+// A long slice of a prompt: the threads pack its keys and values into `packed` (`prefill_room` bytes), meet, and read.
+long prefill_room(const PrefillCall& call);
+Shares prefill_packs(const PrefillCall& call, int threads);
+Shares prefill_reads(const PrefillCall& call, int threads);
+void prefill_pack(const PrefillCall& call, void* packed, Shares* packs);
+void prefill_read(const PrefillCall& call, const void* packed, Shares* reads, int all);

@@ -13,7 +13,7 @@ struct Pool {
 extern Pool pool;
 
 // Memory that the calling thread may use until it asks for the same place again.
-enum Place { OF_LINEAR, OF_ATTENTION, OF_STACK, PLACES };
+enum Place { OF_LINEAR, OF_ATTENTION, OF_STACK, OF_HEAD, PLACES };
 void* scratch(Place place, long bytes);
 
 inline void wait_for_all(int threads) {

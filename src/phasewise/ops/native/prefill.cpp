@@ -8,8 +8,7 @@
 
 #include <type_traits>
 
-#include "kernels.h"
-#include "pool.h"
+#include "parts.h"
 #include "simd.h"
 
 namespace {
@@ -290,34 +289,68 @@ template <class T> struct Job {
   }
 };
 
-template <class T> void run(const PrefillCall& call) {
+// How a KV head's queries are cut into jobs.
+struct Cut {
+  long queries, size, jobs;
+
+  Cut(const PrefillCall& call, int threads) : queries(call.rows * (call.heads_q / call.heads)) {
+    long tiles = queries * call.heads / (TILE * threads * 4) + 1;  // of a job: enough jobs for all
+    size = (tiles < TILES ? tiles : TILES) * TILE;
+    jobs = (queries + size - 1) / size;
+  }
+};
+
+template <class T> void pack_all(const PrefillCall& call, float* packed, Shares& packs) {
   Shape shape = shape_of<T>(call);
-  long queries = call.rows * (call.heads_q / call.heads);
-  int threads = enough(call.threads, call.n * call.rows * call.heads_q * call.dim);
-  long tiles = queries * call.heads / (TILE * threads * 4) + 1;  // of a job: enough jobs for all
-  long size = (tiles < TILES ? tiles : TILES) * TILE, jobs = (queries + size - 1) / size;
-  float* packed = (float*)aligned_alloc(64, (call.heads * shape.blocks * shape.block * 4 + 63) / 64 * 64);
-  Shares packs(call.heads * shape.blocks, threads), reads(jobs * call.heads, threads);
-  together(threads, [&](int, int all) {
-    for (long from, to; packs.take(from, to);)
-      for (long i = from; i < to; i++)
-        pack<T>(call, shape, i / shape.blocks, i % shape.blocks * KEYS, packed + i * shape.block);
-    wait_for_all(all);
-    for (long from, to; reads.take(from, to);)
-      for (long i = from; i < to; i++) {
-        long head = i % call.heads, first = (jobs - 1 - i / call.heads) * size;  // the longest first
-        Job<T> job{call, shape, head, first, queries - first < size ? queries - first : size, {}};
-        job.start();
-        job.read(packed + head * shape.blocks * shape.block);
-        job.finish();
-      }
-  });
-  free(packed);
+  for (long from, to; packs.take(from, to);)
+    for (long i = from; i < to; i++)
+      pack<T>(call, shape, i / shape.blocks, i % shape.blocks * KEYS, packed + i * shape.block);
 }
+
+template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads, int all) {
+  Shape shape = shape_of<T>(call);
+  Cut cut(call, all);
+  for (long from, to; reads.take(from, to);)
+    for (long i = from; i < to; i++) {
+      long head = i % call.heads, first = (cut.jobs - 1 - i / call.heads) * cut.size;  // the longest first
+      long left = cut.queries - first;
+      Job<T> job{call, shape, head, first, left < cut.size ? left : cut.size, {}};
+      job.start();
+      job.read(packed + head * shape.blocks * shape.block);
+      job.finish();
+    }
+}
+
+Shape shape_for(const PrefillCall& call) { return call.kind == FLOAT ? shape_of<float>(call) : shape_of<bf16>(call); }
 
 }  // namespace
 
+long prefill_room(const PrefillCall& call) {
+  Shape shape = shape_for(call);
+  return call.heads * shape.blocks * shape.block * 4;
+}
+
+Shares prefill_packs(const PrefillCall& call, int threads) { return {call.heads * shape_for(call).blocks, threads}; }
+
+Shares prefill_reads(const PrefillCall& call, int threads) { return {Cut(call, threads).jobs * call.heads, threads}; }
+
+void prefill_pack(const PrefillCall& call, void* packed, Shares* packs) {
+  if (call.kind == FLOAT) pack_all<float>(call, (float*)packed, *packs);
+  else pack_all<bf16>(call, (float*)packed, *packs);
+}
+
+void prefill_read(const PrefillCall& call, const void* packed, Shares* reads, int all) {
+  if (call.kind == FLOAT) read_all<float>(call, (const float*)packed, *reads, all);
+  else read_all<bf16>(call, (const float*)packed, *reads, all);
+}
+
 API void prefill(const PrefillCall* call) {
-  if (call->kind == FLOAT) run<float>(*call);
-  else run<bf16>(*call);
+  int threads = enough(call->threads, call->n * call->rows * call->heads_q * call->dim);
+  void* packed = scratch(OF_ATTENTION, prefill_room(*call));
+  Shares packs = prefill_packs(*call, threads), reads = prefill_reads(*call, threads);
+  together(threads, [&](int, int all) {
+    prefill_pack(*call, packed, &packs);
+    wait_for_all(all);
+    prefill_read(*call, packed, &reads, all);
+  });
 }

@@ -34,6 +34,18 @@ inline void turn(bf16* x, const bf16* cos, const bf16* sin, long size) {
   }
 }
 
+// A row as levels of its largest magnitude / 127, which is returned, rounded before it is used.
+inline bf16 round_to_bytes(const bf16* x, long n, int8_t* levels) {
+  float top = 0;  // NaN if one is
+  for (long i = 0; i < n; i++) {
+    float size = fabsf(widen(x[i]));
+    top = size > top || size != size ? size : top;
+  }
+  bf16 scale = narrow(top / 127 < 1e-30f ? 1e-30f : top / 127);
+  for (long i = 0; i < n; i++) levels[i] = (int8_t)fminf(fmaxf(rintf(widen(x[i]) / widen(scale)), -127), 127);
+  return scale;
+}
+
 // gate / (1 + e^-gate) * up
 inline void swish(const bf16* gate, const bf16* up, long n, bf16* y) {
   long i = 0;

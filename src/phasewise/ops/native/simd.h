@@ -18,6 +18,7 @@ typedef float F __attribute__((vector_size(LANES * 4)));
 typedef int32_t I __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 
 template <class V> inline V load(const void* p) {
   V v;
@@ -33,9 +34,11 @@ inline F select(I where, F yes, F no) { return (F)((where & (I)yes) | (~where & 
 inline F max(F a, F b) { return select(a > b, a, b); }
 
 #if LANES == 16
+inline bool any(I v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0; }
 inline float sum(F v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float most(F v) { return _mm512_reduce_max_ps((__m512)v); }
 #else
+inline bool any(I v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
 inline float sum(F v) {
   float s = 0;
   for (int i = 0; i < LANES; i++) s += v[i];
@@ -63,6 +66,9 @@ inline bf16 narrow(float f) {  // to nearest even; NaN stays NaN
   return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
+inline F load_floats(const int8_t* p) {
+  return __builtin_convertvector(__builtin_convertvector(load<SignedBytes>(p), I), F);
+}
 inline F load_floats(const float* p) { return load<F>(p); }
 inline F load_floats(const bf16* p) { return (F)(__builtin_convertvector(load<Half>(p), I) << 16); }
 

@@ -79,23 +79,42 @@ template <class T> static void score(const T* q, const T* const* rows, long dim,
 // Weights are kept as the products with values take them.
 template <class T> using Weight = std::conditional_t<DOT_INSTRUCTIONS && std::is_same_v<T, bf16>, bf16, float>;
 
-// The scores of one query become weights; what was summed before is scaled to the new largest score.
-template <class W> static void weigh(const float* scores, W* weights, long query, long dim, State& s) {
-  F top = splat(s.top[query]);
-  for (long j = 0; j < KEYS; j += LANES) top = max(load<F>(scores + j), top);
+static inline void store_weights(float* weights, const F* values) {  // KEYS of them
+  memcpy(weights, values, KEYS * 4);
+}
+#if DOT_INSTRUCTIONS
+static inline void store_weights(bf16* weights, const F* values) {
+  for (long i = 0; i < KEYS / LANES; i += 2)
+    store(weights + i * LANES, _mm512_cvtne2ps_pbh((__m512)values[i + 1], (__m512)values[i]));
+}
+#endif
+
+// Scores outside from .. to-1 become -inf.
+static void keep_between(float* scores, long from, long to) {
+  I lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  int32_t first = (int32_t)(from > 0 ? from : 0), end = (int32_t)(to > 0 ? to < KEYS ? to : KEYS : 0);
+  for (long j = 0; j < KEYS; j += LANES, lane += LANES)
+    store(scores + j, select((lane >= first) & (lane < end), load<F>(scores + j), splat(-INFINITY)));
+}
+
+// The scores of one query, times scale, become weights; what was summed before is scaled to the new largest score.
+template <class W> static void weigh(const float* scores, float scale, W* weights, long query, long dim, State& s) {
+  F scaled[KEYS / LANES], top = splat(s.top[query]);
+  for (long i = 0; i < KEYS / LANES; i++) top = max(scaled[i] = load<F>(scores + i * LANES) * scale, top);
   float highest = most(top);
   float from = highest == -INFINITY ? 0 : highest;  // nothing seen yet
   F total = {};
-  for (long j = 0; j < KEYS; j += LANES) {
-    F weight = exp_negative(load<F>(scores + j) - from);
-    store_floats(weights + j, weight);
-    total += weight;
+  for (long i = 0; i < KEYS / LANES; i++) total += scaled[i] = exp_negative(scaled[i] - from);
+  store_weights(weights, scaled);
+  if (s.top[query] == highest) {
+    s.total[query] += sum(total);
+    return;
   }
-  float shrink = expf(s.top[query] - from);
+  float shrink = exp_negative(splat(s.top[query] - from))[0];
   s.top[query] = highest;
   s.total[query] = s.total[query] * shrink + sum(total);
-  if (shrink != 1)
-    for (long d = 0; d < dim; d++) s.sum[query][d] *= shrink;
+  for (long d = 0; d < dim; d++) s.sum[query][d] *= shrink;
 }
 
 // ---- values
@@ -143,6 +162,21 @@ static void add_values(const bf16 (*weights)[KEYS], const bf16* v, long row, lon
 template <class T> static long place(long d, long dim) {
   bool in_order = sizeof(Weight<T>) == 4 || d >= dim / 32 * 32;
   return in_order ? d : d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4;
+}
+
+// out = sums * scale, in order
+template <class T> static void put_sums(const float* sums, float scale, long dim, T* out) {
+  long d = 0;
+#if DOT_INSTRUCTIONS
+  if constexpr (sizeof(T) == 2) {
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);  // of four numbers each
+    for (; d + 32 <= dim; d += 32) {
+      F low = load<F>(sums + d) * scale, high = load<F>(sums + d + 16) * scale;
+      store(out + d, _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low)));
+    }
+  }
+#endif
+  for (; d < dim; d++) put(out + d, sums[place<T>(d, dim)] * scale);
 }
 
 constexpr int MOST_QUERIES = DOT_INSTRUCTIONS ? 8 : 4;  // whose sums fit the registers

@@ -20,7 +20,8 @@ class Few(NamedTuple):
     """Rows q [R, Hq, D] that read k, v [H, N, D], the last R of the N being their own.
 
     `sees` bool [R, R] says which of its span's own slots a row reads; None: those before it, and itself. The N are the
-    slots from `start` on, where those before are read from others (`Common`).
+    slots from `start` on, where those before are read from others (`Common`). With `scales` bfloat16 [H, N], keys and
+    values are int8: a row's numbers are its levels times its scale, in q's dtype.
     """
 
     q: Tensor
@@ -28,6 +29,7 @@ class Few(NamedTuple):
     v: Tensor
     sees: Tensor | None = None
     start: int = 0
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 class Common(NamedTuple):
@@ -84,11 +86,11 @@ class Table:
 def fits(few: Few) -> bool:
     """Whether the kernel takes these rows: a known dtype on the CPU, heads of ordinary size, contiguous rows."""
     q, k, v = few.q, few.k, few.v
-    kind = q.dtype
+    kind, kept = q.dtype, q.dtype if few.scales is None else torch.int8
     return (
         kind in KIND
-        and k.dtype == kind
-        and v.dtype == kind
+        and k.dtype == kept
+        and v.dtype == kept
         and q.device.type == "cpu"
         and q.shape[2] <= MOST_DIM
         and k.stride(2) == 1
@@ -118,7 +120,7 @@ def attend(
     out_row, lse_row = heads_q * dim * kind.itemsize, 0 if lse is None else heads_q * 4
     words: list[int] = []
     kept: list[Tensor] = []  # copies that must outlive the call
-    for (q, k, v, sees, start), reach in zip(spans, reaches(commons, len(spans))):
+    for (q, k, v, sees, start, scales), reach in zip(spans, reaches(commons, len(spans))):
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
             kept.append(q)
@@ -126,10 +128,14 @@ def attend(
             sees = sees.contiguous()
             kept.append(sees)
         rows = q.shape[0]
-        of_k, of_v = (x.data_ptr() - start * x.stride(1) * kind.itemsize for x in (k, v))  # where slot 0 would be
+        of_k, of_v = (x.data_ptr() - start * x.stride(1) * x.itemsize for x in (k, v))  # where slot 0 would be
         words += (q.data_ptr(), of_k, of_v, out_at, lse_at)
         words += (q.stride(0), *k.stride()[:2], *v.stride()[:2], start + k.shape[1], rows)
         words += (0 if sees is None else sees.data_ptr(), reach)
+        if scales is None:
+            words += (0, 0, 0, 0)
+        else:
+            words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

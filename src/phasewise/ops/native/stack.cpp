@@ -1,7 +1,8 @@
 // All layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention, MLP, residuals.
 //
 // The threads stay in one parallel region and meet at the end of every stage. What a layer computes is what the open
-// path in Python computes, operator by operator; only the number of roundings to bfloat16 differs.
+// path in Python computes, operator by operator; only the number of roundings to bfloat16 differs. Spans of many rows,
+// slices of a prompt, have their attention to themselves (prefill.cpp).
 #include "parts.h"
 #include "rows.h"
 
@@ -9,8 +10,9 @@
 struct Room {
   bf16 *normed, *qkv, *read, *gate_up, *gated;
   Span* spans;     // [layers, spans]
-  Shares* shares;  // [layers, 4 + stages]: four products, then the stages of attention
-  long stages;
+  Shares* shares;  // [layers, 4 + stages + 2 slices]: four products, the stages of attention, the slices' two
+  long stages, slices;
+  char* packed;    // keys and values of all slices
   void* inputs;    // of a product, rounded
 };
 
@@ -32,23 +34,34 @@ struct Stage {
   }
 };
 
+constexpr long LONG = 64;  // rows from which on a span is a slice
+
+static bool is_slice(const Span& span) { return span.rows > LONG && !span.sees; }
+
 // One row's queries and keys normed and turned, its keys and values put into their slots.
 static void place(const StackCall& call, const Layer& layer, const Span* spans, bf16* qkv, long row) {
-  const Span* span = spans;
-  long local = row;
-  for (; local >= span->rows; span++) local -= span->rows;
-  long dim = call.dim, turned = call.heads_q + call.heads, slot = span->n - span->rows + local;
+  long b = 0, local = row;
+  for (; local >= call.spans[b].rows; b++) local -= call.spans[b].rows;
+  const Span& span = spans[b];
+  long dim = call.dim, turned = call.heads_q + call.heads, slot = span.n - call.spans[b].rows + local;
   for (long h = 0; h < turned; h++) {
     bf16* head = qkv + h * dim;
     if (layer.heads.weight) normalise(head, layer.heads.weight + h * dim, layer.heads.eps, dim, head);
     if (layer.turn >= 0) {
       const Turn& t = call.turns[layer.turn];
-      turn(head, t.cos + row * t.size, t.sin + row * t.size, t.size);
+      turn(head, t.cos + call.positions[row] * t.size, t.sin + call.positions[row] * t.size, t.size);
     }
   }
   for (long h = 0; h < call.heads; h++) {
-    memcpy((bf16*)span->k + h * span->k_head + slot * span->k_row, qkv + (call.heads_q + h) * dim, dim * 2);
-    memcpy((bf16*)span->v + h * span->v_head + slot * span->v_row, qkv + (turned + h) * dim, dim * 2);
+    long k = h * span.k_head + slot * span.k_row, v = h * span.v_head + slot * span.v_row;
+    const bf16 *key = qkv + (call.heads_q + h) * dim, *value = qkv + (turned + h) * dim;
+    if (span.k_scale) {
+      ((bf16*)span.k_scale)[h * span.k_scale_head + slot] = round_to_bytes(key, dim, (int8_t*)span.k + k);
+      ((bf16*)span.v_scale)[h * span.v_scale_head + slot] = round_to_bytes(value, dim, (int8_t*)span.v + v);
+    } else {
+      memcpy((bf16*)span.k + k, key, dim * 2);
+      memcpy((bf16*)span.v + v, value, dim * 2);
+    }
   }
 }
 
@@ -57,12 +70,46 @@ static AttentionCall attention_of(const StackCall& call, const Layer& layer, con
           layer.window, call.threads,    layer.scale,  call.commons, call.common_count};
 }
 
+// `rows` rows of a slice; `span` is the layer's.
+static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Span& span, long rows) {
+  return {span.q,      span.k,      span.v, span.out, span.q_row,   call.dim,   span.k_head, span.k_row,   span.v_head,
+          span.v_row,  span.n,      rows,   call.heads_q, call.heads, call.dim, BFLOAT,      call.threads, layer.scale};
+}
+
+// work(slice, its number, its part of the packed keys and values) for all slices
+template <class Work>
+static void slices(const StackCall& call, const Layer& layer, const Span* spans, char* packed, const Work& work) {
+  long number = 0;
+  for (long b = 0; b < call.span_count; b++) {
+    if (!is_slice(call.spans[b])) continue;
+    PrefillCall slice = slice_of(call, layer, spans[b], call.spans[b].rows);
+    work(slice, number++, packed);
+    packed += (prefill_room(slice) + 63) / 64 * 64;
+  }
+}
+
+static void attend(const Stage& stage, long index, const Span* spans, Shares* shares) {
+  const StackCall& call = stage.call;
+  const Layer& layer = call.layers[index];
+  const Room& room = stage.room;
+  Shares* own = shares + room.stages;
+  slices(call, layer, spans, room.packed,
+         [&](const PrefillCall& slice, long i, char* packed) { prefill_pack(slice, packed, own + 2 * i); });
+  attention_part(attention_of(call, layer, spans), stage.plans[index], shares, stage.all);
+  wait_for_all(stage.all);
+  if (!room.slices) return;
+  slices(call, layer, spans, room.packed, [&](const PrefillCall& slice, long i, char* packed) {
+    prefill_read(slice, packed, own + 2 * i + 1, stage.all);
+  });
+  wait_for_all(stage.all);
+}
+
 static void run_layer(const Stage& stage, long index) {
   const StackCall& call = stage.call;
   const Layer& layer = call.layers[index];
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
-  Shares* shares = room.shares + index * (4 + room.stages);
+  Shares* shares = room.shares + index * (4 + room.stages + 2 * room.slices);
   long hidden = call.hidden, inner = call.inner, wide = (call.heads_q + 2 * call.heads) * call.dim;
   auto norm = [&](const Norm& n) {
     stage.rows([&](long r) { normalise(call.x + r * hidden, n.weight, n.eps, hidden, room.normed + r * hidden); });
@@ -70,8 +117,7 @@ static void run_layer(const Stage& stage, long index) {
   norm(layer.before_attention);
   stage.product(layer, layer.qkv, room.normed, hidden, nullptr, room.qkv, shares);
   stage.rows([&](long r) { place(call, layer, spans, room.qkv + r * wide, r); });
-  attention_part(attention_of(call, layer, spans), stage.plans[index], shares + 4, stage.all);
-  wait_for_all(stage.all);
+  attend(stage, index, spans, shares + 4);
   stage.product(layer, layer.o, room.read, call.heads_q * call.dim, call.x, call.x, shares + 1);
   norm(layer.before_mlp);
   stage.product(layer, layer.gate_up, room.normed, hidden, nullptr, room.gate_up, shares + 2);
@@ -85,20 +131,24 @@ static void run_layer(const Stage& stage, long index) {
   stage.product(layer, layer.down, room.gated, inner, call.x, call.x, shares + 3);
 }
 
-// Spans of every layer, whole: where the queries lie, and the planes of that layer.
+// Spans of every layer, whole: where the queries lie, and the planes of that layer: addresses of keys and values,
+// numbers between two heads, addresses of their scales (null: they are bfloat16), scales between two heads.
 static void fill_spans(const StackCall& call, const Room& room) {
   long wide = (call.heads_q + 2 * call.heads) * call.dim;
   for (long i = 0; i < call.count; i++) {
     long row = 0;
     for (long b = 0; b < call.span_count; b++) {
       Span& span = room.spans[i * call.span_count + b];
-      const int64_t* planes = call.planes + (i * call.span_count + b) * 3;
+      const int64_t* planes = call.planes[b] + i * 6;
       span = call.spans[b];
       span.k = (void*)planes[0], span.v = (void*)planes[1], span.lse = nullptr;
       span.k_head = span.v_head = planes[2], span.k_row = span.v_row = call.dim;
+      span.k_scale = (bf16*)planes[3], span.v_scale = (bf16*)planes[4];
+      span.k_scale_head = span.v_scale_head = planes[5];
       span.q = room.qkv + row * wide, span.q_row = wide;
       span.out = room.read + row * call.heads_q * call.dim;
       row += span.rows;
+      if (is_slice(span)) span.rows = 0;  // for the others' attention
     }
   }
 }
@@ -120,8 +170,11 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
   room.gate_up = (bf16*)take(at, rows * 2 * call.inner * 2);
   room.gated = (bf16*)take(at, rows * call.inner * 2);
   room.spans = (Span*)take(at, call.count * call.span_count * sizeof(Span));
-  room.shares = (Shares*)take(at, call.count * (4 + room.stages) * sizeof(Shares));
+  room.shares = (Shares*)take(at, call.count * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
   room.inputs = take(at, rows * (inputs + 4) * 4);
+  room.packed = at;
+  slices(call, call.layers[0], call.spans, nullptr,
+         [&](const PrefillCall& slice, long, char*) { take(at, prefill_room(slice)); });
   return at;
 }
 
@@ -132,6 +185,8 @@ API void stack(const StackCall* call) {
   int threads = enough(call->threads, call->rows * weights);
   Room room;
   room.stages = stages_of(attention_of(*call, layers[0], nullptr));
+  room.slices = 0;
+  for (long b = 0; b < call->span_count; b++) room.slices += is_slice(call->spans[b]);
   char* start = (char*)scratch(OF_STACK, (long)lay_out(*call, room, nullptr) + call->count * sizeof(Plan*));
   Plan** plans = (Plan**)lay_out(*call, room, start);
   fill_spans(*call, room);
@@ -150,9 +205,13 @@ API void stack(const StackCall* call) {
     plans[i] = same_as(i) < i ? plans[same_as(i)] : make_plan(attention, at);
     if (same_as(i) == i) at += plan_room(attention);
     const Weights* products[] = {layers[i].qkv, layers[i].o, layers[i].gate_up, layers[i].down};
-    Shares* shares = room.shares + i * (4 + room.stages);
+    Shares* shares = room.shares + i * (4 + room.stages + 2 * room.slices);
     for (int p = 0; p < 4; p++) shares[p] = Shares(panels(products[p]->outputs), threads);
     share_out(plans[i], threads, shares + 4);
+    slices(*call, layers[i], room.spans + i * call->span_count, nullptr, [&](const PrefillCall& slice, long s, char*) {
+      shares[4 + room.stages + 2 * s] = prefill_packs(slice, threads);
+      shares[4 + room.stages + 2 * s + 1] = prefill_reads(slice, threads);
+    });
   }
   together(threads, [&](int thread, int all) {
     Stage stage = {*call, room, plans, thread, all};

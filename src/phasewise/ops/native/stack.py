@@ -6,6 +6,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from phasewise.ops.native import library
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
+
+SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +41,17 @@ class StackShape:
     inner: int
 
 
-@dataclass(frozen=True, eq=False)
-class StackSpan:
-    """`rows` rows that end at slot `n`; `sees` as in Few."""
+class StackSpan(NamedTuple):
+    """`rows` rows that end at slot `n`; `sees` as in Few.
+
+    `planes` is the address of int64 [layers, 6]: addresses of the keys and the values [H, cap, D], cap * D, then 0, 0,
+    0; or, where these are int8, the addresses of their scales bfloat16 [H, cap], and cap. Slices read no int8.
+    """
 
     n: int
     rows: int
     sees: Tensor | None
+    planes: int
 
 
 class Stack:
@@ -75,13 +82,14 @@ class Stack:
         return tensor.data_ptr()
 
     def __call__(
-        self, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], spans: Sequence[StackSpan], planes: Sequence[int],
+        self, x: Tensor, positions: Tensor, turns: Sequence[tuple[Tensor, Tensor]], spans: Sequence[StackSpan],
         commons: Sequence[Common] = (),
     ) -> Tensor:  # fmt: skip
-        """Changes x in place and returns it. `turns`: bfloat16 cos and signed sin [T, 1, R] of each rotation.
+        """Changes x in place and returns it. `turns`: bfloat16 cos and signed sin [P, 1, R] of each rotation, for all
+        `positions` int64 [T] of the rows.
 
-        `planes`, layer by layer and span by span: addresses of the keys and the values [H, cap, D] and cap * D.
-        No layer's window may hide slots of `commons`.
+        No layer's window may hide slots of `commons`, nor any of a span of more than SLICE rows; none of those are
+        members of `commons`.
         """
         kernels = library()
         assert kernels is not None
@@ -92,10 +100,11 @@ class Stack:
         table = array("q")
         for span, reach in zip(spans, reaches(commons, len(spans))):
             sees = 0 if span.sees is None else span.sees.data_ptr()
-            table.extend([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, span.n, span.rows, sees, reach])
-        addresses, shared = array("q", planes), Table(commons)
-        pointers = [part.buffer_info()[0] for part in (self._layers, tables, table, addresses)]
-        call = array("q", [*pointers, x.data_ptr(), self._count, len(spans), x.shape[0], shape.hidden])
+            table.extend((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, span.n, span.rows, sees, reach, 0, 0, 0, 0))
+        planes, shared = array("q", [span.planes for span in spans]), Table(commons)
+        layers, turned, listed, placed = (part.buffer_info()[0] for part in (self._layers, tables, table, planes))
+        call = array("q", [layers, turned, positions.data_ptr(), listed, placed, x.data_ptr()])
+        call.extend([self._count, len(spans), x.shape[0], shape.hidden])
         call.extend([shape.heads_q, shape.heads, shape.dim, shape.inner, torch.get_num_threads()])
         call.extend([shared.address, shared.count])
         kernels.stack(call.buffer_info()[0])

@@ -93,8 +93,26 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
       }
 }
 
-// y[row, column ...] = values + bias + add
-inline void write(const Rows& y, const Rows& add, const float* bias, long row, long column, long count, F* values) {
+// The largest of `count` outputs from `column` on, if none before it was as large.
+inline void keep(Best& best, long column, long count, const F* values) {
+  if (best.value != best.value) return;
+  if (count == WIDTH) {  // mostly there is none
+    I larger = {};
+    for (int j = 0; j < WIDTH / LANES; j++) larger |= ~(values[j] <= best.value);
+    if (!any(larger)) return;
+  }
+  const float* v = (const float*)values;
+  for (long i = 0; i < count; i++) {
+    if (v[i] <= best.value) continue;
+    best = {v[i], column + i};
+    if (v[i] != v[i]) return;
+  }
+}
+
+// y[row, column ...] = values + bias + add; or, given `best` of the thread's rows, only the largest of them is kept.
+inline void write(const LinearCall& call, Best* best, long row, long column, long count, F* values) {
+  const Rows &y = call.y, &add = call.add;
+  const float* bias = call.weights->bias;
   float* v = (float*)values;
   if (bias)
     for (long i = 0; i < count; i++) v[i] += bias[column + i];
@@ -104,6 +122,10 @@ inline void write(const Rows& y, const Rows& add, const float* bias, long row, l
   } else if (add.data) {
     const bf16* a = (const bf16*)add.data + row * add.stride + column;
     for (long i = 0; i < count; i++) v[i] += widen(a[i]);
+  }
+  if (best) {
+    keep(best[row], column, count, values);
+    return;
   }
   if (y.kind == FLOAT) {
     memcpy((float*)y.data + row * y.stride + column, v, count * 4);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from phasewise.ops.native.room import room
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 WIDTH = 64  # outputs per panel, as in kernels.h
+SLICE = 16 << 20  # bytes of a weight that are packed at a time
 
 
 class Packed:
@@ -20,17 +22,21 @@ class Packed:
     Sums are taken in one order, so a row's result does not depend on how many rows there are. bfloat16 weights: the
     products are of bfloat16 (float32 rows are rounded first) and the sums float32. `int8`: one scale per output, rows
     rounded to 255 levels of their largest magnitude, exact sums. There must be a `library()`.
+
+    Packing goes by slices of the weight's rows; `done` is told each of them, whose memory may then be let go.
     """
 
     __slots__ = ("_bias", "_kept", "_multiply", "_words", "address", "inputs", "int8", "nbytes", "outputs")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, int8: bool = False, done: Callable[[Tensor], None] | None = None
+    ) -> None:
         kernels = library()
         assert kernels is not None and weight.dtype in KIND and (int8 or weight.dtype == torch.bfloat16)
         self.outputs, self.inputs = weight.shape
         self.int8 = int8
         self._bias = None if bias is None else bias.float().contiguous()
-        width, threads = -(-self.outputs // WIDTH) * WIDTH, torch.get_num_threads()
+        width = -(-self.outputs // WIDTH) * WIDTH
         packed = room(width * -(-self.inputs // (4 if int8 else 2)) * 4)
         scales = (torch.empty(self.outputs), torch.empty(self.outputs, dtype=torch.int32)) if int8 else ()
         self._kept = (packed, *scales)
@@ -41,12 +47,26 @@ class Packed:
         self._words.extend([self.outputs, self.inputs])
         self.address = self._words.buffer_info()[0]
         self._multiply = kernels.linear8 if int8 else kernels.linear
-        source = weight.contiguous()
-        if int8:
-            rows = array("q", [source.data_ptr(), self.inputs, KIND[source.dtype]])
-            kernels.linear8_pack(rows.buffer_info()[0], self.address, threads)
+        step = max(SLICE // (self.inputs * weight.element_size()) // WIDTH, 1) * WIDTH
+        for start in range(0, self.outputs, step):
+            some = weight[start : start + step]
+            self._pack(some.contiguous(), start)
+            if done is not None:
+                done(some)
+
+    def _pack(self, rows: Tensor, start: int) -> None:
+        """Rows `start` .. of the weight, from the beginning of a panel."""
+        kernels, threads = library(), torch.get_num_threads()
+        assert kernels is not None
+        packed, *scales = self._kept
+        at = packed.data_ptr() + start * -(-self.inputs // (4 if self.int8 else 2)) * 4
+        panels = array("q", [at, 0, *([s.data_ptr() + start * 4 for s in scales] or [0, 0]), len(rows), self.inputs])
+        target = panels.buffer_info()[0]
+        if self.int8:
+            source = array("q", [rows.data_ptr(), self.inputs, KIND[rows.dtype]])
+            kernels.linear8_pack(source.buffer_info()[0], target, threads)
         else:
-            kernels.linear_pack(source.data_ptr(), self.address, threads)
+            kernels.linear_pack(rows.data_ptr(), target, threads)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """`add` [T, out] is summed into the result within the same kernel."""
@@ -60,7 +80,7 @@ class Packed:
         else:
             add = add if add.stride(1) == 1 else add.contiguous()
             call += [add.data_ptr(), add.stride(0), KIND[add.dtype]]
-        words = array("q", [*call, y.data_ptr(), outputs, kind, rows, torch.get_num_threads()])
+        words = array("q", [*call, y.data_ptr(), outputs, kind, rows, torch.get_num_threads(), 0])
         self._multiply(words.buffer_info()[0])
         return y
 
@@ -76,9 +96,9 @@ class Packed:
         at, count = index.data_ptr(), index.numel()
         if self.int8:
             rows = array("q", [out.data_ptr(), self.inputs, KIND[out.dtype]])
-            absent = kernels.linear8_rows(self.address, at, count, rows.buffer_info()[0])
+            absent = kernels.linear8_rows(self.address, at, count, rows.buffer_info()[0], torch.get_num_threads())
         else:
-            absent = kernels.linear_rows(self.address, at, count, out.data_ptr())
+            absent = kernels.linear_rows(self.address, at, count, out.data_ptr(), torch.get_num_threads())
         if absent:
             raise IndexError(f"rows {which.tolist()} are not all among the {self.outputs} of the weight")
         return out

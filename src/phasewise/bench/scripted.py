@@ -1,0 +1,88 @@
+"""A drafter whose acceptance is set: it knows what the target will say, and is wrong as often as it is told to be.
+
+It costs nothing while the clock runs, so what a drafted step costs and gains can be measured apart from any drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar
+
+from phasewise.batch import Span
+from phasewise.errors import UserError
+from phasewise.phase import Hidden, Outcome
+from phasewise.request import Request
+from phasewise.speculate import Draft, room
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Of one request: by the number of known tokens, the chain to guess then and how many of its first are right."""
+
+    chains: dict[int, list[int]]
+    right: dict[int, int]
+
+    def forwards(self, prompt_len: int, limit: int) -> int:
+        """Passes that a request of `limit` tokens takes after the one that gives its first token."""
+        known, passes = prompt_len + 1, 0
+        while known < limit:
+            known += min(self.right[known], limit - known - 1) + 1
+            passes += 1
+        return passes
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Chains of `k` guesses, each right with probability `accept`, whatever the others are. `tell` it of a request
+    before the engine sees it; of others it guesses nothing."""
+
+    k: int
+    accept: float
+    vocab: int
+    scripts: dict[str, Script] = field(default_factory=dict, compare=False, repr=False)  # by request id
+
+    paper: ClassVar[str] = ""
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "the target's own tokens"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise UserError(f"scripted: k={self.k} must be at least 1")
+        if not 0 <= self.accept <= 1:
+            raise UserError(f"scripted: accept={self.accept:g} must lie in [0, 1]")
+        if self.vocab < 2:
+            raise UserError(f"scripted: vocab={self.vocab} leaves no token to be wrong with")
+
+    def tell(self, request: Request, continuation: Sequence[int], seed: int | str) -> Script:
+        """What the target will say after the prompt of `request`. Guesses are drawn here, by `seed`."""
+        rng, start = Random(f"scripted {seed}"), request.prompt_len
+        chains, right = {}, {}
+        for at in range(1, len(continuation)):
+            hits = [rng.random() < self.accept for _ in range(self.k)]
+            chains[start + at] = [
+                token if hit else (token + 1) % self.vocab for token, hit in zip(continuation[at:], hits)
+            ]
+            right[start + at] = next((i for i, hit in enumerate(hits) if not hit), self.k)
+        self.scripts[request.id] = script = Script(chains, right)
+        return script
+
+    def size(self, request: Request) -> int:
+        return min(self.k, room(request))
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        scripts = [self.scripts.get(request.id) for request in requests]
+        return [
+            Draft.chain(script.chains[request.known][:budget]) if script and request.known in script.chains else None
+            for request, script, budget in zip(requests, scripts, budgets)
+        ]
+
+    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+
+def expected(accept: float, k: int) -> float:
+    """Tokens per pass of a chain of `k` guesses each right with probability `accept`: 1 + a + ... + a^k."""
+    return sum(accept**i for i in range(k + 1))

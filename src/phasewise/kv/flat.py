@@ -1,0 +1,59 @@
+"""Rows that lie alike in all layers: what one native call for all of them needs to find them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from phasewise.kv.buffer import Raw, scaled
+from phasewise.kv.layer_kv import LayerKV
+
+
+class Flat:
+    """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
+    or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it."""
+
+    __slots__ = ("_planes", "_slabs", "address", "rounded")
+
+    def __init__(self, layers: Sequence[LayerKV]) -> None:
+        self._slabs = [layer.slabs[0] for layer in layers]
+        dim = layers[0].shape.dim
+        self.rounded = scaled(layers[0].codec)
+        self._planes = array("q")
+        for slab in self._slabs:
+            cap, addresses = slab.buffer.cap, slab.buffer.addresses
+            if self.rounded:
+                k, k_scale, v, v_scale = addresses
+                self._planes.extend((k, v, cap * dim, k_scale, v_scale, cap))
+            else:
+                self._planes.extend((*addresses, cap * dim, 0, 0, 0))
+        self.address = self._planes.buffer_info()[0]
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerKV]) -> Flat | None:
+        """None where rows do not lie like that."""
+        first = layers[0]
+        if not (type(first.codec) is Raw or scaled(first.codec)) or first.shape.device != "cpu":
+            return None
+        n = first.n
+        for layer in layers:
+            slab = layer.slabs[0] if len(layer.slabs) == 1 else None
+            if slab is None or slab.n != n or slab.heads is not None or slab.positions is not None or layer.fresh:
+                return None
+        return cls(layers)
+
+    @property
+    def n(self) -> int:
+        """Committed rows."""
+        return self._slabs[0].n
+
+    @property
+    def plain(self) -> bool:
+        """Whether the rows are still those of positions 0 .. n-1."""
+        return self._slabs[0].positions is None
+
+    def advance(self, rows: int) -> None:
+        """`rows` rows that were written behind them are committed, in all layers."""
+        n = self._slabs[0].n + rows
+        for slab in self._slabs:
+            slab.n = n

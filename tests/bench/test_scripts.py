@@ -1,0 +1,195 @@
+"""The measuring scripts run on tiny models, and what does not depend on the clock comes out exactly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from safetensors.torch import load_file
+
+from phasewise.bench.drive import Bench
+from phasewise.errors import UserError
+from phasewise.ops import native
+from tests import tiny
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", SCRIPTS / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(text: str, first: str) -> list[list[str]]:
+    """The cells of the Markdown table whose header starts with `first`, without header and rule."""
+    lines = text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_long_context_reads_kv_in_proportion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, lengths = load("long_context", monkeypatch), [64, 128, 256, 512]
+    words = ["--lengths", ",".join(map(str, lengths)), "--new", "4", "--rounds", "2", "--kv-bytes", "8M"]
+    script.main(["--model", str(tiny.checkpoint()), *words])
+    printed = capsys.readouterr().out
+    assert [row[0] for row in table(printed, "prompt")] == [str(n) for n in lengths]
+    assert "exactly 768 bytes times the tokens it sees" in printed  # 4 layers, k and v of 2 heads of 12 floats
+    assert "lifted" not in printed and "Fit: t0 = " in printed
+
+    asked = script.arguments(words)
+    found = script.measured(Bench(tiny.model()), asked, 8 << 20, new=11)
+    for one in found:
+        rows = [one.length + 1 + i for i in (1, 2, 3, 4, 6, 7, 8, 9)]  # each round's first is not timed
+        assert one.read == [768 * n for n in rows] and len(one.steps) == 8
+        assert 768 * (one.length + 11) <= one.peak_kv <= 8 << 20
+    assert [one.kv_bytes - found[0].kv_bytes for one in found] == [768 * (n - 64) for n in lengths]
+
+
+def test_long_context_lifts_the_context_in_a_copy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, folder = load("long_context", monkeypatch), tiny.checkpoint(context=64)
+    script.main(["--model", str(folder), "--lengths", "32,96", "--new", "2", "--rounds", "1", "--kv-bytes", "8M"])
+    assert "lifted from 64 to 100 in a copy" in capsys.readouterr().out
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64
+
+
+def test_a_prompt_beyond_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("long_context", monkeypatch)
+    with pytest.raises(UserError, match="the budget is"):
+        script.main(["--model", str(tiny.checkpoint()), "--lengths", "32,512", "--kv-bytes", "256K", "--new", "2"])
+
+
+def test_the_fit_finds_what_it_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("long_context", monkeypatch)
+
+    def made(read: int, seconds: float) -> object:
+        return script.Long(None, None, steps=[seconds], read=[read])
+
+    start, rate, off = script.fit([made(n, 0.002 + n * 1e-10) for n in (10**6, 10**7, 10**8)])
+    assert (start, rate) == (pytest.approx(0.002), pytest.approx(1e-10)) and max(map(abs, off)) < 1e-9
+    assert max(map(abs, script.fit([made(1, 1.0), made(2, 2.0), made(3, 6.0)])[2])) > 0.1
+
+
+def test_speculation_gain_is_exact_where_no_clock_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("speculation_gain", monkeypatch)
+    words = ["--k", "1,3", "--accept", "0.5,1", "--new", "12", "--rounds", "3", "--prompt", "9"]
+    script.main(["--model", str(tiny.checkpoint()), *words])
+    printed = capsys.readouterr().out
+    assert "Tokens equal plain greedy in 21 of 21 runs." in printed
+    assert [row[0] for row in table(printed, "rows per pass")] == ["1", "2", "4"]
+    rows = {(row[0], row[1]): row for row in table(printed, "k")}
+    assert list(rows) == [(k, a) for k in "13" for a in ("0", "0.5", "1")]
+    for (k, accept), row in rows.items():
+        if accept != "0.5":
+            assert row[2] == row[3] == f"{1.0 if accept == '0' else int(k) + 1.0:.2f}"
+        if accept == "0":
+            assert re.fullmatch(r"[+-]0\.0%", row[6]) and row[8] == "+0.0%"
+
+
+def test_int8_quality_compares_the_same_examples(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("int8_quality", monkeypatch)
+    script.main(["--examples", "2", "--tasks", "copy,code", "--dtypes", "bfloat16,int8"])
+    copied, nats, _, together = table(capsys.readouterr().out, "what")
+    assert copied[:2] == ["copy (exact)", "2"] and together[1] == "2" and copied[2:] == together[2:]
+    assert nats[2] != nats[3] and re.match(r"[+-]0\.\d{4} \(", nats[4])
+    with pytest.raises(UserError, match="reference"):
+        script.main(["--dtypes", "int8"])
+
+
+def test_roof_is_the_smaller_of_reading_and_multiplying(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("roofline", monkeypatch)
+    size = script.Size.of(str(tiny.checkpoint()))
+    shapes = {name: tensor.numel() for name, tensor in load_file(tiny.checkpoint() / "model.safetensors").items()}
+    assert size.body == sum(n for name, n in shapes.items() if "layers" in name and "norm" not in name)
+    assert size.head == shapes["lm_head.weight"]
+    size = script.Size(body=90, head=10)
+    assert size.roof(1, read=200.0, multiply=1e9, width=2) == 1.0  # 100 weights of two bytes per token
+    assert size.roof(8, read=200.0, multiply=400.0, width=2) == 2.0  # 2 * 100 products per token
+    assert size.roof(8, read=200.0, multiply=400.0, width=1) == 2.0
+    assert size.roof(512, read=1e9, multiply=180.0, width=2) == pytest.approx(
+        512 / (512 + 10 / 90)
+    )  # one row of the head
+
+
+def test_roofline_picture_has_every_contender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = load("roofline", monkeypatch)
+    rows = [
+        {"size": "T", "peer": peer, "dtype": "bf16", "test": test, "value": value}
+        for peer, test, value in (
+            ("phasewise", "decode1", 3.0), ("phasewise", "decode1", 1.0), ("phasewise", "decode1", 2.0),
+            ("other", "decode8", 5.0), ("other", "decode16", None), ("other", "burst", 9.0),
+        )
+    ]  # fmt: skip
+    results, limits, picture = tmp_path / "r.jsonl", tmp_path / "limits.json", tmp_path / "roof.svg"
+    results.write_text("\n".join(map(json.dumps, rows)))
+    limits.write_text(json.dumps({"read_gb_s": 40.0, "bfloat16_gflop_s": 400.0, "int8_gop_s": 800.0}))
+    assert script.medians(results) == {
+        ("T", "phasewise bf16", "decode1"): 2.0, ("T", "other bf16", "decode8"): 5.0
+    }  # fmt: skip
+    script.main(["--limits", str(limits), "--results", str(results), "--model", f"T={tiny.checkpoint()}",
+                 "--out", str(picture)])  # fmt: skip
+    assert picture.read_text().count("<svg") == 1
+
+
+def test_peers_that_are_not_set_up_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = load("peers", monkeypatch)
+    here = tmp_path / "here" / "bin"
+    here.mkdir(parents=True)
+    (here / "python").touch()
+    plan = [{"id": "a", "peer": "a", "python": "here/bin/python", "args": ["--dtype", "x"]},
+            {"id": "b", "peer": "b", "python": "there/bin/python"}]  # fmt: skip
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    script.with_ours(tmp_path / "plan.json", tmp_path, ["--reps", "1"], tmp_path / "out.json")
+    made = json.loads((tmp_path / "out.json").read_text())
+    assert [entry["id"] for entry in made] == ["phasewise-bf16", "phasewise-int8", "a"]
+    assert [entry["args"] for entry in made] == [[*["--dtype", d], "--reps", "1"] for d in ("bf16", "int8", "x")]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("where_time_goes", monkeypatch)
+    bench = Bench.load(str(tiny.checkpoint()), "bfloat16")
+    kept = bench.model.stack, bench.model.whole_head
+    step, inside, products, reading, head, rest = script.measure(bench, batch=2, prompt=70, steps=6)
+    assert (bench.model.stack, bench.model.whole_head) == kept
+    assert min(inside, products, reading, head, rest) > 0
+    assert inside + head + rest == pytest.approx(step, rel=0.5)  # medians
+
+
+def test_summary_takes_ratios_round_by_round_against_the_best_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("peer_summary", monkeypatch)
+
+    def row(peer: str, dtype: str, number: int, value: float | None, **more: float) -> dict[str, object]:
+        return {"size": "S", "peer": peer, "dtype": dtype, "test": "decode1", "round": number, "value": value,
+                "rss_mb": 10 * number + 50, **more}  # fmt: skip
+
+    rows = [row("phasewise", "bf16", n, v) for n, v in enumerate((10.0, 20.0, 90.0))]
+    rows += [row("a", "bf16", n, v) for n, v in enumerate((10.0, 10.0, 30.0))]
+    rows += [row("b", "bf16", n, v) for n, v in enumerate((9.0, None, 9.0))]
+    rows += [row("c", "q8_0", 0, 40.0, child_rss_mb=300), row("phasewise", "int8", 0, 50.0)]
+    rows += [{**row("phasewise", "bf16", 0, 1.0), "test": "burst", "ttft_p50": 0.5, "ttft_p90": 1.0, "tpot_p50": 0.25,
+              "tpot_p90": 0.5},
+             {**row("a", "bf16", 0, 1.0), "test": "burst", "ttft_p50": 1.0, "ttft_p90": 0.5, "tpot_p50": 0.25,
+              "tpot_p90": 0.5}]  # fmt: skip
+    lines = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:-1]] for line in
+             list(script.summary(rows))[2:]}  # fmt: skip
+    assert lines["S decode1"] == ["20", "10 a bf16", "2.00 (1.00 to 3.00)", "50", "40 c q8_0", "1.25 (one round)"]
+    assert lines["S burst TTFT p50"][:3] == ["500", "1000 a bf16", "2.00 (one round)"]
+    assert lines["S burst TTFT p90"][2] == "0.50 (one round)"
+    assert lines["S peak memory"][:3] == ["60", "60 a bf16", "1.00 (1.00 to 1.00)"]
+    assert lines["S peak memory"][3:] == ["50", "60 a bf16", "1.00 (one round)"]
