@@ -1,0 +1,132 @@
+"""Where the time of a plain decode step goes: linear layers, attention, the rest of the layers, the head, all else.
+
+    python scripts/where_time_goes.py --model DIR [--dtype bfloat16] [--batch 1,8,16] [--prompt 192] [--steps 60]
+
+The native calls of real steps are timed where they are made. After each step, the linear layers and the attention of
+the layers' one call are run again by themselves, on the same weights and the same KV; what remains of it are norms,
+rotations, activations and waiting for one another. Prints a Markdown table, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phasewise.bench.drive import Bench
+from phasewise.model.mlp import MLP
+from phasewise.model.model import Model
+from phasewise.ops.native.spans import Few, attend
+from phasewise.recipe import Limits
+from phasewise.request import Params, Request
+
+HEADS = ("batch", "step ms", "all layers", "products alone", "attention alone", "head", "all else", "tokens/s")
+
+
+class Timed:
+    """A callable (or one of its methods) of the model, and the seconds spent in it."""
+
+    def __init__(self, inner: Any, method: str | None = None) -> None:
+        self.inner, self.method, self.seconds = inner, method, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return self._timed(found) if name == self.method else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(self.inner)(*args, **kwargs)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return run
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def linears(model: Model, batch: int) -> Callable[[], object]:
+    """The linear layers of one step, the head left out."""
+    calls = []
+    for layer in model.layers:
+        assert isinstance(layer.mlp, MLP)
+        calls += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+    rows = {call.inputs: torch.randn(batch, call.inputs).to(model.dtype) for call in calls}
+    return lambda: [call(rows[call.inputs]) for call in calls]
+
+
+def attention(model: Model, requests: list[Request]) -> Callable[[], object]:
+    """The attention of one step over the requests' KV as it is now."""
+    config = model.config
+    q = torch.randn(1, config.heads, config.head_dim).to(model.dtype)
+    layers = []
+    for i in range(config.layers):
+        kv = [request.kv.layers[i].slabs[0] for request in requests if request.kv is not None]
+        layers.append([Few(q, *(plane[:, : slab.n] for plane in slab.buffer.planes)) for slab in kv])
+    return lambda: [attend(spans, config.head_dim**-0.5) for spans in layers]
+
+
+@torch.inference_mode()
+def measure(bench: Bench, batch: int, prompt: int, steps: int) -> list[float]:
+    """Seconds of a step, and of its parts in the order of HEADS."""
+    model = bench.model
+    engine = bench.engine({}, Limits(None, batch, prefix_cache=False))
+    params = Params(max_tokens=steps + 8, ignore_eos=True)
+    rng = random.Random(batch)
+    requests = [Request([rng.randrange(3, model.config.vocab) for _ in range(prompt)], params) for _ in range(batch)]
+    for request in requests:
+        engine.add(request)
+    while min(request.n_out for request in requests) < 4:
+        engine.step()
+    kept = model.stack, model.whole_head
+    layers, head = Timed(model.stack), Timed(model.whole_head, "best")
+    model.stack, model.whole_head = layers, head  # type: ignore[assignment]
+    products, rows = linears(model, batch), []
+    try:
+        for _ in range(steps):
+            whole, inside, top = timed(engine.step), layers.take(), head.take()
+            alone = timed(products), timed(attention(model, requests))
+            rows.append((whole, inside, *alone, top, whole - inside - top))
+    finally:
+        model.stack, model.whole_head = kept
+    return [statistics.median(column) for column in zip(*rows)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", default="1,8,16")
+    parser.add_argument("--prompt", type=int, default=192)
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    bench = Bench.load(args.model, args.dtype)
+    if bench.model.stack is None or bench.model.whole_head is None:
+        parser.error(f"{args.model} as {args.dtype} does not run in the native step: there is nothing to take apart")
+    print(f"| {' | '.join(HEADS)} |\n|{'---:|' * len(HEADS)}")
+    for batch in map(int, args.batch.split(",")):
+        step, *parts = measure(bench, batch, args.prompt, args.steps)
+        cells = [f"{part * 1e3:.2f} ({part / step:.0%})" for part in parts]
+        print(f"| {batch} | {step * 1e3:.2f} | {' | '.join(cells)} | {batch / step:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
