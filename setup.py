@@ -16,6 +16,8 @@ FLAGS += ["-fno-math-errno", "-Wno-maybe-uninitialized"]  # the latter: false al
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16", "vnni"))]
 
+AMX = [*AVX512, *(f"-mamx-{part}" for part in ("tile", "bf16", "int8"))]
+
 
 def library(name: str, target: list[str]) -> Extension:
     return Extension(
@@ -29,4 +31,5 @@ def library(name: str, target: list[str]) -> Extension:
 
 
 x86 = platform.machine().lower() in ("x86_64", "amd64") and platform.system() != "Windows"
-setup(ext_modules=[library("avx2", AVX2), library("avx512", AVX512)] if x86 else [])
+TARGETS = [("avx2", AVX2), ("avx512", AVX512), ("amx", AMX)]
+setup(ext_modules=[library(*target) for target in TARGETS] if x86 else [])
