@@ -87,16 +87,16 @@ void one_by_four(const int32_t* weights, const int32_t* x, long stride, long wor
   store_sums((char*)sums, 128);
 }
 
-// sums[2 tiles of rows][32] += rows of x and of y times half a panel of weights; `ahead`: how many outputs' weights of
-// the next step are fetched
+// sums[2 tiles of rows][32] += rows of x and of y times half a panel of weights
 template <class Op>
 void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long stride, long words, bool first,
-                long ahead, void* sums) {
+                void* sums) {
   constexpr long DOWN = SIDE * LINE;
   if (first) clear_sums();
   else load_sums((char*)sums, DOWN);
   for (long k = 0; k < words; k += SIDE, weights += SIDE * WIDTH) {
-    for (long i = 0; i < ahead; i += SIDE) fetch_tile(weights + SIDE * WIDTH + i, WIDTH);
+    fetch_tile(weights + SIDE * WIDTH, WIDTH);
+    fetch_tile(weights + SIDE * WIDTH + SIDE, WIDTH);
     fetch_tile(x + k + SIDE, stride);
     fetch_tile(y + k + SIDE, stride);
     load_tile<6>(weights, LINE);
@@ -122,8 +122,8 @@ void block_of(const int32_t* weights, const int32_t* x, long stride, long before
   long r = 0;
   for (; rows - r > SIDE; r += 2 * SIDE) {
     const int32_t *pair = at(r), *other = at(r + SIDE);
-    two_by_two<Op>(weights, pair, other, stride, words, first, r ? WIDTH / 2 : WIDTH, sums[r]);
-    two_by_two<Op>(weights + WIDTH / 2, pair, other, stride, words, first, WIDTH / 2, &sums[r][2]);
+    two_by_two<Op>(weights, pair, other, stride, words, first, sums[r]);
+    two_by_two<Op>(weights + WIDTH / 2, pair, other, stride, words, first, &sums[r][2]);
   }
   if (r < rows) one_by_four<Op>(weights, at(r), stride, words, first, sums[r]);
 }
