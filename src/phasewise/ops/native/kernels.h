@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 8;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 9;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -76,6 +76,8 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, 
   int64_t n, rows, heads_q, heads, dim;
   int64_t kind, threads;
   double scale;
+  const uint16_t *k_scale, *v_scale;  // as in a Span
+  int64_t k_scale_head, v_scale_head;
 };
 
 struct Norm {
