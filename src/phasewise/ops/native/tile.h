@@ -10,6 +10,9 @@
 #if MATRIX_UNIT
 #include "amx.h"
 #else
+inline void start_tiles(long) {}
+inline void stop_tiles() {}
+
 // How many rows one tile holds, and how many registers of outputs beside each of them.
 constexpr int MOST_ROWS = DOT_INSTRUCTIONS ? 6 : 5;
 constexpr int registers(int rows) { return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
