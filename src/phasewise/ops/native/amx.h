@@ -40,26 +40,28 @@ inline void stop_tiles() { asm volatile("tilerelease"); }
 
 constexpr long LINE = WIDTH * 4;  // bytes from one word of a panel to the next, and from one row of sums
 
-// Sums of tiles 0 to 3, the second pair `down` from the first.
-inline void load_sums(const char* from, long down) {
-  load_tile<0>(from, LINE);
-  load_tile<1>(from + 64, LINE);
-  load_tile<2>(from + down, LINE);
-  load_tile<3>(from + down + 64, LINE);
+// Where the second pair of sums' tiles lies: beside the first, or below it.
+constexpr long ACROSS = 2 * SIDE * 4, BELOW = SIDE * LINE;
+
+inline void start_sums(bool first, const char* from, long second) {
+  if (first) {
+    clear_tile<0>();
+    clear_tile<1>();
+    clear_tile<2>();
+    clear_tile<3>();
+  } else {
+    load_tile<0>(from, LINE);
+    load_tile<1>(from + SIDE * 4, LINE);
+    load_tile<2>(from + second, LINE);
+    load_tile<3>(from + second + SIDE * 4, LINE);
+  }
 }
 
-inline void store_sums(char* to, long down) {
+inline void store_sums(char* to, long second) {
   store_tile<0>(to, LINE);
-  store_tile<1>(to + 64, LINE);
-  store_tile<2>(to + down, LINE);
-  store_tile<3>(to + down + 64, LINE);
-}
-
-inline void clear_sums() {
-  clear_tile<0>();
-  clear_tile<1>();
-  clear_tile<2>();
-  clear_tile<3>();
+  store_tile<1>(to + SIDE * 4, LINE);
+  store_tile<2>(to + second, LINE);
+  store_tile<3>(to + second + SIDE * 4, LINE);
 }
 
 // The lines of a tile of the next step: no hardware foresees so many that far apart.
@@ -67,12 +69,8 @@ inline void fetch_tile(const int32_t* from, long stride) {
   for (long i = 0; i < SIDE; i++) __builtin_prefetch(from + i * stride);
 }
 
-// sums[rows][64] += rows of x times a panel of weights, whose words are `width` outputs apart
-template <class Op>
-void one_by_four(const int32_t* weights, long width, const int32_t* x, long stride, long words, bool first,
-                 void* sums) {
-  if (first) clear_sums();
-  else load_sums((char*)sums, 128);
+// Tiles 0 to 3 += rows of x times a panel of weights, whose words are `width` outputs apart.
+template <class Op> void add_panel(const int32_t* weights, long width, const int32_t* x, long stride, long words) {
   for (long k = 0; k < words; k += SIDE, weights += SIDE * width) {
     for (long i = 0; i < WIDTH; i += SIDE) fetch_tile(weights + SIDE * width + i, width);
     load_tile<4>(x + k, stride * 4);
@@ -85,16 +83,13 @@ void one_by_four(const int32_t* weights, long width, const int32_t* x, long stri
     load_tile<7>(weights + 3 * SIDE, width * 4);
     Op::template add<3, 4, 7>();
   }
-  store_sums((char*)sums, 128);
 }
 
 // sums[2 tiles of rows][32] += rows of x and of y times half a panel of weights
 template <class Op>
 void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long stride, long words, bool first,
                 void* sums) {
-  constexpr long DOWN = SIDE * LINE;
-  if (first) clear_sums();
-  else load_sums((char*)sums, DOWN);
+  start_sums(first, (char*)sums, BELOW);
   for (long k = 0; k < words; k += SIDE, weights += SIDE * WIDTH) {
     fetch_tile(weights + SIDE * WIDTH, WIDTH);
     fetch_tile(weights + SIDE * WIDTH + SIDE, WIDTH);
@@ -109,7 +104,7 @@ void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long
     Op::template add<2, 5, 6>();
     Op::template add<3, 5, 7>();
   }
-  store_sums((char*)sums, DOWN);
+  store_sums((char*)sums, BELOW);
 }
 
 // A block's rows lie in tiles; the last one starts before its first row, that it may be whole, if there are so many.
@@ -126,7 +121,10 @@ void block_of(const int32_t* weights, const int32_t* x, long stride, long before
     two_by_two<Op>(weights, pair, other, stride, words, first, sums[r]);
     two_by_two<Op>(weights + WIDTH / 2, pair, other, stride, words, first, &sums[r][2]);
   }
-  if (r < rows) one_by_four<Op>(weights, WIDTH, at(r), stride, words, first, sums[r]);
+  if (r >= rows) return;
+  start_sums(first, (char*)sums[r], ACROSS);
+  add_panel<Op>(weights, WIDTH, at(r), stride, words);
+  store_sums((char*)sums[r], ACROSS);
 }
 
 // finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.

@@ -16,6 +16,7 @@ constexpr long MOST_DIM = 256;  // of a head
 template <class T> constexpr long PER_WORD = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 : 1;
 
 template <class T> constexpr bool ON_TILES = MATRIX_UNIT && std::is_same_v<T, bf16>;
+template <class T> constexpr long PASS = ON_TILES<T> ? 4 : 1;  // blocks that queries pass over at once
 
 template <class T> inline float word_of(const T* p, long step, long count) {
   if constexpr (PER_WORD<T> == 1) return to_float(*p);

@@ -150,31 +150,11 @@ template <class T, int R> void pass(Tile<T>& tile, const Shape& shape, const flo
     add_values<T, R, 1>(tile.sum + d, shape.padded, shrink, weights, values + d, words);
 }
 
-#if MATRIX_UNIT
-// All of a tile at once on the matrix unit; what it computes for queries that there are not is left alone.
-inline void pass_whole(long queries, Tile<bf16>& tile, const Shape& shape, const float* block, long slot, float scale) {
-  F scores[SIDE][KEYS / LANES], sums[SIDE][WIDTH / LANES];
-  alignas(64) float weights[SIDE * KEYS / 2];
-  const int32_t *q = (const int32_t*)tile.q, *keys = (const int32_t*)block, *values = keys + shape.key_block;
-  one_by_four<Bf16>(keys, KEYS, q, shape.words, shape.words, true, scores);
-  hide_all(tile, queries, slot, scores);
-  F shrink = weigh<bf16, SIDE>(tile, scores, scale, weights);
-  for (long d = 0; d < shape.padded; d += WIDTH) {
-    one_by_four<Bf16>(values + d, shape.padded, (const int32_t*)weights, KEYS / 2, KEYS / 2, true, sums);
-    for (long r = 0; r < queries; r++)
-      for (long i = 0; i < WIDTH / LANES; i++) {
-        float* at = tile.sum + r * shape.padded + d + i * LANES;
-        store(at, load<F>(at) * shrink[r] + sums[r][i]);
-      }
-  }
-}
-#endif
-
+// A tile of so many queries passes over a block, from slot on.
 template <class T, int R = TILE<T>>
-void pass_some(long queries, Tile<T>& tile, const Shape& shape, const float* block, long slot, float scale) {
-  if constexpr (ON_TILES<T>) pass_whole(queries, tile, shape, block, slot, scale);
-  else if (queries == R) pass<T, R>(tile, shape, block, slot, scale);
-  else if constexpr (R > 1) pass_some<T, R - 1>(queries, tile, shape, block, slot, scale);
+void pass_over(long queries, Tile<T>& tile, const Shape& shape, const float* block, long slot, float scale) {
+  if (queries == R) pass<T, R>(tile, shape, block, slot, scale);
+  else if constexpr (R > 1) pass_over<T, R - 1>(queries, tile, shape, block, slot, scale);
 }
 
 }  // namespace prompt

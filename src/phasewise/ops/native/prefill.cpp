@@ -6,6 +6,9 @@
 #include <stdlib.h>
 
 #include "pass.h"
+#if MATRIX_UNIT
+#include "amx_pass.h"
+#endif
 
 namespace {
 
@@ -43,11 +46,12 @@ template <class T> struct Job {
   }
 
   void read(const float* packed) {
-    for (long b = 0; b < shape.blocks; b++, packed += shape.block) {
+    float scale = (float)(call.scale * 1.4426950408889634);
+    for (long b = 0; b < shape.blocks; b += PASS<T>, packed += PASS<T> * shape.block) {
       bool any = false;
       for (long t = 0; t * TILE<T> < count; t++) {
         if (tiles[t].limit[size(t) - 1] <= b * KEYS) continue;
-        pass_some<T>(size(t), tiles[t], shape, packed, b * KEYS, (float)(call.scale * 1.4426950408889634));
+        pass_over(size(t), tiles[t], shape, packed, b * KEYS, scale);
         any = true;
       }
       if (!any) return;
