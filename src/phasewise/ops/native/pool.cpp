@@ -5,6 +5,10 @@
 #include "kernels.h"
 #include "simd.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 Pool pool;
 
 API void use_pool(void* parallel, void* thread, void* threads, void* barrier) {
@@ -31,11 +35,18 @@ API int interface() { return INTERFACE; }
 
 // Whether this processor has the instructions that this library was compiled for.
 API int supported() {
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+  const unsigned long atomics = 1 << 8, dot_products = 1 << 20;  // bits of HWCAP: what ARMv8.2 with dotprod brings
+  return (getauxval(AT_HWCAP) & atomics) && (getauxval(AT_HWCAP) & dot_products);
+#elif defined(__aarch64__)
+  return 1;
+#else
   __builtin_cpu_init();
 #if DOT_INSTRUCTIONS
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
 #endif
 }

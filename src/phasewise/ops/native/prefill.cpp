@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int TILE = DOT_INSTRUCTIONS ? 6 : 5;  // queries whose sums fit the registers,
-constexpr int WIDE = DOT_INSTRUCTIONS ? 4 : 2;  // with so many registers for each
+constexpr int TILE = LANES == 4 ? 4 : REGISTERS == 32 ? 6 : 5;  // queries whose sums fit the registers,
+constexpr int WIDE = REGISTERS == 32 ? 4 : 2;                   // with so many registers for each
 constexpr long TILES = 8;                       // that pass together over a block of slots
 constexpr long KEYS = 64;                       // slots per block
 constexpr long MOST_DIM = 256;                  // of a head
@@ -53,6 +53,9 @@ __attribute__((always_inline)) inline void multiply(const float* a, long a_row, 
 #if LANES == 16
 inline F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }  // b if one is NaN
 inline float largest(F v) { return _mm512_reduce_max_ps((__m512)v); }
+#elif LANES == 4
+inline F larger(F a, F b) { return max(a, b); }  // b if one is NaN
+inline float largest(F v) { return most(v); }
 #else
 inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }  // b if one is NaN
 inline float largest(F v) {
@@ -148,6 +151,7 @@ template <class T> void pack(const PrefillCall& call, const Shape& shape, long h
 
 // ---- a tile of queries of one KV head
 struct Tile {
+  static_assert(TILE <= LANES);
   F top;             // largest score of each query, in powers of two
   F total[TILE];     // sums of weights, lane by lane
   long limit[TILE];  // how many slots each sees, in rising order
