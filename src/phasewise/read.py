@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.ops import attention as ops
+from phasewise.ops.native import prefill
 from phasewise.ops.native import spans as native
 
 if TYPE_CHECKING:
@@ -121,6 +122,10 @@ class Read:
         part, spec = self.part, self.step.model.config.attention[self.layer]
         if select is None and self.view is None and self._causal(spec.softcap, spec.window):
             self.count(part.size[1])
+            if scaled(part.codec):
+                k, k_scale, v, v_scale = part.planes
+                if prefill.fits(self.q, k, v, (k_scale, v_scale)):  # nothing needs to be decoded
+                    return prefill.causal(self.q, k, v, spec.scale, (k_scale, v_scale))
             return ops.causal(self.q, part.k, part.v, spec.scale)
         mask = self.mask()
         if select is not None:

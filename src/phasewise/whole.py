@@ -35,7 +35,7 @@ def run_whole(step: Step) -> Tensor | None:
         if flat is None:
             return None
         end, sees = flat.n + span.rows, span.sees
-        if span.rows > SLICE and (sees is not None or flat.rounded or any(end > window for window in windows)):
+        if span.rows > SLICE and (sees is not None or any(end > window for window in windows)):
             return None
         entries += end * heads
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasewise import read
 from phasewise.engine import Engine
 from phasewise.kv.buffer import KVShape, Raw, entry_bytes
 from phasewise.methods.store.int8 import Int8
+from phasewise.ops import native
 from tests import oracle, tiny
 from tests.methods_kv.harness import Walk, cuts
 
 CODEC = Int8().codec()
+DECODE = type(CODEC).decode
 
 
 @settings(max_examples=80, deadline=None)
@@ -85,6 +89,18 @@ def test_logits_stay_near() -> None:
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert 1e-5 < float(error.mean()) < 0.1
     assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.9
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_prompts_are_read_without_decoding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the open path, too, and bit for bit what decoding them first gives."""
+    tokens, calls = tiny.prompts(100)[0], []
+    monkeypatch.setattr(type(CODEC), "decode", lambda *args: calls.append(0) or DECODE(*args))
+    got = [Walk(tiny.model(), tokens, codec=CODEC).feed(tokens)]
+    assert not calls
+    monkeypatch.setattr(read, "scaled", lambda codec: False)
+    got.append(Walk(tiny.model(), tokens, codec=CODEC).feed(tokens))
+    assert calls and torch.equal(*got)
 
 
 def test_chunks_change_next_to_nothing() -> None:

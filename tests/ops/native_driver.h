@@ -21,6 +21,7 @@ extern "C" {
 int interface();
 int supported();
 void use_pool(void* parallel, void* thread, void* threads, void* barrier);
+int64_t words(int64_t inputs, int64_t each);
 void linear_pack(const uint16_t* weight, const Weights* w, int64_t threads);
 int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, uint16_t* out, int64_t threads);
 void linear(const LinearCall* call);
@@ -178,8 +179,7 @@ struct Packed {
 
   Packed(Numbers from, long outputs, long inputs, bool int8, bool biased, int64_t threads)
       : int8(int8), weight(std::move(from)), sums(outputs), scale(outputs) {
-    long group = int8 ? 4 : 2;
-    packed.resize(panels(outputs) * WIDTH * ((inputs + group - 1) / group));
+    packed.resize(panels(outputs) * WIDTH * ::words(inputs, int8 ? 4 : 2));
     for (long o = 0; biased && o < outputs; o++) bias.push_back((float)uniform());
     words = {packed.data(), biased ? bias.data() : nullptr, scale.data(), sums.data(), outputs, inputs};
     Rows rows = {weight.data(), inputs, weight.kind};

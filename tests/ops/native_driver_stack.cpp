@@ -176,11 +176,13 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
 }
 
 void stack_cases() {
-  std::vector<Block> plain, other;
+  std::vector<Block> plain, windowed, rounded;
   for (long i = 0; i < LAYERS; i++) {
     plain.emplace_back(false, i == 1, true, 0);
-    other.emplace_back(true, false, i == 0, i * 40);
+    windowed.emplace_back(true, false, i == 0, i * 40);
+    rounded.emplace_back(true, false, true, 0);
   }
   stack_case(plain, {{1, 1}, {90, 3}, {130, 70}}, false, "stack");
-  stack_case(other, {{1, 1}, {150, 9}, {65, 1}}, true, "stack of int8");
+  stack_case(windowed, {{1, 1}, {150, 9}, {65, 1}}, true, "stack of int8 with a window");
+  stack_case(rounded, {{5, 2}, {100, 70}}, true, "stack of int8 with a slice");
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill
 
@@ -86,6 +87,23 @@ def test_slices_read_what_the_whole_reads(shape: tuple[int, int, int], kind: tor
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_rounded_rows_are_read_as_they_are(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    """Bit for bit what the decoded rows give, out of a longer slab with rows of very different sizes."""
+    torch.manual_seed(0)
+    codec = Int8().codec()
+    for rows, n in CASES:
+        q, k, v = make(shape, rows, n, kind)
+        k, v = (torch.nn.functional.pad(x * torch.rand(*x.shape[:2], 1) ** 4, (0, 0, 0, 9)).to(kind) for x in (k, v))
+        planes = [plane[:, :n] for plane in codec.encode(k, v)]
+        k_levels, k_scale, v_levels, v_scale = planes
+        assert prefill.fits(q, k_levels, v_levels, (k_scale, v_scale))
+        got = prefill.causal(q, k_levels, v_levels, 0.2, (k_scale, v_scale))
+        assert torch.equal(got, prefill.causal(q, *codec.decode(planes, kind), 0.2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("target")
 def test_large_scores_and_bad_numbers(kind: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -108,6 +126,9 @@ def test_what_does_not_fit() -> None:
     assert prefill.fits(q, k, v)
     assert not prefill.fits(q.half(), k.half(), v.half())
     assert not prefill.fits(q, k.float(), v.float())
+    scales = torch.ones(k.shape[:2], dtype=torch.bfloat16), torch.ones(v.shape[:2], dtype=torch.bfloat16)
+    assert prefill.fits(q, k.char(), v.char(), scales)
+    assert not prefill.fits(q, k.char(), v.char()) and not prefill.fits(q, k, v, scales)
     assert not prefill.fits(*make((2, 1, 264), 10, 10, torch.float32))
     apart = k.transpose(1, 2).contiguous().transpose(1, 2)
     assert not prefill.fits(q, apart, v)

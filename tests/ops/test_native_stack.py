@@ -151,14 +151,15 @@ def test_rows_depend_on_nothing_else(name: str, directories: dict[str, Path]) ->
     assert torch.equal(torch.cat([rest[1], rest[0], *rest[2:]]), second)
 
 
+@pytest.mark.parametrize("codec", [Raw(), Int8().codec()], ids=["raw", "int8"])
 @pytest.mark.parametrize("name", ["llama", "llama-mha-wide-heads", "qwen3", "phi3-partial-longrope"])
-def test_slices_of_prompts(name: str, directories: dict[str, Path]) -> None:
+def test_slices_of_prompts(name: str, codec: Codec, directories: dict[str, Path]) -> None:
     """More rows than attention of few takes, first and later slices, beside decodes and one another: as near to float32
     as the open path is, with KV that later rows read."""
     model = Model.load(directories[name], dtype=torch.bfloat16)
     calls: list[int] = []
     assert model.stack is not None
-    native_, opened = Runner(model, stack=True), Runner(model)
+    native_, opened = Runner(model, stack=True, codec=codec), Runner(model, codec=codec)
     native_.stack = Counting(model.stack, calls)  # type: ignore[assignment]
     exact = Runner(Model.load(directories[name], dtype=torch.float32))
     long = [3 + i * 7 % 50 for i in range(200)]
@@ -169,6 +170,8 @@ def test_slices_of_prompts(name: str, directories: dict[str, Path]) -> None:
         got, plain, want = native_.step(rows), opened.step(rows), exact.step(rows)
         assert far(got, want) < 1.5 * far(plain, want) + 1e-3
     assert calls == [sum(map(len, rows.values())) for rows in steps], "not all steps were native"
+    for counter in ("row_layers", "kv_bytes_read", "kv_bytes_written"):
+        assert getattr(native_.counters, counter) == getattr(opened.counters, counter), counter
 
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "qwen3-sliding"])

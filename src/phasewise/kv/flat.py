@@ -13,16 +13,16 @@ class Flat:
     """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
     or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it."""
 
-    __slots__ = ("_planes", "_slabs", "address", "rounded")
+    __slots__ = ("_planes", "_slabs", "address")
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self._slabs = [layer.slabs[0] for layer in layers]
         dim = layers[0].shape.dim
-        self.rounded = scaled(layers[0].codec)
+        rounded = scaled(layers[0].codec)
         self._planes = array("q")
         for slab in self._slabs:
             cap, addresses = slab.buffer.cap, slab.buffer.addresses
-            if self.rounded:
+            if rounded:
                 k, k_scale, v, v_scale = addresses
                 self._planes.extend((k, v, cap * dim, k_scale, v_scale, cap))
             else:

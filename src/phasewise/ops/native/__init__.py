@@ -15,9 +15,10 @@ import torch
 
 log = logging.getLogger(__name__)
 
-TARGETS = ("avx512", "avx2", "neon_dot", "neon")  # best first
-INTERFACE = 7  # as in kernels.h: a library built from older sources is not called
+TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
+INTERFACE = 9  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
+    "words": 2,
     "linear_pack": 3,
     "linear_rows": 5,
     "linear": 1,
@@ -29,6 +30,7 @@ SIGNATURES = {
     "stack": 1,
     "head": 1,
 }  # name: number of arguments, all words of 64 bits
+COUNTS = ("words", "linear_rows", "linear8_rows")  # these return one
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 
 
@@ -63,7 +65,7 @@ def load(target: str) -> ctypes.CDLL | None:
             for name, count in SIGNATURES.items():
                 function = getattr(kernels, name)
                 function.argtypes = [ctypes.c_int64] * count
-                function.restype = ctypes.c_int64 if name.endswith("rows") else None
+                function.restype = ctypes.c_int64 if name in COUNTS else None
             return kernels
     return None
 

@@ -6,6 +6,7 @@
 // kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
 #include "parts.h"
 #include "plan.h"
+#include "rows.h"
 #include "softmax.h"
 
 typedef AttentionCall Call;
@@ -79,19 +80,6 @@ static void fetch(const Lines& keys, long key, const Lines& values, long value, 
     }
 }
 
-// Rows of int8 as the numbers they stand for.
-template <class T>
-static const T* widen_rows(const char* from, long row, const bf16* scales, long count, long dim, T* to) {
-  for (long j = 0; j < count; j++, from += row) {
-    const int8_t* levels = (const int8_t*)from;
-    float scale = widen(scales[j]);
-    long d = 0;
-    for (; d + LANES <= dim; d += LANES) store_floats(to + j * dim + d, load_floats(levels + d) * scale);
-    for (; d < dim; d++) put(to + j * dim + d, levels[d] * scale);
-  }
-  return to;
-}
-
 // `next` are the lines of the part after this one.
 template <class T>
 static void read_part(const Call& call, const Job& job, long from, long to, const Lines& next, State& s) {
@@ -113,8 +101,8 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
     if (span.k_scale) {
       const bf16* k_scale = span.k_scale + job.head * span.k_scale_head;
       const bf16* v_scale = span.v_scale + job.head * span.v_scale_head;
-      k = widen_rows(here.k, here.k_row, k_scale + slot, count, dim, wide[0]);
-      v = widen_rows(here.v, here.v_row, v_scale + slot, count, dim, wide[1]);
+      k = widen_rows((const int8_t*)here.k, here.k_row, k_scale + slot, count, dim, wide[0]);
+      v = widen_rows((const int8_t*)here.v, here.v_row, v_scale + slot, count, dim, wide[1]);
       k_row = v_row = dim;
     }
     for (long j = 0; j < count; j += LANES) {

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 7;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 9;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -20,7 +20,7 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
 };
 
 struct Weights {        // of one linear layer, made by `linear_pack` or `linear8_pack`
-  void* packed;         // panels of [inputs / group][WIDTH][group], group = 2 bfloat16 or 4 int8
+  void* packed;         // panels of [words][WIDTH] words of 2 bfloat16 or 4 int8: see `words_of`
   const float* bias;    // [outputs] or null
   const float* scale;   // int8: [outputs], what one step of the weight is worth
   const int32_t* sums;  // int8: [outputs], the sum of the quantised weights
@@ -76,6 +76,8 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, 
   int64_t n, rows, heads_q, heads, dim;
   int64_t kind, threads;
   double scale;
+  const uint16_t *k_scale, *v_scale;  // as in a Span
+  int64_t k_scale_head, v_scale_head;
 };
 
 struct Norm {

@@ -2,14 +2,16 @@
 #include "parts.h"
 #include "tile.h"
 
+API int64_t words(int64_t inputs, int64_t each) { return words_of(inputs, each); }
+
 API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
   long outputs = w->outputs, inputs = w->inputs;
   bf16* packed = (bf16*)w->packed;
-  long words = (inputs + 1) / 2;
+  long words = words_of(inputs, 2);
   Shares shares(panels(outputs), threads);
   together(threads, [&](int, int) {
     for (long from, to; shares.take(from, to);)
-      for (long p = from; p < to; p++)
+      for (long p = from; p < to; p++) {
         for (long k = 0; k < inputs; k++)
           for (long i = 0; i < WIDTH; i++) {
             long o = p * WIDTH + i;
@@ -17,13 +19,16 @@ API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
             word[k % 2] = o < outputs ? weight[o * inputs + k] : 0;
             if (k % 2 == 0) word[1] = 0;
           }
+        long used = (inputs + 1) / 2;
+        memset(packed + (p * words + used) * WIDTH * 2, 0, (words - used) * WIDTH * 4);
+      }
   });
 }
 
 // Rows `which` of the weight, [count, inputs]: the way back, and the embedding table of a model that ties it.
 // Returns 1, and nothing else is done, if one of them is not there.
 API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out, int64_t threads) {
-  long words = (w->inputs + 1) / 2;
+  long words = words_of(w->inputs, 2);
   for (long i = 0; i < count; i++)
     if (which[i] < 0 || which[i] >= w->outputs) return 1;
   together(enough(threads, count * w->inputs), [&](int thread, int all) {
@@ -31,37 +36,37 @@ API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, b
       const int32_t* column = (const int32_t*)w->packed + which[i] / WIDTH * words * WIDTH + which[i] % WIDTH;
       bf16* row = out + i * w->inputs;
       for (long k = 0; k < w->inputs / 2; k++) store(row + 2 * k, column[k * WIDTH]);
-      if (w->inputs % 2) row[w->inputs - 1] = (bf16)column[(words - 1) * WIDTH];
+      if (w->inputs % 2) row[w->inputs - 1] = (bf16)column[w->inputs / 2 * WIDTH];
     }
   });
   return 0;
 }
 
-// One row as the numbers that words hold (rounded to bfloat16 in any case), an odd one out filled up with a zero.
-template <class T, class N> static void copy_row(const T* x, long inputs, N* out) {
+// One row as the numbers that words hold (rounded to bfloat16 in any case), filled up with zeros.
+template <class T, class N> static void copy_row(const T* x, long inputs, long filled, N* out) {
   for (long k = 0; k < inputs; k++) put(out + k, widen(narrow(to_float(x[k]))));
-  if (inputs % 2) put(out + inputs, 0);
+  for (long k = inputs; k < filled; k++) put(out + k, 0);
 }
 
 static bool as_it_lies(const LinearCall& call) {
-  return DOT_INSTRUCTIONS && call.x.kind == BFLOAT && call.weights->inputs % 2 == 0 && call.x.stride % 2 == 0;
+  return DOT_INSTRUCTIONS && call.x.kind == BFLOAT && call.weights->inputs % (2 * SIDE) == 0 && call.x.stride % 2 == 0;
 }
 
 long linear_room(const LinearCall& call) {
-  return as_it_lies(call) ? 0 : call.rows * ((call.weights->inputs + 1) / 2) * sizeof(Bf16::Word);
+  return as_it_lies(call) ? 0 : call.rows * words_of(call.weights->inputs, 2) * sizeof(Bf16::Word);
 }
 
 void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
   const Weights& w = *call.weights;
   const Rows& x = call.x;
-  long words = (w.inputs + 1) / 2, stride = x.stride / 2;
+  long words = words_of(w.inputs, 2), stride = x.stride / 2;
   const Bf16::Word* in = (const Bf16::Word*)x.data;
   if (!as_it_lies(call)) {
     Bf16::Word* copy = (Bf16::Word*)room;
     for (long r = thread; r < call.rows; r += all) {
       Bf16::Number* out = (Bf16::Number*)(copy + r * words);
-      if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, out);
-      else copy_row((const bf16*)x.data + r * x.stride, w.inputs, out);
+      if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, words * 2, out);
+      else copy_row((const bf16*)x.data + r * x.stride, w.inputs, words * 2, out);
     }
     wait_for_all(all);
     in = copy, stride = words;

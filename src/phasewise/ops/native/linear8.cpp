@@ -12,6 +12,10 @@ struct Int8 {
   typedef I Sum;
   typedef int32_t Word;
 
+#if MATRIX_UNIT
+  template <int C, int A, int B> static void add() { add_bytes<C, A, B>(); }
+#else
+
   template <int R, int W> static void step(I (&acc)[R][W], const int32_t* weights, const Word* x, long stride) {
     I w[W];
     for (int j = 0; j < W; j++) w[j] = load<I>(weights + j * LANES);
@@ -20,6 +24,7 @@ struct Int8 {
       for (int j = 0; j < W; j++) acc[r][j] = dot(acc[r][j], w[j], in);
     }
   }
+#endif
 };
 
 // The largest magnitude of a row, NaN if it holds an infinity or NaN.
@@ -66,7 +71,7 @@ template <class T> static float quantise(const T* x, long inputs, long words, in
 
 // weight [outputs, inputs] -> packed, scale and sums of `w`
 API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
-  long words = (w->inputs + 3) / 4;
+  long words = words_of(w->inputs, 4);
   uint8_t* rounded = (uint8_t*)scratch(OF_LINEAR, threads * words * 4);
   together(threads, [&](int thread, int all) {
     uint8_t* row = rounded + thread * words * 4;
@@ -87,7 +92,7 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
 // Rows `which` of the weight as it was rounded, [count, inputs]. Returns 1, and nothing else is done, if one of them is
 // not there.
 API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out, int64_t threads) {
-  long words = (w->inputs + 3) / 4;
+  long words = words_of(w->inputs, 4);
   for (long i = 0; i < count; i++)
     if (which[i] < 0 || which[i] >= w->outputs) return 1;
   together(enough(threads, count * w->inputs), [&](int thread, int all) {
@@ -104,12 +109,12 @@ API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, 
   return 0;
 }
 
-long linear8_room(const LinearCall& call) { return call.rows * ((call.weights->inputs + 3) / 4 + 1) * 4; }
+long linear8_room(const LinearCall& call) { return call.rows * (words_of(call.weights->inputs, 4) + 1) * 4; }
 
 void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
   const Weights& w = *call.weights;
   const Rows& x = call.x;
-  long words = (w.inputs + 3) / 4;
+  long words = words_of(w.inputs, 4);
   int32_t* in = (int32_t*)room;
   float* worth = (float*)(in + call.rows * words);
   for (long r = thread; r < call.rows; r += all) {

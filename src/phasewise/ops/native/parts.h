@@ -2,6 +2,13 @@
 #pragma once
 #include "kernels.h"
 #include "pool.h"
+#include "simd.h"
+
+// Words of packed weights for so many inputs, `each` of them in one; the last ones are filled up with zeros.
+inline long words_of(long inputs, long each) {
+  long words = (inputs + each - 1) / each;
+  return (words + SIDE - 1) / SIDE * SIDE;
+}
 
 // `room` is scratch of `linear_room` bytes, common to the threads; `shares` counts the panels of the outputs.
 long linear_room(const LinearCall& call);

@@ -5,7 +5,11 @@
 #include "kernels.h"
 #include "simd.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if MATRIX_UNIT
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -33,6 +37,17 @@ void* scratch(Place place, long bytes) {
 
 API int interface() { return INTERFACE; }
 
+#if MATRIX_UNIT
+// Whether there is AMX for bfloat16 and bytes, and the kernel lets this process use its tiles.
+static bool has_matrix_unit() {
+  constexpr unsigned TILES = 1u << 24, BFLOATS = 1u << 22, BYTES = 1u << 25;
+  constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (TILES | BFLOATS | BYTES)) return false;
+  return !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+}
+#endif
+
 // Whether this processor has the instructions that this library was compiled for.
 API int supported() {
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
@@ -42,6 +57,9 @@ API int supported() {
   return 1;
 #else
   __builtin_cpu_init();
+#if MATRIX_UNIT
+  if (!has_matrix_unit()) return 0;
+#endif
 #if DOT_INSTRUCTIONS
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

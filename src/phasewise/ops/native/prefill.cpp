@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "parts.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace {
@@ -133,16 +134,34 @@ template <class T> void pack_keys(const T* k, long row, long count, long dim, fl
   for (; j < count; j++, k += row) pack_words(k, dim, KEYS, to + j);
 }
 
+template <class T> struct Lines {  // rows of one head, `row` numbers apart
+  const T* at;
+  long row;
+};
+
+// Rows as they lie from number `first` on; int8 with `scales` (else null) is widened into `wide`.
+template <class T>
+Lines<T> lines(const void* from, long first, long row, const bf16* scales, long count, long dim, T* wide) {
+  if (!scales) return {(const T*)from + first, row};
+  return {widen_rows((const int8_t*)from + first, row, scales, count, dim, wide), dim};
+}
+
 template <class T> void pack(const PrefillCall& call, const Shape& shape, long head, long slot, float* to) {
-  const T *k = (const T*)call.k + head * call.k_head, *v = (const T*)call.v + head * call.v_head;
+  T wide[KEYS * MOST_DIM];
+  const bf16* k_scale = call.k_scale ? call.k_scale + head * call.k_scale_head + slot : nullptr;
+  const bf16* v_scale = call.v_scale ? call.v_scale + head * call.v_scale_head + slot : nullptr;
   long count = call.n - slot < KEYS ? call.n - slot : KEYS;
   if (count < KEYS) memset(to, 0, shape.block * 4);
-  pack_keys(k + slot * call.k_row, call.k_row, count, call.dim, to);
+  long first = head * call.k_head + slot * call.k_row;
+  Lines<T> k = lines(call.k, first, call.k_row, k_scale, count, call.dim, wide);
+  pack_keys(k.at, k.row, count, call.dim, to);
+  first = head * call.v_head + slot * call.v_row;
+  Lines<T> v = lines(call.v, first, call.v_row, v_scale, count, call.dim, wide);
   to += shape.key_block;
   for (long j = 0; j < count; j += PER_WORD<T>, to += shape.padded) {
-    const T* row = v + (slot + j) * call.v_row;
+    const T* row = v.at + j * v.row;
     if (count - j > 1)
-      for (long d = 0; d < call.dim; d++) to[d] = word_of(row + d, call.v_row, 2);
+      for (long d = 0; d < call.dim; d++) to[d] = word_of(row + d, v.row, 2);
     else
       for (long d = 0; d < call.dim; d++) to[d] = word_of(row + d, 0, 1);
     for (long d = call.dim; d < shape.padded; d++) to[d] = 0;

@@ -14,13 +14,13 @@ KIND = {torch.float32: 0, torch.bfloat16: 1}
 MOST_DIM = 256  # of a head, as in prefill.cpp
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
     """Whether the kernel takes q [R, Hq, D] and k, v [H, N, D]: a known dtype on the CPU, contiguous heads."""
-    kind = q.dtype
+    kind, kept = q.dtype, q.dtype if scales is None else torch.int8
     return (
         kind in KIND
-        and k.dtype == kind
-        and v.dtype == kind
+        and k.dtype == kept
+        and v.dtype == kept
         and q.device.type == "cpu"
         and q.shape[2] <= MOST_DIM
         and q.stride(2) == 1
@@ -30,11 +30,12 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Attention of the last R of N rows, row i seeing 0 .. N-R+i. -> [R, Hq, D]. The tensors must fit (`fits`).
 
     Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
-    row reads is the same bit for bit however the prompt is sliced.
+    row reads is the same bit for bit however the prompt is sliced. With `scales` bfloat16 [H, N], k and v are int8: a
+    row's numbers are its levels times its scale, in q's dtype.
     """
     kernels = library()
     assert kernels is not None
@@ -45,5 +46,9 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     call.extend((*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], n, rows, heads_q, heads, dim))
     call.extend((KIND[q.dtype], torch.get_num_threads()))
     call.frombytes(struct.pack("d", scale))
+    if scales is None:
+        call.extend((0, 0, 0, 0))
+    else:
+        call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
     kernels.prefill(call.buffer_info()[0])
     return out

@@ -1,4 +1,4 @@
-// The small operations on one row, in float32 between bfloat16.
+// The small operations on rows, in float32 between bfloat16.
 #pragma once
 #include <math.h>
 
@@ -44,6 +44,18 @@ inline bf16 round_to_bytes(const bf16* x, long n, int8_t* levels) {
   bf16 scale = narrow(top / 127 < 1e-30f ? 1e-30f : top / 127);
   for (long i = 0; i < n; i++) levels[i] = (int8_t)fminf(fmaxf(rintf(widen(x[i]) / widen(scale)), -127), 127);
   return scale;
+}
+
+// Rows of such levels as the numbers they stand for -> to [count, dim].
+template <class T>
+inline const T* widen_rows(const int8_t* levels, long row, const bf16* scales, long count, long dim, T* to) {
+  for (long j = 0; j < count; j++, levels += row) {
+    float scale = widen(scales[j]);
+    long d = 0;
+    for (; d + LANES <= dim; d += LANES) store_floats(to + j * dim + d, load_floats(levels + d) * scale);
+    for (; d < dim; d++) put(to + j * dim + d, levels[d] * scale);
+  }
+  return to;
 }
 
 // gate / (1 + e^-gate) * up

@@ -23,6 +23,14 @@
 
 constexpr int REGISTERS = LANES == 8 ? 16 : 32;  // that a loop may fill
 
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define MATRIX_UNIT 1
+constexpr long SIDE = 16;  // rows, outputs and words of its tiles
+#else
+#define MATRIX_UNIT 0
+constexpr long SIDE = 1;
+#endif
+
 typedef uint16_t bf16;  // the upper half of a float
 typedef float F __attribute__((vector_size(LANES * 4)));
 typedef int32_t I __attribute__((vector_size(LANES * 4)));

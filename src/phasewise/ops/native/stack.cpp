@@ -72,8 +72,10 @@ static AttentionCall attention_of(const StackCall& call, const Layer& layer, con
 
 // `rows` rows of a slice; `span` is the layer's.
 static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Span& span, long rows) {
-  return {span.q,      span.k,      span.v, span.out, span.q_row,   call.dim,   span.k_head, span.k_row,   span.v_head,
-          span.v_row,  span.n,      rows,   call.heads_q, call.heads, call.dim, BFLOAT,      call.threads, layer.scale};
+  return {span.q,       span.k,       span.v,       span.out,    span.q_row, call.dim,     span.k_head,
+          span.k_row,   span.v_head,  span.v_row,   span.n,      rows,       call.heads_q, call.heads,
+          call.dim,     BFLOAT,       call.threads, layer.scale, span.k_scale, span.v_scale,
+          span.k_scale_head, span.v_scale_head};
 }
 
 // work(slice, its number, its part of the packed keys and values) for all slices

@@ -45,7 +45,7 @@ class StackSpan(NamedTuple):
     """`rows` rows that end at slot `n`; `sees` as in Few.
 
     `planes` is the address of int64 [layers, 6]: addresses of the keys and the values [H, cap, D], cap * D, then 0, 0,
-    0; or, where these are int8, the addresses of their scales bfloat16 [H, cap], and cap. Slices read no int8.
+    0; or, where these are int8, the addresses of their scales bfloat16 [H, cap], and cap.
     """
 
     n: int

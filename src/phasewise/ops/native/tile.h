@@ -7,6 +7,9 @@
 #include "pool.h"
 #include "simd.h"
 
+#if MATRIX_UNIT
+#include "amx.h"
+#else
 // How many rows one tile holds, and how many registers of outputs beside each of them.
 constexpr int MOST_ROWS = REGISTERS == 32 ? 6 : 5;
 constexpr int registers(int rows) {
@@ -44,11 +47,17 @@ void tiles(long rows, const int32_t* weights, const typename Op::Word* x, long s
   if constexpr (R > 1) tiles<Op, R - 1>(rows, weights, x, stride, words, first, sums);
 }
 
-// finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
+#endif
+
 // Words of two bfloat16; sums in float32.
 struct Bf16 {
   typedef F Sum;
-#if DOT_INSTRUCTIONS
+#if MATRIX_UNIT
+  typedef bf16 Number;
+  typedef int32_t Word;
+
+  template <int C, int A, int B> static void add() { add_bfloats<C, A, B>(); }
+#elif DOT_INSTRUCTIONS
   typedef bf16 Number;  // what an input comes as
   typedef int32_t Word;
 
@@ -78,6 +87,8 @@ struct Bf16 {
 #endif
 };
 
+#if !MATRIX_UNIT
+// finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
 template <class Op, class Finish>
 void multiply(const int32_t* packed, long outputs, long words, const typename Op::Word* x, long stride, long rows,
               Shares* shares, const Finish& finish) {
@@ -95,6 +106,8 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
         for (long r = 0; r < some; r++) finish(row + r, column, count, sums[r]);
       }
 }
+
+#endif
 
 // The largest of `count` outputs from `column` on, if none before it was as large.
 inline void keep(Best& best, long column, long count, const F* values) {

@@ -26,7 +26,7 @@ class Packed:
     Packing goes by slices of the weight's rows; `done` is told each of them, whose memory may then be let go.
     """
 
-    __slots__ = ("_bias", "_kept", "_multiply", "_words", "address", "inputs", "int8", "nbytes", "outputs")
+    __slots__ = ("_bias", "_column", "_kept", "_multiply", "_words", "address", "inputs", "int8", "nbytes", "outputs")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, int8: bool = False, done: Callable[[Tensor], None] | None = None
@@ -37,7 +37,8 @@ class Packed:
         self.int8 = int8
         self._bias = None if bias is None else bias.float().contiguous()
         width = -(-self.outputs // WIDTH) * WIDTH
-        packed = room(width * -(-self.inputs // (4 if int8 else 2)) * 4)
+        self._column = kernels.words(self.inputs, 4 if int8 else 2) * 4
+        packed = room(width * self._column)
         scales = (torch.empty(self.outputs), torch.empty(self.outputs, dtype=torch.int32)) if int8 else ()
         self._kept = (packed, *scales)
         self.nbytes = self.outputs * (self.inputs + 4 if int8 else self.inputs * 2)
@@ -59,7 +60,7 @@ class Packed:
         kernels, threads = library(), torch.get_num_threads()
         assert kernels is not None
         packed, *scales = self._kept
-        at = packed.data_ptr() + start * -(-self.inputs // (4 if self.int8 else 2)) * 4
+        at = packed.data_ptr() + start * self._column
         panels = array("q", [at, 0, *([s.data_ptr() + start * 4 for s in scales] or [0, 0]), len(rows), self.inputs])
         target = panels.buffer_info()[0]
         if self.int8:
