@@ -1,4 +1,4 @@
-"""The native kernels against plain loops in C++ (`native_driver.cpp`): on this processor, and for ARM under emulation."""
+"""The native kernels against plain loops (`native_driver.cpp`): on this processor, and for ARM under emulation."""
 
 from __future__ import annotations
 
