@@ -67,21 +67,22 @@ inline void fetch_tile(const int32_t* from, long stride) {
   for (long i = 0; i < SIDE; i++) __builtin_prefetch(from + i * stride);
 }
 
-// sums[rows][64] += rows of x times a panel of weights
+// sums[rows][64] += rows of x times a panel of weights, whose words are `width` outputs apart
 template <class Op>
-void one_by_four(const int32_t* weights, const int32_t* x, long stride, long words, bool first, void* sums) {
+void one_by_four(const int32_t* weights, long width, const int32_t* x, long stride, long words, bool first,
+                 void* sums) {
   if (first) clear_sums();
   else load_sums((char*)sums, 128);
-  for (long k = 0; k < words; k += SIDE, weights += SIDE * WIDTH) {
-    for (long i = 0; i < WIDTH; i += SIDE) fetch_tile(weights + SIDE * WIDTH + i, WIDTH);
+  for (long k = 0; k < words; k += SIDE, weights += SIDE * width) {
+    for (long i = 0; i < WIDTH; i += SIDE) fetch_tile(weights + SIDE * width + i, width);
     load_tile<4>(x + k, stride * 4);
-    load_tile<6>(weights, LINE);
+    load_tile<6>(weights, width * 4);
     Op::template add<0, 4, 6>();
-    load_tile<7>(weights + SIDE, LINE);
+    load_tile<7>(weights + SIDE, width * 4);
     Op::template add<1, 4, 7>();
-    load_tile<6>(weights + 2 * SIDE, LINE);
+    load_tile<6>(weights + 2 * SIDE, width * 4);
     Op::template add<2, 4, 6>();
-    load_tile<7>(weights + 3 * SIDE, LINE);
+    load_tile<7>(weights + 3 * SIDE, width * 4);
     Op::template add<3, 4, 7>();
   }
   store_sums((char*)sums, 128);
@@ -125,7 +126,7 @@ void block_of(const int32_t* weights, const int32_t* x, long stride, long before
     two_by_two<Op>(weights, pair, other, stride, words, first, sums[r]);
     two_by_two<Op>(weights + WIDTH / 2, pair, other, stride, words, first, &sums[r][2]);
   }
-  if (r < rows) one_by_four<Op>(weights, at(r), stride, words, first, sums[r]);
+  if (r < rows) one_by_four<Op>(weights, WIDTH, at(r), stride, words, first, sums[r]);
 }
 
 // finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.

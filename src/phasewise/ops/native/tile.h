@@ -10,6 +10,9 @@
 #if MATRIX_UNIT
 #include "amx.h"
 #else
+inline void start_tiles(long) {}
+inline void stop_tiles() {}
+
 // How many rows one tile holds, and how many registers of outputs beside each of them.
 constexpr int MOST_ROWS = REGISTERS == 32 ? 6 : 5;
 constexpr int registers(int rows) {
