@@ -1,6 +1,6 @@
 """Builds the optional CPU kernels: one shared library per instruction set, chosen when first used.
 
-Without a C++ compiler, or on another processor than x86-64, the installation goes on without them.
+Without a C++ compiler, or on another processor than 64-bit x86 and ARM, the installation goes on without them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=fast"
 FLAGS += ["-fno-math-errno", "-Wno-maybe-uninitialized"]  # the latter: false alarms in GCC's own headers
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16", "vnni"))]
-
 AMX = [*AVX512, *(f"-mamx-{part}" for part in ("tile", "bf16", "int8"))]
+NEON = ["-fno-schedule-insns"]  # else GCC loads so far ahead that sums leave the registers
+NEON_DOT = [*NEON, "-march=armv8.2-a+dotprod"]
+X86, ARM = {"avx2": AVX2, "avx512": AVX512, "amx": AMX}, {"neon": NEON, "neon_dot": NEON_DOT}
+TARGETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 
 
 def library(name: str, target: list[str]) -> Extension:
@@ -30,6 +33,5 @@ def library(name: str, target: list[str]) -> Extension:
     )
 
 
-x86 = platform.machine().lower() in ("x86_64", "amd64") and platform.system() != "Windows"
-TARGETS = [("avx2", AVX2), ("avx512", AVX512), ("amx", AMX)]
-setup(ext_modules=[library(*target) for target in TARGETS] if x86 else [])
+targets = TARGETS.get(platform.machine().lower(), {}) if platform.system() != "Windows" else {}
+setup(ext_modules=[library(name, flags) for name, flags in targets.items()])

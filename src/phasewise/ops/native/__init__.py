@@ -15,7 +15,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-TARGETS = ("amx", "avx512", "avx2")  # best first
+TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
 INTERFACE = 9  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
@@ -43,8 +43,8 @@ def library() -> ctypes.CDLL | None:
             if not _share_threads(kernels):
                 log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
             return kernels
-    built = any(_files(target) for target in TARGETS)
-    unusable = "this processor lacks AVX2, unless the log has said something else of those that were built"
+    built = ", ".join(target for target in TARGETS if _files(target))
+    unusable = f"this processor runs none of those built ({built}), unless the log has said something else of them"
     reason = unusable if built else "they were not built (is there a C++ compiler?)"
     log.warning("no native CPU kernels, torch's operators do their work more slowly: %s", reason)
     return None

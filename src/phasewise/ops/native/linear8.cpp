@@ -1,7 +1,8 @@
 // Linear layers of int8 weights (one scale per output), packed so that one register holds four inputs of LANES outputs.
 //
-// Inputs are quantised row by row to 255 levels and stored as unsigned bytes, 128 standing for zero; what the offset
-// adds to a sum, 128 times the sum of the weights, is taken off at the end. Products are exact.
+// Inputs are quantised row by row to 255 levels and stored as bytes, ZERO standing for zero: 128 where the instructions
+// take unsigned ones. What the offset adds to a sum, ZERO times the sum of the weights, is taken off at the end.
+// Products are exact.
 #include <math.h>
 
 #include "parts.h"
@@ -49,7 +50,7 @@ template <class T> static void round_row(const T* x, long count, float inverse, 
   long k = 0;
   for (; k + LANES <= count; k += LANES) {
     I rounded = (I)(load_floats(x + k) * inverse + MAGIC) + offset;
-    store(out + k, __builtin_convertvector(rounded, Bytes));
+    store_bytes(out + k, rounded);
   }
   for (; k < count; k++) {
     float shifted = to_float(x[k]) * inverse + MAGIC;
@@ -118,8 +119,8 @@ void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread
   float* worth = (float*)(in + call.rows * words);
   for (long r = thread; r < call.rows; r += all) {
     uint8_t* out = (uint8_t*)(in + r * words);
-    worth[r] = x.kind == FLOAT ? quantise((const float*)x.data + r * x.stride, w.inputs, words, 128, out)
-                               : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, 128, out);
+    worth[r] = x.kind == FLOAT ? quantise((const float*)x.data + r * x.stride, w.inputs, words, ZERO, out)
+                               : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, ZERO, out);
   }
   wait_for_all(all);
   Best* best = call.best ? call.best + thread * call.rows : nullptr;
@@ -128,7 +129,7 @@ void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread
     float* v = (float*)values;
     const int32_t* s = (const int32_t*)sums;
     for (long i = 0; i < count; i++)
-      v[i] = (float)(s[i] - 128 * w.sums[column + i]) * (worth[row] * w.scale[column + i]);
+      v[i] = (float)(s[i] - ZERO * w.sums[column + i]) * (worth[row] * w.scale[column + i]);
     write(call, best, row, column, count, values);
   };
   multiply<Int8>((const int32_t*)w.packed, w.outputs, words, in, words, call.rows, shares, finish);

@@ -11,6 +11,9 @@ namespace prompt {
 #if LANES == 16
 inline F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }  // b if one is NaN
 inline float largest(F v) { return _mm512_reduce_max_ps((__m512)v); }
+#elif LANES == 4
+inline F larger(F a, F b) { return max(a, b); }  // b if one is NaN
+inline float largest(F v) { return most(v); }
 #else
 inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }  // b if one is NaN
 inline float largest(F v) {
@@ -55,10 +58,11 @@ __attribute__((always_inline)) inline void multiply(const float* a, long a_row, 
 
 // ---- a tile of queries of one KV head
 // How many of them: what fits the registers, with WIDE for the sums of each; or a tile of the matrix unit.
-template <class T> constexpr int TILE = ON_TILES<T> ? SIDE : DOT_INSTRUCTIONS ? 6 : 5;
-constexpr int WIDE = DOT_INSTRUCTIONS ? 4 : 2;
+template <class T> constexpr int TILE = ON_TILES<T> ? SIDE : LANES == 4 ? 4 : REGISTERS == 32 ? 6 : 5;
+constexpr int WIDE = REGISTERS == 32 ? 4 : 2;
 
 template <class T> struct Tile {
+  static_assert(TILE<T> <= LANES);
   F top;                // largest score of each query, in powers of two
   F total[TILE<T>];     // sums of weights, lane by lane
   long limit[TILE<T>];  // how many slots each sees, in rising order

@@ -9,6 +9,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 Pool pool;
@@ -48,6 +50,12 @@ static bool has_matrix_unit() {
 
 // Whether this processor has the instructions that this library was compiled for.
 API int supported() {
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+  const unsigned long atomics = 1 << 8, dot_products = 1 << 20;  // bits of HWCAP: what ARMv8.2 with dotprod brings
+  return (getauxval(AT_HWCAP) & atomics) && (getauxval(AT_HWCAP) & dot_products);
+#elif defined(__aarch64__)
+  return 1;
+#else
   __builtin_cpu_init();
 #if MATRIX_UNIT
   if (!has_matrix_unit()) return 0;
@@ -57,5 +65,6 @@ API int supported() {
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
 #endif
 }

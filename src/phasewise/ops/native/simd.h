@@ -1,17 +1,27 @@
-// One register of LANES floats, mostly in the compiler's vector extensions: one source for AVX-512 and AVX2.
+// One register of LANES floats, mostly in the compiler's vector extensions: one source for AVX-512, AVX2 and NEON.
 // Each target is a shared library of its own with hidden symbols, so code for different targets never meets.
 #pragma once
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define DOT_INSTRUCTIONS 1  // products of bfloat16 and of bytes are single instructions
 #define LANES 16
+#elif defined(__aarch64__)
+#define DOT_INSTRUCTIONS 0
+#define LANES 4
 #else
 #define DOT_INSTRUCTIONS 0
 #define LANES 8
 #endif
+
+constexpr int REGISTERS = LANES == 8 ? 16 : 32;  // that a loop may fill
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define MATRIX_UNIT 1
@@ -45,6 +55,10 @@ inline F max(F a, F b) { return select(a > b, a, b); }
 inline bool any(I v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0; }
 inline float sum(F v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float most(F v) { return _mm512_reduce_max_ps((__m512)v); }
+#elif LANES == 4
+inline bool any(I v) { return vmaxvq_u32((uint32x4_t)v) != 0; }
+inline float sum(F v) { return vaddvq_f32((float32x4_t)v); }
+inline float most(F v) { return vmaxnmvq_f32((float32x4_t)v); }
 #else
 inline bool any(I v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
 inline float sum(F v) {
@@ -74,11 +88,23 @@ inline bf16 narrow(float f) {  // to nearest even; NaN stays NaN
   return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
+#if LANES == 4  // GCC converts half a register's numbers one by one
+inline I widen(int8x8_t v) { return (I)vmovl_s16(vget_low_s16(vmovl_s8(v))); }
+inline I widen(uint16x4_t v) { return (I)vmovl_u16(v); }
+inline F load_floats(const int8_t* p) { return __builtin_convertvector(widen(vcreate_s8(load<uint32_t>(p))), F); }
+inline F load_floats(const bf16* p) { return (F)(widen(load<uint16x4_t>(p)) << 16); }
+inline void store_bytes(uint8_t* p, I v) {
+  uint16x4_t half = vmovn_u32((uint32x4_t)v);
+  store(p, vget_lane_u32((uint32x2_t)vmovn_u16(vcombine_u16(half, half)), 0));
+}
+#else
 inline F load_floats(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(load<SignedBytes>(p), I), F);
 }
-inline F load_floats(const float* p) { return load<F>(p); }
 inline F load_floats(const bf16* p) { return (F)(__builtin_convertvector(load<Half>(p), I) << 16); }
+inline void store_bytes(uint8_t* p, I v) { store(p, __builtin_convertvector(v, Bytes)); }
+#endif
+inline F load_floats(const float* p) { return load<F>(p); }
 
 inline void store_floats(float* p, F v) { store(p, v); }
 inline void store_floats(bf16* p, F v) {
@@ -93,10 +119,18 @@ inline float to_float(bf16 x) { return widen(x); }
 inline void put(float* p, float x) { *p = x; }
 inline void put(bf16* p, float x) { *p = narrow(x); }
 
-// ---- acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (unsigned bytes)
+// ---- acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (bytes, signed where ZERO is 0)
+constexpr int ZERO = LANES == 4 ? 0 : 128;  // the byte that stands for an x of zero
+
 inline I dot(I acc, I w, I x) {
 #if DOT_INSTRUCTIONS
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (I)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x);
+#elif LANES == 4
+  int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)w), vget_low_s8((int8x16_t)x));
+  int16x8_t high = vmull_high_s8((int8x16_t)w, (int8x16_t)x);  // bytes are within 127: two products fit 16 bits
+  return (I)vpadalq_s16((int32x4_t)acc, vpaddq_s16(low, high));
 #else
   __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8),
                                    _mm256_and_si256((__m256i)x, _mm256_set1_epi16(255)));

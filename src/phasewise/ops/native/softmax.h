@@ -16,8 +16,12 @@ struct State {  // softmax under way: largest score, sum of weights, weighted su
 };
 
 // ---- scores
-// 16 (8) registers -> their sums, lane by lane
+// 16 (8, 4) registers -> their sums, lane by lane
 static inline F sums_of(F* v) {
+#if LANES == 4
+  auto pairs = [](F a, F b) { return vpaddq_f32((float32x4_t)a, (float32x4_t)b); };
+  return (F)vpaddq_f32(pairs(v[0], v[1]), pairs(v[2], v[3]));
+#else
 #if LANES == 16
   typedef __m512 R;
   auto low = [](R a, R b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
@@ -40,6 +44,7 @@ static inline F sums_of(F* v) {
   return (F)fold(fold(four[0], four[1]), fold(four[2], four[3]));
 #else
   return (F)fold(four[0], four[1]);
+#endif
 #endif
 }
 
@@ -179,12 +184,12 @@ template <class T> static void put_sums(const float* sums, float scale, long dim
   for (; d < dim; d++) put(out + d, sums[place<T>(d, dim)] * scale);
 }
 
-constexpr int MOST_QUERIES = DOT_INSTRUCTIONS ? 8 : 4;  // whose sums fit the registers
+constexpr int MOST_QUERIES = REGISTERS == 32 ? 8 : 4;  // whose sums fit the registers
 
 template <class T, int Q>
 static void add_all_values(const Weight<T> (*weights)[KEYS], const T* v, long row, long count, long dim, long queries,
                            float (*sum)[MOST_DIM]) {
-  constexpr int N = Q > 4 || (!DOT_INSTRUCTIONS && Q > 1) ? 2 : 4, LEAST = sizeof(Weight<T>) == 4 ? 1 : 2;
+  constexpr int N = Q > 4 || (REGISTERS == 16 && Q > 1) ? 2 : 4, LEAST = sizeof(Weight<T>) == 4 ? 1 : 2;
   for (; queries >= Q; queries -= Q, weights += Q, sum += Q) {
     auto from = [&](long d) { return (float(*)[MOST_DIM])(sum[0] + d); };
     long d = 0;

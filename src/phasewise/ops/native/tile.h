@@ -14,8 +14,11 @@ inline void start_tiles(long) {}
 inline void stop_tiles() {}
 
 // How many rows one tile holds, and how many registers of outputs beside each of them.
-constexpr int MOST_ROWS = DOT_INSTRUCTIONS ? 6 : 5;
-constexpr int registers(int rows) { return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+constexpr int MOST_ROWS = REGISTERS == 32 ? 6 : 5;
+constexpr int registers(int rows) {
+  if (LANES == 4) return rows <= 2 ? 8 : 4;
+  return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
+}
 
 constexpr long BLOCK = 8 * MOST_ROWS;             // rows that share one pass over a chunk of weights
 constexpr long CHUNK = DOT_INSTRUCTIONS ? 1024 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache

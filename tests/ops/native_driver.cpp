@@ -1,0 +1,274 @@
+// The native kernels against plain loops through their C interface, without Python or torch: for emulated processors.
+// To be linked with their sources, or with a library of them. Exits with 1 after the first case that fails, and with
+// 77 where the kernels are not for this processor.
+#include "native_driver.h"
+
+static const int64_t KINDS[] = {FLOAT, BFLOAT};
+static const char* NAMES[] = {"float32", "bfloat16"};
+
+// ---- linear layers
+static Numbers run_linear(const Packed& layer, Numbers& x, Numbers* add, long from, long rows, int64_t threads) {
+  long outputs = layer.words.outputs, inputs = layer.words.inputs;
+  Numbers y(x.kind, rows * outputs);
+  Rows of_x = {x.data(from * inputs), inputs, x.kind}, of_y = {y.data(), outputs, y.kind}, of_add = {};
+  if (add) of_add = {add->data(from * outputs), outputs, add->kind};
+  LinearCall call = {&layer.words, of_x, of_add, of_y, rows, threads, nullptr};
+  (layer.int8 ? linear8 : linear)(&call);
+  return y;
+}
+
+static void linear_case(long outputs, long inputs, long rows, int64_t kind, bool int8) {
+  std::string what = name("linear%s %s %ld x %ld, %ld rows", int8 ? "8" : "", NAMES[kind], outputs, inputs, rows);
+  Packed layer(random_numbers(BFLOAT, outputs * inputs), outputs, inputs, int8, rows % 2, 2);
+  Numbers x = random_numbers(kind, rows * inputs), add = random_numbers(kind, rows * outputs);
+  Doubles want = plain_linear(layer, x.plain(), rows);
+  double tolerance = int8 || kind == BFLOAT ? 1e-2 : 1e-5;
+  Numbers y = run_linear(layer, x, nullptr, 0, rows, 1);
+  near(y, want, tolerance, what);
+  for (long i = 0; i < y.count; i++) want[i] += add[i];
+  y = run_linear(layer, x, &add, 0, rows, 1);
+  near(y, want, tolerance, what + " + add");
+  require(y == run_linear(layer, x, &add, 0, rows, 3), what, ": threads change bits");
+  Numbers alone(kind, 0);
+  for (long r = 0; r < rows; r++) {
+    alone = run_linear(layer, x, &add, r, 1, 1);
+    require(!memcmp(alone.data(), y.data(r * outputs), outputs * y.size()), what, ": row %ld alone differs", r);
+  }
+  x.set((rows - 1) * inputs + inputs / 2, NAN);
+  Numbers spoiled = run_linear(layer, x, &add, 0, rows, 1);
+  require(!memcmp(spoiled.data(), y.data(), (rows - 1) * outputs * y.size()), what, ": NaN spoils other rows");
+  for (long o = 0; o < outputs; o++) require(isnan(spoiled[(rows - 1) * outputs + o]), what, ": NaN is lost");
+}
+
+// Whole numbers up to 127 are their own steps: nothing may be rounded.
+static void exact_case(long outputs, long inputs, long rows, bool extreme) {
+  std::string what = name("linear8 exact %ld x %ld%s", outputs, inputs, extreme ? " extreme" : "");
+  auto whole = [&](long count) {
+    Numbers x(FLOAT, count * inputs);
+    for (long i = 0; i < x.count; i++) {
+      long sign = integer(0, 1) ? 1 : -1;
+      x.set(i, i % inputs == 0 ? 127 : extreme ? 127 * (i < inputs ? 1 : sign) : integer(-127, 127));
+    }
+    return x;
+  };
+  Packed layer(whole(outputs), outputs, inputs, true, false, 1);
+  Numbers x = whole(rows), y = run_linear(layer, x, nullptr, 0, rows, 1);
+  for (long r = 0; r < rows; r++)
+    for (long o = 0; o < outputs; o++) {
+      double sum = 0;
+      for (long k = 0; k < inputs; k++) sum += x[r * inputs + k] * layer.weight[o * inputs + k];
+      require(y[r * outputs + o] == sum, what, ": %.9g, not %.9g", y[r * outputs + o], sum);
+    }
+}
+
+static void rows_case(long outputs, long inputs) {
+  std::string what = name("rows of %ld x %ld", outputs, inputs);
+  std::vector<int64_t> all(outputs), absent = {0, outputs};
+  for (long o = 0; o < outputs; o++) all[o] = o;
+  Packed layer(random_numbers(BFLOAT, outputs * inputs), outputs, inputs, false, false, 2);
+  Numbers back(BFLOAT, outputs * inputs), wide(FLOAT, outputs * inputs);
+  require(linear_rows(&layer.words, all.data(), outputs, back.half.data(), 2) == 0, what, " are not found");
+  require(back == layer.weight, what, " do not come back");
+  require(linear_rows(&layer.words, absent.data(), 2, back.half.data(), 1) == 1, what, ": an absent one is found");
+  Packed layer8(layer.weight, outputs, inputs, true, false, 2);
+  Rows out = {wide.data(), inputs, FLOAT};
+  require(linear8_rows(&layer8.words, all.data(), outputs, &out, 2) == 0, what, " are not found (int8)");
+  Doubles want;
+  for (long o = 0; o < outputs; o++) {
+    Doubles row;
+    for (long k = 0; k < inputs; k++) row.push_back(layer.weight[o * inputs + k]);
+    double worth = to_steps(row.data(), inputs);
+    for (double steps : row) want.push_back(steps * worth);
+  }
+  near(wide, want, 1e-5, what + " (int8)");
+  require(linear8_rows(&layer8.words, absent.data(), 2, &out, 1) == 1, what, ": an absent one is found (int8)");
+}
+
+// ---- attention of spans
+struct Shape {
+  long heads_q, heads, dim;
+};
+
+struct Sequence {
+  Shape shape;
+  long n, rows;
+  Numbers q, k, v, out;  // [rows, heads_q, dim], [heads, n, dim]; keys and values here as the numbers they stand for
+  std::vector<float> lse;
+  std::vector<uint8_t> sees;
+  std::vector<int8_t> levels[2];
+  std::vector<uint16_t> scales[2];
+
+  Sequence(Shape shape, long n, long rows, int64_t kind, bool int8, bool tree)
+      : shape(shape), n(n), rows(rows), q(random_numbers(kind, rows * shape.heads_q * shape.dim)),
+        k(random_numbers(kind, shape.heads * n * shape.dim)), v(random_numbers(kind, shape.heads * n * shape.dim)),
+        out(kind, q.count), lse(rows * shape.heads_q) {
+    for (long i = 0; tree && i < rows * rows; i++) sees.push_back(i % (rows + 1) == 0 || integer(0, 1));
+    if (int8) round_to_levels(k, 0), round_to_levels(v, 1);
+  }
+
+  void round_to_levels(Numbers& x, int which) {
+    for (long i = 0; i < x.count; i++) {
+      if (i % shape.dim == 0) scales[which].push_back(narrow(0.01 + 0.005 * uniform()));
+      levels[which].push_back((int8_t)integer(-127, 127));
+      x.set(i, levels[which].back() * widen(scales[which].back()));
+    }
+  }
+
+  Span span(long common = 0) {
+    bool int8 = !scales[0].empty();
+    void *keys = int8 ? (void*)levels[0].data() : k.data(), *values = int8 ? (void*)levels[1].data() : v.data();
+    int64_t row = shape.dim, head = n * shape.dim;
+    const uint8_t* mask = sees.empty() ? nullptr : sees.data();
+    return {q.data(), keys, values, out.data(), lse.data(), shape.heads_q * shape.dim, head, row, head, row, n, rows,
+            mask, common, int8 ? scales[0].data() : nullptr, int8 ? scales[1].data() : nullptr, n, n};
+  }
+
+  void check(double scale, long window, const std::string& what) {
+    check(scale, window, what, q.kind == FLOAT ? 1e-5 : 2e-2);
+  }
+
+  void check(double scale, long window, const std::string& what, double tolerance) {
+    Doubles want, want_lse;
+    Doubles queries = q.plain(), keys = k.plain(), values = v.plain();
+    long dim = shape.dim, own = n - rows;
+    for (long i = 0; i < rows * shape.heads_q; i++) {
+      long row = i / shape.heads_q, head = i % shape.heads_q / (shape.heads_q / shape.heads) * n * dim;
+      auto seen = [&](long slot) {
+        if (!sees.empty()) return slot < own || sees[row * rows + slot - own];
+        return slot <= own + row && (!window || slot > own + row - window);
+      };
+      want_lse.push_back(plain_attention(&queries[i * dim], &keys[head], &values[head], n, dim, scale, seen, want));
+    }
+    near(out, want, tolerance, what);
+    if (!lse.empty()) near(lse, want_lse, tolerance, what + ", lse");
+  }
+};
+
+static void run_attend(Shape shape, int64_t kind, std::vector<Span> spans, double scale, long window, int64_t threads,
+                       std::vector<Common> commons = {}) {
+  AttentionCall call = {spans.data(), (int64_t)spans.size(), shape.heads_q, shape.heads, shape.dim, kind,
+                        window, threads, scale, commons.data(), (int64_t)commons.size()};
+  attend(&call);
+}
+
+static void attend_case(Shape shape, int64_t kind, bool int8, long window) {
+  std::string what = name("attention %s%s %ld/%ld x %ld, window %ld", NAMES[kind], int8 ? " over int8" : "",
+                          shape.heads_q, shape.heads, shape.dim, window);
+  const long sizes[][2] = {{1, 1}, {5, 2}, {64, 1}, {70, 7}, {1060, 1}, {75, 14}};
+  std::vector<Sequence> all;
+  for (auto [n, rows] : sizes) all.emplace_back(shape, n, rows, kind, int8, !window && rows == 7);
+  std::vector<Span> spans;
+  for (Sequence& one : all) spans.push_back(one.span());
+  double scale = 1 / sqrt(shape.dim);
+  run_attend(shape, kind, spans, scale, window, 1);
+  std::vector<Numbers> together;
+  for (Sequence& one : all) {
+    one.check(scale, window, what + name(", %ld slots", one.n));
+    together.push_back(one.out);
+  }
+  run_attend(shape, kind, spans, scale, window, 3);
+  for (size_t i = 0; i < all.size(); i++) require(all[i].out == together[i], what, ": threads change bits");
+  for (size_t i = 0; i < all.size(); i++) {
+    run_attend(shape, kind, {all[i].span()}, scale, window, 1);
+    require(all[i].out == together[i], what, ": %ld slots alone differ", all[i].n);
+  }
+}
+
+// Two spans over the same keys and values, whose first 128 slots are read for both at once.
+static void common_case(Shape shape, int64_t kind) {
+  std::string what = name("attention in common %s x %ld", NAMES[kind], shape.dim);
+  Sequence a(shape, 200, 2, kind, false, false), b(shape, 200, 1, kind, false, false);
+  b.k = a.k, b.v = a.v;
+  run_attend(shape, kind, {a.span(), b.span()}, 0.2, 0, 1);
+  a.check(0.2, 0, what), b.check(0.2, 0, what);
+  Numbers before[] = {a.out, b.out};
+  const int64_t members[] = {0, 1};
+  run_attend(shape, kind, {a.span(128), b.span(128)}, 0.2, 0, 2, {{members, 2, 0, 128, 0}});
+  require(a.out == before[0] && b.out == before[1], what, ": bits differ from those read apart");
+}
+
+// ---- attention of many rows
+static void run_prefill(Sequence& all, long from, long rows, int64_t threads) {
+  long row = all.shape.heads_q * all.shape.dim, head = all.n * all.shape.dim;
+  Span span = all.span();
+  PrefillCall call = {all.q.data(from * row), span.k, span.v, all.out.data(from * row), row, all.shape.dim,
+                      head, all.shape.dim, head, all.shape.dim, all.n - all.rows + from + rows, rows,
+                      all.shape.heads_q, all.shape.heads, all.shape.dim, all.q.kind, threads, 0.2,
+                      span.k_scale, span.v_scale, all.n, all.n};
+  prefill(&call);
+}
+
+static void prefill_case(Shape shape, int64_t kind, bool int8, long n, long rows) {
+  std::string what = name("prefill %s%s %ld/%ld x %ld, %ld rows of %ld", NAMES[kind], int8 ? " over int8" : "",
+                          shape.heads_q, shape.heads, shape.dim, rows, n);
+  Sequence all(shape, n, rows, kind, int8, false);
+  run_prefill(all, 0, rows, 1);
+  Numbers whole = all.out;
+  all.lse.clear();  // it tells none
+  all.check(0.2, 0, what);
+  run_prefill(all, 0, rows, 3);
+  require(all.out == whole, what, ": threads change bits");
+  for (long from = 0, some = 1; from < rows; from += some, some = some * 3 + 1)
+    run_prefill(all, from, from + some < rows ? some : rows - from, 1);
+  require(all.out == whole, what, ": slices differ from the whole");
+}
+
+// Scores whose powers no float holds, before the largest is taken off.
+static void sharp_case(int64_t kind) {
+  Sequence all({4, 2, 64}, 90, 9, kind, false, false);
+  for (long i = 0; i < all.q.count; i++) all.q.set(i, all.q[i] * 100);
+  run_attend(all.shape, kind, {all.span()}, 0.2, 0, 1);
+  all.check(0.2, 0, name("attention %s, sharp", NAMES[kind]), 2e-2);
+  run_prefill(all, 0, all.rows, 1);
+  all.check(0.2, 0, name("prefill %s, sharp", NAMES[kind]), 2e-2);
+}
+
+// ---- the head of a model
+static void head_case(long outputs, long inputs, long rows, bool int8) {
+  std::string what = name("head%s %ld x %ld, %ld rows", int8 ? " int8" : "", outputs, inputs, rows);
+  Packed layer(random_numbers(BFLOAT, outputs * inputs), outputs, inputs, int8, rows % 2, 1);
+  Numbers x = random_numbers(BFLOAT, rows * inputs), logits(FLOAT, rows * outputs);
+  std::vector<float> norm;
+  for (long i = 0; i < inputs; i++) norm.push_back((float)(1 + 0.3 * uniform()));
+  std::vector<int64_t> best(rows, -1);
+  float* to = logits.wide.data();
+  HeadCall call = {&layer.words, {norm.data(), 1e-5}, x.half.data(), inputs, rows, int8, 2, to, nullptr};
+  head(&call);
+  near(logits, plain_linear(layer, plain_norm(x.plain(), norm, 1e-5), rows), 1e-2, what);
+  call.logits = nullptr, call.best = best.data();
+  head(&call);
+  for (long r = 0; r < rows; r++) {
+    long largest = 0;
+    for (long o = 1; o < outputs; o++) largest = logits[r * outputs + o] > logits[r * outputs + largest] ? o : largest;
+    require(best[r] == largest, what, ": the largest is %ld, not %ld", largest, (long)best[r]);
+  }
+}
+
+int main() {
+  if (!supported()) return 77;
+  require(interface() == INTERFACE, "interface");
+  use_pool((void*)threads::parallel, (void*)threads::index, (void*)threads::count, (void*)threads::barrier);
+  const long sizes[][2] = {{64, 32}, {1, 1}, {7, 5}, {65, 33}, {130, 257}, {20, 1031}};
+  for (auto [outputs, inputs] : sizes) {
+    for (long rows : {1, 2, 3, 4, 5, 6, 13})
+      for (int64_t kind : KINDS)
+        for (bool int8 : {false, true}) linear_case(outputs, inputs, rows, kind, int8);
+    rows_case(outputs, inputs);
+  }
+  for (int64_t kind : KINDS)
+    for (bool int8 : {false, true}) linear_case(70, 40, 103, kind, int8);
+  for (bool extreme : {false, true}) exact_case(67, 1031, 9, extreme), exact_case(130, 64, 1, extreme);
+  for (Shape shape : {Shape{4, 2, 64}, Shape{3, 1, 20}, Shape{2, 2, 7}, Shape{18, 1, 33}, Shape{1, 1, 128}})
+    for (int64_t kind : KINDS) {
+      attend_case(shape, kind, false, 0), attend_case(shape, kind, true, 50);
+      common_case(shape, kind);
+      const long rows[][2] = {{1, 1}, {2, 2}, {70, 5}, {64, 33}, {150, 76}};
+      for (auto [n, some] : rows) prefill_case(shape, kind, some % 2 == 0, n, some);
+    }
+  for (int64_t kind : KINDS) sharp_case(kind);
+  for (bool int8 : {false, true}) {
+    head_case(130, 64, 1, int8), head_case(1000, 96, 7, int8), head_case(65, 33, 2, int8);
+  }
+  stack_cases();
+  printf("all is well\n");
+}
