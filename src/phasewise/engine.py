@@ -63,6 +63,7 @@ class Engine:
         self.departed = self.queues.departed  # prompts done, for a placement to carry on
         self.room = Room(parts.store, parts.companions, self.queues, parts.counters, self._no_room)
         self._turn = Turn(parts.model, parts.counters, parts.taps)
+        self._inference = torch.inference_mode()
         self._progressed: list[Request] = []
 
     # ---- what users of an engine call
@@ -144,17 +145,17 @@ class Engine:
         self._leave(request, Left("cancelled", "cancelled"))
         return True
 
-    @torch.inference_mode()  # all of it: buffers made in this mode may only be written in it
     def step(self) -> list[Request]:
         """One step. Returns the requests that got tokens or left."""
         self._progressed = []
-        self._admit()
-        self._measure()
-        works = self.parts.schedule.plan(self.running, self.parts.clock())
-        spans = self._propose(self.room.reserve(works))
-        if spans:
-            self.counters.steps += 1
-            self._run(spans)
+        with self._inference:  # all of it: buffers made in this mode may only be written in it
+            self._admit()
+            self._measure()
+            works = self.parts.schedule.plan(self.running, self.parts.clock())
+            spans = self._propose(self.room.reserve(works))
+            if spans:
+                self.counters.steps += 1
+                self._run(spans)
         return self._progressed
 
     def forget_prefixes(self) -> None:
@@ -256,7 +257,8 @@ class Engine:
                 self._fail(request, error)
                 continue
             emissions.append((request, result.outcome.tokens))
-            emissions.extend(self._fork(result))
+            if result.forks:
+                emissions.extend(self._fork(result))
         now = self.parts.clock()
         for request, tokens in emissions:
             self._emit(request, tokens, now)
@@ -291,15 +293,17 @@ class Engine:
 
     def _commit(self, span: Span, outcome: Outcome) -> None:
         request = span.request
-        was_prefilling, before = request.prefilling, request.computed
+        counters, was_prefilling, before = self.counters, request.prefilling, request.computed
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
         request.computed += outcome.kept
-        self.counters.recomputed += max(0, min(request.computed, request.high_water) - before)
-        request.high_water = max(request.high_water, request.computed)
-        self.counters.drafted += outcome.drafted
-        self.counters.accepted += outcome.accepted
-        if before < self.store.shareable(request) <= request.computed:
+        if before < request.high_water:
+            counters.recomputed += min(request.computed, request.high_water) - before
+        if request.computed > request.high_water:
+            request.high_water = request.computed
+        counters.drafted += outcome.drafted
+        counters.accepted += outcome.accepted
+        if was_prefilling and before < self.store.shareable(request) <= request.computed:
             self.store.remember(request)
         evict = span.phase.evict
         if evict is not None and evict.due(request):

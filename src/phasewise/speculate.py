@@ -239,15 +239,17 @@ def draw_outcomes(
 
     `shape`, if given, replaces the logits [n, V] of those spans (two-model methods).
     """
-    done = [span for span in spans if span.positions[-1] + 1 == span.request.known]
-    tokens: dict[int, int] = {}
+    outcomes = [Outcome(span.rows, []) for span in spans]
+    done = [i for i, span in enumerate(spans) if span.positions[-1] + 1 == span.request.known]
     if done:
-        x = hidden.rows([span.start + span.rows - 1 for span in done])
-        contexts = [Context(span.request) for span in done]
+        last = [spans[i] for i in done]
+        x = hidden.rows([span.start + span.rows - 1 for span in last])
+        contexts = [Context(span.request) for span in last]
         if shape is None:
             dist = distribution(host.sample, host.model, x, contexts)
         else:
-            dist = host.sample(shape(host.model.head(x), done), contexts)
+            dist = host.sample(shape(host.model.head(x), last), contexts)
         host.counters.head_rows += len(done)
-        tokens = {id(span): token for span, token in zip(done, draw(dist, contexts))}
-    return [Outcome(s.rows, [tokens[id(s)]] if id(s) in tokens else []) for s in spans]
+        for i, token in zip(done, draw(dist, contexts)):
+            outcomes[i].tokens.append(token)
+    return outcomes
