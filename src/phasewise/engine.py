@@ -63,6 +63,7 @@ class Engine:
         self.departed = self.queues.departed  # prompts done, for a placement to carry on
         self.room = Room(parts.store, parts.companions, self.queues, parts.counters, self._no_room)
         self._turn = Turn(parts.model, parts.counters, parts.taps)
+        self._departs = len(parts.phases) == 1  # all requests leave for another engine when their prompt is done
         self._inference = torch.inference_mode()
         self._progressed: list[Request] = []
 
@@ -167,11 +168,6 @@ class Engine:
         """Everything is in this process and goes with it."""
 
     # ---- one step
-    @property
-    def _departs(self) -> bool:
-        """Whether all requests leave for another engine when their prompt is done."""
-        return len(self.parts.phases) == 1
-
     def _goes(self, request: Request) -> bool:
         return request.departs or self._departs
 
@@ -217,9 +213,10 @@ class Engine:
         spans: list[Span] = []
         fresh: dict[int, tuple[Phase, list[Work]]] = {}
         for work in works:
-            if work.job.slice is not None:
-                work.job.slice.layers = work.layers
-                spans.append(work.job.slice)
+            under_way = work.job.slice
+            if under_way is not None:
+                under_way.layers = work.layers
+                spans.append(under_way)
             else:
                 phase = self._phase(work.job)
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
@@ -288,7 +285,7 @@ class Engine:
         else:
             if request.left is not None:
                 self._leave(request, request.left)
-            elif not request.prefilling and self._goes(request):
+            elif self._goes(request) and not request.prefilling:
                 self.queues.move(request, self.departed)
 
     def _commit(self, span: Span, outcome: Outcome) -> None:

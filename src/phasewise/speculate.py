@@ -239,17 +239,22 @@ def draw_outcomes(
 
     `shape`, if given, replaces the logits [n, V] of those spans (two-model methods).
     """
-    outcomes = [Outcome(span.rows, []) for span in spans]
-    done = [i for i, span in enumerate(spans) if span.positions[-1] + 1 == span.request.known]
+    outcomes: list[Outcome] = []
+    done: list[Span] = []
+    drawn: list[list[int]] = []  # where their tokens go
+    for span in spans:
+        outcomes.append(outcome := Outcome(span.rows, []))
+        if span.positions[-1] + 1 == span.request.known:
+            done.append(span)
+            drawn.append(outcome.tokens)
     if done:
-        last = [spans[i] for i in done]
-        x = hidden.rows([span.start + span.rows - 1 for span in last])
-        contexts = [Context(span.request) for span in last]
+        x = hidden.rows([span.start + span.rows - 1 for span in done])
+        contexts = [Context(span.request) for span in done]
         if shape is None:
             dist = distribution(host.sample, host.model, x, contexts)
         else:
-            dist = host.sample(shape(host.model.head(x), last), contexts)
+            dist = host.sample(shape(host.model.head(x), done), contexts)
         host.counters.head_rows += len(done)
-        for i, token in zip(done, draw(dist, contexts)):
-            outcomes[i].tokens.append(token)
+        for tokens, token in zip(drawn, draw(dist, contexts)):
+            tokens.append(token)
     return outcomes

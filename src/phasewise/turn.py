@@ -95,9 +95,7 @@ class Turn:
             span.request.slice, span.request.depth = span, span.layers[1]
         return results
 
-    def _judge(
-        self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]
-    ) -> list[Settled]:
+    def _judge(self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled]:
         twins = [(i, twin) for i, span in enumerate(group) for twin in _twins(span, waiting)] if waiting else []
         try:
             outcomes = decode.accept(group + [twin for _, twin in twins], hidden)

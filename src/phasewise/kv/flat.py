@@ -11,8 +11,8 @@ from phasewise.kv.layer_kv import LayerKV
 
 class Flat:
     """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
-    or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: of a row in
-    all layers."""
+    or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row
+    takes in all layers."""
 
     __slots__ = ("_planes", "_slabs", "address", "rounded", "row_bytes")
 

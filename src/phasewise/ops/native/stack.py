@@ -101,8 +101,9 @@ class Stack:
             sees = 0 if span.sees is None else span.sees.data_ptr()
             table.frombytes(SPAN.pack(span.n, span.rows, sees, reach))
         planes, shared = array("q", [span.planes for span in spans]), Table(commons)
-        layers, turned, listed, placed = [part.buffer_info()[0] for part in (self._layers, tables, table, planes)]
-        sizes = (self._count, len(spans), x.shape[0], *self._shape, torch.get_num_threads(), shared.address, shared.count)
-        call = array("q", CALL.pack(layers, turned, positions.data_ptr(), listed, placed, x.data_ptr(), *sizes))
+        turned, listed, placed = tables.buffer_info()[0], table.buffer_info()[0], planes.buffer_info()[0]
+        given = (self._layers.buffer_info()[0], turned, positions.data_ptr(), listed, placed, x.data_ptr())
+        sizes = (self._count, len(spans), x.shape[0], *self._shape, torch.get_num_threads())
+        call = array("q", CALL.pack(*given, *sizes, shared.address, shared.count))
         self._run(call.buffer_info()[0])
         return x
