@@ -37,14 +37,14 @@ class Span:
     taps: dict[int, Tensor] = field(default_factory=dict)
     note: Any = None  # the proposing method's own memory from `propose` to `accept`
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        return len(self.tokens)
+    def __post_init__(self) -> None:
+        self.rows = len(self.tokens)
 
     @property
     def slice(self) -> slice:
-        return slice(self.start, self.start + len(self.tokens))
+        return slice(self.start, self.start + self.rows)
 
     @property
     def finishes(self) -> bool:
@@ -55,28 +55,21 @@ class Span:
 class Batch:
     """Rows of all spans end to end, never padded. `tokens` int64 [T], `positions` int64 [T]."""
 
-    __slots__ = ("end", "positions", "spans", "tokens")
+    __slots__ = ("end", "positions", "rows", "spans", "tokens")
 
     def __init__(self, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.spans = list(spans)
-        start = end = 0
+        tokens: list[int] = []
+        positions: list[int] = []
         for span in self.spans:
-            span.start = start
-            start += span.rows
-            positions = span.positions
-            end = max(end, 1 + (positions[-1] if isinstance(positions, range) else max(positions)))
-        self.end = end  # no position is as large
-        numbers = array("q")
-        for span in self.spans:
-            numbers.extend(span.tokens)
-        for span in self.spans:
-            numbers.extend(span.positions)
+            span.start = len(tokens)
+            tokens += span.tokens
+            positions += span.positions
+        self.rows = len(tokens)
+        self.end = 1 + max(positions)  # no position is as large
+        numbers = array("q", tokens + positions)
         both = torch.frombuffer(numbers, dtype=torch.int64).to(device)  # holds on to the array
-        self.tokens, self.positions = both[:start], both[start:]
-
-    @property
-    def rows(self) -> int:
-        return int(self.tokens.shape[0])
+        self.tokens, self.positions = both.split_with_sizes((self.rows, self.rows))
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:

@@ -63,6 +63,8 @@ class Engine:
         self.departed = self.queues.departed  # prompts done, for a placement to carry on
         self.room = Room(parts.store, parts.companions, self.queues, parts.counters, self._no_room)
         self._turn = Turn(parts.model, parts.counters, parts.taps)
+        self._departs = len(parts.phases) == 1  # all requests leave for another engine when their prompt is done
+        self._inference = torch.inference_mode()
         self._progressed: list[Request] = []
 
     # ---- what users of an engine call
@@ -144,17 +146,17 @@ class Engine:
         self._leave(request, Left("cancelled", "cancelled"))
         return True
 
-    @torch.inference_mode()  # all of it: buffers made in this mode may only be written in it
     def step(self) -> list[Request]:
         """One step. Returns the requests that got tokens or left."""
         self._progressed = []
-        self._admit()
-        self._measure()
-        works = self.parts.schedule.plan(self.running, self.parts.clock())
-        spans = self._propose(self.room.reserve(works))
-        if spans:
-            self.counters.steps += 1
-            self._run(spans)
+        with self._inference:  # all of it: buffers made in this mode may only be written in it
+            self._admit()
+            self._measure()
+            works = self.parts.schedule.plan(self.running, self.parts.clock())
+            spans = self._propose(self.room.reserve(works))
+            if spans:
+                self.counters.steps += 1
+                self._run(spans)
         return self._progressed
 
     def forget_prefixes(self) -> None:
@@ -166,11 +168,6 @@ class Engine:
         """Everything is in this process and goes with it."""
 
     # ---- one step
-    @property
-    def _departs(self) -> bool:
-        """Whether all requests leave for another engine when their prompt is done."""
-        return len(self.parts.phases) == 1
-
     def _goes(self, request: Request) -> bool:
         return request.departs or self._departs
 
@@ -216,9 +213,10 @@ class Engine:
         spans: list[Span] = []
         fresh: dict[int, tuple[Phase, list[Work]]] = {}
         for work in works:
-            if work.job.slice is not None:
-                work.job.slice.layers = work.layers
-                spans.append(work.job.slice)
+            under_way = work.job.slice
+            if under_way is not None:
+                under_way.layers = work.layers
+                spans.append(under_way)
             else:
                 phase = self._phase(work.job)
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
@@ -256,7 +254,8 @@ class Engine:
                 self._fail(request, error)
                 continue
             emissions.append((request, result.outcome.tokens))
-            emissions.extend(self._fork(result))
+            if result.forks:
+                emissions.extend(self._fork(result))
         now = self.parts.clock()
         for request, tokens in emissions:
             self._emit(request, tokens, now)
@@ -286,20 +285,22 @@ class Engine:
         else:
             if request.left is not None:
                 self._leave(request, request.left)
-            elif not request.prefilling and self._goes(request):
+            elif self._goes(request) and not request.prefilling:
                 self.queues.move(request, self.departed)
 
     def _commit(self, span: Span, outcome: Outcome) -> None:
         request = span.request
-        was_prefilling, before = request.prefilling, request.computed
+        counters, was_prefilling, before = self.counters, request.prefilling, request.computed
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
         request.computed += outcome.kept
-        self.counters.recomputed += max(0, min(request.computed, request.high_water) - before)
-        request.high_water = max(request.high_water, request.computed)
-        self.counters.drafted += outcome.drafted
-        self.counters.accepted += outcome.accepted
-        if before < self.store.shareable(request) <= request.computed:
+        if before < request.high_water:
+            counters.recomputed += min(request.computed, request.high_water) - before
+        if request.computed > request.high_water:
+            request.high_water = request.computed
+        counters.drafted += outcome.drafted
+        counters.accepted += outcome.accepted
+        if was_prefilling and before < self.store.shareable(request) <= request.computed:
             self.store.remember(request)
         evict = span.phase.evict
         if evict is not None and evict.due(request):

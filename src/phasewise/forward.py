@@ -169,5 +169,7 @@ class Step:
 def forward(model: Model, spans: Sequence[Span], counters: Counters, taps: set[int] | None = None) -> Hidden:
     """Run `spans` through the model; counts forwards, and rows that enter the first layer."""
     counters.forwards += 1
-    counters.rows += sum(s.rows for s in spans if s.layers is None or s.layers[0] == 0)
+    for span in spans:
+        if span.layers is None or span.layers[0] == 0:
+            counters.rows += span.rows
     return Step(model, spans, counters, taps).run()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phasewise.request import Request
+    from phasewise.schedule import Work
 
 
 class Queues:
@@ -34,6 +36,10 @@ class Queues:
     def rank(self, request: Request) -> int:
         """Order of arrival; smaller is more important."""
         return self._rank[request]
+
+    def ordered(self, works: Sequence[Work]) -> list[Work]:
+        """Work of the most important requests first."""
+        return sorted(works, key=lambda work: self._rank[work.job])
 
     def join(self, request: Request, queue: list[Request]) -> None:
         """A new request, the last in order."""

@@ -47,15 +47,15 @@ class Room:
         """The work that has room now, most important first."""
         kept: list[Work] = []
         owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
-        for work in sorted(works, key=lambda work: self.queues.rank(work.job)):
+        for work in self.queues.ordered(works):
             request: Request = work.job
             if request.kv is None:
                 continue  # preempted for a request before it
-            extra = self._companion_growth(request, work.rows)
+            extra, optional = self._companion_growth(request, work.rows)
             if not self.make(request, work.rows, owed + extra):
                 continue
             owed += extra
-            wished += self._companion_growth(request, work.rows, optional=True)
+            wished += optional
             request.kv.reserve(work.rows)
             kept.append(work)
         if wished:
@@ -101,12 +101,19 @@ class Room:
         self.counters.preemptions += 1
         self.queues.move(request, self.queues.waiting)
 
-    def _companion_growth(self, request: Request, rows: int, optional: bool = False) -> int:
-        """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included."""
-        companions = [c for c in self.companions if c.optional == optional]
-        if not companions:
-            return 0
-        forks = 0
+    def _companion_growth(self, request: Request, rows: int) -> tuple[int, int]:
+        """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included: those
+        that must have them, and optional ones."""
+        if not self.companions:
+            return 0, 0
+        copies = 1
         if request.prefilling and request.computed + rows >= request.prompt_len:
-            forks = sum(sibling.parent is request for sibling in self.queues.waiting)
-        return sum(c.growth(request, request.known + rows) for c in companions) * (1 + forks)
+            copies += sum(sibling.parent is request for sibling in self.queues.waiting)
+        must = optional = 0
+        for companion in self.companions:
+            growth = companion.growth(request, request.known + rows) * copies
+            if companion.optional:
+                optional += growth
+            else:
+                must += growth
+        return must, optional

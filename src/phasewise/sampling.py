@@ -46,7 +46,7 @@ def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:
     return (left >> 11) * 2.0**-53
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """The prefix a row of logits belongs to: the request's tokens, then `path` (a draft path not yet accepted)."""
 
@@ -68,7 +68,7 @@ class Dist:
         self.top = top  # most likely token per row
         self.vocab = vocab
         self._row = {row: i for i, row in enumerate(sampled)}  # rows that are not greedy, increasing
-        self.probs = probs  # float32 [len(sampled), V]
+        self.probs = probs  # float32 [len(sampled), V]; None: all rows are greedy
 
     def __len__(self) -> int:
         return len(self.top)
@@ -146,6 +146,8 @@ def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Con
 
 def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:
     """One token per row, by each request's own randomness."""
+    if dist.probs is None:
+        return list(dist.top)
     us = [
         0.0 if dist.greedy(i) else uniform(c.request.params.seed, c.position, Purpose.SAMPLE)
         for i, c in enumerate(contexts)

@@ -239,8 +239,14 @@ def draw_outcomes(
 
     `shape`, if given, replaces the logits [n, V] of those spans (two-model methods).
     """
-    done = [span for span in spans if span.positions[-1] + 1 == span.request.known]
-    tokens: dict[int, int] = {}
+    outcomes: list[Outcome] = []
+    done: list[Span] = []
+    drawn: list[list[int]] = []  # where their tokens go
+    for span in spans:
+        outcomes.append(outcome := Outcome(span.rows, []))
+        if span.positions[-1] + 1 == span.request.known:
+            done.append(span)
+            drawn.append(outcome.tokens)
     if done:
         x = hidden.rows([span.start + span.rows - 1 for span in done])
         contexts = [Context(span.request) for span in done]
@@ -249,5 +255,6 @@ def draw_outcomes(
         else:
             dist = host.sample(shape(host.model.head(x), done), contexts)
         host.counters.head_rows += len(done)
-        tokens = {id(span): token for span, token in zip(done, draw(dist, contexts))}
-    return [Outcome(s.rows, [tokens[id(s)]] if id(s) in tokens else []) for s in spans]
+        for tokens, token in zip(drawn, draw(dist, contexts)):
+            tokens.append(token)
+    return outcomes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from phasewise.batch import Span
@@ -70,46 +71,41 @@ class Turn:
         once more by itself.
         """
 
-        def attempt(some: list[Span]) -> list[Settled | None]:
-            return self._attempt(some, waiting)
-
-        def alone(some: list[Span]) -> list[Settled | None]:
-            return self._attempt(some, ())
-
-        results = isolate(attempt, spans, restart)
-        for i, (span, result) in enumerate(zip(spans, results)):
-            if isinstance(result, Exception) and any(True for _ in _siblings(span, waiting)):
-                results[i] = isolate(alone, [span], restart)[0]
+        results = isolate(partial(self._attempt, waiting=waiting), spans, restart)
+        for i, result in enumerate(results):
+            if isinstance(result, Exception) and any(True for _ in _siblings(spans[i], waiting)):
+                results[i] = isolate(partial(self._attempt, waiting=()), [spans[i]], restart)[0]
         return results
 
     def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
         hidden = forward(self.model, spans, self.counters, self.taps)
-        groups: dict[int, tuple[Decode, list[Span]]] = {}
-        for span in spans:
+        groups: dict[int, tuple[Decode, list[int]]] = {}
+        under_way: list[Span] = []
+        for i, span in enumerate(spans):
             if span.finishes:
-                groups.setdefault(id(span.phase.decode), (span.phase.decode, []))[1].append(span)
-        settled: dict[int, Settled] = {}
-        for decode, group in groups.values():
-            settled |= self._judge(decode, group, hidden, waiting)
-        for span in spans:
-            if not span.finishes:
-                assert span.layers is not None
-                span.request.slice, span.request.depth = span, span.layers[1]
-        return [settled.get(id(span)) for span in spans]
+                groups.setdefault(id(span.phase.decode), (span.phase.decode, []))[1].append(i)
+            else:
+                under_way.append(span)
+        results: list[Settled | None] = [None] * len(spans)
+        for decode, index in groups.values():
+            for i, settled in zip(index, self._judge(decode, [spans[i] for i in index], hidden, waiting)):
+                results[i] = settled
+        for span in under_way:
+            assert span.layers is not None
+            span.request.slice, span.request.depth = span, span.layers[1]
+        return results
 
-    def _judge(
-        self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]
-    ) -> dict[int, Settled]:
-        twins = [(span, twin) for span in group for twin in _twins(span, waiting)]
+    def _judge(self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled]:
+        twins = [(i, twin) for i, span in enumerate(group) for twin in _twins(span, waiting)] if waiting else []
         try:
             outcomes = decode.accept(group + [twin for _, twin in twins], hidden)
         finally:
             for _, twin in twins:
                 twin.request.computed = 0  # its own only once it has forked
         assert len(outcomes) == len(group) + len(twins), "accept gives one outcome per span"
-        settled = {id(span): Settled(span, outcome, []) for span, outcome in zip(group, outcomes)}
-        for (span, twin), outcome in zip(twins, outcomes[len(group) :]):
-            settled[id(span)].forks.append((twin.request, outcome))
+        settled = [Settled(span, outcome, []) for span, outcome in zip(group, outcomes)]
+        for (i, twin), outcome in zip(twins, outcomes[len(group) :]):
+            settled[i].forks.append((twin.request, outcome))
         return settled
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from phasewise.kv.buffer import entry_bytes
 from phasewise.ops.native.spans import Common
 from phasewise.ops.native.stack import SLICE, StackSpan
 
@@ -28,8 +27,7 @@ def run_whole(step: Step) -> Tensor | None:
         return None
     windows = [spec.window for spec in step.model.config.attention if spec.window is not None] if stack.windowed else []
     parts: list[StackSpan] = []
-    entries = 0  # (row, KV head) pairs read per layer
-    heads = step.model.config.kv_heads
+    read = row_bytes = 0  # rows read by all spans, and what one of them takes in all layers
     for span in spans:
         flat = span.kv.flat() if _plain(span, windows) else None
         if flat is None:
@@ -37,20 +35,19 @@ def run_whole(step: Step) -> Tensor | None:
         end, sees = flat.n + span.rows, span.sees
         if span.rows > SLICE and (sees is not None or any(end > window for window in windows)):
             return None
-        entries += end * heads
+        read, row_bytes = read + end, flat.row_bytes
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
-    commons = _commons(spans, max(part.n for part in parts), windows)
-    entries -= sum(common.saved for common in commons) * heads
+    commons = _commons(spans, parts, windows)
+    for common in commons:
+        read -= common.saved
     rotary = step.rotary
     x = stack(step.model.embed(step.batch.tokens), rotary.positions, rotary.tables, parts, commons)
     for span in spans:
         span.kv.written(span.positions)
-    layer = spans[0].kv.layers[0]
-    each, layers = entry_bytes(layer.codec, layer.shape), len(spans[0].kv.layers)
-    counters = step.counters
-    counters.row_layers += x.shape[0] * layers
-    counters.kv_bytes_read += entries * each * layers
-    counters.kv_bytes_written += x.shape[0] * layer.shape.heads * each * layers
+    counters, rows = step.counters, step.batch.rows
+    counters.row_layers += rows * len(spans[0].kv.layers)
+    counters.kv_bytes_read += read * row_bytes
+    counters.kv_bytes_written += rows * row_bytes
     return x
 
 
@@ -66,10 +63,10 @@ def _plain(span: Span, windows: Sequence[int]) -> bool:
     )
 
 
-def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
+def _commons(spans: Sequence[Span], parts: Sequence[StackSpan], windows: Sequence[int]) -> list[Common]:
     """What spans of one attend method read in common; nothing where a window may hide some of it. A slice of a prompt
     reads by itself."""
-    if any(window < longest for window in windows):
+    if any(window < part.n for window in windows for part in parts):
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, span in enumerate(spans):

@@ -5,19 +5,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from phasewise.kv.buffer import Raw, scaled
+from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
 
 
 class Flat:
     """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
-    or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it."""
+    or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row
+    takes in all layers."""
 
-    __slots__ = ("_planes", "_slabs", "address")
+    __slots__ = ("_planes", "_slabs", "address", "row_bytes")
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self._slabs = [layer.slabs[0] for layer in layers]
         dim = layers[0].shape.dim
+        self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
         self._planes = array("q")
         for slab in self._slabs:

@@ -36,9 +36,18 @@ class Sarathi:
             raise UserError(f"sarathi: reserve={self.reserve} must lie in [0, budget={self.budget}]")
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
-        works = [Work(job, job.rows) for job in live if not job.prefilling]
-        step = Budget(max(self.budget - sum(work.rows for work in works), self.reserve))
+        works: list[Work] = []
+        prompts: list[Any] = []
+        left = self.budget
         for job in live:
             if job.prefilling:
+                prompts.append(job)
+            else:
+                works.append(Work(job, job.rows))
+                left -= job.rows
+        if prompts:
+            step = Budget(max(left, self.reserve))
+            for job in prompts:
                 step.give(job, job.rows)
-        return works + step.works
+            works += step.works
+        return works

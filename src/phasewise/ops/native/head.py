@@ -11,6 +11,8 @@ from torch import Tensor
 from phasewise.ops.native import library
 from phasewise.ops.native.weights import Packed
 
+CALL = struct.Struct("=7q")  # HeadCall in kernels.h from x on
+
 
 class Head:
     """RMSNorm by `norm` [d] and `eps`, then the product with `weights`, for rows x [T, d] in bfloat16.
@@ -23,8 +25,7 @@ class Head:
         kernels = library()
         assert kernels is not None
         self.weights, self._norm = weights, norm.float().contiguous()
-        self._words = array("q", [weights.address, self._norm.data_ptr()])
-        self._words.frombytes(struct.pack("d", eps))
+        self._fixed = struct.pack("=qqd", weights.address, self._norm.data_ptr(), eps)
         self._run = kernels.head
 
     def logits(self, x: Tensor) -> Tensor:
@@ -40,9 +41,10 @@ class Head:
         return out
 
     def _call(self, x: Tensor, logits: int, best: int) -> None:
-        assert x.dtype == torch.bfloat16 and x.shape[1] == self.weights.inputs
-        if x.stride(1) != 1:
+        count, inputs = x.shape
+        assert x.dtype == torch.bfloat16 and inputs == self.weights.inputs
+        if x.stride()[1] != 1:
             x = x.contiguous()
-        rows = [x.data_ptr(), x.stride(0), x.shape[0], self.weights.int8, torch.get_num_threads()]
-        call = array("q", [*self._words, *rows, logits, best])
+        step, threads = x.stride()[0], torch.get_num_threads()
+        call = array("q", self._fixed + CALL.pack(x.data_ptr(), step, count, self.weights.int8, threads, logits, best))
         self._run(call.buffer_info()[0])

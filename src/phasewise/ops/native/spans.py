@@ -75,12 +75,15 @@ class Table:
     __slots__ = ("_kept", "address", "count")
 
     def __init__(self, commons: Sequence[Common]) -> None:
+        self.address, self.count = 0, len(commons)
+        if not commons:
+            return
         self._kept = [array("q", common.members) for common in commons]
         words = array("q")
         for members, common in zip(self._kept, commons):
             words.extend((members.buffer_info()[0], len(members), common.start, common.stop, common.level))
         self._kept.append(words)
-        self.address, self.count = (words.buffer_info()[0] if commons else 0), len(commons)
+        self.address = words.buffer_info()[0]
 
 
 def fits(few: Few) -> bool:

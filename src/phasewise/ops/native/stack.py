@@ -15,6 +15,8 @@ from phasewise.ops.native import library
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
+SPAN = struct.Struct("=80x4q32x")  # Span in kernels.h: n, rows, sees, common; the kernel finds the rest by layer
+CALL = struct.Struct("=17q")  # StackCall in kernels.h
 SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
 
 
@@ -61,10 +63,10 @@ class Stack:
     """
 
     def __init__(self, layers: Sequence[StackLayer], shape: StackShape) -> None:
-        self.shape = shape
+        kernels = library()
+        assert kernels is not None
         self.windowed = any(layer.window is not None for layer in layers)
         self._kept: list[object] = [layers]
-        self._count = len(layers)
         words = array("q")
         for layer in layers:
             norms = zip((layer.before_attention, layer.before_mlp, layer.heads_norm), layer.eps)
@@ -75,7 +77,9 @@ class Stack:
             words.append(layer.products[0].int8)
             words.extend([-1 if layer.turn is None else layer.turn, layer.window or 0])
             words.frombytes(struct.pack("d", layer.scale))
-        self._layers = words
+        self._layers, self._count = words, len(layers)
+        self._shape = (shape.hidden, shape.heads_q, shape.heads, shape.dim, shape.inner)
+        self._run = kernels.stack
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -91,21 +95,15 @@ class Stack:
         No layer's window may hide slots of `commons`, nor any of a span of more than SLICE rows; none of those are
         members of `commons`.
         """
-        kernels = library()
-        assert kernels is not None
-        shape = self.shape
-        tables = array("q")
-        for cos, sin in turns:
-            tables.extend([cos.data_ptr(), sin.data_ptr(), cos.shape[-1]])
-        table = array("q")
+        rotations = [word for cos, sin in turns for word in (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])]
+        tables, table = array("q", rotations), array("q")
         for span, reach in zip(spans, reaches(commons, len(spans))):
             sees = 0 if span.sees is None else span.sees.data_ptr()
-            table.extend((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, span.n, span.rows, sees, reach, 0, 0, 0, 0))
+            table.frombytes(SPAN.pack(span.n, span.rows, sees, reach))
         planes, shared = array("q", [span.planes for span in spans]), Table(commons)
-        layers, turned, listed, placed = (part.buffer_info()[0] for part in (self._layers, tables, table, planes))
-        call = array("q", [layers, turned, positions.data_ptr(), listed, placed, x.data_ptr()])
-        call.extend([self._count, len(spans), x.shape[0], shape.hidden])
-        call.extend([shape.heads_q, shape.heads, shape.dim, shape.inner, torch.get_num_threads()])
-        call.extend([shared.address, shared.count])
-        kernels.stack(call.buffer_info()[0])
+        turned, listed, placed = tables.buffer_info()[0], table.buffer_info()[0], planes.buffer_info()[0]
+        given = (self._layers.buffer_info()[0], turned, positions.data_ptr(), listed, placed, x.data_ptr())
+        sizes = (self._count, len(spans), x.shape[0], *self._shape, torch.get_num_threads())
+        call = array("q", CALL.pack(*given, *sizes, shared.address, shared.count))
+        self._run(call.buffer_info()[0])
         return x

@@ -26,7 +26,9 @@ class Packed:
     Packing goes by slices of the weight's rows; `done` is told each of them, whose memory may then be let go.
     """
 
-    __slots__ = ("_bias", "_column", "_kept", "_multiply", "_words", "address", "inputs", "int8", "nbytes", "outputs")
+    __slots__ = (
+        "_bias", "_column", "_kept", "_multiply", "_rows", "_words", "address", "inputs", "int8", "nbytes", "outputs"
+    )  # fmt: skip
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, int8: bool = False, done: Callable[[Tensor], None] | None = None
@@ -48,6 +50,7 @@ class Packed:
         self._words.extend([self.outputs, self.inputs])
         self.address = self._words.buffer_info()[0]
         self._multiply = kernels.linear8 if int8 else kernels.linear
+        self._rows = kernels.linear8_rows if int8 else kernels.linear_rows
         step = max(SLICE // (self.inputs * weight.element_size()) // WIDTH, 1) * WIDTH
         for start in range(0, self.outputs, step):
             some = weight[start : start + step]
@@ -90,17 +93,13 @@ class Packed:
 
         Raises IndexError for a row that there is not.
         """
-        kernels = library()
-        assert kernels is not None
-        out = torch.empty((which.numel(), self.inputs), dtype=torch.bfloat16)
-        index = which.contiguous()
-        at, count = index.data_ptr(), index.numel()
+        index, count = which.contiguous(), which.numel()
+        out = torch.empty((count, self.inputs), dtype=torch.bfloat16)
+        to = out.data_ptr()
         if self.int8:
-            rows = array("q", [out.data_ptr(), self.inputs, KIND[out.dtype]])
-            absent = kernels.linear8_rows(self.address, at, count, rows.buffer_info()[0], torch.get_num_threads())
-        else:
-            absent = kernels.linear_rows(self.address, at, count, out.data_ptr(), torch.get_num_threads())
-        if absent:
+            rows = array("q", (to, self.inputs, KIND[out.dtype]))
+            to = rows.buffer_info()[0]
+        if self._rows(self.address, index.data_ptr(), count, to, torch.get_num_threads()):
             raise IndexError(f"rows {which.tolist()} are not all among the {self.outputs} of the weight")
         return out
 
