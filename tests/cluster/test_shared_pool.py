@@ -216,7 +216,7 @@ def test_killed_again_and_again(shared: Router) -> None:
     for i in range(6):
         until(shared, lambda goal=10 * i: sum(r.n_out for r in requests) > goal and shared.staff.ready)
         os.kill(shared.desks[i % 2].line.pid, signal.SIGKILL)
-        until(shared, lambda lost=i + 1: (shared.counters - before).workers_lost == lost)  # or a dead one is killed again
+        until(shared, lambda lost=i + 1: (shared.counters - before).workers_lost == lost)  # or the dead are killed
     finish(shared, requests)
     assert tiny.outs(requests) == wanted(40)
     assert (shared.counters - before).workers_lost == 6
