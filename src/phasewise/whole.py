@@ -37,7 +37,7 @@ def run_whole(step: Step) -> Tensor | None:
             return None
         read, row_bytes = read + end, flat.row_bytes
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
-    commons = _commons(spans, parts, windows)
+    commons = _commons(spans, max([part.n for part in parts]), windows)
     for common in commons:
         read -= common.saved
     rotary = step.rotary
@@ -63,10 +63,10 @@ def _plain(span: Span, windows: Sequence[int]) -> bool:
     )
 
 
-def _commons(spans: Sequence[Span], parts: Sequence[StackSpan], windows: Sequence[int]) -> list[Common]:
+def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
     """What spans of one attend method read in common; nothing where a window may hide some of it. A slice of a prompt
     reads by itself."""
-    if any(window < part.n for window in windows for part in parts):
+    if any(window < longest for window in windows):
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, span in enumerate(spans):
