@@ -108,10 +108,14 @@ inline F load_floats(const float* p) { return load<F>(p); }
 
 inline void store_floats(float* p, F v) { store(p, v); }
 inline void store_floats(bf16* p, F v) {
+#if DOT_INSTRUCTIONS
+  store(p, _mm512_cvtneps_pbh((__m512)v));  // what is below the smallest normal number becomes 0
+#else
   I bits = (I)v;
   I rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   I nan = v != v;
   store(p, __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), Half));
+#endif
 }
 
 inline float to_float(float x) { return x; }
