@@ -136,7 +136,8 @@ def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
     orders = start(placed, PROMPTS, MIXED)
     with caught(placed, moment, rows_before):
         again = lost_with(placed, desk(placed, role))
-        computed = sum(request.known - 1 for request in again if request.n_out)
+        spoken_of = sum(request.known - 1 for request in again if request.n_out)
+        on_the_way = sum(request.known - 1 for request in again if not request.n_out)  # computed, perhaps
         kill(pid(desk(placed, role)))
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
@@ -144,7 +145,7 @@ def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
     if role == moment.name:
         assert again
     if role == moment.name == "decode":
-        assert done.recomputed == computed > 0
+        assert 0 < spoken_of <= done.recomputed <= spoken_of + on_the_way
 
 
 @chunks_only
