@@ -50,11 +50,11 @@ def columns(sizes: list[str]) -> Iterator[Column]:
 
 
 def memory(rows: list[dict[str, object]], size: str) -> Values:
-    """MB, of the contender's processes, in the rounds in which it ran most of its tests."""
+    """MB, of the contender's processes, in the rounds in which it finished most of its tests."""
     found: Values = defaultdict(dict)
     tests: dict[str, Counter[object]] = defaultdict(Counter)
     for row in rows:
-        if row["size"] == size and row["test"] in THROUGHPUT:
+        if row["size"] == size and row["test"] in THROUGHPUT and row["value"] is not None:
             peak = row.get("child_rss_mb") or row["rss_mb"]  # of a process that the measuring one starts
             assert isinstance(peak, int) and isinstance(row["round"], int)
             name = f"{row['peer']} {row['dtype']}"

@@ -182,6 +182,7 @@ def test_summary_takes_ratios_round_by_round_against_the_best_other(monkeypatch:
     rows += [row("a", "bf16", n, v) for n, v in enumerate((10.0, 10.0, 30.0))]
     rows += [row("b", "bf16", n, v) for n, v in enumerate((9.0, None, 9.0))]
     rows += [row("c", "q8_0", 0, 40.0, child_rss_mb=300), row("phasewise", "int8", 0, 50.0)]
+    rows.append({**row("crashed", "bf16", 0, None), "rss_mb": 1})
     rows += [{**row("phasewise", "bf16", 0, 1.0), "test": "burst", "ttft_p50": 0.5, "ttft_p90": 1.0, "tpot_p50": 0.25,
               "tpot_p90": 0.5},
              {**row("a", "bf16", 0, 1.0), "test": "burst", "ttft_p50": 1.0, "ttft_p90": 0.5, "tpot_p50": 0.25,
