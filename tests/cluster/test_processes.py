@@ -154,6 +154,7 @@ def test_killed_again_and_again(placed: Router) -> None:
     for i in range(6):
         until(placed, lambda goal=50 * i: placed.staff.ready and spoken(orders) > goal)
         kill(processes(placed)[0])  # the one that is here longer: prefill and decode by turns
+        until(placed, lambda lost=i + 1: (placed.counters - before).workers_lost == lost)  # or the dead are killed
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
     assert done.workers_lost == 6 and done.restarts > 0 and done.recomputed > 0
