@@ -40,6 +40,7 @@ MIXED = [Params(80, temperature=t, seed=i, ignore_eos=True) for i, t in enumerat
 CHUNKS, LAYERS = "sarathi:budget=16", "layered"
 KINDS = list(product((CHUNKS, LAYERS), ("pull", "push")))
 A_WHILE = 400  # steps of the router, 5 ms each if nothing happens
+LATE = 20  # in which what was said before the moment is heard
 
 chunks_only = pytest.mark.parametrize("placed", KINDS[:2], indirect=True, ids="-".join)
 
@@ -122,7 +123,8 @@ def caught(placed: Router, moment: Moment, rows_before: int) -> Iterator[None]:
                 if moment.now(placed):
                     break
             with frozen(processes(placed)):
-                placed.step()
+                for _ in range(LATE):
+                    placed.step()
                 if moment.now(placed):
                     yield
                     return
