@@ -4,7 +4,6 @@
 // the step to the sum.
 #pragma once
 #include "kernels.h"
-#include "pool.h"
 #include "simd.h"
 
 constexpr long BLOCK = 128;  // rows that share one pass over a chunk of weights
@@ -107,10 +106,11 @@ void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long
   store_sums((char*)sums, BELOW);
 }
 
-// A block's rows lie in tiles; the last one starts before its first row, that it may be whole, if there are so many.
+// sums[rows of a block] += rows of x times a panel of weights; `before`: how many rows are in front of the block. Rows go
+// in tiles; the last one starts before its first row, that it may be whole, if there are so many.
 template <class Op>
-void block_of(const int32_t* weights, const int32_t* x, long stride, long before, long rows, long words, bool first,
-              typename Op::Sum (*sums)[WIDTH / LANES]) {
+void multiply_block(const int32_t* weights, const int32_t* x, long stride, long before, long rows, long words,
+                    bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
   auto at = [&](long row) {
     long start = row + SIDE > rows && before + rows >= SIDE ? rows - SIDE : row;
     return x + start * stride;
@@ -127,24 +127,8 @@ void block_of(const int32_t* weights, const int32_t* x, long stride, long before
   store_sums((char*)sums[r], ACROSS);
 }
 
-// finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
-template <class Op, class Finish>
-void multiply(const int32_t* packed, long outputs, long words, const int32_t* x, long stride, long rows, Shares* shares,
-              const Finish& finish) {
-  if (!rows) return;
-  alignas(64) typename Op::Sum sums[BLOCK][WIDTH / LANES];
-  start_tiles(rows < SIDE ? rows : SIDE);
-  for (long from, to; shares->take(from, to);)
-    for (long p = from; p < to; p++)
-      for (long row = 0; row < rows; row += BLOCK) {
-        long some = rows - row < BLOCK ? rows - row : BLOCK;
-        for (long k = 0; k < words; k += CHUNK) {
-          long length = words - k < CHUNK ? words - k : CHUNK;
-          block_of<Op>(packed + (p * words + k) * WIDTH, x + row * stride + k, stride, row, some, length, k == 0, sums);
-        }
-        long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
-        long whole = rows < SIDE ? some : some / SIDE * SIDE, skipped = (SIDE - some % SIDE) % SIDE;
-        for (long r = 0; r < some; r++) finish(row + r, column, count, sums[r < whole ? r : r + skipped]);
-      }
-  stop_tiles();
+// Where the sums of a block's row are.
+inline long place_of(long row, long before, long rows) {
+  if (before + rows < SIDE || row < rows / SIDE * SIDE) return row;
+  return row + (SIDE - rows % SIDE) % SIDE;
 }

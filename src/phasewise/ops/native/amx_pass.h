@@ -1,4 +1,4 @@
-// The same pass on the matrix unit: all of a tile's queries, whether there are so many or not, and several blocks at once.
+// The same pass on the matrix unit: all of a tile's queries, whether there are so many or not, several blocks at once.
 #pragma once
 #include "pass.h"
 

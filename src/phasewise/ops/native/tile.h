@@ -20,7 +20,7 @@ constexpr int registers(int rows) {
   return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
 }
 
-constexpr long BLOCK = 8 * MOST_ROWS;             // rows that share one pass over a chunk of weights
+constexpr long BLOCK = 8 * MOST_ROWS;                 // rows that share one pass over a chunk of weights
 constexpr long CHUNK = DOT_INSTRUCTIONS ? 1024 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache
 
 // Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
@@ -50,6 +50,13 @@ void tiles(long rows, const int32_t* weights, const typename Op::Word* x, long s
   if constexpr (R > 1) tiles<Op, R - 1>(rows, weights, x, stride, words, first, sums);
 }
 
+template <class Op>
+void multiply_block(const int32_t* weights, const typename Op::Word* x, long stride, long, long rows, long words,
+                    bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
+  tiles<Op, MOST_ROWS>(rows, weights, x, stride, words, first, sums);
+}
+
+inline long place_of(long row, long, long) { return row; }
 #endif
 
 // Words of two bfloat16; sums in float32.
@@ -90,27 +97,27 @@ struct Bf16 {
 #endif
 };
 
-#if !MATRIX_UNIT
 // finish(row, column, count, sums) gets every row's sums for `count` outputs from `column` on.
 template <class Op, class Finish>
 void multiply(const int32_t* packed, long outputs, long words, const typename Op::Word* x, long stride, long rows,
               Shares* shares, const Finish& finish) {
-  typename Op::Sum sums[BLOCK][WIDTH / LANES];
+  if (!rows) return;
+  alignas(64) typename Op::Sum sums[BLOCK][WIDTH / LANES];
+  start_tiles(rows < SIDE ? rows : SIDE);
   for (long from, to; shares->take(from, to);)
     for (long p = from; p < to; p++)
       for (long row = 0; row < rows; row += BLOCK) {
         long some = rows - row < BLOCK ? rows - row : BLOCK;
         for (long k = 0; k < words; k += CHUNK) {
           long length = words - k < CHUNK ? words - k : CHUNK;
-          tiles<Op, MOST_ROWS>(some, packed + (p * words + k) * WIDTH, x + row * stride + k, stride, length, k == 0,
-                               sums);
+          multiply_block<Op>(packed + (p * words + k) * WIDTH, x + row * stride + k, stride, row, some, length, k == 0,
+                             sums);
         }
         long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
-        for (long r = 0; r < some; r++) finish(row + r, column, count, sums[r]);
+        for (long r = 0; r < some; r++) finish(row + r, column, count, sums[place_of(r, row, some)]);
       }
+  stop_tiles();
 }
-
-#endif
 
 // The largest of `count` outputs from `column` on, if none before it was as large.
 inline void keep(Best& best, long column, long count, const F* values) {
