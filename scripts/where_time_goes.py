@@ -2,9 +2,10 @@
 
     python scripts/where_time_goes.py --model DIR [--dtype bfloat16] [--batch 1,8,16] [--prompt 192] [--steps 60]
 
-The native calls of real steps are timed where they are made. After each step, the linear layers and the attention of
-the layers' one call are run again by themselves, on the same weights and the same KV; what remains of it are norms,
-rotations, activations and waiting for one another. Prints a Markdown table, medians.
+The native calls of real steps are timed where they are made: all else is the rest of those steps. After as many more
+steps, the linear layers and the attention of the layers' one call are run again by themselves, on the same weights and
+the same KV; what remains of it are norms, rotations, activations and waiting for one another. Prints a Markdown table,
+medians.
 """
 
 from __future__ import annotations
@@ -29,27 +30,23 @@ HEADS = ("batch", "step ms", "all layers", "products alone", "attention alone", 
 
 
 class Timed:
-    """A callable (or one of its methods) of the model, and the seconds spent in it."""
+    """The native call of a part of the model, and the seconds spent in it."""
 
-    def __init__(self, inner: Any, method: str | None = None) -> None:
-        self.inner, self.method, self.seconds = inner, method, 0.0
+    def __init__(self, part: Any) -> None:
+        self.part, self.run, self.seconds = part, part._run, 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        return self._timed(found) if name == self.method else found
+    def __enter__(self) -> Timed:
+        self.part._run = self
+        return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(self.inner)(*args, **kwargs)
+    def __exit__(self, *_: object) -> None:
+        self.part._run = self.run
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return run
+    def __call__(self, address: int) -> int | None:
+        start = time.perf_counter()
+        result = self.run(address)
+        self.seconds += time.perf_counter() - start
+        return result
 
     def take(self) -> float:
         seconds, self.seconds = self.seconds, 0.0
@@ -89,25 +86,24 @@ def measure(bench: Bench, batch: int, prompt: int, steps: int) -> list[float]:
     """Seconds of a step, and of its parts in the order of HEADS."""
     model = bench.model
     engine = bench.engine({}, Limits(None, batch, prefix_cache=False))
-    params = Params(max_tokens=steps + 8, ignore_eos=True)
+    params = Params(max_tokens=2 * steps + 8, ignore_eos=True)
     rng = random.Random(batch)
     requests = [Request([rng.randrange(3, model.config.vocab) for _ in range(prompt)], params) for _ in range(batch)]
     for request in requests:
         engine.add(request)
     while min(request.n_out for request in requests) < 4:
         engine.step()
-    kept = model.stack, model.whole_head
-    layers, head = Timed(model.stack), Timed(model.whole_head, "best")
-    model.stack, model.whole_head = layers, head  # type: ignore[assignment]
-    products, rows = linears(model, batch), []
-    try:
+    whole, alone = [], []
+    with Timed(model.stack) as layers, Timed(model.whole_head) as head:
         for _ in range(steps):
-            whole, inside, top = timed(engine.step), layers.take(), head.take()
-            alone = timed(products), timed(attention(model, requests))
-            rows.append((whole, inside, *alone, top, whole - inside - top))
-    finally:
-        model.stack, model.whole_head = kept
-    return [statistics.median(column) for column in zip(*rows)]
+            seconds, inside, top = timed(engine.step), layers.take(), head.take()
+            whole.append((seconds, inside, top, seconds - inside - top))
+    products = linears(model, batch)
+    for _ in range(steps):
+        engine.step()
+        alone.append((timed(products), timed(attention(model, requests))))
+    step, inside, top, rest = (statistics.median(column) for column in zip(*whole))
+    return [step, inside, *(statistics.median(column) for column in zip(*alone)), top, rest]
 
 
 def main() -> None:

@@ -53,9 +53,9 @@ class Span:
 
 
 class Batch:
-    """Rows of all spans end to end, never padded. `tokens` int64 [T], `positions` int64 [T]."""
+    """Rows of all spans end to end, never padded. `numbers` int64 [2 T]: their tokens, then their positions."""
 
-    __slots__ = ("end", "positions", "rows", "spans", "tokens")
+    __slots__ = ("_device", "end", "numbers", "rows", "spans")
 
     def __init__(self, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.spans = list(spans)
@@ -67,9 +67,21 @@ class Batch:
             positions += span.positions
         self.rows = len(tokens)
         self.end = 1 + max(positions)  # no position is as large
-        numbers = array("q", tokens + positions)
-        both = torch.frombuffer(numbers, dtype=torch.int64).to(device)  # holds on to the array
-        self.tokens, self.positions = both.split_with_sizes((self.rows, self.rows))
+        self.numbers = array("q", tokens + positions)
+        self._device = device
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [T]"""
+        return self._tensor()[: self.rows]
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]"""
+        return self._tensor()[self.rows :]
+
+    def _tensor(self) -> Tensor:
+        return torch.frombuffer(self.numbers, dtype=torch.int64).to(self._device)  # holds on to the array
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:

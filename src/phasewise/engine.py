@@ -149,15 +149,21 @@ class Engine:
     def step(self) -> list[Request]:
         """One step. Returns the requests that got tokens or left."""
         self._progressed = []
-        with self._inference:  # all of it: buffers made in this mode may only be written in it
-            self._admit()
-            self._measure()
-            works = self.parts.schedule.plan(self.running, self.parts.clock())
-            spans = self._propose(self.room.reserve(works))
-            if spans:
-                self.counters.steps += 1
-                self._run(spans)
+        if torch.is_inference_mode_enabled():  # for a loop of small steps it is worth entering it once
+            self._step()
+        else:
+            with self._inference:  # all of it: buffers made in this mode may only be written in it
+                self._step()
         return self._progressed
+
+    def _step(self) -> None:
+        self._admit()
+        self._measure()
+        works = self.parts.schedule.plan(self.running, self.parts.clock())
+        spans = self._propose(self.room.reserve(works))
+        if spans:
+            self.counters.steps += 1
+            self._run(spans)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache as far as no request holds it."""

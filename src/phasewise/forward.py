@@ -14,7 +14,7 @@ from phasewise.kv.buffer import entry_bytes
 from phasewise.phase import Hidden, Phase
 from phasewise.read import Read
 from phasewise.trace import Counters
-from phasewise.whole import run_whole
+from phasewise.whole import Rows, run_whole
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -31,19 +31,13 @@ class _Entry:
 
 
 class Step:
-    """The context a layer runs in (`rotary`, `attend`, `count`), for one forward over `spans`.
+    """The open path: the context a layer runs in (`rotary`, `attend`, `count`), for one forward over `batch`."""
 
-    Rows are appended to the KV uncommitted; the caller commits. KV room must have been reserved.
-    """
-
-    def __init__(self, model: Model, spans: Sequence[Span], counters: Counters, taps: set[int] | None = None) -> None:
-        self.model = model
-        self.batch = Batch(spans, model.device)
-        self.counters = counters
-        self.taps = taps or set()
+    def __init__(self, model: Model, batch: Batch, counters: Counters, taps: set[int]) -> None:
+        self.model, self.batch, self.counters, self.taps = model, batch, counters, taps
         self.masks: dict[Any, Tensor] = {}  # a span's mask is the same at every layer of one window
         self.notes: dict[Any, Any] = {}  # what methods work out once for all layers
-        self._rotary = self.rotary = model.rotary(self.batch.positions, self.batch.end)
+        self._rotary = model.rotary(batch.positions, batch.end)
 
     def _use(self, entries: list[_Entry], rotary: Any) -> None:
         self.rotary = rotary
@@ -95,9 +89,6 @@ class Step:
     # ---- the walk through the layers
     def run(self) -> Hidden:
         """-> the rows after their last layer of this step, [T, d]."""
-        whole = run_whole(self)
-        if whole is not None:
-            return Hidden(whole)
         self._all = [_Entry(s, s.slice, s.positions) for s in self.batch.spans]
         self._use(self._all, self._rotary)
         x = self.model.embed(self.batch.tokens)
@@ -116,7 +107,7 @@ class Step:
                 kept[i] = x
         if not plain:
             self._carry(x, kept)
-        return Hidden(x, kept)
+        return Hidden(x, self.batch.rows, kept)
 
     def _carry(self, x: Tensor, kept: dict[int, Tensor]) -> None:
         """Slices that run part of the depth take their state and their taps along from step to step."""
@@ -166,10 +157,18 @@ class Step:
         return entries, index
 
 
-def forward(model: Model, spans: Sequence[Span], counters: Counters, taps: set[int] | None = None) -> Hidden:
-    """Run `spans` through the model; counts forwards, and rows that enter the first layer."""
+def forward(
+    model: Model, spans: Sequence[Span], counters: Counters, taps: set[int] | None = None, room: Rows | None = None
+) -> Hidden:
+    """Run `spans` through the model; counts forwards, and rows that enter the first layer.
+
+    Rows are appended to the KV uncommitted; the caller commits. KV room must have been reserved. With `room`, the
+    result may lie there, until the next call with it.
+    """
     counters.forwards += 1
     for span in spans:
         if span.layers is None or span.layers[0] == 0:
             counters.rows += span.rows
-    return Step(model, spans, counters, taps).run()
+    batch = Batch(spans, model.device)
+    whole = None if taps else run_whole(model, batch, counters, room or Rows())
+    return Step(model, batch, counters, taps or set()).run() if whole is None else Hidden(whole, batch.rows)

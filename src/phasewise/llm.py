@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from phasewise.cluster.source import Source
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.load import dtype_of, load_model, model_path
@@ -148,6 +150,7 @@ class LLM:
             return self.encode_chat(prompt)  # type: ignore[arg-type]
         return self.encode(prompt)  # type: ignore[arg-type]
 
+    @torch.inference_mode()  # once, instead of in every step
     def _run(self, requests: Sequence[Request], progress: Callable[[int], Any] | None) -> None:
         told = 0
         while any(request.left is None for request in requests):

@@ -25,14 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Hidden:
-    """What a forward leaves behind: `x` [T, d] after the last layer, and the taps asked for, {layer: [T, d]}."""
+    """What a forward leaves behind: `x` [T, d] after the last layer, and the taps asked for, {layer: [T, d]}.
+
+    Whoever needs them beyond the step copies them: the next one may write over them.
+    """
 
     x: Tensor
+    count: int  # T, which is slow to ask of a tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, index: list[int]) -> Tensor:
         """Rows of `x` -> [n, d]; not a copy if they are all of them in order."""
-        if len(index) == self.x.shape[0] and index == list(range(len(index))):
+        if len(index) == self.count and index == list(range(self.count)):
             return self.x
         return self.x[torch.tensor(index, device=self.x.device)]
 
@@ -128,6 +132,11 @@ class Phase:
     attend: Attend
     evict: Evict | None = None
     skip: Skip | None = None
+    plain: bool = field(init=False)  # rows run through all layers, read all before them, and show nobody anything
+
+    def __post_init__(self) -> None:
+        dense = getattr(self.attend, "everything", False)
+        object.__setattr__(self, "plain", self.skip is None and self.evict is None and dense)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ class Queues:
 
     def ordered(self, works: Sequence[Work]) -> list[Work]:
         """Work of the most important requests first."""
-        return sorted(works, key=lambda work: self._rank[work.job])
+        return sorted(works, key=lambda work: self._rank[work.job]) if len(works) > 1 else list(works)
 
     def join(self, request: Request, queue: list[Request]) -> None:
         """A new request, the last in order."""

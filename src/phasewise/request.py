@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phasewise.errors import UserError
@@ -36,6 +36,9 @@ class Params:
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()  # besides the model's end tokens
     ignore_eos: bool = False
+    greedy: bool = field(init=False, repr=False)
+    penalised: bool = field(init=False, repr=False)
+    """Whether logits are changed by penalties or a bias. Both are asked of every request in every step."""
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -45,16 +48,9 @@ class Params:
         for token, bias in self.logit_bias.items():
             if not -_BIAS <= bias <= _BIAS:
                 raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def penalised(self) -> bool:
-        return bool(
-            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
-        )
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        object.__setattr__(self, "greedy", self.temperature == 0.0)
+        object.__setattr__(self, "penalised", bool(penalties or self.logit_bias))
 
 
 _BIAS = 1e4  # finite: infinities of either sign could leave no token, or two certain ones
@@ -218,7 +214,7 @@ class Request:
     # ---- crossing a process boundary (placements)
     def header(self) -> dict[str, Any]:
         """Everything but the KV, as plain data: what another engine needs to go on (DESIGN section 7)."""
-        params = {name: getattr(self.params, name) for name in Params.__slots__}
+        params = {f.name: getattr(self.params, f.name) for f in fields(Params) if f.init}
         return {
             "id": self.id,
             "tokens": list(self.tokens),

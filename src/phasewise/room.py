@@ -45,9 +45,12 @@ class Room:
 
     def reserve(self, works: Sequence[Work]) -> list[Work]:
         """The work that has room now, most important first."""
+        ordered = self.queues.ordered(works)
+        if not self.companions and all(w.job.kv is not None and w.rows <= w.job.kv.spare for w in ordered):
+            return ordered
         kept: list[Work] = []
         owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
-        for work in self.queues.ordered(works):
+        for work in ordered:
             request: Request = work.job
             if request.kv is None:
                 continue  # preempted for a request before it

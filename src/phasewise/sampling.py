@@ -67,7 +67,7 @@ class Dist:
     def __init__(self, top: list[int], vocab: int, sampled: Sequence[int] = (), probs: Tensor | None = None) -> None:
         self.top = top  # most likely token per row
         self.vocab = vocab
-        self._row = {row: i for i, row in enumerate(sampled)}  # rows that are not greedy, increasing
+        self._row = {row: i for i, row in enumerate(sampled)} if sampled else {}  # rows that are not greedy, increasing
         self.probs = probs  # float32 [len(sampled), V]; None: all rows are greedy
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Con
     """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
     greedy = getattr(sample, "greedy", None)
     if greedy is not None and greedy(contexts):
-        return Dist(model.best(x).tolist(), model.config.vocab)
+        return Dist(model.best(x), model.config.vocab)
     return sample(model.head(x), contexts)
 
 

@@ -14,6 +14,7 @@ from phasewise.batch import Span
 from phasewise.forward import forward
 from phasewise.phase import Decode, Hidden, Outcome
 from phasewise.request import Request
+from phasewise.whole import Rows
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -63,6 +64,7 @@ class Turn:
 
     def __init__(self, model: Model, counters: Counters, taps: set[int]) -> None:
         self.model, self.counters, self.taps = model, counters, taps
+        self._room = Rows()
 
     def run(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | Exception | None]:
         """Per span: its outcome, why it failed, or None where it has not reached the last layer yet.
@@ -72,13 +74,15 @@ class Turn:
         """
 
         results = isolate(partial(self._attempt, waiting=waiting), spans, restart)
+        if not waiting:
+            return results
         for i, result in enumerate(results):
             if isinstance(result, Exception) and any(True for _ in _siblings(spans[i], waiting)):
                 results[i] = isolate(partial(self._attempt, waiting=()), [spans[i]], restart)[0]
         return results
 
     def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
-        hidden = forward(self.model, spans, self.counters, self.taps)
+        hidden = forward(self.model, spans, self.counters, self.taps, self._room)
         groups: dict[int, tuple[Decode, list[int]]] = {}
         under_way: list[Span] = []
         for i, span in enumerate(spans):
@@ -98,7 +102,7 @@ class Turn:
     def _judge(self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled]:
         twins = [(i, twin) for i, span in enumerate(group) for twin in _twins(span, waiting)] if waiting else []
         try:
-            outcomes = decode.accept(group + [twin for _, twin in twins], hidden)
+            outcomes = decode.accept(group + [twin for _, twin in twins] if twins else group, hidden)
         finally:
             for _, twin in twins:
                 twin.request.computed = 0  # its own only once it has forked

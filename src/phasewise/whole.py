@@ -8,28 +8,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
 from phasewise.ops.native.stack import SLICE, StackSpan
 
 if TYPE_CHECKING:
-    from phasewise.batch import Span
-    from phasewise.forward import Step
+    from phasewise.batch import Batch, Span
+    from phasewise.model.model import Model
+    from phasewise.trace import Counters
 
 MOST = 1024  # rows of a step; what more need between two layers is better given back, as the open path does
 
 
-def run_whole(step: Step) -> Tensor | None:
+class Rows:
+    """Memory for what a whole step leaves behind. The next step of as many rows writes over it."""
+
+    __slots__ = ("_count", "_x")
+
+    def __init__(self) -> None:
+        self._count, self._x = 0, torch.empty(0)
+
+    def take(self, count: int, width: int) -> Tensor:
+        """bfloat16 [count, width]; always of one width. With few rows, making a tensor would cost as much as the rest
+        of the bookkeeping."""
+        if count != self._count:
+            self._count, self._x = count, torch.empty((count, width), dtype=torch.bfloat16)
+        return self._x
+
+
+def run_whole(model: Model, batch: Batch, counters: Counters, room: Rows) -> Tensor | None:
     """The rows after all layers [T, d], their keys and values appended; None, and nothing done, if one needs more."""
-    stack, spans = step.model.stack, step.batch.spans
-    if stack is None or step.taps or step.batch.rows > MOST:
+    stack, spans, rows = model.stack, batch.spans, batch.rows
+    if stack is None or rows > MOST:
         return None
-    windows = [spec.window for spec in step.model.config.attention if spec.window is not None] if stack.windowed else []
+    windows = [spec.window for spec in model.config.attention if spec.window is not None] if stack.windowed else []
     parts: list[StackSpan] = []
     read = row_bytes = 0  # rows read by all spans, and what one of them takes in all layers
     for span in spans:
-        flat = span.kv.flat() if _plain(span, windows) else None
+        plain = span.phase.plain and span.layers is None and (span.sees is None or not windows)
+        flat = span.kv.flat() if plain else None
         if flat is None:
             return None
         end, sees = flat.n + span.rows, span.sees
@@ -40,33 +59,20 @@ def run_whole(step: Step) -> Tensor | None:
     commons = _commons(spans, max([part.n for part in parts]), windows)
     for common in commons:
         read -= common.saved
-    rotary = step.rotary
-    x = stack(step.model.embed(step.batch.tokens), rotary.positions, rotary.tables, parts, commons)
+    x = room.take(rows, stack.hidden)
+    stack(batch.numbers, model.turns(batch.end), parts, x, commons)
     for span in spans:
         span.kv.written(span.positions)
-    counters, rows = step.counters, step.batch.rows
     counters.row_layers += rows * len(spans[0].kv.layers)
     counters.kv_bytes_read += read * row_bytes
     counters.kv_bytes_written += rows * row_bytes
     return x
 
 
-def _plain(span: Span, windows: Sequence[int]) -> bool:
-    """Whether the span's rows run through all layers, read all that is before them, and show nobody anything."""
-    phase = span.phase
-    return (
-        span.layers is None
-        and phase.skip is None
-        and phase.evict is None
-        and getattr(phase.attend, "everything", False)
-        and (span.sees is None or not windows)
-    )
-
-
 def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
     """What spans of one attend method read in common; nothing where a window may hide some of it. A slice of a prompt
     reads by itself."""
-    if any(window < longest for window in windows):
+    if len(spans) < 2 or any(window < longest for window in windows):
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, span in enumerate(spans):

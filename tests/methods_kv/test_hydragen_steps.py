@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.batch import Span
-from phasewise.forward import Step
+from phasewise.forward import forward
 from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.store import KV, Store
 from phasewise.methods.attend.dense import Dense
@@ -60,7 +60,7 @@ class Party:
             request, kv = self.requests[r], self.kv(r)
             kv.reserve(len(tokens))
             spans.append(Span(request, kv, self.phase, tokens, range(request.computed, request.computed + len(tokens))))
-        x = Step(self.model, spans, self.counters).run().x
+        x = forward(self.model, spans, self.counters).x
         for span in spans:
             span.kv.commit(span.rows)
             span.request.computed += span.rows

@@ -31,7 +31,7 @@ void linear8(const LinearCall* call);
 void attend(const AttentionCall* call);
 void prefill(const PrefillCall* call);
 void head(const HeadCall* call);
-void stack(const StackCall* call);
+int64_t stack(const StackCall* call);
 }
 
 void stack_cases();  // native_driver_stack.cpp

@@ -140,8 +140,14 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
   for (Reader r : readers)
     for (long i = 0; i < r.rows; i++) positions.push_back(r.n - r.rows + i);
   long rows = positions.size();
-  Numbers x = random_numbers(BFLOAT, rows * HIDDEN);
-  Doubles want = x.plain();
+  int64_t vocab = rows + 3;
+  Numbers x = random_numbers(BFLOAT, rows * HIDDEN), table = random_numbers(BFLOAT, vocab * HIDDEN);
+  std::vector<int64_t> tokens;
+  Doubles want, embeddings = table.plain();
+  for (long i = 0; i < rows; i++) {
+    tokens.push_back(i * 5 % vocab);
+    for (long k = 0; k < HIDDEN; k++) want.push_back(0.5 * embeddings[tokens[i] * HIDDEN + k]);
+  }
   std::vector<std::vector<int64_t>> planes(readers.size());
   for (Block& block : blocks) {
     layers.push_back(block.words());
@@ -154,17 +160,18 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
     plane.insert(plane.end(), {k.data(), v.data(), k.n * DIM, k.of_scales(), v.of_scales(), k.n});
     kept.push_back(k.plain()), kept.push_back(v.plain());
   }
-  std::vector<Span> spans;
-  std::vector<const int64_t*> places;
-  for (size_t b = 0; b < readers.size(); b++) {
-    Span span = {};
-    span.n = readers[b].n, span.rows = readers[b].rows;
-    spans.push_back(span), places.push_back(planes[b].data());
-  }
+  std::vector<StackSpan> spans;
+  for (size_t b = 0; b < readers.size(); b++)
+    spans.push_back({readers[b].n, readers[b].rows, nullptr, 0, planes[b].data()});
   ::Turn turns = {turn.cos.half.data(), turn.sin.half.data(), TURNED};
-  StackCall call = {layers.data(), &turns, positions.data(), spans.data(), places.data(), x.half.data(), LAYERS,
-                    (int64_t)spans.size(), rows, HIDDEN, HEADS_Q, HEADS, DIM, INNER, 2, nullptr, 0};
-  stack(&call);
+  Embeddings looked_up = {nullptr, table.half.data(), 0, vocab, 0.5};
+  StackCall call = {layers.data(), &turns, positions.data(), spans.data(), x.half.data(), LAYERS,
+                    (int64_t)spans.size(), rows, HIDDEN, HEADS_Q, HEADS, DIM, INNER, 2, nullptr, 0,
+                    &looked_up, tokens.data()};
+  std::swap(tokens[0], vocab);
+  require(stack(&call) == 1, what, ": an absent token has an embedding");
+  std::swap(tokens[0], vocab);
+  require(stack(&call) == 0, what, ": a token has no embedding");
   double tolerance = int8 ? 0.15 : 5e-2;  // where sums round otherwise, whole steps differ from there on
   for (long i = 0; i < LAYERS; i++) {
     std::vector<Doubles> own(kept.begin() + i * 2 * spans.size(), kept.begin() + (i + 1) * 2 * spans.size());

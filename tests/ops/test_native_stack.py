@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.batch import Span, ancestors, depths
-from phasewise.forward import Step
+from phasewise.forward import forward
 from phasewise.kv.buffer import Codec, Ledger, Raw
 from phasewise.kv.store import KV, Store
 from phasewise.methods.store.int8 import Int8
@@ -64,7 +65,7 @@ class Runner:
             spans.append(Span(Request([3], Params()), kv, PLAIN, tokens, at, ancestors(TREE) if tree else None))
         kept, self.model.stack = self.model.stack, self.stack
         try:
-            x = Step(self.model, spans, self.counters).run().x
+            x = forward(self.model, spans, self.counters).x
         finally:
             self.model.stack = kept
         for span in spans:
@@ -197,6 +198,14 @@ def test_who_needs_to_see_inside_takes_the_open_path(verbs: dict[str, str], monk
     assert all(rows > 3 for rows in calls), "prompts at most"
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 40])
+def test_tokens_without_an_embedding(token: int) -> None:
+    runner = Runner(Model.load(tiny.checkpoint(), dtype=torch.bfloat16), stack=True)
+    with pytest.raises(IndexError, match=str(token)):
+        runner.step({0: [5, token]})
+    assert runner.step({0: [5, 6]}).isfinite().all()
+
+
 def test_taps_take_the_open_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model.load(tiny.checkpoint(), dtype=torch.bfloat16)
     calls: list[int] = []
@@ -204,14 +213,15 @@ def test_taps_take_the_open_path(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(model)
     kv = runner.store.open(Request([3], Params()), 8)
     with torch.inference_mode():
-        hidden = Step(model, [Span(Request([3], Params()), kv, PLAIN, [5], [0])], runner.counters, {1, 3}).run()
+        hidden = forward(model, [Span(Request([3], Params()), kv, PLAIN, [5], [0])], runner.counters, {1, 3})
     assert set(hidden.taps) == {1, 3} and not calls
 
 
 class Counting:
     def __init__(self, stack: object, calls: list[int]) -> None:
         self.stack, self.calls, self.windowed = stack, calls, False
+        self.hidden = stack.hidden  # type: ignore[attr-defined]
 
-    def __call__(self, x: Tensor, *rest: object) -> Tensor:
-        self.calls.append(x.shape[0])
-        return self.stack(x, *rest)  # type: ignore[operator]
+    def __call__(self, numbers: array[int], *rest: object) -> None:
+        self.calls.append(len(numbers) // 2)
+        self.stack(numbers, *rest)  # type: ignore[operator]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from phasewise.bench.latency import Served
 from phasewise.bench.workloads import Shot
 from phasewise.load import dtype_of, load_model
@@ -77,11 +79,12 @@ def drive(
     start = time.perf_counter()
     for request in requests:
         engine.add(request)
-    while done < len(requests):
-        engine.step()
-        peak = max(peak, engine.kv_bytes)
-        done = sum(request.left is not None for request in requests)
-        progress(done)
+    with torch.inference_mode():  # once, instead of in every step
+        while done < len(requests):
+            engine.step()
+            peak = max(peak, engine.kv_bytes)
+            done = sum(request.left is not None for request in requests)
+            progress(done)
     return Drive(time.perf_counter() - start, engine.counters - before, peak, requests)
 
 

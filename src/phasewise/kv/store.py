@@ -30,7 +30,7 @@ class KV:
         self.rounded = False  # rows have been through a lossy wire; none goes through one twice
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
-        self._spare = min((layer.spare for layer in layers), default=0)
+        self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
         self._flat: Flat | None = None
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
 
@@ -56,24 +56,24 @@ class KV:
 
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would take from the budget."""
-        return 0 if rows <= self._spare else sum(layer.growth(rows) for layer in self.layers)
+        return 0 if rows <= self.spare else sum(layer.growth(rows) for layer in self.layers)
 
     def reserve(self, rows: int) -> None:
-        if rows > self._spare:
+        if rows > self.spare:
             self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer in self.layers)
             self._measure()
 
     def _measure(self) -> None:
         """Buffers have changed."""
         self._flat = None
-        self._spare = min((layer.spare for layer in self.layers), default=0)
+        self.spare = min((layer.spare for layer in self.layers), default=0)
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """End the step: keep the first `rows` rows of the span, or the rows of a path; drop the others."""
         flat, written, self._written = self._flat, self._written, ()
         if flat is not None and isinstance(written, range) and isinstance(rows, int) and written.start == flat.n:
             flat.advance(min(rows, len(written)))
-            self._spare -= rows
+            self.spare -= rows
             return
         self._flat = None  # skipped layers, or positions that are not slots
         if written:
@@ -83,7 +83,7 @@ class KV:
         for layer in self.layers:
             moved += layer.commit(rows)
         self.counters.kv_bytes_moved += moved
-        self._spare -= rows if isinstance(rows, int) else len(rows)
+        self.spare -= rows if isinstance(rows, int) else len(rows)
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
@@ -115,7 +115,7 @@ class KV:
         twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire)
         twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
-        self._spare = 0  # the next write of either side makes its own copy
+        self.spare = 0  # the next write of either side makes its own copy
         return twin
 
     def dump(self, lent: bool = False) -> Dump:

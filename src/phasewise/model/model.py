@@ -19,6 +19,7 @@ from phasewise.model.rope import RopeTables, Rotary
 from phasewise.model.stacked import stacked
 from phasewise.model.weights import Checkpoint, Weights
 from phasewise.ops.native.head import Head
+from phasewise.ops.native.stack import Turns
 
 
 class LayerContext(Counts, Protocol):
@@ -93,12 +94,14 @@ class Model:
         # a tied table that the native kernels have packed need not be kept twice
         self.table = None if config.tied and self.unembed.native is not None else table
         self._ropes = RopeTables(config.ropes, self.dtype, self.device)
-        self.stack = stacked(self.layers, config, self.dtype)  # all layers in one native call, if they are plain
         packed, half = self.unembed.native, self.dtype == torch.bfloat16
         # final norm and `unembed` in one native call, if the kernels have the weights
         self.whole_head = None if packed is None or not half else Head(packed, self.norm.weight, config.eps)
         # in the model's dtype first, as the families were trained
         self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
+        embeddings = packed if self.table is None else self.table
+        # embeddings and all layers in one native call, if they are plain
+        self.stack = None if embeddings is None else stacked(self.layers, config, self.dtype, embeddings, self._scale)
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
 
     @classmethod
@@ -126,6 +129,10 @@ class Model:
         """int64 [T], all below `end` -> cos and sin of each row for every kind of rotation, once per step."""
         return self._ropes(positions, end)
 
+    def turns(self, end: int) -> Turns:
+        """The same for all positions below `end`, as `stack` takes them."""
+        return self._ropes.turns(end)
+
     def layer(self, i: int, x: Tensor, ctx: LayerContext) -> Tensor:
         """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]."""
         return self.layers[i](x, ctx)
@@ -136,10 +143,10 @@ class Model:
         logits = self.unembed(self.norm(x)).float() if whole is None else whole.logits(x)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def best(self, x: Tensor) -> Tensor:
-        """[R, d] -> int64 [R], the most likely token per row: `head(x).argmax(-1)`, but logits need not be written."""
+    def best(self, x: Tensor) -> list[int]:
+        """[R, d] -> [R], the most likely token per row: `head(x).argmax(-1)`, but logits need not be written."""
         if self.whole_head is None or self.config.logit_softcap is not None:  # a cap makes large logits equal
-            return self.head(x).argmax(-1)
+            return self.head(x).argmax(-1).tolist()
         return self.whole_head.best(x)
 
     def rotate(self, layer: int, k: Tensor, delta: int | Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UnsupportedModel, UserError, near
+from phasewise.ops.native.stack import Turns
 
 
 @dataclass(frozen=True)
@@ -213,15 +214,26 @@ class RopeTables:
         self.scales = tuple(rope.scale for rope in ropes)
         halves = [torch.tensor(rope.inverse, dtype=torch.float32, device=device) for rope in ropes]
         self.signed = tuple(torch.cat((-half, half)) for half in halves)  # [R]: cos is even, sin is odd
-        self._end, self._tables = 0, self._made(0)
+        self._grow(0)
 
     def __call__(self, positions: Tensor, end: int | None = None) -> Rotary:
         """`end`: no position is as large; asked of the device if not given."""
         end = int(positions.max()) + 1 if end is None else end
         if end > self._end:
-            end = max(LEAST, 1 << (end - 1).bit_length())
-            self._tables, self._end = self._made(end), end
+            self._grow(end)
         return Rotary(self._tables, positions)
+
+    def turns(self, end: int) -> Turns:
+        """The tables for native kernels, for all positions below `end`."""
+        if end > self._end:
+            self._grow(end)
+        return self._turns
+
+    def _grow(self, end: int) -> None:
+        end = max(LEAST, 1 << (end - 1).bit_length()) if end else 0
+        self._tables = self._made(end)
+        self._turns = Turns(self._tables)
+        self._end = end
 
     def _made(self, end: int) -> Tables:
         column = torch.arange(end, dtype=torch.float32, device=self._device)[:, None, None]

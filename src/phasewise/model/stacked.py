@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from phasewise.model.config import ModelConfig
@@ -13,13 +14,17 @@ from phasewise.model.mlp import MLP
 from phasewise.model.norm import HeadNorm
 from phasewise.ops.native.spans import MOST_DIM
 from phasewise.ops.native.stack import Stack, StackLayer, StackShape
+from phasewise.ops.native.weights import Packed
 
 if TYPE_CHECKING:
     from phasewise.model.model import Layer
 
 
-def stacked(layers: Sequence[Layer], config: ModelConfig, dtype: torch.dtype) -> Stack | None:
-    """The layers as one native call, or None when one of them is more than the plain decoder layer."""
+def stacked(
+    layers: Sequence[Layer], config: ModelConfig, dtype: torch.dtype, table: Packed | Tensor, scale: float
+) -> Stack | None:
+    """Embeddings (`table` [V, d], taken `scale` times) and layers as one native call, or None when one of them is more
+    than the plain decoder layer."""
     if dtype != torch.bfloat16 or config.head_dim > MOST_DIM or not layers:
         return None
     made = [_stacked(layer, config) for layer in layers]
@@ -30,7 +35,7 @@ def stacked(layers: Sequence[Layer], config: ModelConfig, dtype: torch.dtype) ->
     if len(widths) > 1:
         return None
     shape = StackShape(plain[0].products[0].inputs, config.heads, config.kv_heads, config.head_dim, widths.pop())
-    return Stack(plain, shape)
+    return Stack(plain, shape, table, scale)
 
 
 def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.place import Placed
 from phasewise.request import Left, Request
@@ -143,6 +145,7 @@ class EngineLoop:
         self._thread.join(JOIN_SECONDS)
 
     # ---- the engine's thread
+    @torch.inference_mode()  # once, instead of in every step
     def _run(self) -> None:
         while True:
             try:

@@ -16,7 +16,7 @@ import torch
 log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
-INTERFACE = 9  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 10  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,
@@ -30,7 +30,7 @@ SIGNATURES = {
     "stack": 1,
     "head": 1,
 }  # name: number of arguments, all words of 64 bits
-COUNTS = ("words", "linear_rows", "linear8_rows")  # these return one
+COUNTS = ("words", "linear_rows", "linear8_rows", "stack")  # these return one
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 
 

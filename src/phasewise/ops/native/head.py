@@ -11,8 +11,6 @@ from torch import Tensor
 from phasewise.ops.native import library
 from phasewise.ops.native.weights import Packed
 
-CALL = struct.Struct("=7q")  # HeadCall in kernels.h from x on
-
 
 class Head:
     """RMSNorm by `norm` [d] and `eps`, then the product with `weights`, for rows x [T, d] in bfloat16.
@@ -25,26 +23,43 @@ class Head:
         kernels = library()
         assert kernels is not None
         self.weights, self._norm = weights, norm.float().contiguous()
-        self._fixed = struct.pack("=qqd", weights.address, self._norm.data_ptr(), eps)
+        self._fixed = struct.unpack("=3q", struct.pack("=qqd", weights.address, self._norm.data_ptr(), eps))
         self._run = kernels.head
+        self._last: _Where | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [T, V]"""
         out = torch.empty((x.shape[0], self.weights.outputs))
-        self._call(x, out.data_ptr(), 0)
+        self._call(self._where(x), out.data_ptr(), 0)
         return out
 
-    def best(self, x: Tensor) -> Tensor:
-        """Index of the largest logit per row, int64 [T]: `logits(x).argmax(-1)`, without any logits in memory."""
-        out = torch.empty(x.shape[0], dtype=torch.int64)
-        self._call(x, 0, out.data_ptr())
-        return out
+    def best(self, x: Tensor) -> list[int]:
+        """Index of the largest logit per row, [T]: `logits(x).argmax(-1)`, without any logits in memory."""
+        where = self._where(x)
+        out = array("q", bytes(8 * where.count))
+        self._call(where, 0, out.buffer_info()[0])
+        return out.tolist()
 
-    def _call(self, x: Tensor, logits: int, best: int) -> None:
-        count, inputs = x.shape
-        assert x.dtype == torch.bfloat16 and inputs == self.weights.inputs
-        if x.stride()[1] != 1:
-            x = x.contiguous()
-        step, threads = x.stride()[0], torch.get_num_threads()
-        call = array("q", self._fixed + CALL.pack(x.data_ptr(), step, count, self.weights.int8, threads, logits, best))
+    def _where(self, x: Tensor) -> _Where:
+        """Steps of as many rows come in the same memory, and a tensor's sizes are slow to ask for."""
+        last = self._last
+        if last is not None and last.rows is x:
+            return last
+        self._last = where = _Where(x if x.stride(1) == 1 else x.contiguous(), self.weights.inputs)
+        return where
+
+    def _call(self, x: _Where, logits: int, best: int) -> None:
+        given = (x.address, x.step, x.count, self.weights.int8, torch.get_num_threads(), logits, best)
+        call = array("q", (*self._fixed, *given))
         self._run(call.buffer_info()[0])
+
+
+class _Where:
+    """Rows whose numbers are contiguous, and where they lie."""
+
+    __slots__ = ("address", "count", "rows", "step")
+
+    def __init__(self, rows: Tensor, inputs: int) -> None:
+        self.rows, (self.count, width) = rows, rows.shape
+        assert rows.dtype == torch.bfloat16 and width == inputs
+        self.address, self.step = rows.data_ptr(), rows.stride(0)

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 9;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 10;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -100,16 +100,31 @@ struct Turn {  // one kind of rotary positions
   int64_t size;
 };
 
-struct StackCall {  // x [rows, hidden] bfloat16 through all layers, in place; new keys and values go to their slots
+struct Embeddings {  // a table [outputs, inputs] of `packed`, or as it lies; its rows are taken `scale` times
+  const Weights* packed;
+  const uint16_t* plain;  // bfloat16; null where it is packed
+  int64_t int8, vocab;
+  double scale;
+};
+
+struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans
+  int64_t n, rows;
+  const uint8_t* sees;
+  int64_t common;
+  const int64_t* planes;
+};
+
+struct StackCall {  // x [rows, hidden] bfloat16: the tokens' embeddings through all layers; keys and values to their slots
   const Layer* layers;
   const Turn* turns;
-  const int64_t* positions;      // [rows], of the turns
-  const Span* spans;             // n, rows, sees and common; the rest is found
-  const int64_t* const* planes;  // a span's [layers, 6]: see fill_spans
+  const int64_t* positions;  // [rows], of the turns
+  const StackSpan* spans;
   uint16_t* x;
   int64_t count, span_count, rows, hidden, heads_q, heads, dim, inner, threads;
   const Common* commons;  // of spans that are no slices (see stack.cpp)
   int64_t common_count;
+  const Embeddings* embeddings;
+  const int64_t* tokens;  // [rows]
 };
 
 struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row

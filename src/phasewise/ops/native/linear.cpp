@@ -25,19 +25,19 @@ API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
   });
 }
 
+void linear_row(const Weights& w, long which, bf16* out) {
+  const int32_t* column = (const int32_t*)w.packed + which / WIDTH * words_of(w.inputs, 2) * WIDTH + which % WIDTH;
+  for (long k = 0; k < w.inputs / 2; k++) store(out + 2 * k, column[k * WIDTH]);
+  if (w.inputs % 2) out[w.inputs - 1] = (bf16)column[w.inputs / 2 * WIDTH];
+}
+
 // Rows `which` of the weight, [count, inputs]: the way back, and the embedding table of a model that ties it.
 // Returns 1, and nothing else is done, if one of them is not there.
 API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, bf16* out, int64_t threads) {
-  long words = words_of(w->inputs, 2);
   for (long i = 0; i < count; i++)
     if (which[i] < 0 || which[i] >= w->outputs) return 1;
   together(enough(threads, count * w->inputs), [&](int thread, int all) {
-    for (long i = thread; i < count; i += all) {
-      const int32_t* column = (const int32_t*)w->packed + which[i] / WIDTH * words * WIDTH + which[i] % WIDTH;
-      bf16* row = out + i * w->inputs;
-      for (long k = 0; k < w->inputs / 2; k++) store(row + 2 * k, column[k * WIDTH]);
-      if (w->inputs % 2) row[w->inputs - 1] = (bf16)column[w->inputs / 2 * WIDTH];
-    }
+    for (long i = thread; i < count; i += all) linear_row(*w, which[i], out + i * w->inputs);
   });
   return 0;
 }

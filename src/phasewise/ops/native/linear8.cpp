@@ -89,21 +89,22 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
   });
 }
 
+template <class T> static void widen_column(const Weights& w, long which, T* out) {
+  const int8_t* column = (const int8_t*)w.packed + (which / WIDTH * words_of(w.inputs, 4) * WIDTH + which % WIDTH) * 4;
+  for (long k = 0; k < w.inputs; k++) put(out + k, column[k / 4 * WIDTH * 4 + k % 4] * w.scale[which]);
+}
+
+void linear8_row(const Weights& w, long which, bf16* out) { widen_column(w, which, out); }
+
 // Rows `which` of the weight as it was rounded, [count, inputs]. Returns 1, and nothing else is done, if one of them is
 // not there.
 API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, const Rows* out, int64_t threads) {
-  long words = words_of(w->inputs, 4);
   for (long i = 0; i < count; i++)
     if (which[i] < 0 || which[i] >= w->outputs) return 1;
   together(enough(threads, count * w->inputs), [&](int thread, int all) {
     for (long i = thread; i < count; i += all) {
-      long o = which[i];
-      const int8_t* column = (const int8_t*)w->packed + (o / WIDTH * words * WIDTH + o % WIDTH) * 4;
-      for (long k = 0; k < w->inputs; k++) {
-        float value = column[k / 4 * WIDTH * 4 + k % 4] * w->scale[o];
-        if (out->kind == FLOAT) ((float*)out->data)[i * out->stride + k] = value;
-        else ((bf16*)out->data)[i * out->stride + k] = narrow(value);
-      }
+      if (out->kind == FLOAT) widen_column(*w, which[i], (float*)out->data + i * out->stride);
+      else widen_column(*w, which[i], (bf16*)out->data + i * out->stride);
     }
   });
   return 0;

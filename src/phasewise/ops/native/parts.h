@@ -16,6 +16,10 @@ void linear_part(const LinearCall& call, void* room, Shares* shares, int thread,
 long linear8_room(const LinearCall& call);
 void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
 
+// Row `which` of the weights in bfloat16, [inputs]
+void linear_row(const Weights& w, long which, bf16* out);
+void linear8_row(const Weights& w, long which, bf16* out);
+
 struct Plan;  // of jobs: which queries read which slots; it depends on the spans' sizes, the commons and the window
 Plan* make_plan(const AttentionCall& call, void* room);
 long plan_room(const AttentionCall& call);

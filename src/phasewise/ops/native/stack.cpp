@@ -1,4 +1,4 @@
-// All layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention, MLP, residuals.
+// Embeddings and all layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention, MLP, residuals.
 //
 // The threads stay in one parallel region and meet at the end of every stage. What a layer computes is what the open
 // path in Python computes, operator by operator; only the number of roundings to bfloat16 differs. Spans of many rows,
@@ -36,7 +36,7 @@ struct Stage {
 
 constexpr long LONG = 64;  // rows from which on a span is a slice
 
-static bool is_slice(const Span& span) { return span.rows > LONG && !span.sees; }
+static bool is_slice(const StackSpan& span) { return span.rows > LONG && !span.sees; }
 
 // One row's queries and keys normed and turned, its keys and values put into their slots.
 static void place(const StackCall& call, const Layer& layer, const Span* spans, bf16* qkv, long row) {
@@ -70,12 +70,18 @@ static AttentionCall attention_of(const StackCall& call, const Layer& layer, con
           layer.window, call.threads,    layer.scale,  call.commons, call.common_count};
 }
 
-// `rows` rows of a slice; `span` is the layer's.
-static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Span& span, long rows) {
-  return {span.q,       span.k,       span.v,       span.out,    span.q_row, call.dim,     span.k_head,
-          span.k_row,   span.v_head,  span.v_row,   span.n,      rows,       call.heads_q, call.heads,
-          call.dim,     BFLOAT,       call.threads, layer.scale, span.k_scale, span.v_scale,
-          span.k_scale_head, span.v_scale_head};
+// A span that is a slice; `span` is the layer's, or null where only sizes matter.
+static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Span* span, const StackSpan& own) {
+  PrefillCall slice = {};
+  slice.n = own.n, slice.rows = own.rows, slice.heads_q = call.heads_q, slice.heads = call.heads, slice.dim = call.dim;
+  slice.kind = BFLOAT, slice.threads = call.threads, slice.scale = layer.scale;
+  if (!span) return slice;
+  slice.q = span->q, slice.q_row = span->q_row, slice.q_head = call.dim, slice.out = span->out;
+  slice.k = span->k, slice.k_head = span->k_head, slice.k_row = span->k_row;
+  slice.v = span->v, slice.v_head = span->v_head, slice.v_row = span->v_row;
+  slice.k_scale = span->k_scale, slice.k_scale_head = span->k_scale_head;
+  slice.v_scale = span->v_scale, slice.v_scale_head = span->v_scale_head;
+  return slice;
 }
 
 // work(slice, its number, its part of the packed keys and values) for all slices
@@ -84,7 +90,7 @@ static void slices(const StackCall& call, const Layer& layer, const Span* spans,
   long number = 0;
   for (long b = 0; b < call.span_count; b++) {
     if (!is_slice(call.spans[b])) continue;
-    PrefillCall slice = slice_of(call, layer, spans[b], call.spans[b].rows);
+    PrefillCall slice = slice_of(call, layer, spans ? spans + b : nullptr, call.spans[b]);
     work(slice, number++, packed);
     packed += (prefill_room(slice) + 63) / 64 * 64;
   }
@@ -104,6 +110,16 @@ static void attend(const Stage& stage, long index, const Span* spans, Shares* sh
     prefill_read(slice, packed, own + 2 * i + 1, stage.all);
   });
   wait_for_all(stage.all);
+}
+
+static void embed(const StackCall& call, long row) {
+  const Embeddings& table = *call.embeddings;
+  long token = call.tokens[row], hidden = call.hidden;
+  bf16* x = call.x + row * hidden;
+  if (table.plain) memcpy(x, table.plain + token * hidden, hidden * 2);
+  else (table.int8 ? linear8_row : linear_row)(*table.packed, token, x);
+  if (table.scale == 1) return;
+  for (long i = 0; i < hidden; i++) x[i] = narrow(widen(x[i]) * (float)table.scale);
 }
 
 static void run_layer(const Stage& stage, long index) {
@@ -141,16 +157,18 @@ static void fill_spans(const StackCall& call, const Room& room) {
     long row = 0;
     for (long b = 0; b < call.span_count; b++) {
       Span& span = room.spans[i * call.span_count + b];
-      const int64_t* planes = call.planes[b] + i * 6;
-      span = call.spans[b];
-      span.k = (void*)planes[0], span.v = (void*)planes[1], span.lse = nullptr;
+      const StackSpan& own = call.spans[b];
+      const int64_t* planes = own.planes + i * 6;
+      span = {};
+      span.n = own.n, span.rows = is_slice(own) ? 0 : own.rows;  // a slice's rows are not for the others' attention
+      span.sees = own.sees, span.common = own.common;
+      span.k = (void*)planes[0], span.v = (void*)planes[1];
       span.k_head = span.v_head = planes[2], span.k_row = span.v_row = call.dim;
       span.k_scale = (bf16*)planes[3], span.v_scale = (bf16*)planes[4];
       span.k_scale_head = span.v_scale_head = planes[5];
       span.q = room.qkv + row * wide, span.q_row = wide;
       span.out = room.read + row * call.heads_q * call.dim;
-      row += span.rows;
-      if (is_slice(span)) span.rows = 0;  // for the others' attention
+      row += own.rows;
     }
   }
 }
@@ -175,12 +193,15 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
   room.shares = (Shares*)take(at, call.count * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
   room.inputs = take(at, rows * (inputs + 4) * 4);
   room.packed = at;
-  slices(call, call.layers[0], call.spans, nullptr,
+  slices(call, call.layers[0], nullptr, nullptr,
          [&](const PrefillCall& slice, long, char*) { take(at, prefill_room(slice)); });
   return at;
 }
 
-API void stack(const StackCall* call) {
+// Returns 1, and nothing else is done, if a token has no embedding.
+API int64_t stack(const StackCall* call) {
+  for (long r = 0; r < call->rows; r++)
+    if (call->tokens[r] < 0 || call->tokens[r] >= call->embeddings->vocab) return 1;
   const Layer* layers = call->layers;
   int64_t weights = 0;
   for (long i = 0; i < call->count; i++) weights += layers[i].down->outputs * layers[i].down->inputs;
@@ -217,6 +238,8 @@ API void stack(const StackCall* call) {
   }
   together(threads, [&](int thread, int all) {
     Stage stage = {*call, room, plans, thread, all};
+    stage.rows([&](long r) { embed(*call, r); });
     for (long i = 0; i < call->count; i++) run_layer(stage, i);
   });
+  return 0;
 }

@@ -1,4 +1,4 @@
-"""All layers of a plain decoder in one native call, for steps in which nobody looks inside a layer."""
+"""Embeddings and all layers of a plain decoder in one native call, for steps in which nobody looks inside a layer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from phasewise.ops.native import library
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
-SPAN = struct.Struct("=80x4q32x")  # Span in kernels.h: n, rows, sees, common; the kernel finds the rest by layer
-CALL = struct.Struct("=17q")  # StackCall in kernels.h
 SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
 
 
@@ -43,6 +41,19 @@ class StackShape:
     inner: int
 
 
+class Turns:
+    """Rotations as the kernels take them: bfloat16 cos and signed sin [P, 1, R] of each, alive with the object."""
+
+    __slots__ = ("_kept", "_words", "address")
+
+    def __init__(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._kept = tables
+        self._words = array("q")
+        for cos, sin in tables:
+            self._words.extend((cos.data_ptr(), sin.data_ptr(), cos.shape[-1]))
+        self.address = self._words.buffer_info()[0]
+
+
 class StackSpan(NamedTuple):
     """`rows` rows that end at slot `n`; `sees` as in Few.
 
@@ -57,16 +68,19 @@ class StackSpan(NamedTuple):
 
 
 class Stack:
-    """x [T, d] bfloat16 -> x [T, d] after all layers; keys and values of the rows are written to their slots.
+    """Tokens -> x bfloat16 [T, d] after all layers; keys and values of the rows are written to their slots.
 
-    A row's result depends on that row and the slots it sees, bit for bit. There must be a `library()`.
+    Tokens are rows of `table` [V, d], taken `scale` times. A row's result depends on that row and the slots it sees,
+    bit for bit. There must be a `library()`.
     """
 
-    def __init__(self, layers: Sequence[StackLayer], shape: StackShape) -> None:
+    def __init__(
+        self, layers: Sequence[StackLayer], shape: StackShape, table: Packed | Tensor, scale: float = 1.0
+    ) -> None:
         kernels = library()
         assert kernels is not None
         self.windowed = any(layer.window is not None for layer in layers)
-        self._kept: list[object] = [layers]
+        self._kept: list[object] = [layers, table]
         words = array("q")
         for layer in layers:
             norms = zip((layer.before_attention, layer.before_mlp, layer.heads_norm), layer.eps)
@@ -78,7 +92,13 @@ class Stack:
             words.extend([-1 if layer.turn is None else layer.turn, layer.window or 0])
             words.frombytes(struct.pack("d", layer.scale))
         self._layers, self._count = words, len(layers)
+        self.hidden = shape.hidden
         self._shape = (shape.hidden, shape.heads_q, shape.heads, shape.dim, shape.inner)
+        if isinstance(table, Tensor):
+            self._table = array("q", (0, self._keep(table.contiguous()), 0, table.shape[0]))
+        else:
+            self._table = array("q", (table.address, 0, table.int8, table.outputs))
+        self._table.frombytes(struct.pack("d", scale))
         self._run = kernels.stack
 
     def _keep(self, tensor: Tensor) -> int:
@@ -86,24 +106,23 @@ class Stack:
         return tensor.data_ptr()
 
     def __call__(
-        self, x: Tensor, positions: Tensor, turns: Sequence[tuple[Tensor, Tensor]], spans: Sequence[StackSpan],
+        self, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], x: Tensor,
         commons: Sequence[Common] = (),
-    ) -> Tensor:  # fmt: skip
-        """Changes x in place and returns it. `turns`: bfloat16 cos and signed sin [P, 1, R] of each rotation, for all
-        `positions` int64 [T] of the rows.
+    ) -> None:  # fmt: skip
+        """`numbers` int64 [2 T]: tokens, then their positions, all within the tables of `turns`. Writes x.
 
         No layer's window may hide slots of `commons`, nor any of a span of more than SLICE rows; none of those are
-        members of `commons`.
+        members of `commons`. Raises IndexError for a token that has no embedding, and nothing is written.
         """
-        rotations = [word for cos, sin in turns for word in (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])]
-        tables, table = array("q", rotations), array("q")
-        for span, reach in zip(spans, reaches(commons, len(spans))):
-            sees = 0 if span.sees is None else span.sees.data_ptr()
-            table.frombytes(SPAN.pack(span.n, span.rows, sees, reach))
-        planes, shared = array("q", [span.planes for span in spans]), Table(commons)
-        turned, listed, placed = tables.buffer_info()[0], table.buffer_info()[0], planes.buffer_info()[0]
-        given = (self._layers.buffer_info()[0], turned, positions.data_ptr(), listed, placed, x.data_ptr())
-        sizes = (self._count, len(spans), x.shape[0], *self._shape, torch.get_num_threads())
-        call = array("q", CALL.pack(*given, *sizes, shared.address, shared.count))
-        self._run(call.buffer_info()[0])
-        return x
+        rows = len(numbers) // 2
+        table, shared = array("q"), Table(commons)
+        for (n, own, sees, planes), reach in zip(spans, reaches(commons, len(spans))):
+            table.extend((n, own, 0 if sees is None else sees.data_ptr(), reach, planes))
+        tokens = numbers.buffer_info()[0]
+        call = array("q", (
+            self._layers.buffer_info()[0], turns.address, tokens + rows * 8, table.buffer_info()[0],
+            x.data_ptr(), self._count, len(spans), rows, *self._shape,
+            torch.get_num_threads(), shared.address, shared.count, self._table.buffer_info()[0], tokens,
+        ))  # fmt: skip
+        if self._run(call.buffer_info()[0]):
+            raise IndexError(f"tokens {numbers[:rows].tolist()} are not all among the {self._table[3]} of the model")
