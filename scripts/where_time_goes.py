@@ -3,9 +3,9 @@
     python scripts/where_time_goes.py --model DIR [--dtype bfloat16] [--batch 1,8,16] [--prompt 192] [--steps 60]
 
 The native calls of real steps are timed where they are made: all else is the rest of those steps. After as many more
-steps, the linear layers and the attention of the layers' one call are run again by themselves, on the same weights and
-the same KV; what remains of it are norms, rotations, activations and waiting for one another. Prints a Markdown table,
-medians.
+steps, the linear layers and the attention of the layers' one call are run again by themselves, each in native calls of
+its own, on the same weights and the same KV; what remains are norms, rotations, activations and waiting for one
+another. Prints a Markdown table, medians.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ import torch
 from phasewise.bench.drive import Bench
 from phasewise.model.mlp import MLP
 from phasewise.model.model import Model
+from phasewise.ops.native import library
 from phasewise.ops.native.spans import Few, attend
+from phasewise.ops.native.weights import Packed
 from phasewise.recipe import Limits
 from phasewise.request import Params, Request
 
@@ -30,19 +32,21 @@ HEADS = ("batch", "step ms", "all layers", "products alone", "attention alone", 
 
 
 class Timed:
-    """The native call of a part of the model, and the seconds spent in it."""
+    """A native call that these objects make by an attribute of their own, and the seconds spent in it."""
 
-    def __init__(self, part: Any) -> None:
-        self.part, self.run, self.seconds = part, part._run, 0.0
+    def __init__(self, objects: Sequence[Any], name: str) -> None:
+        self.objects, self.name, self.run, self.seconds = objects, name, getattr(objects[0], name), 0.0
 
     def __enter__(self) -> Timed:
-        self.part._run = self
+        for each in self.objects:
+            setattr(each, self.name, self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.part._run = self.run
+        for each in self.objects:
+            setattr(each, self.name, self.run)
 
-    def __call__(self, address: int) -> int | None:
+    def __call__(self, address: int) -> Any:
         start = time.perf_counter()
         result = self.run(address)
         self.seconds += time.perf_counter() - start
@@ -60,25 +64,23 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def linears(model: Model, batch: int) -> Callable[[], object]:
+def linears(model: Model) -> list[Packed]:
     """The linear layers of one step, the head left out."""
-    calls = []
+    found = []
     for layer in model.layers:
         assert isinstance(layer.mlp, MLP)
-        calls += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
-    rows = {call.inputs: torch.randn(batch, call.inputs).to(model.dtype) for call in calls}
-    return lambda: [call(rows[call.inputs]) for call in calls]
+        found += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+    return [linear.native for linear in found if linear.native is not None]
 
 
-def attention(model: Model, requests: list[Request]) -> Callable[[], object]:
+def attention(model: Model, requests: list[Request]) -> None:
     """The attention of one step over the requests' KV as it is now."""
     config = model.config
     q = torch.randn(1, config.heads, config.head_dim).to(model.dtype)
-    layers = []
     for i in range(config.layers):
         kv = [request.kv.layers[i].slabs[0] for request in requests if request.kv is not None]
-        layers.append([Few(q, *(plane[:, : slab.n] for plane in slab.buffer.planes)) for slab in kv])
-    return lambda: [attend(spans, config.head_dim**-0.5) for spans in layers]
+        spans = [Few(q, *(plane[:, : slab.n] for plane in slab.buffer.planes)) for slab in kv]
+        attend(spans, config.head_dim**-0.5)
 
 
 @torch.inference_mode()
@@ -94,14 +96,19 @@ def measure(bench: Bench, batch: int, prompt: int, steps: int) -> list[float]:
     while min(request.n_out for request in requests) < 4:
         engine.step()
     whole, alone = [], []
-    with Timed(model.stack) as layers, Timed(model.whole_head) as head:
+    with Timed([model.stack], "_run") as layers, Timed([model.whole_head], "_run") as head:
         for _ in range(steps):
             seconds, inside, top = timed(engine.step), layers.take(), head.take()
             whole.append((seconds, inside, top, seconds - inside - top))
-    products = linears(model, batch)
-    for _ in range(steps):
-        engine.step()
-        alone.append((timed(products), timed(attention(model, requests))))
+    calls = linears(model)
+    rows = {call.inputs: torch.randn(batch, call.inputs).to(model.dtype) for call in calls}
+    with Timed(calls, "_multiply") as products, Timed([library()], "attend") as reading:
+        for _ in range(steps):
+            engine.step()
+            attention(model, requests)
+            for call in calls:
+                call(rows[call.inputs])
+            alone.append((products.take(), reading.take()))
     step, inside, top, rest = (statistics.median(column) for column in zip(*whole))
     return [step, inside, *(statistics.median(column) for column in zip(*alone)), top, rest]
 

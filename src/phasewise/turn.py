@@ -83,6 +83,9 @@ class Turn:
 
     def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
         hidden = forward(self.model, spans, self.counters, self.taps, self._room)
+        decode = spans[0].phase.decode
+        if all(span.layers is None and span.phase.decode is decode for span in spans):
+            return [*self._judge(decode, spans, hidden, waiting)]
         groups: dict[int, tuple[Decode, list[int]]] = {}
         under_way: list[Span] = []
         for i, span in enumerate(spans):
