@@ -63,23 +63,32 @@ inline void store_sums(char* to, long second) {
   store_tile<3>(to + second + SIDE * 4, LINE);
 }
 
-// The lines of a tile of the next step: no hardware foresees so many that far apart.
-inline void fetch_tile(const int32_t* from, long stride) {
-  for (long i = 0; i < SIDE; i++) __builtin_prefetch(from + i * stride);
+// Half of the lines of a tile of the next step: no hardware foresees so many that far apart. They go between the unit's
+// instructions, which would wait for them all if they came at once.
+inline void fetch_half(const int32_t* from, long stride, long half) {
+  for (long i = 0; i < SIDE / 2; i++) __builtin_prefetch(from + (half * SIDE / 2 + i) * stride);
 }
 
 // Tiles 0 to 3 += rows of x times a panel of weights, whose words are `width` outputs apart.
 template <class Op> void add_panel(const int32_t* weights, long width, const int32_t* x, long stride, long words) {
   for (long k = 0; k < words; k += SIDE, weights += SIDE * width) {
-    for (long i = 0; i < WIDTH; i += SIDE) fetch_tile(weights + SIDE * width + i, width);
+    const int32_t* next = weights + SIDE * width;
     load_tile<4>(x + k, stride * 4);
+    fetch_half(next, width, 0);
     load_tile<6>(weights, width * 4);
+    fetch_half(next, width, 1);
     Op::template add<0, 4, 6>();
+    fetch_half(next + SIDE, width, 0);
     load_tile<7>(weights + SIDE, width * 4);
+    fetch_half(next + SIDE, width, 1);
     Op::template add<1, 4, 7>();
+    fetch_half(next + 2 * SIDE, width, 0);
     load_tile<6>(weights + 2 * SIDE, width * 4);
+    fetch_half(next + 2 * SIDE, width, 1);
     Op::template add<2, 4, 6>();
+    fetch_half(next + 3 * SIDE, width, 0);
     load_tile<7>(weights + 3 * SIDE, width * 4);
+    fetch_half(next + 3 * SIDE, width, 1);
     Op::template add<3, 4, 7>();
   }
 }
@@ -90,17 +99,22 @@ void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long
                 void* sums) {
   start_sums(first, (char*)sums, BELOW);
   for (long k = 0; k < words; k += SIDE, weights += SIDE * WIDTH) {
-    fetch_tile(weights + SIDE * WIDTH, WIDTH);
-    fetch_tile(weights + SIDE * WIDTH + SIDE, WIDTH);
-    fetch_tile(x + k + SIDE, stride);
-    fetch_tile(y + k + SIDE, stride);
+    const int32_t* next = weights + SIDE * WIDTH;
+    fetch_half(next, WIDTH, 0);
     load_tile<6>(weights, LINE);
+    fetch_half(x + k + SIDE, stride, 0);
     load_tile<4>(x + k, stride * 4);
+    fetch_half(next, WIDTH, 1);
     Op::template add<0, 4, 6>();
+    fetch_half(x + k + SIDE, stride, 1);
     load_tile<7>(weights + SIDE, LINE);
+    fetch_half(next + SIDE, WIDTH, 0);
     Op::template add<1, 4, 7>();
+    fetch_half(y + k + SIDE, stride, 0);
     load_tile<5>(y + k, stride * 4);
+    fetch_half(next + SIDE, WIDTH, 1);
     Op::template add<2, 5, 6>();
+    fetch_half(y + k + SIDE, stride, 1);
     Op::template add<3, 5, 7>();
   }
   store_sums((char*)sums, BELOW);
