@@ -28,4 +28,4 @@ long prefill_room(const PrefillCall& call);
 Shares prefill_packs(const PrefillCall& call, int threads);
 Shares prefill_reads(const PrefillCall& call, int threads);
 void prefill_pack(const PrefillCall& call, void* packed, Shares* packs);
-void prefill_read(const PrefillCall& call, const void* packed, Shares* reads, int all);
+void prefill_read(const PrefillCall& call, const void* packed, Shares* reads);

@@ -101,7 +101,7 @@ static void attend(const Stage& stage, long index, const Span* spans, Shares* sh
   wait_for_all(stage.all);
   if (!room.slices) return;
   slices(call, layer, spans, room.packed, [&](const PrefillCall& slice, long i, char* packed) {
-    prefill_read(slice, packed, own + 2 * i + 1, stage.all);
+    prefill_read(slice, packed, own + 2 * i + 1);
   });
   wait_for_all(stage.all);
 }
