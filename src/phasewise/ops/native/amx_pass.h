@@ -64,7 +64,7 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
   const int32_t* block = (const int32_t*)packed;
   for (long b = 0; b < blocks; b++) {
     start_sums(true, nullptr, ACROSS);
-    add_panel<Bf16>(block + b * shape.block, KEYS, (const int32_t*)tile.q, shape.words, shape.words);
+    add_panel<Bf16>(block + b * shape.block, KEYS, KEYS, (const int32_t*)tile.q, shape.words, shape.words);
     store_sums((char*)scores[b], ACROSS);
     hide_all(tile, queries, slot + b * KEYS, scores[b]);
   }
@@ -72,7 +72,7 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
   for (long d = 0; d < shape.padded; d += WIDTH) {
     start_sums(true, nullptr, ACROSS);
     for (long b = 0; b < blocks; b++)
-      add_panel<Bf16>(block + b * shape.block + shape.key_block + d, shape.padded,
+      add_panel<Bf16>(block + b * shape.block + shape.key_block + d, shape.padded, shape.padded,
                       (const int32_t*)weights + b * WORDS, PASS<bf16> * WORDS, WORDS);
     store_sums((char*)sums, ACROSS);
     for (long r = 0; r < queries; r++)

@@ -12,15 +12,12 @@ API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
   together(threads, [&](int, int) {
     for (long from, to; shares.take(from, to);)
       for (long p = from; p < to; p++) {
-        for (long k = 0; k < inputs; k++)
+        bf16* panel = packed + p * words * WIDTH * 2;
+        for (long k = 0; k < words * 2; k++)
           for (long i = 0; i < WIDTH; i++) {
             long o = p * WIDTH + i;
-            bf16* word = packed + ((p * words + k / 2) * WIDTH + i) * 2;
-            word[k % 2] = o < outputs ? weight[o * inputs + k] : 0;
-            if (k % 2 == 0) word[1] = 0;
+            panel[word_at(k / 2, i) * 2 + k % 2] = o < outputs && k < inputs ? weight[o * inputs + k] : 0;
           }
-        long used = (inputs + 1) / 2;
-        memset(packed + (p * words + used) * WIDTH * 2, 0, (words - used) * WIDTH * 4);
       }
   });
 }
@@ -33,10 +30,11 @@ API int64_t linear_rows(const Weights* w, const int64_t* which, int64_t count, b
     if (which[i] < 0 || which[i] >= w->outputs) return 1;
   together(enough(threads, count * w->inputs), [&](int thread, int all) {
     for (long i = thread; i < count; i += all) {
-      const int32_t* column = (const int32_t*)w->packed + which[i] / WIDTH * words * WIDTH + which[i] % WIDTH;
+      const int32_t* panel = (const int32_t*)w->packed + which[i] / WIDTH * words * WIDTH;
+      long output = which[i] % WIDTH;
       bf16* row = out + i * w->inputs;
-      for (long k = 0; k < w->inputs / 2; k++) store(row + 2 * k, column[k * WIDTH]);
-      if (w->inputs % 2) row[w->inputs - 1] = (bf16)column[w->inputs / 2 * WIDTH];
+      for (long k = 0; k < w->inputs / 2; k++) store(row + 2 * k, panel[word_at(k, output)]);
+      if (w->inputs % 2) row[w->inputs - 1] = (bf16)panel[word_at(w->inputs / 2, output)];
     }
   });
   return 0;

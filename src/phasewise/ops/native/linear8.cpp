@@ -80,8 +80,8 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
       long at = o * weight->stride;
       *scale = weight->kind == FLOAT ? quantise((const float*)weight->data + at, w->inputs, words, 0, row)
                                      : quantise((const bf16*)weight->data + at, w->inputs, words, 0, row);
-      int32_t* column = (int32_t*)w->packed + o / WIDTH * words * WIDTH + o % WIDTH;
-      for (long k = 0; k < words; k++) column[k * WIDTH] = load<int32_t>(row + k * 4);
+      int32_t* panel = (int32_t*)w->packed + o / WIDTH * words * WIDTH;
+      for (long k = 0; k < words; k++) panel[word_at(k, o % WIDTH)] = load<int32_t>(row + k * 4);
       int32_t sum = 0;
       for (long k = 0; k < w->inputs; k++) sum += (int8_t)row[k];
       ((int32_t*)w->sums)[o] = sum;
@@ -98,9 +98,9 @@ API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, 
   together(enough(threads, count * w->inputs), [&](int thread, int all) {
     for (long i = thread; i < count; i += all) {
       long o = which[i];
-      const int8_t* column = (const int8_t*)w->packed + (o / WIDTH * words * WIDTH + o % WIDTH) * 4;
+      const int8_t* panel = (const int8_t*)w->packed + o / WIDTH * words * WIDTH * 4;
       for (long k = 0; k < w->inputs; k++) {
-        float value = column[k / 4 * WIDTH * 4 + k % 4] * w->scale[o];
+        float value = panel[word_at(k / 4, o % WIDTH) * 4 + k % 4] * w->scale[o];
         if (out->kind == FLOAT) ((float*)out->data)[i * out->stride + k] = value;
         else ((bf16*)out->data)[i * out->stride + k] = narrow(value);
       }
