@@ -62,6 +62,12 @@ def phasewise_of(tools: ModuleType) -> type:
             self.engine = Bench.load(str(self.model), kind).engine({}, limits)
 
         def serve(self, reqs: list[tuple[float, list[int], int]]) -> tuple[float, list[list[float]]]:
+            import torch
+
+            with torch.inference_mode():  # as the server's loop does
+                return self.drive(reqs)
+
+        def drive(self, reqs: list[tuple[float, list[int], int]]) -> tuple[float, list[list[float]]]:
             from phasewise.request import Params, Request
 
             start = time.perf_counter()

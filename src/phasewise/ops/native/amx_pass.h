@@ -34,7 +34,8 @@ inline F rough_power_of_two(F x) {
   return (F)_mm512_scalef_ps((__m512)p, (__m512)(x - rest));
 }
 
-// The scores [blocks][SIDE] of a tile, times scale, become weights [SIDE][PASS<bf16> * WORDS]; -> by what to scale the sums.
+// The scores [blocks][SIDE] of a tile, times scale, become weights [SIDE][PASS<bf16> * WORDS]; -> by what to scale the
+// sums so far.
 inline F weigh_all(Tile<bf16>& tile, long blocks, const F (*scores)[SIDE][PARTS], float scale, float* words) {
   F tops[SIDE];
   for (long r = 0; r < SIDE; r++) {
@@ -64,7 +65,7 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
   const int32_t* block = (const int32_t*)packed;
   for (long b = 0; b < blocks; b++) {
     start_sums(true, nullptr, ACROSS);
-    add_panel<Bf16>(block + b * shape.block, KEYS, (const int32_t*)tile.q, shape.words, shape.words);
+    add_panel<Bf16>(block + b * shape.block, KEYS, KEYS, (const int32_t*)tile.q, shape.words, shape.words);
     store_sums((char*)scores[b], ACROSS);
     hide_all(tile, queries, slot + b * KEYS, scores[b]);
   }
@@ -72,7 +73,7 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
   for (long d = 0; d < shape.padded; d += WIDTH) {
     start_sums(true, nullptr, ACROSS);
     for (long b = 0; b < blocks; b++)
-      add_panel<Bf16>(block + b * shape.block + shape.key_block + d, shape.padded,
+      add_panel<Bf16>(block + b * shape.block + shape.key_block + d, shape.padded, shape.padded,
                       (const int32_t*)weights + b * WORDS, PASS<bf16> * WORDS, WORDS);
     store_sums((char*)sums, ACROSS);
     for (long r = 0; r < queries; r++)

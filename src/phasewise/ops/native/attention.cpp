@@ -2,8 +2,8 @@
 //
 // A job is a few (row, query head) pairs that share one KV head. Long jobs are cut into parts at fixed slots and joined
 // by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads. Slots that
-// spans have in common are read first, level by level, for the queries of all of them; what a query has summed by then is
-// kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
+// spans have in common are read first, level by level, for the queries of all of them; what a query has summed by then
+// is kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
 #include "parts.h"
 #include "plan.h"
 #include "rows.h"

@@ -20,7 +20,7 @@ struct Rows {  // a matrix whose rows are contiguous; data null: none
 };
 
 struct Weights {        // of one linear layer, made by `linear_pack` or `linear8_pack`
-  void* packed;         // panels of [words][WIDTH] words of 2 bfloat16 or 4 int8: see `words_of`
+  void* packed;         // panels of [words][WIDTH] words of 2 bfloat16 or 4 int8: see `words_of`, `word_at`
   const float* bias;    // [outputs] or null
   const float* scale;   // int8: [outputs], what one step of the weight is worth
   const int32_t* sums;  // int8: [outputs], the sum of the quantised weights
@@ -114,7 +114,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   const int64_t* planes;
 };
 
-struct StackCall {  // x [rows, hidden] bfloat16: the tokens' embeddings through all layers; keys and values to their slots
+struct StackCall {  // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots
   const Layer* layers;
   const Turn* turns;
   const int64_t* positions;  // [rows], of the turns

@@ -12,23 +12,20 @@ API void linear_pack(const bf16* weight, const Weights* w, int64_t threads) {
   together(threads, [&](int, int) {
     for (long from, to; shares.take(from, to);)
       for (long p = from; p < to; p++) {
-        for (long k = 0; k < inputs; k++)
+        bf16* panel = packed + p * words * WIDTH * 2;
+        for (long k = 0; k < words * 2; k++)
           for (long i = 0; i < WIDTH; i++) {
             long o = p * WIDTH + i;
-            bf16* word = packed + ((p * words + k / 2) * WIDTH + i) * 2;
-            word[k % 2] = o < outputs ? weight[o * inputs + k] : 0;
-            if (k % 2 == 0) word[1] = 0;
+            panel[word_at(k / 2, i) * 2 + k % 2] = o < outputs && k < inputs ? weight[o * inputs + k] : 0;
           }
-        long used = (inputs + 1) / 2;
-        memset(packed + (p * words + used) * WIDTH * 2, 0, (words - used) * WIDTH * 4);
       }
   });
 }
 
 void linear_row(const Weights& w, long which, bf16* out) {
-  const int32_t* column = (const int32_t*)w.packed + which / WIDTH * words_of(w.inputs, 2) * WIDTH + which % WIDTH;
-  for (long k = 0; k < w.inputs / 2; k++) store(out + 2 * k, column[k * WIDTH]);
-  if (w.inputs % 2) out[w.inputs - 1] = (bf16)column[w.inputs / 2 * WIDTH];
+  const int32_t* panel = (const int32_t*)w.packed + which / WIDTH * words_of(w.inputs, 2) * WIDTH;
+  for (long k = 0; k < w.inputs / 2; k++) store(out + 2 * k, panel[word_at(k, which % WIDTH)]);
+  if (w.inputs % 2) out[w.inputs - 1] = (bf16)panel[word_at(w.inputs / 2, which % WIDTH)];
 }
 
 // Rows `which` of the weight, [count, inputs]: the way back, and the embedding table of a model that ties it.

@@ -80,8 +80,8 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
       long at = o * weight->stride;
       *scale = weight->kind == FLOAT ? quantise((const float*)weight->data + at, w->inputs, words, 0, row)
                                      : quantise((const bf16*)weight->data + at, w->inputs, words, 0, row);
-      int32_t* column = (int32_t*)w->packed + o / WIDTH * words * WIDTH + o % WIDTH;
-      for (long k = 0; k < words; k++) column[k * WIDTH] = load<int32_t>(row + k * 4);
+      int32_t* panel = (int32_t*)w->packed + o / WIDTH * words * WIDTH;
+      for (long k = 0; k < words; k++) panel[word_at(k, o % WIDTH)] = load<int32_t>(row + k * 4);
       int32_t sum = 0;
       for (long k = 0; k < w->inputs; k++) sum += (int8_t)row[k];
       ((int32_t*)w->sums)[o] = sum;
@@ -90,8 +90,8 @@ API void linear8_pack(const Rows* weight, const Weights* w, int64_t threads) {
 }
 
 template <class T> static void widen_column(const Weights& w, long which, T* out) {
-  const int8_t* column = (const int8_t*)w.packed + (which / WIDTH * words_of(w.inputs, 4) * WIDTH + which % WIDTH) * 4;
-  for (long k = 0; k < w.inputs; k++) put(out + k, column[k / 4 * WIDTH * 4 + k % 4] * w.scale[which]);
+  const int8_t* panel = (const int8_t*)w.packed + which / WIDTH * words_of(w.inputs, 4) * WIDTH * 4;
+  for (long k = 0; k < w.inputs; k++) put(out + k, panel[word_at(k / 4, which % WIDTH) * 4 + k % 4] * w.scale[which]);
 }
 
 void linear8_row(const Weights& w, long which, bf16* out) { widen_column(w, which, out); }

@@ -10,6 +10,11 @@ inline long words_of(long inputs, long each) {
   return (words + SIDE - 1) / SIDE * SIDE;
 }
 
+// Where a word of an output of a panel lies among the panel's: tiles of the matrix unit are contiguous.
+inline long word_at(long word, long output) {
+  return (word / SIDE * WIDTH + output / SIDE * SIDE) * SIDE + word % SIDE * SIDE + output % SIDE;
+}
+
 // `room` is scratch of `linear_room` bytes, common to the threads; `shares` counts the panels of the outputs.
 long linear_room(const LinearCall& call);
 void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
@@ -32,4 +37,4 @@ long prefill_room(const PrefillCall& call);
 Shares prefill_packs(const PrefillCall& call, int threads);
 Shares prefill_reads(const PrefillCall& call, int threads);
 void prefill_pack(const PrefillCall& call, void* packed, Shares* packs);
-void prefill_read(const PrefillCall& call, const void* packed, Shares* reads, int all);
+void prefill_read(const PrefillCall& call, const void* packed, Shares* reads);

@@ -71,13 +71,13 @@ template <class T> struct Job {
   }
 };
 
-// How a KV head's queries are cut into jobs.
+// How a KV head's queries are cut into jobs: for the threads asked for, whether there are so many or not.
 struct Cut {
   long queries, size, jobs;
 
-  Cut(const PrefillCall& call, int threads) : queries(call.rows * (call.heads_q / call.heads)) {
+  explicit Cut(const PrefillCall& call) : queries(call.rows * (call.heads_q / call.heads)) {
     long tile = call.kind == FLOAT ? TILE<float> : TILE<bf16>;
-    long tiles = queries * call.heads / (tile * threads * 4) + 1;  // of a job: enough jobs for all
+    long tiles = queries * call.heads / (tile * call.threads * 4) + 1;  // of a job: enough jobs for all
     size = (tiles < TILES ? tiles : TILES) * tile;
     jobs = (queries + size - 1) / size;
   }
@@ -90,9 +90,9 @@ template <class T> void pack_all(const PrefillCall& call, float* packed, Shares&
       pack<T>(call, shape, i / shape.blocks, i % shape.blocks * KEYS, packed + i * shape.block);
 }
 
-template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads, int all) {
+template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads) {
   Shape shape = shape_of<T>(call);
-  Cut cut(call, all);
+  Cut cut(call);
   if (ON_TILES<T>) start_tiles(SIDE);
   for (long from, to; reads.take(from, to);)
     for (long i = from; i < to; i++) {
@@ -117,16 +117,16 @@ long prefill_room(const PrefillCall& call) {
 
 Shares prefill_packs(const PrefillCall& call, int threads) { return {call.heads * shape_for(call).blocks, threads}; }
 
-Shares prefill_reads(const PrefillCall& call, int threads) { return {Cut(call, threads).jobs * call.heads, threads}; }
+Shares prefill_reads(const PrefillCall& call, int threads) { return {Cut(call).jobs * call.heads, threads}; }
 
 void prefill_pack(const PrefillCall& call, void* packed, Shares* packs) {
   if (call.kind == FLOAT) pack_all<float>(call, (float*)packed, *packs);
   else pack_all<bf16>(call, (float*)packed, *packs);
 }
 
-void prefill_read(const PrefillCall& call, const void* packed, Shares* reads, int all) {
-  if (call.kind == FLOAT) read_all<float>(call, (const float*)packed, *reads, all);
-  else read_all<bf16>(call, (const float*)packed, *reads, all);
+void prefill_read(const PrefillCall& call, const void* packed, Shares* reads) {
+  if (call.kind == FLOAT) read_all<float>(call, (const float*)packed, *reads);
+  else read_all<bf16>(call, (const float*)packed, *reads);
 }
 
 API void prefill(const PrefillCall* call) {
@@ -136,6 +136,6 @@ API void prefill(const PrefillCall* call) {
   together(threads, [&](int, int all) {
     prefill_pack(*call, packed, &packs);
     wait_for_all(all);
-    prefill_read(*call, packed, &reads, all);
+    prefill_read(*call, packed, &reads);
   });
 }

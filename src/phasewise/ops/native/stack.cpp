@@ -1,4 +1,5 @@
-// Embeddings and all layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention, MLP, residuals.
+// Embeddings and all layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention,
+// MLP, residuals.
 //
 // The threads stay in one parallel region and meet at the end of every stage. What a layer computes is what the open
 // path in Python computes, operator by operator; only the number of roundings to bfloat16 differs. Spans of many rows,
@@ -107,7 +108,7 @@ static void attend(const Stage& stage, long index, const Span* spans, Shares* sh
   wait_for_all(stage.all);
   if (!room.slices) return;
   slices(call, layer, spans, room.packed, [&](const PrefillCall& slice, long i, char* packed) {
-    prefill_read(slice, packed, own + 2 * i + 1, stage.all);
+    prefill_read(slice, packed, own + 2 * i + 1);
   });
   wait_for_all(stage.all);
 }
