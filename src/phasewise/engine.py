@@ -227,7 +227,8 @@ class Engine:
                 phase = self._phase(work.job)
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
         for phase, group in fresh.values():
-            spans.extend(self._proposals(phase, [work for work in group if work.job.kv is not None]))
+            still = [work for work in group if work.job.kv is not None] if spans else group
+            spans.extend(self._proposals(phase, still))
         return [span for span in spans if span.request.kv is not None]  # unless preempted for another's unit
 
     def _proposals(self, phase: Phase, works: list[Work]) -> Iterator[Span]:

@@ -35,8 +35,8 @@ class Hidden:
     taps: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, index: list[int]) -> Tensor:
-        """Rows of `x`, in rising order -> [n, d]; not a copy if they are all of them."""
-        if len(index) == self.count:
+        """Rows of `x` -> [n, d]; not a copy if they are all of them in order."""
+        if len(index) == self.count and index == list(range(self.count)):
             return self.x
         return self.x[torch.tensor(index, device=self.x.device)]
 

@@ -84,8 +84,13 @@ class Turn:
     def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
         hidden = forward(self.model, spans, self.counters, self.taps, self._room)
         decode = spans[0].phase.decode
-        if all(span.layers is None and span.phase.decode is decode for span in spans):
-            return [*self._judge(decode, spans, hidden, waiting)]
+        for span in spans:
+            if span.layers is not None or span.phase.decode is not decode:
+                return self._judge_groups(spans, hidden, waiting)
+        return [*self._judge(decode, spans, hidden, waiting)]
+
+    def _judge_groups(self, spans: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled | None]:
+        """Where some spans do not finish, or decode methods differ."""
         groups: dict[int, tuple[Decode, list[int]]] = {}
         under_way: list[Span] = []
         for i, span in enumerate(spans):

@@ -42,6 +42,15 @@ def test_any_schedule_and_length(max_tokens: int, schedule: str) -> None:
     all_as_if_alone(requests)
 
 
+@pytest.mark.parametrize("budget", [2, 5, 8])
+def test_as_many_siblings_as_rows(budget: int) -> None:
+    """The rows drawn from are then as many as those of the step, and not they."""
+    engine = tiny.engine({"schedule": f"sarathi:budget={budget}"})
+    requests = family(engine, n=budget)  # the last slice of the 40 tokens has as many rows
+    step_all(engine, requests)
+    all_as_if_alone(requests)
+
+
 @pytest.mark.parametrize("after", range(9))
 def test_a_parent_cancelled_before_or_after_the_fork(after: int) -> None:
     engine = tiny.engine({"schedule": "sarathi:budget=10"})

@@ -25,41 +25,41 @@ class Head:
         self.weights, self._norm = weights, norm.float().contiguous()
         self._fixed = struct.unpack("=3q", struct.pack("=qqd", weights.address, self._norm.data_ptr(), eps))
         self._run = kernels.head
-        self._last: _Where | None = None
+        self._last: _Ready | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [T, V]"""
         out = torch.empty((x.shape[0], self.weights.outputs))
-        self._call(self._where(x), out.data_ptr(), 0)
+        self._call(self._ready(x), out.data_ptr(), 0)
         return out
 
     def best(self, x: Tensor) -> list[int]:
         """Index of the largest logit per row, [T]: `logits(x).argmax(-1)`, without any logits in memory."""
-        where = self._where(x)
-        out = array("q", bytes(8 * where.count))
-        self._call(where, 0, out.buffer_info()[0])
-        return out.tolist()
+        ready = self._ready(x)
+        self._call(ready, 0, ready.best.buffer_info()[0])
+        return ready.best.tolist()
 
-    def _where(self, x: Tensor) -> _Where:
+    def _ready(self, x: Tensor) -> _Ready:
         """Steps of as many rows come in the same memory, and a tensor's sizes are slow to ask for."""
         last = self._last
         if last is not None and last.rows is x:
             return last
-        self._last = where = _Where(x if x.stride(1) == 1 else x.contiguous(), self.weights.inputs)
-        return where
+        self._last = ready = _Ready(x if x.stride(1) == 1 else x.contiguous(), self.weights, self._fixed)
+        return ready
 
-    def _call(self, x: _Where, logits: int, best: int) -> None:
-        given = (x.address, x.step, x.count, self.weights.int8, torch.get_num_threads(), logits, best)
-        call = array("q", (*self._fixed, *given))
+    def _call(self, ready: _Ready, logits: int, best: int) -> None:
+        call = ready.call
+        call[-3], call[-2], call[-1] = torch.get_num_threads(), logits, best
         self._run(call.buffer_info()[0])
 
 
-class _Where:
-    """Rows whose numbers are contiguous, and where they lie."""
+class _Ready:
+    """A call for rows whose numbers are contiguous, but for its last three words; and room for the largest logits."""
 
-    __slots__ = ("address", "count", "rows", "step")
+    __slots__ = ("best", "call", "rows")
 
-    def __init__(self, rows: Tensor, inputs: int) -> None:
-        self.rows, (self.count, width) = rows, rows.shape
-        assert rows.dtype == torch.bfloat16 and width == inputs
-        self.address, self.step = rows.data_ptr(), rows.stride(0)
+    def __init__(self, rows: Tensor, weights: Packed, fixed: tuple[int, ...]) -> None:
+        count, width = rows.shape
+        assert rows.dtype == torch.bfloat16 and width == weights.inputs
+        self.rows, self.best = rows, array("q", bytes(8 * count))
+        self.call = array("q", (*fixed, rows.data_ptr(), rows.stride(0), count, weights.int8, 0, 0, 0))
