@@ -141,6 +141,7 @@ def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
         spoken_of = sum(request.known - 1 for request in again if request.n_out)
         on_the_way = sum(request.known - 1 for request in again if not request.n_out)  # computed, perhaps
         kill(pid(desk(placed, role)))
+        until(placed, lambda: (placed.counters - before).workers_lost == 1)  # or others go on and hand over to the dead
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
     assert (done.workers_lost, done.restarts) == (1, len(again))
