@@ -228,10 +228,12 @@ class Engine:
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
         for phase, group in fresh.values():
             still = [work for work in group if work.job.kv is not None] if spans else group
-            spans.extend(self._proposals(phase, still))
+            self._ask(phase, still, spans)
         return [span for span in spans if span.request.kv is not None]  # unless preempted for another's unit
 
-    def _proposals(self, phase: Phase, works: list[Work]) -> Iterator[Span]:
+    def _ask(self, phase: Phase, works: list[Work], spans: list[Span]) -> None:
+        """Adds to `spans` what a phase's requests propose."""
+
         def propose(some: list[Work]) -> list[Span]:
             return phase.decode.propose([work.job for work in some], [work.rows for work in some], phase)
 
@@ -244,7 +246,7 @@ class Engine:
                 if work.job.kv is None or not self.room.make(work.job, span.rows):
                     continue
                 span.kv.reserve(span.rows)
-            yield span
+            spans.append(span)
 
     def _run(self, spans: list[Span]) -> None:
         """Forward, accept, commit, fork, emit. A request for which anything raises fails, and no other."""

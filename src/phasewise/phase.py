@@ -36,7 +36,7 @@ class Hidden:
 
     def rows(self, index: list[int]) -> Tensor:
         """Rows of `x` -> [n, d]; not a copy if they are all of them in order."""
-        if len(index) == self.count and index == list(range(self.count)):
+        if len(index) == self.count and (self.count == 1 or index == list(range(self.count))):
             return self.x
         return self.x[torch.tensor(index, device=self.x.device)]
 

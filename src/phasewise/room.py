@@ -46,7 +46,7 @@ class Room:
     def reserve(self, works: Sequence[Work]) -> list[Work]:
         """The work that has room now, most important first."""
         ordered = self.queues.ordered(works)
-        if not self.companions and all(w.job.kv is not None and w.rows <= w.job.kv.spare for w in ordered):
+        if not self.companions and _spared(ordered):
             return ordered
         kept: list[Work] = []
         owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
@@ -120,3 +120,12 @@ class Room:
             else:
                 must += growth
         return must, optional
+
+
+def _spared(works: Sequence[Work]) -> bool:
+    """Whether all of it fits into what the requests have."""
+    for work in works:
+        kv = work.job.kv
+        if kv is None or work.rows > kv.spare:
+            return False
+    return True

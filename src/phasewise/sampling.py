@@ -136,6 +136,14 @@ class Sample(Protocol):
         ...
 
 
+def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> list[int]:
+    """`draw(distribution(...))` in one."""
+    greedy = getattr(sample, "greedy", None)
+    if greedy is not None and greedy(contexts):
+        return model.best(x)
+    return draw(sample(model.head(x), contexts), contexts)
+
+
 def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
     """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
     greedy = getattr(sample, "greedy", None)

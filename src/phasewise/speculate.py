@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phasewise.batch import Span, ancestors, depths
 from phasewise.phase import Hidden, Host, Outcome, Phase
-from phasewise.sampling import Context, Dist, Purpose, distribution, draw, uniform
+from phasewise.sampling import Context, Dist, Purpose, choose, distribution, draw, uniform
 
 if TYPE_CHECKING:
     from phasewise.request import Request
@@ -251,10 +251,10 @@ def draw_outcomes(
         x = hidden.rows([span.start + span.rows - 1 for span in done])
         contexts = [Context(span.request) for span in done]
         if shape is None:
-            dist = distribution(host.sample, host.model, x, contexts)
+            chosen = choose(host.sample, host.model, x, contexts)
         else:
-            dist = host.sample(shape(host.model.head(x), done), contexts)
+            chosen = draw(host.sample(shape(host.model.head(x), done), contexts), contexts)
         host.counters.head_rows += len(done)
-        for tokens, token in zip(drawn, draw(dist, contexts)):
+        for tokens, token in zip(drawn, chosen):
             tokens.append(token)
     return outcomes

@@ -73,7 +73,7 @@ class Turn:
         once more by itself.
         """
 
-        results = isolate(partial(self._attempt, waiting=waiting), spans, restart)
+        results = isolate(partial(self._attempt, waiting=waiting) if waiting else self._attempt, spans, restart)
         if not waiting:
             return results
         for i, result in enumerate(results):
@@ -81,13 +81,14 @@ class Turn:
                 results[i] = isolate(partial(self._attempt, waiting=()), [spans[i]], restart)[0]
         return results
 
-    def _attempt(self, spans: list[Span], waiting: Sequence[Request]) -> list[Settled | None]:
+    def _attempt(self, spans: list[Span], waiting: Sequence[Request] = ()) -> list[Settled | None]:
         hidden = forward(self.model, spans, self.counters, self.taps, self._room)
         decode = spans[0].phase.decode
         for span in spans:
             if span.layers is not None or span.phase.decode is not decode:
                 return self._judge_groups(spans, hidden, waiting)
-        return [*self._judge(decode, spans, hidden, waiting)]
+        settled: list[Settled | None] = [*self._judge(decode, spans, hidden, waiting)]
+        return settled
 
     def _judge_groups(self, spans: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled | None]:
         """Where some spans do not finish, or decode methods differ."""
@@ -116,8 +117,9 @@ class Turn:
                 twin.request.computed = 0  # its own only once it has forked
         assert len(outcomes) == len(group) + len(twins), "accept gives one outcome per span"
         settled = [Settled(span, outcome, []) for span, outcome in zip(group, outcomes)]
-        for (i, twin), outcome in zip(twins, outcomes[len(group) :]):
-            settled[i].forks.append((twin.request, outcome))
+        if twins:
+            for (i, twin), outcome in zip(twins, outcomes[len(group) :]):
+                settled[i].forks.append((twin.request, outcome))
         return settled
 
 

@@ -56,9 +56,11 @@ def run_whole(model: Model, batch: Batch, counters: Counters, room: Rows) -> Ten
             return None
         read, row_bytes = read + end, flat.row_bytes
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
-    commons = _commons(spans, max([part.n for part in parts]), windows)
-    for common in commons:
-        read -= common.saved
+    commons: Sequence[Common] = ()
+    if len(spans) > 1:
+        commons = _commons(spans, max([part.n for part in parts]), windows)
+        for common in commons:
+            read -= common.saved
     x = room.take(rows, stack.hidden)
     stack(batch.numbers, model.turns(batch.end), parts, x, commons)
     for span in spans:
@@ -72,7 +74,7 @@ def run_whole(model: Model, batch: Batch, counters: Counters, room: Rows) -> Ten
 def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
     """What spans of one attend method read in common; nothing where a window may hide some of it. A slice of a prompt
     reads by itself."""
-    if len(spans) < 2 or any(window < longest for window in windows):
+    if any(window < longest for window in windows):
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, span in enumerate(spans):

@@ -165,9 +165,8 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
     spans.push_back({readers[b].n, readers[b].rows, nullptr, 0, planes[b].data()});
   ::Turn turns = {turn.cos.half.data(), turn.sin.half.data(), TURNED};
   Embeddings looked_up = {nullptr, table.half.data(), 0, vocab, 0.5};
-  StackCall call = {layers.data(), &turns, positions.data(), spans.data(), x.half.data(), LAYERS,
-                    (int64_t)spans.size(), rows, HIDDEN, HEADS_Q, HEADS, DIM, INNER, 2, nullptr, 0,
-                    &looked_up, tokens.data()};
+  StackCall call = {layers.data(), &looked_up, LAYERS, HIDDEN, HEADS_Q, HEADS, DIM, INNER, x.half.data(), rows, 2,
+                    &turns, tokens.data(), positions.data(), spans.data(), (int64_t)spans.size(), nullptr, 0};
   std::swap(tokens[0], vocab);
   require(stack(&call) == 1, what, ": an absent token has an embedding");
   std::swap(tokens[0], vocab);

@@ -11,13 +11,14 @@ from phasewise.kv.layer_kv import LayerKV
 
 class Flat:
     """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
-    or rounded to int8 (`Codec.scaled`). `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row
-    takes in all layers."""
+    or rounded to int8 (`Codec.scaled`). `n`: committed rows. `address`: of int64 [layers, 6], as StackSpan takes it.
+    `row_bytes`: what a row takes in all layers."""
 
-    __slots__ = ("_planes", "_slabs", "address", "row_bytes")
+    __slots__ = ("_planes", "_slabs", "address", "n", "row_bytes")
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self._slabs = [layer.slabs[0] for layer in layers]
+        self.n = self._slabs[0].n
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -44,18 +45,8 @@ class Flat:
                 return None
         return cls(layers)
 
-    @property
-    def n(self) -> int:
-        """Committed rows."""
-        return self._slabs[0].n
-
-    @property
-    def plain(self) -> bool:
-        """Whether the rows are still those of positions 0 .. n-1."""
-        return self._slabs[0].positions is None
-
     def advance(self, rows: int) -> None:
         """`rows` rows that were written behind them are committed, in all layers."""
-        n = self._slabs[0].n + rows
+        self.n = n = self.n + rows
         for slab in self._slabs:
             slab.n = n

@@ -16,7 +16,7 @@ import torch
 log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
-INTERFACE = 10  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 11  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,

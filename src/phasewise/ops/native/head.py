@@ -16,7 +16,8 @@ class Head:
     """RMSNorm by `norm` [d] and `eps`, then the product with `weights`, for rows x [T, d] in bfloat16.
 
     The normed rows are rounded to bfloat16, the outputs stay the float32 sums they are; a row's result depends on
-    that row alone, bit for bit. There must be a `library()`.
+    that row alone, bit for bit. There must be a `library()`. A call takes as many threads as torch has when its `x` is
+    another than that of the call before.
     """
 
     def __init__(self, weights: Packed, norm: Tensor, eps: float) -> None:
@@ -36,7 +37,7 @@ class Head:
     def best(self, x: Tensor) -> list[int]:
         """Index of the largest logit per row, [T]: `logits(x).argmax(-1)`, without any logits in memory."""
         ready = self._ready(x)
-        self._call(ready, 0, ready.best.buffer_info()[0])
+        self._call(ready, 0, ready.best_at)
         return ready.best.tolist()
 
     def _ready(self, x: Tensor) -> _Ready:
@@ -49,17 +50,20 @@ class Head:
 
     def _call(self, ready: _Ready, logits: int, best: int) -> None:
         call = ready.call
-        call[-3], call[-2], call[-1] = torch.get_num_threads(), logits, best
-        self._run(call.buffer_info()[0])
+        call[-2], call[-1] = logits, best
+        self._run(ready.address)
 
 
 class _Ready:
-    """A call for rows whose numbers are contiguous, but for its last three words; and room for the largest logits."""
+    """A call for rows whose numbers are contiguous, but for its last two words; and room for the largest logits."""
 
-    __slots__ = ("best", "call", "rows")
+    __slots__ = ("address", "best", "best_at", "call", "rows")
 
     def __init__(self, rows: Tensor, weights: Packed, fixed: tuple[int, ...]) -> None:
         count, width = rows.shape
         assert rows.dtype == torch.bfloat16 and width == weights.inputs
         self.rows, self.best = rows, array("q", bytes(8 * count))
-        self.call = array("q", (*fixed, rows.data_ptr(), rows.stride(0), count, weights.int8, 0, 0, 0))
+        self.best_at = self.best.buffer_info()[0]
+        threads = torch.get_num_threads()
+        self.call = array("q", (*fixed, rows.data_ptr(), rows.stride(0), count, weights.int8, threads, 0, 0))
+        self.address = self.call.buffer_info()[0]

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 10;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 11;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -116,15 +116,16 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
 
 struct StackCall {  // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots
   const Layer* layers;
-  const Turn* turns;
-  const int64_t* positions;  // [rows], of the turns
-  const StackSpan* spans;
+  const Embeddings* embeddings;
+  int64_t count, hidden, heads_q, heads, dim, inner;
   uint16_t* x;
-  int64_t count, span_count, rows, hidden, heads_q, heads, dim, inner, threads;
+  int64_t rows, threads;
+  const Turn* turns;  // from here on another in every call
+  const int64_t *tokens, *positions;  // [rows]; positions of the turns
+  const StackSpan* spans;
+  int64_t span_count;
   const Common* commons;  // of spans that are no slices (see stack.cpp)
   int64_t common_count;
-  const Embeddings* embeddings;
-  const int64_t* tokens;  // [rows]
 };
 
 struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row
