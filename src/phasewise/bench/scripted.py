@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 from random import Random
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from phasewise.errors import UserError
 from phasewise.phase import Hidden, Outcome
 from phasewise.request import Request
 from phasewise.speculate import Draft, room
+
+GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,12 @@ class Script:
 
 @dataclass(frozen=True)
 class Scripted:
-    """Chains of `k` guesses, each right with probability `accept`, whatever the others are. `tell` it of a request
-    before the engine sees it; of others it guesses nothing."""
+    """Chains of `k` guesses, each right with probability `accept` as long as those before it are. `tell` it of a
+    request before the engine sees it; of others it guesses nothing.
+
+    The passes of one request share their luck out evenly (u, u + golden ratio, ... modulo 1, not random numbers), so
+    that even few of them give nearly the expected number of tokens.
+    """
 
     k: int
     accept: float
@@ -59,15 +66,25 @@ class Scripted:
     def tell(self, request: Request, continuation: Sequence[int], seed: int | str) -> Script:
         """What the target will say after the prompt of `request`. Guesses are drawn here, by `seed`."""
         rng, start = Random(f"scripted {seed}"), request.prompt_len
-        chains, right = {}, {}
-        for at in range(1, len(continuation)):
-            hits = [rng.random() < self.accept for _ in range(self.k)]
+        right = [self._right(rng.random()) for _ in continuation]
+        at, u = 1, rng.random()
+        while at < len(right):  # where passes begin if no draft is cut
+            right[at], u = self._right(u), (u + GOLDEN) % 1.0
+            at += right[at] + 1
+        chains = {}
+        for at in range(1, len(right)):
             chains[start + at] = [
-                token if hit else (token + 1) % self.vocab for token, hit in zip(continuation[at:], hits)
+                token if i < right[at] else (token + 1) % self.vocab
+                for i, token in enumerate(continuation[at : at + self.k])
             ]
-            right[start + at] = next((i for i, hit in enumerate(hits) if not hit), self.k)
-        self.scripts[request.id] = script = Script(chains, right)
+        self.scripts[request.id] = script = Script(chains, {start + at: right[at] for at in range(1, len(right))})
         return script
+
+    def _right(self, u: float) -> int:
+        """How many guesses are right before the first wrong one, for u uniform in [0, 1)."""
+        if self.accept in (0.0, 1.0):
+            return self.k if self.accept else 0
+        return min(self.k, int(log(1.0 - u) / log(self.accept)))
 
     def size(self, request: Request) -> int:
         return min(self.k, room(request))
