@@ -81,16 +81,18 @@ def test_lengths_are_those_of_the_closed_form(accept: float) -> None:
     assert expected(accept, 3) == pytest.approx((1 - accept**4) / (1 - accept) if accept < 1 else 4)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("accept", [0.0, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_a_short_run_has_little_luck(k: int, accept: float, seed: int) -> None:
-    """Independent draws would leave a spread of up to 10 % in 48 passes."""
-    right = Scripted(k, accept, tiny.VOCAB).tell(Request([4]), [5] * 400, seed).right
-    known = 2
-    for _ in range(48):
-        known += right[known] + 1
-    assert (known - 2) / 48 == pytest.approx(expected(accept, k), rel=0.05)
+def test_a_short_run_has_little_luck(k: int, accept: float) -> None:
+    """Independent draws would leave a mean deviation of 3 to 8 % in 48 passes."""
+    deviations = []
+    for seed in range(100):
+        right = Scripted(k, accept, tiny.VOCAB).tell(Request([4]), [5] * 400, seed).right
+        known = 2
+        for _ in range(48):
+            known += right[known] + 1
+        deviations.append(abs((known - 2) / 48 / expected(accept, k) - 1))
+    assert statistics.fmean(deviations) < 0.03
 
 
 def test_nothing_is_guessed_for_a_stranger() -> None:
