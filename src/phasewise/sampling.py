@@ -138,18 +138,21 @@ class Sample(Protocol):
 
 def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> list[int]:
     """`draw(distribution(...))` in one."""
-    greedy = getattr(sample, "greedy", None)
-    if greedy is not None and greedy(contexts):
+    if _greedy(sample, contexts):
         return model.best(x)
     return draw(sample(model.head(x), contexts), contexts)
 
 
 def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
     """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
-    greedy = getattr(sample, "greedy", None)
-    if greedy is not None and greedy(contexts):
+    if _greedy(sample, contexts):
         return Dist(model.best(x), model.config.vocab)
     return sample(model.head(x), contexts)
+
+
+def _greedy(sample: Sample, contexts: Sequence[Context]) -> bool:
+    greedy = getattr(sample, "greedy", None)
+    return greedy is not None and greedy(contexts)
 
 
 def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:
