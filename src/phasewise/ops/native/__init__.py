@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from phasewise.errors import UserError, near
+
 log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
+CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
 INTERFACE = 11  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
@@ -36,16 +40,28 @@ POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barr
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels compiled for this processor, or None; says once in the log why there are none."""
-    for target in TARGETS:
+    """The best kernels for this processor, or those that `CHOICE` names; None, said once in the log, if there are none.
+
+    Raises UserError if those that it names cannot be had.
+    """
+    choice = os.environ.get(CHOICE, "")
+    if choice not in ("", "none", *TARGETS):
+        raise UserError(f"unknown kernels {choice!r} in {CHOICE}. {near(choice, ('none', *TARGETS))}")
+    for target in () if choice == "none" else (choice,) if choice else TARGETS:
         kernels = load(target)
         if kernels is not None:
             if not _share_threads(kernels):
                 log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
             return kernels
     built = ", ".join(target for target in TARGETS if _files(target))
+    if choice not in ("", "none"):
+        raise UserError(
+            f"{CHOICE}={choice}: this processor does not run them, or they were not built (built: {built or 'none'}). "
+            "Without that variable the best are taken."
+        )
     unusable = f"this processor runs none of those built ({built}), unless the log has said something else of them"
     reason = unusable if built else "they were not built (is there a C++ compiler?)"
+    reason = f"{CHOICE}=none" if choice else reason
     log.warning("no native CPU kernels, torch's operators do their work more slowly: %s", reason)
     return None
 

@@ -70,11 +70,13 @@ inline void fetch_half(const int32_t* from, long stride, long half) {
 }
 
 // Tiles 0 to 3 += rows of x times a panel, `width` outputs wide, of weights whose tiles' rows are `line` words apart.
+// After the panel comes what is `ahead`.
 template <class Op>
-void add_panel(const int32_t* weights, long width, long line, const int32_t* x, long stride, long words) {
+void add_panel(const int32_t* weights, long width, long line, const int32_t* x, long stride, long words,
+               const int32_t* ahead) {
   long tile = line == SIDE ? SIDE * SIDE : SIDE;  // from one to the next
   for (long k = 0; k < words; k += SIDE, weights += SIDE * width) {
-    const int32_t* next = weights + SIDE * width;
+    const int32_t* next = k + SIDE < words ? weights + SIDE * width : ahead;
     load_tile<4>(x + k, stride * 4);
     fetch_half(next, line, 0);
     load_tile<6>(weights, line * 4);
@@ -127,8 +129,8 @@ void two_by_two(const int32_t* weights, const int32_t* x, const int32_t* y, long
 // sums[rows of a block] += rows of x times a panel of weights; `before`: how many rows are in front of the block. Rows
 // go in tiles; the last one starts before its first row, that it may be whole, if there are so many.
 template <class Op>
-void multiply_block(const int32_t* weights, const int32_t* x, long stride, long before, long rows, long words,
-                    bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
+void multiply_block(const int32_t* weights, const int32_t* ahead, const int32_t* x, long stride, long before,
+                    long rows, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
   auto at = [&](long row) {
     long start = row + SIDE > rows && before + rows >= SIDE ? rows - SIDE : row;
     return x + start * stride;
@@ -141,7 +143,7 @@ void multiply_block(const int32_t* weights, const int32_t* x, long stride, long 
   }
   if (r >= rows) return;
   start_sums(first, (char*)sums[r], ACROSS);
-  add_panel<Op>(weights, WIDTH, SIDE, at(r), stride, words);
+  add_panel<Op>(weights, WIDTH, SIDE, at(r), stride, words, ahead ? ahead : weights);
   store_sums((char*)sums[r], ACROSS);
 }
 

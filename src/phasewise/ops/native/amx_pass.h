@@ -65,16 +65,20 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
   const int32_t* block = (const int32_t*)packed;
   for (long b = 0; b < blocks; b++) {
     start_sums(true, nullptr, ACROSS);
-    add_panel<Bf16>(block + b * shape.block, KEYS, KEYS, (const int32_t*)tile.q, shape.words, shape.words);
+    const int32_t *keys = block + b * shape.block, *ahead = b + 1 < blocks ? keys + shape.block : block + shape.key_block;
+    add_panel<Bf16>(keys, KEYS, KEYS, (const int32_t*)tile.q, shape.words, shape.words, ahead);
     store_sums((char*)scores[b], ACROSS);
     hide_all(tile, queries, slot + b * KEYS, scores[b]);
   }
   F shrink = weigh_all(tile, blocks, scores, scale, weights);
   for (long d = 0; d < shape.padded; d += WIDTH) {
     start_sums(true, nullptr, ACROSS);
-    for (long b = 0; b < blocks; b++)
-      add_panel<Bf16>(block + b * shape.block + shape.key_block + d, shape.padded, shape.padded,
-                      (const int32_t*)weights + b * WORDS, PASS<bf16> * WORDS, WORDS);
+    const int32_t* first = block + shape.key_block + d;
+    for (long b = 0; b < blocks; b++) {
+      const int32_t *values = first + b * shape.block, *ahead = b + 1 < blocks ? values + shape.block : first + WIDTH;
+      add_panel<Bf16>(values, shape.padded, shape.padded, (const int32_t*)weights + b * WORDS, PASS<bf16> * WORDS,
+                      WORDS, ahead);
+    }
     store_sums((char*)sums, ACROSS);
     for (long r = 0; r < queries; r++)
       for (long i = 0; i < PARTS; i++) {

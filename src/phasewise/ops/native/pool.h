@@ -46,3 +46,13 @@ struct Shares {
     return from < end;
   }
 };
+
+// Numbers below the count one by one, from one share after the other.
+struct Numbers {
+  Shares* shares;
+  long at = 0, to = 0;
+  long next() {  // -1: no more
+    if (at + 1 < to) return ++at;
+    return shares->take(at, to) ? at : -1;
+  }
+};

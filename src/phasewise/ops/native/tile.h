@@ -20,13 +20,14 @@ constexpr int registers(int rows) {
   return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
 }
 
-constexpr long BLOCK = 8 * MOST_ROWS;                 // rows that share one pass over a chunk of weights
-constexpr long CHUNK = DOT_INSTRUCTIONS ? 1024 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache
+constexpr long BLOCK = 8 * MOST_ROWS;                // rows that share one pass over a chunk of weights
+constexpr long CHUNK = DOT_INSTRUCTIONS ? 512 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache
 
 // Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
-// step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights.
-template <class Op, int R>
-void tile(const int32_t* weights, const typename Op::Word* x, long stride, long words, bool first,
+// step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights. At every step
+// LINES cache lines of weights `ahead` are fetched.
+template <class Op, int R, int LINES>
+void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride, long words, bool first,
           typename Op::Sum (*sums)[WIDTH / LANES]) {
   constexpr int W = registers(R);
   for (int at = 0; at < WIDTH / LANES; at += W) {
@@ -36,6 +37,7 @@ void tile(const int32_t* weights, const typename Op::Word* x, long stride, long 
     for (long k = 0; k < words; k++) {
       if (W * LANES * 4 == 64)  // strips of one cache line: no hardware foresees them, so fetch the next chunk
         __builtin_prefetch(weights + words * WIDTH + (at / W * words + k) * (W * LANES));
+      for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * 16, 0, 2);
       Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, x + k, stride);
     }
     for (int r = 0; r < R; r++)
@@ -43,17 +45,34 @@ void tile(const int32_t* weights, const typename Op::Word* x, long stride, long 
   }
 }
 
-template <class Op, int R>
-void tiles(long rows, const int32_t* weights, const typename Op::Word* x, long stride, long words, bool first,
-           typename Op::Sum (*sums)[WIDTH / LANES]) {
-  for (; rows >= R; rows -= R, x += R * stride, sums += R) tile<Op, R>(weights, x, stride, words, first, sums);
-  if constexpr (R > 1) tiles<Op, R - 1>(rows, weights, x, stride, words, first, sums);
+template <class Op, int LINES, int R = MOST_ROWS>
+void tile_of_lines(long rows, const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride,
+                   long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
+  if (rows == R) tile<Op, R, LINES>(weights, ahead, x, stride, words, first, sums);
+  else if constexpr (R > 1) tile_of_lines<Op, LINES, R - 1>(rows, weights, ahead, x, stride, words, first, sums);
 }
 
+// `rows` and `lines` known to the compiler: 4, 2, 1 or 0 lines; none where a chunk is as short as the L1 cache.
+template <class Op, int LINES = DOT_INSTRUCTIONS ? 4 : 0>
+void tile_of(long rows, long lines, const int32_t* weights, const int32_t* ahead, const typename Op::Word* x,
+             long stride, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
+  if (lines >= LINES) tile_of_lines<Op, LINES>(rows, weights, ahead, x, stride, words, first, sums);
+  else if constexpr (LINES > 0) tile_of<Op, LINES / 2>(rows, lines, weights, ahead, x, stride, words, first, sums);
+}
+
+// Rows that need more than one tile are spread over them evenly, and each tile fetches its share of what comes `ahead`
+// (or null): memory would be idle while all but the first multiply what already lies in the cache.
 template <class Op>
-void multiply_block(const int32_t* weights, const typename Op::Word* x, long stride, long, long rows, long words,
-                    bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
-  tiles<Op, MOST_ROWS>(rows, weights, x, stride, words, first, sums);
+void multiply_block(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride, long,
+                    long rows, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
+  constexpr long LINES = WIDTH / 16;  // of a step's weights
+  long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (long i = 0, from = 0, to; i < tiles; i++, from = to) {
+    long some = (rows + tiles - i - 1) / (tiles - i);
+    to = ((i + 1) * LINES + tiles - 1) / tiles;
+    tile_of<Op>(some, ahead ? to - from : 0, weights, ahead + from * words * 16, x, stride, words, first, sums);
+    rows -= some, x += some * stride, sums += some;
+  }
 }
 
 inline long place_of(long row, long, long) { return row; }
@@ -104,18 +123,22 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
   if (!rows) return;
   alignas(64) typename Op::Sum sums[BLOCK][WIDTH / LANES];
   start_tiles(rows < SIDE ? rows : SIDE);
-  for (long from, to; shares->take(from, to);)
-    for (long p = from; p < to; p++)
-      for (long row = 0; row < rows; row += BLOCK) {
-        long some = rows - row < BLOCK ? rows - row : BLOCK;
-        for (long k = 0; k < words; k += CHUNK) {
-          long length = words - k < CHUNK ? words - k : CHUNK;
-          multiply_block<Op>(packed + (p * words + k) * WIDTH, x + row * stride + k, stride, row, some, length, k == 0,
-                             sums);
-        }
-        long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
-        for (long r = 0; r < some; r++) finish(row + r, column, count, sums[place_of(r, row, some)]);
+  Numbers panels{shares};
+  for (long p = panels.next(), then; p >= 0; p = then) {
+    then = panels.next();
+    const int32_t *panel = packed + p * words * WIDTH, *other = then < 0 ? nullptr : packed + then * words * WIDTH;
+    for (long row = 0; row < rows; row += BLOCK) {
+      long some = rows - row < BLOCK ? rows - row : BLOCK;
+      for (long k = 0; k < words; k += CHUNK) {
+        long length = words - k < CHUNK ? words - k : CHUNK;
+        const int32_t *chunk = panel + k * WIDTH, *ahead = chunk + length * WIDTH;
+        if (k + length == words) ahead = row + BLOCK < rows ? panel : other;
+        multiply_block<Op>(chunk, ahead, x + row * stride + k, stride, row, some, length, k == 0, sums);
       }
+      long column = p * WIDTH, count = outputs - column < WIDTH ? outputs - column : WIDTH;
+      for (long r = 0; r < some; r++) finish(row + r, column, count, sums[place_of(r, row, some)]);
+    }
+  }
   stop_tiles();
 }
 
