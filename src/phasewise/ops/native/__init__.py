@@ -45,25 +45,30 @@ def library() -> ctypes.CDLL | None:
     Raises UserError if those that it names cannot be had.
     """
     choice = os.environ.get(CHOICE, "")
-    if choice not in ("", "none", *TARGETS):
+    if choice == "none":
+        _say_none(f"{CHOICE}=none")
+        return None
+    if choice and choice not in TARGETS:
         raise UserError(f"unknown kernels {choice!r} in {CHOICE}. {near(choice, ('none', *TARGETS))}")
-    for target in () if choice == "none" else (choice,) if choice else TARGETS:
+    for target in (choice,) if choice else TARGETS:
         kernels = load(target)
         if kernels is not None:
             if not _share_threads(kernels):
                 log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
             return kernels
     built = ", ".join(target for target in TARGETS if _files(target))
-    if choice not in ("", "none"):
+    if choice:
         raise UserError(
             f"{CHOICE}={choice}: this processor does not run them, or they were not built (built: {built or 'none'}). "
             "Without that variable the best are taken."
         )
     unusable = f"this processor runs none of those built ({built}), unless the log has said something else of them"
-    reason = unusable if built else "they were not built (is there a C++ compiler?)"
-    reason = f"{CHOICE}=none" if choice else reason
-    log.warning("no native CPU kernels, torch's operators do their work more slowly: %s", reason)
+    _say_none(unusable if built else "they were not built (is there a C++ compiler?)")
     return None
+
+
+def _say_none(reason: str) -> None:
+    log.warning("no native CPU kernels, torch's operators do their work more slowly: %s", reason)
 
 
 def load(target: str) -> ctypes.CDLL | None:

@@ -22,6 +22,7 @@ constexpr int registers(int rows) {
 
 constexpr long BLOCK = 8 * MOST_ROWS;                // rows that share one pass over a chunk of weights
 constexpr long CHUNK = DOT_INSTRUCTIONS ? 512 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache
+constexpr long LINE = 16;                            // words of a cache line
 
 // Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
 // step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights. At every step
@@ -35,9 +36,9 @@ void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Word*
     for (int r = 0; r < R; r++)
       for (int j = 0; j < W; j++) acc[r][j] = first ? typename Op::Sum{} : sums[r][at + j];
     for (long k = 0; k < words; k++) {
-      if (W * LANES * 4 == 64)  // strips of one cache line: no hardware foresees them, so fetch the next chunk
+      if (W * LANES == LINE)  // strips of one cache line: no hardware foresees them, so fetch the next chunk
         __builtin_prefetch(weights + words * WIDTH + (at / W * words + k) * (W * LANES));
-      for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * 16, 0, 2);
+      for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
       Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, x + k, stride);
     }
     for (int r = 0; r < R; r++)
@@ -61,16 +62,16 @@ void tile_of(long rows, long lines, const int32_t* weights, const int32_t* ahead
 }
 
 // Rows that need more than one tile are spread over them evenly, and each tile fetches its share of what comes `ahead`
-// (or null): memory would be idle while all but the first multiply what already lies in the cache.
+// (or null): else memory would be idle while all but the first multiply what already lies in the cache.
 template <class Op>
 void multiply_block(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride, long,
                     long rows, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
-  constexpr long LINES = WIDTH / 16;  // of a step's weights
+  constexpr long LINES = WIDTH / LINE;  // of a step's weights
   long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
   for (long i = 0, from = 0, to; i < tiles; i++, from = to) {
     long some = (rows + tiles - i - 1) / (tiles - i);
     to = ((i + 1) * LINES + tiles - 1) / tiles;
-    tile_of<Op>(some, ahead ? to - from : 0, weights, ahead + from * words * 16, x, stride, words, first, sums);
+    tile_of<Op>(some, ahead ? to - from : 0, weights, ahead + from * words * LINE, x, stride, words, first, sums);
     rows -= some, x += some * stride, sums += some;
   }
 }
