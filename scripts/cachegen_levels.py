@@ -18,14 +18,17 @@ import torch
 
 from phasewise.bench import quality
 from phasewise.cli.progress import counting
-from phasewise.engine import Engine
+from phasewise.engine.engine import Engine
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.kv.store import KV
+from phasewise.kv.cache import KV
 from phasewise.kv.wire import Dump, Origin
 from phasewise.llm import LLM
 from phasewise.load import load_model
-from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import Params, Request
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from phasewise.train.tasks import example
 
 TASKS = ("recall@256", "recall@1k")

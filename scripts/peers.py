@@ -53,7 +53,7 @@ def phasewise_of(tools: ModuleType) -> type:
             import torch
 
             from phasewise.bench.drive import Bench
-            from phasewise.recipe import Limits
+            from phasewise.engine.limits import Limits
 
             torch.set_num_threads(self.args.threads)
             self.dtype = self.args.dtype
@@ -68,7 +68,8 @@ def phasewise_of(tools: ModuleType) -> type:
                 return self.drive(reqs)
 
         def drive(self, reqs: list[tuple[float, list[int], int]]) -> tuple[float, list[list[float]]]:
-            from phasewise.request import Params, Request
+            from phasewise.request.params import Params
+            from phasewise.request.request import Request
 
             start = time.perf_counter()
             times: list[list[float]] = [[] for _ in reqs]

@@ -25,12 +25,13 @@ from phasewise.bench.prompts import random_prompts
 from phasewise.bench.rounds import Ratio, order, ratio
 from phasewise.bench.scripted import Scripted, expected
 from phasewise.cli.progress import counting, working
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.rejection import Rejection
-from phasewise.place import Placed
-from phasewise.recipe import Limits
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
 
 PLAIN = (0, 0.0)
 Setting = tuple[int, float]

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from phasewise.bench.drive import Bench
+from phasewise.engine.limits import Limits
 from phasewise.model.mlp import MLP
 from phasewise.model.model import Model
 from phasewise.ops.native import library
 from phasewise.ops.native.spans import Few, attend
 from phasewise.ops.native.weights import Packed
-from phasewise.recipe import Limits
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 
 HEADS = ("batch", "step ms", "all layers", "products alone", "attention alone", "head", "all else", "tokens/s")
 

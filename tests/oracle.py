@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from phasewise.batch import Span
-from phasewise.forward import forward
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.model import Model
-from phasewise.phase import Phase
 from phasewise.recipe import kv_shapes
-from phasewise.request import Request
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.request import Request
+from phasewise.step.forward import forward
+from phasewise.step.phase import Phase
+from phasewise.step.span import Span
 
 PLAIN = Phase("plain", decode=None, attend=Dense())  # type: ignore[arg-type]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.llm import LLM, Output
-from phasewise.recipe import Limits
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests import tiny
 from tests.serve.tiny_chat import chat_checkpoint
 

@@ -9,17 +9,20 @@ from typing import Any
 
 import torch
 
-from phasewise.cluster.source import Source
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.load import dtype_of, load_model, model_path
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.model import Model
 from phasewise.model.tokenizer import Tokenizer
-from phasewise.place import Placed
-from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import SLO, Left, Params, Request
-from phasewise.text import Text
-from phasewise.trace import Trace
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.request.params import SLO, Params
+from phasewise.request.request import Left, Request
+from phasewise.request.text import Text
+from phasewise.request.trace import Trace
+from phasewise.verbs.place import Placed
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -68,7 +71,7 @@ class LLM:
         def load(name: str) -> Model:
             return load_model(name, dtype=self.model.dtype, device=device)
 
-        source = Source(model, self.limits, dtype, device, verbs)
+        source = EngineSpec(model, self.limits, dtype, device, verbs)
         self.engine: Placed = Builder(self.model, methods, self.limits, load=load, source=source).build()
 
     @cached_property

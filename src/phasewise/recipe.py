@@ -1,82 +1,31 @@
-"""The composition root: one method per verb, turned into phases and engines.
-
-This is the one core file that names methods, and only as the defaults of their verbs.
-"""
+"""The composition root: one method per verb, turned into phases and engines."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
-from phasewise.cluster.line import Crew, Inline
-from phasewise.cluster.source import Source
-from phasewise.companion import Companion
-from phasewise.engine import Engine, Parts
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.inline import InlineLauncher
+from phasewise.cluster.launcher import Launcher
+from phasewise.engine.engine import Engine, Parts
 from phasewise.errors import UserError, near
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Wire
 from phasewise.model.model import Model
-from phasewise.phase import Host, Phase
-from phasewise.place import Placed
-from phasewise.trace import Counters
+from phasewise.options import CLUSTERS, DEFAULTS
+from phasewise.request.counters import Counters
+from phasewise.speculation.companion import Companion
+from phasewise.step.phase import Phase
+from phasewise.verbs.host import Host
+from phasewise.verbs.place import Placed
 
-DEFAULTS = {
-    "place": "colocated",
-    "schedule": "sarathi",
-    "decode": "autoregressive",
-    "verify": "rejection",
-    "attend": "dense",
-    "evict": "none",
-    "store": "slab",
-    "skip": "all",
-    "sample": "standard",
-}
-CLUSTERS = ("auto", "inline", "processes", "ray")
-PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
-WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
-
-
-def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
-    """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults. Raises UserError."""
-    given = {verb: text for verb, text in options.items() if text}
-    texts = {**DEFAULTS, **(WITH_DRAFT if "draft" in given else {}), **given}
-    name = texts["decode"].partition(":")[0]
-    slots = catalog.slots_of(catalog.method("decode", name))
-    for verb in PARTS_OF_DECODE:
-        if verb in slots and verb not in texts:
-            raise UserError(f"decode {name} needs a {verb} method: add --{verb} NAME")
-        if verb in given and verb not in slots:
-            raise UserError(f"decode {name} has no use for --{verb} {given[verb]}: leave one of them out")
-    wanted = [verb for verb in texts if verb != "decode" and (verb in slots or verb not in PARTS_OF_DECODE)]
-    methods = {verb: catalog.build(verb, texts[verb]) for verb in wanted}
-    methods["decode"] = catalog.build("decode", texts["decode"], **{verb: methods[verb] for verb in slots})
-    return methods
-
-
-def memory_default() -> int:
-    """A quarter of the machine's memory, at most 4 GiB."""
-    return min(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine may use."""
-
-    kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
-    max_running: int = 64
-    prefix_cache: bool = True
-    # where the workers of a placement run: inline (this thread), processes, ray[:knobs] or auto (processes if possible)
-    cluster: str = "inline"
-
-    @property
-    def budget(self) -> int:
-        """Bytes of KV."""
-        return memory_default() if self.kv_bytes is None else self.kv_bytes
+if TYPE_CHECKING:
+    from phasewise.engine.limits import Limits
 
 
 class Builder:
@@ -90,7 +39,7 @@ class Builder:
         *,
         load: Callable[[str], Model],
         clock: Callable[[], float] = time.monotonic,
-        source: Source | None = None,
+        source: EngineSpec | None = None,
     ) -> None:
         self.model, self.methods, self.limits, self.clock, self.source = model, methods, limits, clock, source
         self._load = load
@@ -152,7 +101,7 @@ class Builder:
         )
         return Engine(parts)
 
-    def crew(self) -> Crew:
+    def launcher(self) -> Launcher:
         """Who hires the workers of a placement. Raises UserError for a `cluster` that is unknown or not installed."""
         self._hires = True
         name, knobs = catalog.split(self.limits.cluster, "cluster")
@@ -164,20 +113,20 @@ class Builder:
             local = self.source is not None and self.source.device == "cpu" and hasattr(os, "pidfd_open")
             name = "processes" if local else "inline"
         if name == "inline":
-            return Inline(self)
+            return InlineLauncher(self)
         if self.source is None:
             raise UserError(f"cluster {name} needs a model by name: use LLM(...) or the command line")
         if name == "processes":
-            from phasewise.cluster.process import Processes
+            from phasewise.cluster.process import ProcessLauncher
 
-            return Processes(self.source)
+            return ProcessLauncher(self.source)
         try:
-            from phasewise.cluster.rays import Rays, Seating
+            from phasewise.cluster.ray_backend import RayLauncher, RayPlacement
         except ModuleNotFoundError as error:
             if error.name != "ray":
                 raise
             raise UserError("cluster ray needs Ray, which is not installed: pip install phasewise[cluster]") from error
-        return Rays(self.source, catalog.configure(Seating, knobs, "cluster ray"))
+        return RayLauncher(self.source, catalog.configure(RayPlacement, knobs, "cluster ray"))
 
     def _for(self, verb: str, phase: str) -> Any:
         """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""

@@ -4,8 +4,8 @@ import pytest
 
 from phasewise.bench.drive import Bench, drive
 from phasewise.bench.workloads import Shot
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.recipe import Limits
 from tests import oracle, tiny
 
 LIMITS = Limits(kv_bytes=64 << 20)

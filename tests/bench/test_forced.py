@@ -7,7 +7,7 @@ import torch
 
 from phasewise.bench.drive import Bench
 from phasewise.bench.forced import STRETCH, Forced, forced_loss
-from phasewise.recipe import Limits
+from phasewise.engine.limits import Limits
 from tests import tiny
 from tests.oracle import logits
 

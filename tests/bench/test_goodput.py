@@ -10,8 +10,8 @@ import pytest
 from phasewise.bench.goodput import Point, Target, draw, goodput, sweep, table
 from phasewise.bench.latency import Served
 from phasewise.errors import UserError
-from phasewise.request import SLO
-from phasewise.trace import Trace
+from phasewise.request.params import SLO
+from phasewise.request.trace import Trace
 
 
 def served(ttft: float, tpot: float = 0.01, error: str | None = None) -> Served:

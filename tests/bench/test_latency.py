@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.bench.latency import Served, percentile, summary
-from phasewise.request import SLO
-from phasewise.trace import Trace
+from phasewise.request.params import SLO
+from phasewise.request.trace import Trace
 
 
 def served(arrived: float, stamps: list[float], counts: list[int] | None = None, error: str | None = None) -> Served:

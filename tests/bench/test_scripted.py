@@ -9,13 +9,13 @@ import pytest
 
 from phasewise.bench.drive import Bench
 from phasewise.bench.scripted import Scripted, expected
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
 from phasewise.methods.verify.rejection import Rejection
-from phasewise.place import Placed
-from phasewise.recipe import Limits
-from phasewise.request import Request
+from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
 from tests import oracle, tiny
 
 VERIFIERS = [Match(), Rejection()]

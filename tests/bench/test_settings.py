@@ -6,8 +6,9 @@ from phasewise import catalog
 from phasewise.bench.drive import Bench
 from phasewise.bench.settings import DEFAULT, Comparison, Setting, untrained
 from phasewise.bench.workloads import Shot
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.recipe import DEFAULTS, Limits
+from phasewise.options import DEFAULTS
 from tests import tiny
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import phasewise.serve.app
 import phasewise.train.pocket
-from phasewise.request import SLO
+from phasewise.request.params import SLO
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 

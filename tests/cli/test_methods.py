@@ -4,7 +4,7 @@ import pytest
 
 from phasewise import catalog
 from phasewise.cli.methods import entries, markdown
-from phasewise.recipe import DEFAULTS
+from phasewise.options import DEFAULTS
 from tests.cli.conftest import Cli
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 

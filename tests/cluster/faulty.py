@@ -1,4 +1,4 @@
-"""A crew whose messages about hand-offs get lost, late or doubled; whatever crew it is made of."""
+"""A launcher whose messages about hand-offs get lost, late or doubled; whatever launcher it is made of."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from phasewise.cluster.depot import Depot
-from phasewise.cluster.line import Crew, Line, Message, Spec
+from phasewise.cluster.launcher import Connection, Launcher, Message, WorkerSpec
+from phasewise.cluster.transfer_buffer import TransferBuffer
 
 TOLD = ("take", "release", "renew")  # to workers
 HEARD = ("offer", "owned", "refused", "expired")  # from workers
@@ -22,21 +22,21 @@ def unsteady(fates: Sequence[Fate]) -> Callable[[int], Fate]:
 class Faulty:
     """Does to the i-th message of the `kinds` what `fate(i)` says. A round is one step of the router."""
 
-    def __init__(self, crew: Crew, fate: Callable[[int], Fate], kinds: Sequence[str] = TOLD + HEARD) -> None:
-        self.crew, self.fate, self.kinds = crew, fate, kinds
+    def __init__(self, launcher: Launcher, fate: Callable[[int], Fate], kinds: Sequence[str] = TOLD + HEARD) -> None:
+        self.launcher, self.fate, self.kinds = launcher, fate, kinds
         self.seen = self.round = 0
         self.lost: list[Message] = []
         self.lines: list[Unreliable] = []
 
     @property
-    def depot(self) -> Depot:
-        return self.crew.depot
+    def transfer_buffer(self) -> TransferBuffer:
+        return self.launcher.transfer_buffer
 
-    def reserve(self, specs: Sequence[Spec]) -> None:
-        self.crew.reserve(specs)
+    def reserve(self, specs: Sequence[WorkerSpec]) -> None:
+        self.launcher.reserve(specs)
 
-    def hire(self, name: str, spec: Spec) -> Unreliable:
-        self.lines.append(Unreliable(self, self.crew.hire(name, spec)))
+    def launch(self, name: str, spec: WorkerSpec) -> Unreliable:
+        self.lines.append(Unreliable(self, self.launcher.launch(name, spec)))
         return self.lines[-1]
 
     @property
@@ -44,15 +44,15 @@ class Faulty:
         """What has not arrived yet."""
         return [message for line in self.lines for _, message in [*line.late_commands, *line.late_events]]
 
-    def wait(self, lines: Sequence[Line], seconds: float) -> None:
+    def wait(self, lines: Sequence[Connection], seconds: float) -> None:
         self.round += 1
         for line in self.lines:
             for command in _due(line.late_commands, self.round):
                 line.inner.tell(command)
-        self.crew.wait([line.inner for line in lines if isinstance(line, Unreliable)], seconds)
+        self.launcher.wait([line.inner for line in lines if isinstance(line, Unreliable)], seconds)
 
     def close(self) -> None:
-        self.crew.close()
+        self.launcher.close()
 
     def passes(self, message: Message, kind: str, late: list[tuple[int, Message]]) -> list[Message]:
         """What arrives now of a message."""
@@ -71,8 +71,8 @@ class Faulty:
 class Unreliable:
     """A line that loses, delays and doubles messages."""
 
-    def __init__(self, crew: Faulty, inner: Line) -> None:
-        self.crew, self.inner, self.name = crew, inner, inner.name
+    def __init__(self, launcher: Faulty, inner: Connection) -> None:
+        self.launcher, self.inner, self.name = launcher, inner, inner.name
         self.late_commands: list[tuple[int, Message]] = []
         self.late_events: list[tuple[int, Message]] = []
 
@@ -84,13 +84,13 @@ class Unreliable:
         return getattr(self.inner, name)  # worker, pid
 
     def tell(self, command: Message) -> None:
-        for passed in self.crew.passes(command, command["do"], self.late_commands):
+        for passed in self.launcher.passes(command, command["do"], self.late_commands):
             self.inner.tell(passed)
 
     def hear(self) -> list[Message]:
-        heard = _due(self.late_events, self.crew.round)
+        heard = _due(self.late_events, self.launcher.round)
         for event in self.inner.hear():
-            heard += self.crew.passes(event, event["event"], self.late_events)
+            heard += self.launcher.passes(event, event["event"], self.late_events)
         return heard
 
     def kill(self) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from phasewise.cluster.desk import Desk
-from phasewise.cluster.router import Patience, Router
-from phasewise.cluster.source import Source
-from phasewise.recipe import Limits
-from phasewise.request import Params, Request
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.router import Router
+from phasewise.cluster.supervisor import Timeouts
+from phasewise.engine.limits import Limits
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 
 MEMORY = 100 << 20  # bytes of the object store of a node
@@ -34,9 +36,9 @@ LONG = 180.0  # seconds for anything that must happen at all
 HIDDEN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_AUTH_MODE")  # of a Ray that this machine may run
 
 
-def source(cluster: str = "ray", **verbs: str) -> Source:
+def source(cluster: str = "ray", **verbs: str) -> EngineSpec:
     limits = Limits(kv_bytes=64 << 20, cluster=cluster)
-    return Source(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs})
+    return EngineSpec(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs})
 
 
 class Nodes:
@@ -98,32 +100,32 @@ class Stage:
         router = source().build().build()
         assert isinstance(router, Router)
         self.router = router
-        self.router.patience = Patience(move=60.0, silence=60.0, start=300.0)
+        self.router.patience = Timeouts(move=60.0, silence=60.0, start=300.0)
 
     # ---- who is there
     @property
-    def prefill(self) -> Desk:
-        (desk,) = (desk for desk in self.router.desks if desk.role == "prefill")
-        return desk
+    def prefill(self) -> WorkerHandle:
+        (handle,) = (handle for handle in self.router.handles if handle.role == "prefill")
+        return handle
 
     @property
-    def decoders(self) -> list[Desk]:
-        return [desk for desk in self.router.desks if desk.role == "decode"]
+    def decoders(self) -> list[WorkerHandle]:
+        return [handle for handle in self.router.handles if handle.role == "decode"]
 
-    def away(self) -> list[Desk]:
+    def away(self) -> list[WorkerHandle]:
         """The workers on the node that may be killed."""
-        desks = [desk for desk in self.router.desks if node(desk) == self.nodes.names[1]]
-        assert sorted(desk.role for desk in desks) == ["decode", "prefill"], "Ray seats workers otherwise"
-        return desks
+        handles = [handle for handle in self.router.handles if node(handle) == self.nodes.names[1]]
+        assert sorted(handle.role for handle in handles) == ["decode", "prefill"], "Ray seats workers otherwise"
+        return handles
 
-    def near(self) -> list[Desk]:
+    def near(self) -> list[WorkerHandle]:
         """Those at the head."""
         away = self.away()
-        return [desk for desk in self.router.desks if desk not in away]
+        return [handle for handle in self.router.handles if handle not in away]
 
-    def holders(self) -> set[Desk]:
+    def holders(self) -> set[WorkerHandle]:
         """Who computes requests."""
-        return {trip.desk for trip in self.router._trips.values()}
+        return {flight.handle for flight in self.router._flights.values()}
 
     # ---- what happens
     def start(self, params: Sequence[Params]) -> list[Request]:
@@ -141,39 +143,39 @@ class Stage:
     def finish(self, requests: Sequence[Request]) -> list[list[int]]:
         """What the requests give. Nothing may be left behind, neither KV nor references to objects."""
         placed = self.router
-        self.until(lambda: all(request.left for request in requests) and placed.idle and placed.staff.ready)
+        self.until(lambda: all(request.left for request in requests) and placed.idle and placed.supervisor.ready)
         placed.forget_prefixes()
         self.until(lambda: placed.idle)
         assert placed.kv_bytes == 0
         self.until(lambda: self._own_references() <= self.baseline)
-        self.until(lambda: not any(inside(desk, references) for desk in placed.desks))
+        self.until(lambda: not any(inside(handle, references) for handle in placed.handles))
         return tiny.outs(requests)
 
     def settled(self) -> bool:
         """Whether the next test may use it: all who were hired are well, with nothing to do and nothing left."""
         placed = self.router
-        well = all(desk.line.alive and desk.state for desk in placed.desks) and not placed._closed
-        if not well or len(placed.desks) != 3 or not placed.idle:
+        well = all(handle.line.alive and handle.state for handle in placed.handles) and not placed._closed
+        if not well or len(placed.handles) != 3 or not placed.idle:
             return False
         return placed.kv_bytes == 0 and self._own_references() <= self.baseline and len(self.nodes.names) == 2
 
     def _own_references(self) -> int:
         """Those of this process, but for the call that is under way to each worker."""
-        return references() - sum(desk.line.poll is not None for desk in self.router.desks)
+        return references() - sum(handle.line.poll is not None for handle in self.router.handles)
 
 
 # ---- processes
-def inside(desk: Desk, ask: Callable[[Any], Any]) -> Any:
+def inside(handle: WorkerHandle, ask: Callable[[Any], Any]) -> Any:
     """What a function says that is called in a worker's process."""
-    return ray.get(desk.line.actor.__ray_call__.remote(ask), timeout=LONG)
+    return ray.get(handle.line.actor.__ray_call__.remote(ask), timeout=LONG)
 
 
-def pid(desk: Desk) -> int:
-    return int(inside(desk, lambda actor: os.getpid()))
+def pid(handle: WorkerHandle) -> int:
+    return int(inside(handle, lambda actor: os.getpid()))
 
 
-def node(desk: Desk) -> str:
-    return str(inside(desk, lambda actor: ray.get_runtime_context().get_node_id()))
+def node(handle: WorkerHandle) -> str:
+    return str(inside(handle, lambda actor: ray.get_runtime_context().get_node_id()))
 
 
 def references(actor: Any = None) -> int:

@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from phasewise.cluster.depot import folder
-from phasewise.cluster.desk import Desk
-from phasewise.cluster.process import Nursery, Processes
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.process import ForkServer, ProcessLauncher
 from phasewise.cluster.router import Router
-from phasewise.cluster.source import Source
-from phasewise.cluster.staff import Patience
-from phasewise.recipe import Limits
-from phasewise.request import Params, Request
-from phasewise.trace import Counters
+from phasewise.cluster.supervisor import Timeouts
+from phasewise.cluster.transfer_buffer import folder
+from phasewise.engine.limits import Limits
+from phasewise.request.counters import Counters
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import Fate, Faulty
 
 PATIENCE = 240.0  # seconds for anything that must happen at all; machines may be busy
-CALM = Patience(move=120.0, silence=120.0, start=120.0)  # nobody is taken for dead but the dead
+CALM = Timeouts(move=120.0, silence=120.0, start=120.0)  # nobody is taken for dead but the dead
 
 
 def started(
@@ -31,52 +32,52 @@ def started(
 ) -> Router:  # fmt: skip
     """Workers over the tiny model; with `faults`, a fate for each message of some kinds, over lines of that sort."""
     given = Limits(**{"kv_bytes": 64 << 20, "cluster": "processes", **limits})
-    plan = Source(str(tiny.checkpoint()), given, verbs={"place": place, **(verbs or {})}).build()
+    plan = EngineSpec(str(tiny.checkpoint()), given, verbs={"place": place, **(verbs or {})}).build()
     if faults is not None:
-        crew = Faulty(plan.crew(), *faults)
-        plan.crew = lambda: crew
+        launcher = Faulty(plan.launcher(), *faults)
+        plan.launcher = lambda: launcher
     placed = plan.build()
     assert isinstance(placed, Router)
     placed.patience = CALM
     return placed
 
 
-# ---- looking at a crew
-def crew(placed: Router) -> Processes:
-    found = placed.crew.crew if isinstance(placed.crew, Faulty) else placed.crew
-    assert isinstance(found, Processes)
+# ---- looking at a launcher
+def launcher(placed: Router) -> ProcessLauncher:
+    found = placed.launcher.launcher if isinstance(placed.launcher, Faulty) else placed.launcher
+    assert isinstance(found, ProcessLauncher)
     return found
 
 
-def nursery(placed: Router) -> Nursery:
-    return crew(placed)._nurseries[-1]
+def fork_server(placed: Router) -> ForkServer:
+    return launcher(placed)._fork_servers[-1]
 
 
-def desk(placed: Router, role: str) -> Desk:
-    return next(desk for desk in placed.desks if desk.role == role)
+def handle(placed: Router, role: str) -> WorkerHandle:
+    return next(handle for handle in placed.handles if handle.role == role)
 
 
-def pid(desk: Desk) -> int:
+def pid(handle: WorkerHandle) -> int:
     """The process of a worker that has introduced itself."""
-    found = desk.line.pid
+    found = handle.line.pid
     assert isinstance(found, int)
     return found
 
 
 def segments(placed: Router) -> list[str]:
-    """What lies in the depot's folder."""
-    return sorted(path.name for path in folder().glob(f"{crew(placed).run}*"))
+    """What lies in the transfer buffer's folder."""
+    return sorted(path.name for path in folder().glob(f"{launcher(placed).run}*"))
 
 
-def lost_with(placed: Router, desk: Desk) -> list[Request]:
+def lost_with(placed: Router, handle: WorkerHandle) -> list[Request]:
     """The requests that must start again if this worker dies now: those it computes, or is to take over. What it has
     put down for others is safe."""
     found = []
-    for trip in placed._trips.values():
-        move = trip.move
-        sends = trip.desk is desk and (move is None or move.offer is None)
-        if sends or (move is not None and move.target is desk):
-            found.append(trip.caller)
+    for flight in placed._flights.values():
+        move = flight.move
+        sends = flight.handle is handle and (move is None or move.offer is None)
+        if sends or (move is not None and move.target is handle):
+            found.append(flight.caller)
     return found
 
 
@@ -180,7 +181,7 @@ def until(placed: Router, done: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not done():
         placed.step()
-        assert time.monotonic() < end, f"no end: {list(placed._trips.values())}"
+        assert time.monotonic() < end, f"no end: {list(placed._flights.values())}"
 
 
 def finish(placed: Router, orders: Sequence[Order], before: Counters, leases: bool = False) -> Counters:
@@ -190,9 +191,9 @@ def finish(placed: Router, orders: Sequence[Order], before: Counters, leases: bo
     """
     until(placed, lambda: all(order.request.left is not None for order in orders))
     assert all(order.whole for order in orders)
-    until(placed, lambda: placed.idle and placed.staff.ready)
+    until(placed, lambda: placed.idle and placed.supervisor.ready)
     placed.forget_prefixes()
-    until(placed, lambda: placed.idle and placed.staff.ready and not (leases and placed.kv_bytes))
+    until(placed, lambda: placed.idle and placed.supervisor.ready and not (leases and placed.kv_bytes))
     assert placed.kv_bytes == 0 and segments(placed) == []
     done = placed.counters - before
     assert done.emitted == sum(order.request.n_out for order in orders)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from phasewise.cluster.desk import BLOCK, REMEMBERED, Desk
-from phasewise.cluster.line import Message, Spec
+from phasewise.cluster.handle import BLOCK, REMEMBERED, WorkerHandle
+from phasewise.cluster.in_flight import Transfer
+from phasewise.cluster.launcher import Message, WorkerSpec
 from phasewise.cluster.policy import TwoPools, least_decoding, least_pending, threads_each
-from phasewise.cluster.trip import Move
 from phasewise.kv.handoff import State
 from tests import tiny
 
 
 @dataclass
-class Seat:
+class WorkerView:
     role: str = "prefill"
     prefilling: int = 0
     decoding: int = 0
@@ -45,15 +45,15 @@ class Line:
         self.alive = False
 
 
-def desk(**state: Any) -> Desk:
-    found = Desk(Line(), Spec("decode", ("prefill", "decode"), 0.5), now=0.0)
+def handle(**state: Any) -> WorkerHandle:
+    found = WorkerHandle(Line(), WorkerSpec("decode", ("prefill", "decode"), 0.5), now=0.0)
     found.state = {"heard": 0, "arrivals": [], **state}
     return found
 
 
 # ---- policies
 def test_a_prompt_joins_the_shortest_queue_cached_tokens_aside() -> None:
-    busy, idle = Seat(prefilling=100), Seat(prefilling=60)
+    busy, idle = WorkerView(prefilling=100), WorkerView(prefilling=60)
     assert least_pending([1] * 50, [busy, idle]) is idle
     busy.known = 45
     assert least_pending([1] * 50, [busy, idle]) is busy
@@ -61,8 +61,8 @@ def test_a_prompt_joins_the_shortest_queue_cached_tokens_aside() -> None:
 
 
 def test_a_request_goes_on_where_the_least_is_read() -> None:
-    seats = [Seat(decoding=n) for n in (30, 10, 20)]
-    assert least_decoding(seats) is seats[1]
+    views = [WorkerView(decoding=n) for n in (30, 10, 20)]
+    assert least_decoding(views) is views[1]
 
 
 def test_threads_are_shared_out() -> None:
@@ -71,7 +71,7 @@ def test_threads_are_shared_out() -> None:
 
 
 def test_two_pools_share_the_budget() -> None:
-    specs = TwoPools(prefill=2, decode=3, share=0.4).manning()
+    specs = TwoPools(prefill=2, decode=3, share=0.4).worker_specs()
     assert [spec.role for spec in specs] == ["prefill"] * 2 + ["decode"] * 3
     assert sum(spec.share for spec in specs) == pytest.approx(1.0)
     assert specs[0].share == pytest.approx(0.2) and specs[0].phases == ("prefill",)
@@ -79,7 +79,10 @@ def test_two_pools_share_the_budget() -> None:
 
 
 def test_short_prompts_and_all_under_load_start_where_they_decode() -> None:
-    prefill, decode = [Seat("prefill"), Seat("prefill", prefilling=90)], [Seat("decode", decoding=9), Seat("decode")]
+    prefill, decode = (
+        [WorkerView("prefill"), WorkerView("prefill", prefilling=90)],
+        [WorkerView("decode", decoding=9), WorkerView("decode")],
+    )
     policy = TwoPools(2, 2, 0.5, local=8, queue=50)
     assert policy.start([1] * 9, [*prefill, *decode]) is prefill[0]
     assert policy.start([1] * 8, [*prefill, *decode]) is decode[1]
@@ -94,7 +97,7 @@ def test_short_prompts_and_all_under_load_start_where_they_decode() -> None:
 
 def test_two_pools_do_with_whoever_is_there() -> None:
     policy = TwoPools(1, 1, 0.5)
-    prefill, decode = Seat("prefill"), Seat("decode")
+    prefill, decode = WorkerView("prefill"), WorkerView("decode")
     assert policy.start([1] * 100, [prefill]) is prefill
     assert policy.start([1] * 100, [decode]) is decode
     assert policy.go_on(100, []) is None
@@ -104,7 +107,7 @@ def test_two_pools_do_with_whoever_is_there() -> None:
 # ---- what the router guesses of prefixes
 def test_whole_blocks_of_prompts_are_remembered() -> None:
     (tokens,) = tiny.prompts(3 * BLOCK + 10)
-    there = desk()
+    there = handle()
     assert there.cached(tokens) == 0
     there.remember(tokens)
     assert there.cached(tokens) == 3 * BLOCK
@@ -116,7 +119,7 @@ def test_whole_blocks_of_prompts_are_remembered() -> None:
 
 
 def test_the_oldest_blocks_are_forgotten() -> None:
-    there = desk()
+    there = handle()
     first, second = tiny.prompts(BLOCK, BLOCK)
     there.remember(first)
     there.remember(second)
@@ -126,7 +129,7 @@ def test_the_oldest_blocks_are_forgotten() -> None:
 
 
 def test_a_worker_is_quiet_once_it_has_heard_everything() -> None:
-    there = desk()
+    there = handle()
     assert there.quiet
     there.tell({"do": "forget"})
     there.tell({"do": "forget"})
@@ -143,7 +146,7 @@ OFFER = {"id": "r", "attempt": 3, "packed": {}, "parcel": {"name": "p"}, "room":
 
 def test_a_move_promises_room_until_it_ends() -> None:
     for end in (State.OWNED, State.RELEASED):
-        there, move = desk(free=250), Move(deadline=5.0)
+        there, move = handle(free=250), Transfer(deadline=5.0)
         assert move.n_bytes == 0 and move.overdue(5.1) and not move.overdue(5.0)
         move.offer = dict(OFFER)
         assert not move.overdue(99.0), "it waits for room"
@@ -155,7 +158,7 @@ def test_a_move_promises_room_until_it_ends() -> None:
 
 
 def test_a_move_is_overdue_unless_it_is_known_to_queue() -> None:
-    there, move = desk(free=250), Move(offer=dict(OFFER))
+    there, move = handle(free=250), Transfer(offer=dict(OFFER))
     move.send(there, deadline=20.0)
     assert not move.overdue(20.0) and move.overdue(20.1)
     there.state["arrivals"] = ["another"]

@@ -13,19 +13,19 @@ from itertools import product
 import pytest
 
 from phasewise.cluster.router import Router
-from phasewise.cluster.staff import Patience
-from phasewise.request import Params
+from phasewise.cluster.supervisor import Timeouts
+from phasewise.request.params import Params
 from tests import tiny
 from tests.cluster.processes import (
     CALM,
     Order,
-    desk,
     finish,
+    fork_server,
     frozen,
     gone,
+    handle,
     kill,
     lost_with,
-    nursery,
     outs,
     pid,
     segments,
@@ -62,7 +62,7 @@ def wanted() -> list[list[int]]:
 
 
 def processes(placed: Router) -> list[int]:
-    return [pid(desk) for desk in placed.desks]
+    return [pid(handle) for handle in placed.handles]
 
 
 def steps(placed: Router, n: int) -> None:
@@ -77,22 +77,22 @@ def spoken(orders: list[Order]) -> int:
 # ---- moments
 def rows(placed: Router) -> int:
     """Prompt rows computed by who is the prefill worker now."""
-    return int(desk(placed, "prefill").state["counters"]["rows"])
+    return int(handle(placed, "prefill").state["counters"]["rows"])
 
 
 def computing(placed: Router) -> bool:
-    return any(trip.computing for trip in placed._trips.values())
+    return any(flight.computing for flight in placed._flights.values())
 
 
 def moving(placed: Router) -> bool:
     """A prompt's KV is on its way to somebody who does not have it yet."""
-    moves = [trip.move for trip in placed._trips.values() if trip.move is not None]
+    moves = [flight.move for flight in placed._flights.values() if flight.move is not None]
     return any(move.offer is not None and move.target is not None for move in moves)
 
 
 def decoding(placed: Router) -> bool:
-    here = desk(placed, "decode")
-    return any(trip.desk is here and trip.caller.n_out > 2 for trip in placed._trips.values())
+    here = handle(placed, "decode")
+    return any(flight.handle is here and flight.caller.n_out > 2 for flight in placed._flights.values())
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def caught(placed: Router, moment: Moment, rows_before: int) -> Iterator[None]:
     """Nobody moves, all that was said has been heard, and the moment is now."""
     while True:
         until(placed, lambda: moment.near(placed, rows_before))
-        with frozen([pid(desk(placed, moment.held))]):
+        with frozen([pid(handle(placed, moment.held))]):
             for _ in range(A_WHILE):
                 placed.step()
                 if moment.now(placed):
@@ -137,10 +137,10 @@ def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
     before, rows_before = placed.counters, rows(placed)
     orders = start(placed, PROMPTS, MIXED)
     with caught(placed, moment, rows_before):
-        again = lost_with(placed, desk(placed, role))
+        again = lost_with(placed, handle(placed, role))
         spoken_of = sum(request.known - 1 for request in again if request.n_out)
         on_the_way = sum(request.known - 1 for request in again if not request.n_out)  # computed, perhaps
-        kill(pid(desk(placed, role)))
+        kill(pid(handle(placed, role)))
         until(placed, lambda: (placed.counters - before).workers_lost == 1)  # or others go on and hand over to the dead
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
@@ -155,7 +155,7 @@ def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
 def test_killed_again_and_again(placed: Router) -> None:
     before, orders = placed.counters, start(placed, PROMPTS, MIXED)
     for i in range(6):
-        until(placed, lambda goal=50 * i: placed.staff.ready and spoken(orders) > goal)
+        until(placed, lambda goal=50 * i: placed.supervisor.ready and spoken(orders) > goal)
         kill(processes(placed)[0])  # the one that is here longer: prefill and decode by turns
         until(placed, lambda lost=i + 1: (placed.counters - before).workers_lost == lost)  # or the dead are killed
     done = finish(placed, orders, before)
@@ -171,11 +171,11 @@ def test_a_stopped_worker_is_taken_for_dead(placed: Router, role: str) -> None:
     before, rows_before = placed.counters, rows(placed)
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed) if role == "decode" else rows(placed) > rows_before)
-    victim = desk(placed, role)
+    victim = handle(placed, role)
     stop(pid(victim))
-    placed.patience = Patience(move=CALM.move, silence=3.0, start=CALM.start)
+    placed.patience = Timeouts(move=CALM.move, silence=3.0, start=CALM.start)
     try:
-        until(placed, lambda: victim not in placed.desks)
+        until(placed, lambda: victim not in placed.handles)
     finally:
         placed.patience = CALM
     assert gone(pid(victim))
@@ -195,31 +195,31 @@ def test_workers_that_pause_are_waited_for(placed: Router) -> None:
     assert (done.workers_lost, done.restarts, done.recomputed) == (0, 0, 0)
 
 
-# ---- the nursery
+# ---- the fork server
 @pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
 def test_workers_outlive_their_nursery_and_the_next_one_has_another(placed: Router) -> None:
-    before, first = placed.counters, nursery(placed)
+    before, first = placed.counters, fork_server(placed)
     kill(first._process.pid)
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))
     assert (placed.counters - before).workers_lost == 0
-    kill(pid(desk(placed, "decode")))
+    kill(pid(handle(placed, "decode")))
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
     assert done.workers_lost == 1
-    assert nursery(placed) is not first and nursery(placed).alive
+    assert fork_server(placed) is not first and fork_server(placed).alive
 
 
 @pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
 def test_a_nursery_that_does_not_answer_is_replaced(placed: Router) -> None:
-    before, first = placed.counters, nursery(placed)
+    before, first = placed.counters, fork_server(placed)
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))
     stop(first._process.pid)
-    kill(pid(desk(placed, "decode")))
-    placed.patience = Patience(move=CALM.move, silence=CALM.silence, start=2.0)
+    kill(pid(handle(placed, "decode")))
+    placed.patience = Timeouts(move=CALM.move, silence=CALM.silence, start=2.0)
     try:
-        until(placed, lambda: nursery(placed) is not first)
+        until(placed, lambda: fork_server(placed) is not first)
     finally:
         placed.patience = CALM
     assert gone(first._process.pid)
@@ -231,8 +231,8 @@ def test_a_nursery_that_does_not_answer_is_replaced(placed: Router) -> None:
 # ---- links that are full
 @chunks_only
 def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
-    """The kernel refuses the prefill worker every file that is not empty, as it does where the depot is full."""
-    sender = pid(desk(placed, "prefill"))
+    """The kernel refuses the prefill worker every file that is not empty, as it does where the transfer buffer is full."""
+    sender = pid(handle(placed, "prefill"))
     limit = resource.prlimit(sender, resource.RLIMIT_FSIZE)
     for most, restarts in ((0, len(PROMPTS)), (limit[0], 0)):
         resource.prlimit(sender, resource.RLIMIT_FSIZE, (most, limit[1]))
@@ -246,7 +246,7 @@ def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
 def test_orders_that_fill_the_socket_hold_up_nobody(placed: Router) -> None:
     never = tuple(range(1 << 20, (1 << 20) + 30_000))  # outside the vocabulary: 270 kB in each message
     params = [Params(8, stop_tokens=never, ignore_eos=True)] * len(PROMPTS)
-    before, line = placed.counters, desk(placed, "prefill").line
+    before, line = placed.counters, handle(placed, "prefill").line
     with frozen([line.pid]):
         orders = start(placed, PROMPTS, params)
         steps(placed, 20)
@@ -262,8 +262,8 @@ def test_splitwise_may_lose_either_side() -> None:
     try:
         before, orders = placed.counters, start(placed, PROMPTS, MIXED)
         for role, goal in (("prompt", 0), ("token", 100), ("prompt", 200)):
-            until(placed, lambda goal=goal: placed.staff.ready and spoken(orders) > goal)
-            kill(pid(desk(placed, role)))
+            until(placed, lambda goal=goal: placed.supervisor.ready and spoken(orders) > goal)
+            kill(pid(handle(placed, role)))
         done = finish(placed, orders, before)
         assert outs(orders) == wanted()
         assert done.workers_lost == 3 and done.restarts > 0

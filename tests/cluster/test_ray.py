@@ -14,15 +14,16 @@ import torch
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install phasewise[cluster]")
 
-from phasewise.cluster import rays  # noqa: E402
-from phasewise.cluster.actor import Actor  # noqa: E402
-from phasewise.cluster.depot import Lost  # noqa: E402
-from phasewise.cluster.objects import Objects  # noqa: E402
-from phasewise.cluster.source import Source  # noqa: E402
+from phasewise.cluster import ray_backend as rays  # noqa: E402
+from phasewise.cluster.engine_spec import EngineSpec  # noqa: E402
+from phasewise.cluster.ray_buffer import RayBuffer  # noqa: E402
+from phasewise.cluster.ray_worker import RayWorker  # noqa: E402
+from phasewise.cluster.transfer_buffer import Lost  # noqa: E402
+from phasewise.engine.limits import Limits  # noqa: E402
 from phasewise.errors import PhasewiseError, UserError  # noqa: E402
 from phasewise.kv.handoff import State  # noqa: E402
-from phasewise.recipe import Limits  # noqa: E402
-from phasewise.request import Params, Request  # noqa: E402
+from phasewise.request.params import Params  # noqa: E402
+from phasewise.request.request import Request  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.cluster import nodes as on  # noqa: E402
 from tests.cluster.nodes import Nodes, Stage, gone, inside, node, pid, within  # noqa: E402
@@ -82,7 +83,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name in ("phasewise.cluster.rays", "phasewise.cluster.objects")]:
+    for name in [
+        name for name in sys.modules if name in ("phasewise.cluster.ray_backend", "phasewise.cluster.ray_buffer")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install phasewise\[cluster\]"):
@@ -90,8 +93,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_worker_that_cannot_be_built_says_why() -> None:
-    missing = Source("/no/such/model", Limits(cluster="ray")).plain()
-    actor = Actor(missing, {"role": "decode", "phases": ["prefill", "decode"], "share": 1.0, "threads": 1})
+    missing = EngineSpec("/no/such/model", Limits(cluster="ray")).plain()
+    actor = RayWorker(missing, {"role": "decode", "phases": ["prefill", "decode"], "share": 1.0, "threads": 1})
     with pytest.raises(UserError, match="/no/such/model"):
         while True:
             assert actor.hear(0) == []
@@ -113,7 +116,7 @@ def test_kv_moves_between_two_nodes_and_tokens_stay_the_same(stage: Stage) -> No
     assert (counters.recomputed, counters.restarts) == (before.recomputed, before.restarts)
     (far,) = stage.near()
     assert far.state["counters"]["handoffs"], "nothing has crossed from node to node"
-    assert len({pid(desk) for desk in stage.router.desks}) == 3
+    assert len({pid(handle) for handle in stage.router.handles}) == 3
 
 
 def test_tensors_cross_between_nodes_as_they_are(stage: Stage) -> None:
@@ -126,10 +129,10 @@ def test_tensors_cross_between_nodes_as_they_are(stage: Stage) -> None:
         torch.tensor(3.5),
     ]
     assert stage.prefill in stage.away()
-    parcel = inside(stage.prefill, lambda actor: actor._depot.put(tensors))
-    depot = Objects()
-    assert depot.here([parcel], 60.0)
-    for given, got in zip(tensors, depot.get(parcel), strict=True):
+    parcel = inside(stage.prefill, lambda actor: actor._transfer_buffer.put(tensors))
+    transfer_buffer = RayBuffer()
+    assert transfer_buffer.here([parcel], 60.0)
+    for given, got in zip(tensors, transfer_buffer.get(parcel), strict=True):
         assert (got.dtype, got.shape) == (given.dtype, given.shape) and torch.equal(got, given)
     del parcel, got
     assert stage.finish([]) == []
@@ -153,39 +156,39 @@ def test_cancel_wherever_a_request_is(stage: Stage) -> None:
 # ---- deaths
 def test_a_process_that_is_killed_costs_time_only(stage: Stage) -> None:
     placed, prefill, before = stage.router, stage.prefill, stage.router.counters
-    processes = {desk: pid(desk) for desk in placed.desks}
-    parcel = inside(prefill, lambda actor: actor._depot.put([torch.zeros(100_000)]))
-    assert torch.equal(Objects().get(parcel)[0], torch.zeros(100_000))
+    processes = {handle: pid(handle) for handle in placed.handles}
+    parcel = inside(prefill, lambda actor: actor._transfer_buffer.put([torch.zeros(100_000)]))
+    assert torch.equal(RayBuffer().get(parcel)[0], torch.zeros(100_000))
     requests = stage.start(GREEDY)
     rows = prefill.state["counters"]["rows"]
     stage.until(lambda: prefill.state["counters"]["rows"] > rows + 100)
     assert not requests[1].n_out, "its prompt takes longer"
     os.kill(processes[prefill], signal.SIGKILL)
     stage.until(lambda: min(request.n_out for request in requests) > 10)
-    victim = next(desk for desk in stage.decoders if desk in stage.holders())
+    victim = next(handle for handle in stage.decoders if handle in stage.holders())
     os.kill(processes[victim], signal.SIGKILL)
-    stage.until(lambda: prefill not in placed.desks and victim not in placed.desks)
-    assert Objects().here([parcel], 60.0), "what is lost is not waited for"
+    stage.until(lambda: prefill not in placed.handles and victim not in placed.handles)
+    assert RayBuffer().here([parcel], 60.0), "what is lost is not waited for"
     with pytest.raises(Lost, match="OwnerDiedError"):
-        Objects().get(parcel)
+        RayBuffer().get(parcel)
     del parcel
     assert stage.finish(requests) == colocated(GREEDY)
     assert placed.counters.workers_lost - before.workers_lost == 2
     assert placed.counters.restarts - before.restarts >= 2
-    assert {desk.role for desk in placed.desks} == {"prefill", "decode"} and len(placed.desks) == 3
-    assert placed.crew._seats.placed
+    assert {handle.role for handle in placed.handles} == {"prefill", "decode"} and len(placed.handles) == 3
+    assert placed.launcher._views.placed
 
 
 def test_a_process_that_hangs_is_taken_for_dead(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     placed, before = stage.router, stage.router.counters
-    processes = {desk.name: pid(desk) for desk in placed.desks}
+    processes = {handle.name: pid(handle) for handle in placed.handles}
     requests = stage.start(GREEDY)
     stage.until(lambda: min(request.n_out for request in requests) > 10)
-    victim = next(desk.name for desk in stage.decoders if desk in stage.holders())
+    victim = next(handle.name for handle in stage.decoders if handle in stage.holders())
     with on.frozen(processes[victim]):
         with monkeypatch.context() as patch:
             patch.setattr(placed, "patience", replace(placed.patience, silence=5.0))
-            stage.until(lambda: victim not in [desk.name for desk in placed.desks])
+            stage.until(lambda: victim not in [handle.name for handle in placed.handles])
         assert stage.finish(requests) == colocated(GREEDY)
         assert gone(processes[victim]), "it lives on and keeps its CPU"
     assert placed.counters.workers_lost > before.workers_lost
@@ -200,14 +203,14 @@ def prefilling(stage: Stage) -> Callable[[], bool]:
 def sending(stage: Stage) -> Callable[[], bool]:
     """KV lies on the node that dies, and a worker on the other one has been told to take it."""
     (near,) = stage.near()
-    trips = stage.router._trips
-    return lambda: any(t.move and t.move.state is State.SENDING and t.move.target is near for t in trips.values())
+    flights = stage.router._flights
+    return lambda: any(t.move and t.move.state is State.SENDING and t.move.target is near for t in flights.values())
 
 
 def decoding(stage: Stage) -> Callable[[], bool]:
-    (decode,) = (desk for desk in stage.away() if desk.role == "decode")
-    trips = stage.router._trips
-    return lambda: decode in stage.holders() and all(trip.caller.n_out > 3 for trip in trips.values())
+    (decode,) = (handle for handle in stage.away() if handle.role == "decode")
+    flights = stage.router._flights
+    return lambda: decode in stage.holders() and all(flight.caller.n_out > 3 for flight in flights.values())
 
 
 @pytest.mark.parametrize("moment", [prefilling, sending, decoding])
@@ -215,7 +218,7 @@ def test_a_node_that_dies_is_waited_for(
     nodes: Nodes, stage: Stage, moment: Callable[[Stage], Callable[[], bool]]
 ) -> None:
     placed, before, away, (near,) = stage.router, stage.router.counters, stage.away(), stage.near()
-    process, lost, come = pid(near), [pid(desk) for desk in away], moment(stage)
+    process, lost, come = pid(near), [pid(handle) for handle in away], moment(stage)
     with on.frozen(process) if moment is sending else contextlib.nullcontext():  # what it is to take comes too late
         params = ENDLESS if moment is decoding else GREEDY
         requests = stage.start(params)
@@ -224,20 +227,20 @@ def test_a_node_that_dies_is_waited_for(
             for held in lost:
                 stack.enter_context(on.frozen(held))
             nodes.kill()
-        stage.until(lambda: not {*away} & {*placed.desks})
-    stage.until(lambda: not placed.crew._seats.placed)
-    assert not placed.staff.ready, "who shall work there waits for a node"
+        stage.until(lambda: not {*away} & {*placed.handles})
+    stage.until(lambda: not placed.launcher._views.placed)
+    assert not placed.supervisor.ready, "who shall work there waits for a node"
     nodes.repair()
     assert stage.finish(requests) == colocated(params)
-    assert near in placed.desks and placed.counters.workers_lost - before.workers_lost >= len(away) == 2
+    assert near in placed.handles and placed.counters.workers_lost - before.workers_lost >= len(away) == 2
     assert placed.counters.restarts > before.restarts
-    assert len({node(desk) for desk in placed.desks}) == 2
+    assert len({node(handle) for handle in placed.handles}) == 2
 
 
 # ---- the end
 def test_close_leaves_no_process_behind(stage: Stage) -> None:
     placed = stage.router
-    processes, lines = [pid(desk) for desk in placed.desks], [desk.line for desk in placed.desks]
+    processes, lines = [pid(handle) for handle in placed.handles], [handle.line for handle in placed.handles]
     request = Request(on.PROMPTS[0], tiny.greedy(100))
     placed.add(request)
     placed.close()
@@ -245,7 +248,7 @@ def test_close_leaves_no_process_behind(stage: Stage) -> None:
     assert all(gone(process) for process in processes)
     assert [line.hear() for line in lines] == [[], [], []], "a question would start Ray again if it were ours"
     with pytest.raises(PhasewiseError, match="have been dismissed"):
-        placed.crew.hire("late", placed.desks[0].spec)
+        placed.launcher.launch("late", placed.handles[0].spec)
     states = [group["state"] for group in ray.util.placement_group_table().values()]
     assert set(states) <= {"REMOVED"}
     assert ray.is_initialized(), "the cluster was not ours to leave"

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install phasewise[cluster]")
 
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests.cluster.nodes import HIDDEN, processes_of, within
 from tests.serve.running import Server
 from tests.serve.tiny_chat import chat_checkpoint

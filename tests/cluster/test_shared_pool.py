@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.cluster.depot import folder
-from phasewise.cluster.desk import Desk
-from phasewise.cluster.pool import Pool
-from phasewise.cluster.process import Processes
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.process import ProcessLauncher
 from phasewise.cluster.router import Router
-from phasewise.cluster.source import Source
+from phasewise.cluster.shared_pool import SharedPool
+from phasewise.cluster.transfer_buffer import folder
+from phasewise.engine.limits import Limits
 from phasewise.kv.handoff import State
-from phasewise.recipe import Limits
-from phasewise.request import Request
+from phasewise.request.request import Request
 from tests import tiny
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33, 120)
@@ -29,7 +29,7 @@ PATIENCE = 240.0  # seconds; machines may be busy
 
 def started(knobs: str = "", slabs: int = 24, **limits: object) -> Router:
     given = Limits(**{"kv_bytes": slabs * SLAB, "cluster": "processes", **limits})
-    placed = Source(str(tiny.checkpoint()), given, verbs={"place": "semi_pd" + knobs}).build().build()
+    placed = EngineSpec(str(tiny.checkpoint()), given, verbs={"place": "semi_pd" + knobs}).build().build()
     assert isinstance(placed, Router)
     return placed
 
@@ -38,30 +38,30 @@ def started(knobs: str = "", slabs: int = 24, **limits: object) -> Router:
 def shared() -> Iterator[Router]:
     placed = started(prefix_cache=False)
     yield placed
-    run = crew(placed).run
+    run = launcher(placed).run
     placed.close()
     assert not list(folder().glob(f"{run}*"))
 
 
-def crew(placed: Router) -> Processes:
-    assert isinstance(placed.crew, Processes)
-    return placed.crew
+def launcher(placed: Router) -> ProcessLauncher:
+    assert isinstance(placed.launcher, ProcessLauncher)
+    return placed.launcher
 
 
-def pool(placed: Router) -> Pool:
-    found = crew(placed)._pool
+def pool(placed: Router) -> SharedPool:
+    found = launcher(placed)._pool
     assert found is not None
     return found
 
 
-def desk(placed: Router, role: str) -> Desk:
-    return next(desk for desk in placed.desks if desk.role == role)
+def handle(placed: Router, role: str) -> WorkerHandle:
+    return next(handle for handle in placed.handles if handle.role == role)
 
 
 def files(placed: Router) -> dict[int, int]:
     """{inode: bytes} of all planes in shared memory."""
     found = {}
-    for path in folder().glob(f"{crew(placed).run}.kv.*"):
+    for path in folder().glob(f"{launcher(placed).run}.kv.*"):
         try:
             stat = path.stat()
         except FileNotFoundError:
@@ -76,7 +76,7 @@ def until(placed: Router, done: Callable[[], bool]) -> None:
     while not done():
         placed.step()
         assert table.used <= table.limit and table.peak <= table.limit
-        assert time.monotonic() < end, f"no end: {list(placed._trips.values())}"
+        assert time.monotonic() < end, f"no end: {list(placed._flights.values())}"
 
 
 def wanted(n: int) -> list[list[int]]:
@@ -97,7 +97,7 @@ def finish(placed: Router, requests: list[Request]) -> None:
     placed.forget_prefixes()
     until(placed, lambda: placed.idle and placed.kv_bytes == 0)
     assert pool(placed).table.used == 0 and not files(placed)
-    run = crew(placed).run
+    run = launcher(placed).run
     assert [path.name for path in folder().glob(f"{run}*")] == [f"{run}.pool"]
 
 
@@ -114,7 +114,7 @@ def test_colocateds_tokens_and_no_copy(shared: Router) -> None:
 
 def test_files_change_their_name_only(shared: Router) -> None:
     """What decode has is what prefill had made: the same inodes."""
-    run, seen = crew(shared).run, {"prefill": set[int](), "decode": set[int]()}
+    run, seen = launcher(shared).run, {"prefill": set[int](), "decode": set[int]()}
     requests = start(shared, 20)
     while not all(request.left for request in requests):
         shared.step()
@@ -136,7 +136,7 @@ def test_a_pool_too_small_for_all_is_shared_by_both() -> None:
         decode, most, largest = 0, 0, 4 * SLAB // layers
         while not all(request.left for request in requests):
             placed.step()
-            decode = max(decode, table.owned(desk(placed, "decode").name))
+            decode = max(decode, table.owned(handle(placed, "decode").name))
             most = max(most, sum(files(placed).values()))
         finish(placed, requests)
         assert tiny.outs(requests) == wanted(100)
@@ -149,10 +149,10 @@ def test_a_pool_too_small_for_all_is_shared_by_both() -> None:
 
 # ---- killed in any state
 def stopped(placed: Router) -> Iterator[None]:
-    decode = desk(placed, "decode").line.pid
+    decode = handle(placed, "decode").line.pid
     os.kill(decode, signal.SIGSTOP)
     yield
-    if any(d.line.pid == decode for d in placed.desks):
+    if any(d.line.pid == decode for d in placed.handles):
         os.kill(decode, signal.SIGCONT)
 
 
@@ -163,7 +163,7 @@ def computing(placed: Router, requests: list[Request]) -> Iterator[None]:
 
 def reserved(placed: Router, requests: list[Request]) -> Iterator[None]:
     """A prompt's KV is lent to nobody yet."""
-    placed.policy.go_on = lambda tokens, seats: None
+    placed.policy.go_on = lambda tokens, views: None
     until(placed, lambda: any(moving(placed, State.RESERVED)))
     del placed.policy.go_on
     yield
@@ -191,9 +191,9 @@ def owned(placed: Router, requests: list[Request]) -> Iterator[None]:
 
 
 def moving(placed: Router, state: State) -> Iterator[bool]:
-    for trip in placed._trips.values():
-        if trip.move is not None and trip.move.offer is not None:
-            yield trip.move.state is state
+    for flight in placed._flights.values():
+        if flight.move is not None and flight.move.offer is not None:
+            yield flight.move.state is state
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -203,7 +203,7 @@ def test_killed_in_any_state(shared: Router, moment: Callable[..., Iterator[None
     requests = start(shared, 9)  # no request outgrows its first buffers
     state = moment(shared, requests)
     next(state)
-    os.kill(desk(shared, role).line.pid, signal.SIGKILL)
+    os.kill(handle(shared, role).line.pid, signal.SIGKILL)
     next(state, None)
     finish(shared, requests)
     assert tiny.outs(requests) == wanted(9)
@@ -214,8 +214,8 @@ def test_killed_in_any_state(shared: Router, moment: Callable[..., Iterator[None
 def test_killed_again_and_again(shared: Router) -> None:
     before, requests = shared.counters, start(shared, 40)
     for i in range(6):
-        until(shared, lambda goal=10 * i: sum(r.n_out for r in requests) > goal and shared.staff.ready)
-        os.kill(shared.desks[i % 2].line.pid, signal.SIGKILL)
+        until(shared, lambda goal=10 * i: sum(r.n_out for r in requests) > goal and shared.supervisor.ready)
+        os.kill(shared.handles[i % 2].line.pid, signal.SIGKILL)
         until(shared, lambda lost=i + 1: (shared.counters - before).workers_lost == lost)  # or the dead are killed
     finish(shared, requests)
     assert tiny.outs(requests) == wanted(40)
@@ -225,12 +225,12 @@ def test_killed_again_and_again(shared: Router) -> None:
 # ---- cores
 def allowed(placed: Router, role: str) -> list[set[int]]:
     """The cores of every thread of a worker."""
-    pid = desk(placed, role).line.pid
+    pid = handle(placed, role).line.pid
     return [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{pid}/task")]
 
 
 def listed(placed: Router, role: str) -> str:
-    status = Path(f"/proc/{desk(placed, role).line.pid}/status").read_text()
+    status = Path(f"/proc/{handle(placed, role).line.pid}/status").read_text()
     return next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list"))
 
 

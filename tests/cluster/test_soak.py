@@ -8,20 +8,20 @@ from functools import cache
 
 import pytest
 
-from phasewise.cluster.desk import Desk
+from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.router import Router
-from phasewise.cluster.staff import Patience
-from phasewise.request import Params
-from phasewise.trace import Counters
+from phasewise.cluster.supervisor import Timeouts
+from phasewise.request.counters import Counters
+from phasewise.request.params import Params
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate
-from tests.cluster.processes import Order, finish, gone, kill, nursery, pid, segments, started, stop, until
+from tests.cluster.processes import Order, finish, fork_server, gone, kill, pid, segments, started, stop, until
 
 REQUESTS = 200
 EVERY = 1.0  # seconds between two faults
 FAULTS = (
     *("kill a worker",) * 4, *("stop a worker",) * 2, *("lose messages",) * 4,
-    "kill the nursery and a worker", "stop the nursery and kill a worker",
+    "kill the fork server and a worker", "stop the fork server and kill a worker",
 )  # fmt: skip
 PLACES = {
     0: "disaggregated:prefill=2,decode=2,deadline=4",
@@ -29,7 +29,7 @@ PLACES = {
     2: "splitwise:prompt=1,token=2,deadline=4",
 }
 KINDS = (*TOLD, *HEARD, "expect", "piece", "keep", "landed", "full")
-SHORT = Patience(move=4.0, silence=4.0, start=8.0)  # long enough for a busy machine; whoever is late is replaced
+SHORT = Timeouts(move=4.0, silence=4.0, start=8.0)  # long enough for a busy machine; whoever is late is replaced
 
 
 class Weather:
@@ -72,18 +72,18 @@ class Havoc:
         if fault == "lose messages":
             self.weather.ahead = [self.draw.choice(("lose", "twice", 3, 60)) for _ in range(8)]
             return f"the fates of the next messages: {self.weather.ahead[::-1]}"
-        desks = [desk for desk in self.placed.desks if self._at_work(desk)]
-        if not desks or ("nursery" in fault and not self.placed.staff.ready):
+        handles = [handle for handle in self.placed.handles if self._at_work(handle)]
+        if not handles or ("fork server" in fault and not self.placed.supervisor.ready):
             return ""  # where three workers die unborn it is over, and rightly so
-        if "nursery" in fault:
-            (kill if fault.startswith("kill") else stop)(nursery(self.placed)._process.pid)
-        victim = self.draw.choice(desks)
+        if "fork server" in fault:
+            (kill if fault.startswith("kill") else stop)(fork_server(self.placed)._process.pid)
+        victim = self.draw.choice(handles)
         self.hit.add(pid(victim))
         (stop if fault == "stop a worker" else kill)(pid(victim))
         return f"{fault}: {victim.name}"
 
-    def _at_work(self, desk: Desk) -> bool:
-        return bool(desk.state) and desk.line.alive and pid(desk) not in self.hit
+    def _at_work(self, handle: WorkerHandle) -> bool:
+        return bool(handle.state) and handle.line.alive and pid(handle) not in self.hit
 
 
 class Load:

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phasewise.batch import Span
-from phasewise.forward import forward
 from phasewise.kv.buffer import Ledger, Raw
-from phasewise.kv.store import KV, Store
+from phasewise.kv.cache import KV
+from phasewise.kv.store import Store
 from phasewise.model.model import Model
 from phasewise.recipe import kv_shapes
-from phasewise.request import Params, Request
-from phasewise.sampling import Purpose, uniform
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.step.forward import forward
+from phasewise.step.span import Span
+from phasewise.verbs.sample import Purpose, uniform
 from tests import oracle
 
 

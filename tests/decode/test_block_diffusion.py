@@ -12,7 +12,8 @@ from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.methods.decode.block_diffusion import BlockDiffusion
 from phasewise.model.model import Model
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import oracle, tiny
 from tests.decode.slow import Diffusion, blockwise
 

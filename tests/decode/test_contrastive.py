@@ -10,7 +10,8 @@ import torch
 from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.methods.decode.contrastive import Contrastive, contrast
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.decode.slow import Contrast
 

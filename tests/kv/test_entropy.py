@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from phasewise.kv.entropy import HEAD, Symbols, decode, encode, entropy, histogram, sharing
 from phasewise.llm import LLM
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 
 Streams = list[tuple[Symbols, int]]
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.store import KV
-from phasewise.trace import Counters
-from tests.kv.plain import DIM, HEADS, PlainLayer, Row, assert_same, tensors
+from phasewise.request.counters import Counters
+from tests.step.plain import DIM, HEADS, PlainLayer, Row, assert_same, tensors
 
 LAYERS = 2
 

@@ -12,8 +12,8 @@ from phasewise.kv import layer_kv
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.prefix import BLOCK, PrefixTree, chain
 from phasewise.kv.store import Store
-from phasewise.request import Request
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.request import Request
 
 HEADS, DIM, LAYERS = 2, 4, 2
 ROW = HEADS * DIM * 2 * 4 * LAYERS  # bytes of one token

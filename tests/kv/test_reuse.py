@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from phasewise.engine import Engine
+from phasewise.engine.engine import Engine
+from phasewise.kv.cache import KV
 from phasewise.kv.prefix import BLOCK, Node, PrefixTree
-from phasewise.kv.store import KV
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import oracle, tiny
 
 N = 12

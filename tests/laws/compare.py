@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from phasewise.place import Placed
-from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import Params
-from phasewise.sampling import Context, Dist, Sample
+from phasewise.engine.limits import Limits
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.request.params import Params
+from phasewise.verbs.place import Placed
+from phasewise.verbs.sample import Context, Dist, Sample
 from tests import tiny
 
 TIE = 1e-4  # of the two best logits

@@ -7,7 +7,8 @@ import torch
 
 from phasewise.model.model import Model
 from phasewise.ops import native
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 
 LENGTHS = (33, 5, 64, 17, 50)

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from phasewise import catalog
-from phasewise.batch import Span
 from phasewise.errors import UserError
-from phasewise.phase import Hidden, Outcome
-from phasewise.recipe import DEFAULTS
-from phasewise.request import Request
-from phasewise.speculate import Draft
+from phasewise.options import DEFAULTS
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft
 from tests import tiny
 from tests.laws.compare import Reference, agree, build, reference
 from tests.laws.settings import guarantee, options, spell, tight

@@ -15,17 +15,20 @@ import pytest
 import torch
 
 from phasewise import catalog
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.model.model import Model
-from phasewise.place import Placed
-from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import Params
-from phasewise.sampling import Dist
-from phasewise.speculate import Draft, Drawn, Random, Verifier
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.request.params import Params
+from phasewise.verbs.draft import Draft, Drawn
+from phasewise.verbs.place import Placed
+from phasewise.verbs.sample import Dist
+from phasewise.verbs.verify import Random, Verifier
 from tests import oracle, tiny
 from tests.laws.settings import spell
-from tests.sampling import reference
+from tests.sample import reference
 from tests.speculation.markov import Drafts, Tree, fits, generate, relative, sequences, table
 
 PASS, FAIL = 1e-3, 1e-6

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from phasewise import catalog
-from phasewise.cluster.line import Here
+from phasewise.cluster.inline import InlineConnection
 from phasewise.cluster.router import Router
-from phasewise.engine import Engine
-from phasewise.request import Params
+from phasewise.engine.engine import Engine
+from phasewise.request.params import Params
 from tests import oracle, tiny
 from tests.laws.settings import discovered, guarantee, options
 
@@ -102,7 +102,7 @@ def engines(placed: object) -> list[Engine]:
     if isinstance(placed, Engine):
         return [placed]
     if isinstance(placed, Router):
-        return [desk.line.worker.engine for desk in placed.desks if isinstance(desk.line, Here)]
+        return [handle.line.worker.engine for handle in placed.handles if isinstance(handle.line, InlineConnection)]
     parts = [part for value in vars(placed).values() for part in (value if isinstance(value, list) else [value])]
     return [part for part in parts if isinstance(part, Engine)]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from phasewise.batch import ancestors
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few
+from phasewise.step.span import ancestors
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256), (5, 1, 96)]  # heads_q, heads, dim

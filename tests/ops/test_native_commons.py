@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from phasewise.batch import ancestors
 from phasewise.ops import native
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import BLOCK, Common, Few
+from phasewise.step.span import ancestors
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim

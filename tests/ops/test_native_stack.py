@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.batch import Span, ancestors, depths
-from phasewise.forward import forward
-from phasewise.kv.buffer import Codec, Ledger, Raw
-from phasewise.kv.store import KV, Store
+from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.cache import KV
+from phasewise.kv.store import Store
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native.stack import SLICE
-from phasewise.phase import Phase
 from phasewise.recipe import kv_shapes
-from phasewise.request import Params, Request
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.step.forward import forward
+from phasewise.step.phase import Phase
+from phasewise.step.span import Span, ancestors, depths
+from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random

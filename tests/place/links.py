@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from phasewise.cluster.depot import Shelf
-from phasewise.cluster.line import Crew
+from phasewise.cluster.launcher import Launcher
 from phasewise.cluster.router import Router
+from phasewise.cluster.transfer_buffer import InlineBuffer
 from phasewise.cluster.worker import Worker
-from phasewise.engine import Engine
-from phasewise.invariants import check
+from phasewise.engine.engine import Engine
+from phasewise.engine.invariants import check
+from phasewise.engine.limits import Limits
 from phasewise.kv.handoff import State
-from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import Request
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, Faulty
 
@@ -47,8 +49,8 @@ def disaggregated(
         **({} if clock is None else {"clock": clock}),
     )  # fmt: skip
     if fate is not None:
-        crew = Faulty(plan.crew(), fate, kinds)
-        plan.crew = lambda: crew
+        launcher = Faulty(plan.launcher(), fate, kinds)
+        plan.launcher = lambda: launcher
     placed = plan.build()
     assert isinstance(placed, Router)
     return placed
@@ -56,21 +58,23 @@ def disaggregated(
 
 # ---- looking inside
 def workers(placed: Router, role: str = "") -> list[Worker]:
-    return [desk.line.worker for desk in placed.desks if desk.line.alive and role in ("", desk.role)]
+    return [handle.line.worker for handle in placed.handles if handle.line.alive and role in ("", handle.role)]
 
 
 def engines(placed: Router, role: str = "") -> list[Engine]:
     return [worker.engine for worker in workers(placed, role)]
 
 
-def shelf(placed: Router) -> Shelf:
-    assert isinstance(placed.crew.depot, Shelf)
-    return placed.crew.depot
+def shelf(placed: Router) -> InlineBuffer:
+    assert isinstance(placed.launcher.transfer_buffer, InlineBuffer)
+    return placed.launcher.transfer_buffer
 
 
-def unheard(crew: Crew, name: str) -> bool:
+def unheard(launcher: Launcher, name: str) -> bool:
     """Whether something said of a request was lost, or is late."""
-    return isinstance(crew, Faulty) and any(message.get("id") == name for message in [*crew.lost, *crew.late])
+    return isinstance(launcher, Faulty) and any(
+        message.get("id") == name for message in [*launcher.lost, *launcher.late]
+    )
 
 
 # ---- what must hold
@@ -81,18 +85,18 @@ def check_router(placed: Router) -> None:
         check_worker(worker)
     check_parcels(placed)
     check_desks(placed)
-    for name, trip in placed._trips.items():
-        caller = trip.caller
+    for name, flight in placed._flights.items():
+        caller = flight.caller
         assert caller.id == name and caller.left is None and caller.kv is None
-        assert trip.move is None or trip.move.state in OPEN
+        assert flight.move is None or flight.move.state in OPEN
         check_place(placed, name)
-    current = {(name, trip.attempt) for name, trip in placed._trips.items() if not trip.held}
+    current = {(name, flight.attempt) for name, flight in placed._flights.items() if not flight.held}
     for worker in workers(placed):
         for name, job in worker._jobs.items():
             assert (name, job.attempt) in current, f"{name} is computed for nobody"
-            known = placed._trips[name].caller.tokens
+            known = placed._flights[name].caller.tokens
             assert job.request.tokens == known and job.told == len(known)
-    assert len({*placed.waiting, *placed.running}) == len(placed.waiting) + len(placed.running) == len(placed._trips)
+    assert len({*placed.waiting, *placed.running}) == len(placed.waiting) + len(placed.running) == len(placed._flights)
 
 
 def check_worker(worker: Worker) -> None:
@@ -114,8 +118,8 @@ def check_parcels(placed: Router) -> None:
     offered = {offer.parcel["name"] for worker in workers(placed) for offer in worker._offers.values()}
     for worker in workers(placed):
         offered |= {p["name"] for sending in worker._outbox._sending.values() for p, _ in sending.parcels.values()}
-    alive = {desk.name for desk in placed.desks}
-    moves = [trip.move for trip in placed._trips.values() if trip.move is not None]
+    alive = {handle.name for handle in placed.handles}
+    moves = [flight.move for flight in placed._flights.values() if flight.move is not None]
     moving = {parcel["name"] for move in moves for parcel in move.parcels}
     orphans = {name for name in moving if name.rpartition(".")[0] not in alive}
     assert shelf(placed).parcels.keys() == offered | orphans
@@ -123,29 +127,29 @@ def check_parcels(placed: Router) -> None:
 
 def check_desks(placed: Router) -> None:
     """What is promised to a worker is what is on its way there."""
-    moves = [trip.move for trip in placed._trips.values() if trip.move is not None]
+    moves = [flight.move for flight in placed._flights.values() if flight.move is not None]
     for move in moves:
         assert (move.target is None) == (move.state is State.RESERVED and not move.pushed)
-        assert move.target is None or move.target in placed.desks
-    for desk in placed.desks:
-        coming = [move for move in moves if move.target is desk]
-        assert (desk.promised, desk.coming) == (sum(move.n_bytes for move in coming), len(coming))
+        assert move.target is None or move.target in placed.handles
+    for handle in placed.handles:
+        coming = [move for move in moves if move.target is handle]
+        assert (handle.promised, handle.coming) == (sum(move.n_bytes for move in coming), len(coming))
 
 
 def check_place(placed: Router, name: str) -> None:
     """A request is computed in one place at most; in one at least it is held, if all was heard of it."""
-    trip = placed._trips[name]
+    flight = placed._flights[name]
     jobs = [worker for worker in workers(placed) if name in worker._jobs]
     arrives = [worker for worker in workers(placed) if name in worker._arrivals]
-    offers = [worker for worker in workers(placed) if _offers(worker, name, trip.attempt)]
-    orphan = trip.move is not None and trip.move.offer is not None and trip.desk not in placed.desks
+    offers = [worker for worker in workers(placed) if _offers(worker, name, flight.attempt)]
+    orphan = flight.move is not None and flight.move.offer is not None and flight.handle not in placed.handles
     assert len(jobs) + len(arrives) <= 1, f"{name} is in two places"
     assert len(offers) + orphan <= 1
-    if trip.held:
+    if flight.held:
         assert not jobs and not arrives
-    elif jobs and trip.move is None:
-        assert jobs == [trip.desk.line.worker]
-    elif not unheard(placed.crew, name):
+    elif jobs and flight.move is None:
+        assert jobs == [flight.handle.line.worker]
+    elif not unheard(placed.launcher, name):
         assert jobs or arrives or offers or orphan, f"{name} is nowhere"
 
 
@@ -176,4 +180,4 @@ def _steps(placed: Router, each: Callable[[], None]) -> Iterator[None]:
         yield
         placed.step()
         each()
-    raise AssertionError(f"no end: {list(placed._trips.values())}")
+    raise AssertionError(f"no end: {list(placed._flights.values())}")

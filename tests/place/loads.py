@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from phasewise.cluster.router import Router
-from tests.core.engines import same
-from tests.core.test_engine import Arrival, _family, _full
+from tests.engine.engines import same
+from tests.engine.test_engine import Arrival, _family, _full
 from tests.place.links import Clock, check_router
 
 
@@ -28,7 +28,7 @@ def survive(
             if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
                 placed.cancel(family[0])
         if now in deaths:
-            placed.desks[deaths[now] % len(placed.desks)].line.kill()
+            placed.handles[deaths[now] % len(placed.handles)].line.kill()
         placed.step()
         check(placed)
         if now > 60 and all(r.left for family in families for r in family):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from phasewise.cluster.lend import Lending
-from phasewise.cluster.pool import Pool, Shelved
+from phasewise.cluster.ownership import OwnershipBuffer
 from phasewise.cluster.router import Router
-from phasewise.invariants import _buffers, check
+from phasewise.cluster.shared_pool import InlineMemory, SharedPool
+from phasewise.engine.invariants import _buffers, check
 from phasewise.kv.pool import BYTES, OWNER, TICKET, Account, key
-from phasewise.request import Request
+from phasewise.request.request import Request
 from tests.cluster.faulty import HEARD, TOLD, Fate, Faulty
 from tests.place.links import Clock, check_desks, check_place, check_worker, disaggregated, engines, workers
 
@@ -24,10 +24,10 @@ def semi_pd(
     return disaggregated({"place": "semi_pd", **(verbs or {})}, fate, kinds, clock=clock, **limits)
 
 
-def pool(placed: Router) -> Pool:
-    crew = placed.crew.crew if isinstance(placed.crew, Faulty) else placed.crew
-    assert isinstance(crew.depot, Lending)
-    return crew.depot.pool
+def pool(placed: Router) -> SharedPool:
+    launcher = placed.launcher.launcher if isinstance(placed.launcher, Faulty) else placed.launcher
+    assert isinstance(launcher.transfer_buffer, OwnershipBuffer)
+    return launcher.transfer_buffer.pool
 
 
 def account(placed: Router, role: str) -> Account:
@@ -42,10 +42,10 @@ def check_pool(placed: Router) -> None:
         check(worker.engine)
         check_worker(worker)
     check_desks(placed)
-    for name in placed._trips:
+    for name in placed._flights:
         check_place(placed, name)
     table, memory = pool(placed).table, pool(placed).memory
-    assert isinstance(memory, Shelved)
+    assert isinstance(memory, InlineMemory)
     assert table.peak <= table.limit
     rows = table._rows[table._rows[:, OWNER] != 0]
     accounts = {engine.store.ledger.owner: engine.store.ledger for engine in engines(placed)}
@@ -70,8 +70,8 @@ def _loans(placed: Router) -> Iterator[dict]:
     for worker in workers(placed):
         for offer in worker._offers.values():
             yield offer.parcel["loan"]
-    for trip in placed._trips.values():
-        for parcel in trip.move.parcels if trip.move is not None else ():
+    for flight in placed._flights.values():
+        for parcel in flight.move.parcels if flight.move is not None else ():
             yield parcel["loan"]
 
 
@@ -94,4 +94,4 @@ def _steps(placed: Router, each: Callable[[], None]) -> Iterator[None]:
         yield
         placed.step()
         each()
-    raise AssertionError(f"no end: {list(placed._trips.values())}")
+    raise AssertionError(f"no end: {list(placed._flights.values())}")

@@ -10,11 +10,12 @@ from phasewise import catalog
 from phasewise.cluster.router import Router
 from phasewise.errors import UserError
 from phasewise.methods.place.disaggregated import Disaggregated
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
-from tests.core.engines import Boom, alone, break_decode, method_options, sampled
-from tests.core.test_engine import Arrival, arrivals
+from tests.engine.engines import Boom, alone, break_decode, method_options, sampled
+from tests.engine.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish, shelf, workers
 from tests.place.loads import survive
@@ -234,7 +235,7 @@ def test_kv_that_cannot_be_put_down_is_recomputed() -> None:
     def full(tensors: list) -> dict:
         raise OSError("no space left")
 
-    worker.depot.put = full
+    worker.transfer_buffer.put = full
     requests = together(placed, MIXED)
     finish(placed, requests)
     assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))

@@ -12,8 +12,9 @@ from phasewise.kv.buffer import Ledger
 from phasewise.kv.handoff import Misfit, State, advance, exactness, landing, layout, pack, unpack
 from phasewise.kv.store import Store
 from phasewise.recipe import kv_shapes
-from phasewise.request import SLO, Params, Request
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.params import SLO, Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.laws import settings as laws
 

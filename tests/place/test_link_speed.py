@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from phasewise.cluster.depot import Parcel, Shelf
-from phasewise.request import Request
+from phasewise.cluster.transfer_buffer import InlineBuffer, Parcel
+from phasewise.request.request import Request
 from tests import tiny
 from tests.place.links import Clock
 
@@ -17,18 +17,18 @@ def test_the_senders_wire_is_told_what_the_depot_took(monkeypatch: pytest.Monkey
     clock = Clock()
     placed = tiny.engine({"place": "disaggregated", "store": "cachegen:level=1"}, clock=clock, prefix_cache=False)
     told: list[tuple[int, float]] = []
-    sender, receiver = (desk.line.worker for desk in placed.desks)
+    sender, receiver = (handle.line.worker for handle in placed.handles)
     wire = sender.engine.store.wire
-    get = Shelf.get
+    get = InlineBuffer.get
 
-    def slow(shelf: Shelf, parcel: Parcel) -> list[Tensor]:
+    def slow(shelf: InlineBuffer, parcel: Parcel) -> list[Tensor]:
         clock.now += 0.25
         return get(shelf, parcel)
 
     def delivered(n_bytes: int, seconds: float) -> None:
         told.append((n_bytes, seconds))
 
-    monkeypatch.setattr(Shelf, "get", slow)
+    monkeypatch.setattr(InlineBuffer, "get", slow)
     monkeypatch.setattr(wire, "delivered", delivered)
     requests = [Request(prompt, tiny.greedy(3)) for prompt in tiny.prompts(40, 90)]
     add(placed, requests)

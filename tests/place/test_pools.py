@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasewise.cluster.phase_pools import PhasePools, pool
 from phasewise.cluster.policy import Pairing
-from phasewise.cluster.pools import Pools, pool
 
 
 @dataclass(eq=False)
@@ -29,11 +29,11 @@ def prompt(n: int) -> list[int]:
     return [7] * n
 
 
-POOLS = Pools(2, 2, threshold=100)
+POOLS = PhasePools(2, 2, threshold=100)
 
 
 def test_every_worker_can_do_both_and_has_an_equal_share() -> None:
-    specs = Pools(2, 3, 1).manning()
+    specs = PhasePools(2, 3, 1).worker_specs()
     assert [spec.role for spec in specs] == ["prompt"] * 2 + ["token"] * 3 + ["mixed"]
     assert all(spec.phases == ("prefill", "decode") and spec.share == 1 / 6 for spec in specs)
     assert isinstance(POOLS, Pairing) and POOLS.push
@@ -53,8 +53,8 @@ def test_what_is_cached_does_not_count() -> None:
 
 
 def test_an_empty_worker_takes_a_prompt_of_any_length() -> None:
-    seats = [Bench("prompt"), Bench("token")]
-    assert POOLS.start(prompt(5000), seats) is seats[0]
+    views = [Bench("prompt"), Bench("token")]
+    assert POOLS.start(prompt(5000), views) is views[0]
 
 
 def test_beyond_the_threshold_prompts_overflow_to_mixed_workers_and_then_to_borrowed_ones() -> None:
@@ -100,10 +100,10 @@ def test_a_mixed_worker_keeps_what_it_has_prefilled_unless_a_token_worker_has_le
 # ---- borrowed and back
 def test_a_borrowed_worker_is_home_when_nothing_foreign_is_left() -> None:
     token, other = Bench("token", 0, 700), Bench("prompt", 100, 0)
-    seats = [other, token]
-    assert POOLS.start(prompt(50), seats) is token
+    views = [other, token]
+    assert POOLS.start(prompt(50), views) is token
     token.prefilling += 50
-    assert pool(token) == "mixed" and POOLS.start(prompt(40), seats) is token  # the mixed pool, before others
+    assert pool(token) == "mixed" and POOLS.start(prompt(40), views) is token  # the mixed pool, before others
     token.prefilling = 0
     assert pool(token) == "token" and token.decoding == 700  # its own work was there all the time
     lent = Bench("prompt", 0, 60)
@@ -119,15 +119,15 @@ benches = st.lists(st.builds(Bench, st.sampled_from(["prompt", "token", "mixed"]
 
 @settings(deadline=None)
 @given(benches, st.integers(1, 200))
-def test_a_worker_is_borrowed_only_when_all_others_turn_a_prompt_away(seats: list[Bench], n: int) -> None:
-    def takes(seat: Bench) -> bool:
-        return not seat.prefilling or seat.prefilling + n <= POOLS.threshold
+def test_a_worker_is_borrowed_only_when_all_others_turn_a_prompt_away(views: list[Bench], n: int) -> None:
+    def takes(view: Bench) -> bool:
+        return not view.prefilling or view.prefilling + n <= POOLS.threshold
 
-    chosen = POOLS.start(prompt(n), seats)
+    chosen = POOLS.start(prompt(n), views)
     order = ["prompt", "mixed", "token"]
     before = order[: order.index(pool(chosen))]
-    assert takes(chosen) or not any(takes(seat) for seat in seats)
+    assert takes(chosen) or not any(takes(view) for view in views)
     if takes(chosen):
-        assert not any(takes(seat) for seat in seats if pool(seat) in before)
-        mates = [seat for seat in seats if pool(seat) == pool(chosen)]
-        assert chosen.prefilling == min(seat.prefilling for seat in mates)
+        assert not any(takes(view) for view in views if pool(view) in before)
+        mates = [view for view in views if pool(view) == pool(chosen)]
+        assert chosen.prefilling == min(view.prefilling for view in mates)

@@ -12,11 +12,12 @@ from phasewise import catalog
 from phasewise.cluster.router import Router
 from phasewise.errors import UserError
 from phasewise.methods.place.disaggregated import Disaggregated
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
-from tests.core.engines import alone, break_decode, method_options, sampled
-from tests.core.test_engine import Arrival, arrivals
+from tests.engine.engines import alone, break_decode, method_options, sampled
+from tests.engine.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish, shelf, workers
 from tests.place.loads import survive
@@ -195,14 +196,14 @@ def test_real_pieces_take_the_time_of_the_closed_forms(compute: float, send: flo
         nonlocal step
         placed = disaggregated(LAYERS, knobs=f":transfer={transfer}", prefix_cache=False)
         (worker,) = workers(placed, "prefill")
-        put, ready, sizes = worker.depot.put, [], []
+        put, ready, sizes = worker.transfer_buffer.put, [], []
 
         def note(tensors: list) -> dict:
             ready.append(compute * worker.engine.counters.steps)  # a step is a layer
             sizes.append(sum(t.nbytes for t in tensors))
             return put(tensors)
 
-        worker.depot.put = note
+        worker.transfer_buffer.put = note
         request = Request(PROMPTS[0], tiny.greedy(2))
         placed.add(request)
         finish(placed, [request])
@@ -247,7 +248,7 @@ def test_without_room_to_keep_a_request_is_pulled() -> None:
     requests = [Request(tiny.prompts(100, seed=i)[0], tiny.greedy(6)) for i in range(9)]
     for request in requests:
         placed.add(request)
-    moves = [trip.move for trip in placed._trips.values()]
+    moves = [flight.move for flight in placed._flights.values()]
     assert [move is not None and move.pushed for move in moves] == [True] * 3 + [False] * 6
     finish(placed, requests)
     assert [r.out for r in requests] == [alone(r) for r in requests]
@@ -266,7 +267,7 @@ def test_nobody_overtakes_requests_that_wait_for_room() -> None:
             break
     late = Request(PROMPTS[0], tiny.greedy(4))
     placed.add(late)
-    assert placed._trips[late.id].move is None or not placed._trips[old[2].id].homeless
+    assert placed._flights[late.id].move is None or not placed._flights[old[2].id].homeless
     finish(placed, [*old, late])
     assert placed.counters.recomputed == 0
 
@@ -277,7 +278,7 @@ def test_a_worker_that_is_full_after_all_says_so_and_is_spared() -> None:
     fits, worker._inbox.fits = worker._inbox.fits, lambda tokens: False
     requests = together(placed, MIXED)
     placed.step()
-    assert all(trip.move is None for trip in placed._trips.values())
+    assert all(flight.move is None for flight in placed._flights.values())
     worker._inbox.fits = fits
     finish(placed, requests)
     assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
@@ -292,11 +293,11 @@ def test_what_is_done_goes_before_what_has_not_begun() -> None:
     behind, ready = (Request(p, tiny.greedy(3)) for p in PROMPTS[:2])
     for request in (behind, ready):
         placed.add(request)
-    assert placed._trips[behind.id].move.pushed and placed._trips[ready.id].homeless
+    assert placed._flights[behind.id].move.pushed and placed._flights[ready.id].homeless
     while ready.left is None:
         placed.step()
         check_router(placed)
-    assert behind.n_out == 0 and placed._trips[behind.id].homeless
+    assert behind.n_out == 0 and placed._flights[behind.id].homeless
     slow.turn = turn
     finish(placed, [behind])
     assert (ready.out, behind.out) == (alone(ready), alone(behind))
@@ -361,9 +362,9 @@ def test_a_word_about_missing_room_that_is_lost_late_or_doubled_costs_no_token(
 def test_pieces_in_the_wrong_order_are_put_in_place() -> None:
     """Each piece takes longer than the one after it; the last comes first."""
     placed = pushing(fate=lambda i: max(0, 8 - 2 * i), kinds=["piece"], prefix_cache=False)
-    placed.crew.kinds = ()
+    placed.launcher.kinds = ()
     heard = listen(placed, "piece")
-    placed.crew.kinds = ("piece",)
+    placed.launcher.kinds = ("piece",)
     request = Request(PROMPTS[0], tiny.greedy(5))
     placed.add(request)
     finish(placed, [request])
@@ -417,7 +418,7 @@ def test_a_prompt_that_is_preempted_on_its_way_goes_whole() -> None:
 def test_pieces_that_cannot_be_put_down_leave_with_the_last() -> None:
     placed = pushing(prefix_cache=False)
     (worker,) = workers(placed, "prefill")
-    put, calls = worker.depot.put, []
+    put, calls = worker.transfer_buffer.put, []
 
     def full(tensors: list) -> dict:
         calls.append(len(tensors))
@@ -425,7 +426,7 @@ def test_pieces_that_cannot_be_put_down_leave_with_the_last() -> None:
             raise OSError("no space left")
         return put(tensors)
 
-    worker.depot.put = full
+    worker.transfer_buffer.put = full
     request = Request(PROMPTS[1], tiny.greedy(6))
     placed.add(request)
     finish(placed, [request])
@@ -465,7 +466,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int, schedule: dict[st
     for _ in range(after):
         placed.step()
         check_router(placed)
-    next(desk for desk in placed.desks if desk.role == role).line.kill()
+    next(handle for handle in placed.handles if handle.role == role).line.kill()
     placed.step()
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -473,14 +474,14 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int, schedule: dict[st
 
 
 def test_the_last_piece_outlives_its_sender() -> None:
-    """What is needed lies in the depot: nothing is computed again."""
+    """What is needed lies in the transfer buffer: nothing is computed again."""
     placed = pushing(fate=lambda i: 4, kinds=["piece"], prefix_cache=False)
-    placed.crew.kinds = ()
+    placed.launcher.kinds = ()
     request = Request(PROMPTS[0], tiny.greedy(5))
     placed.add(request)
     while not request.n_out:
         placed.step()
-    next(desk for desk in placed.desks if desk.role == "prefill").line.kill()
+    next(handle for handle in placed.handles if handle.role == "prefill").line.kill()
     placed.step()
     finish(placed, [request])
     assert request.out == alone(request) and placed.counters.restarts == 0
@@ -491,10 +492,10 @@ def test_pieces_of_the_dead_are_freed_when_they_have_been_copied() -> None:
     placed = pushing(fate=lambda i: late.get(i, 0), kinds=["piece", "landed"], prefix_cache=False)
     request = Request(PROMPTS[0], tiny.greedy(5))
     placed.add(request)
-    while (move := placed._trips[request.id].move) is None or move.offer is None:
+    while (move := placed._flights[request.id].move) is None or move.offer is None:
         placed.step()
     assert move.pieces, "some are not known to have been copied"
-    next(desk for desk in placed.desks if desk.role == "prefill").line.kill()
+    next(handle for handle in placed.handles if handle.role == "prefill").line.kill()
     while not request.left:
         placed.step()
         check_router(placed)

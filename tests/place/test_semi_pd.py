@@ -9,18 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise import catalog
-from phasewise.cluster.pool import Shelved
+from phasewise.cluster.core_split import Split
+from phasewise.cluster.in_flight import InFlight
 from phasewise.cluster.router import Router
-from phasewise.cluster.shares import Split
-from phasewise.cluster.trip import Trip
+from phasewise.cluster.shared_pool import InlineMemory
 from phasewise.errors import UserError
 from phasewise.kv.handoff import State
 from phasewise.methods.place.semi_pd import SemiPD
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
-from tests.core.engines import alone, break_decode, method_options, sampled
-from tests.core.test_engine import Arrival, arrivals
+from tests.engine.engines import alone, break_decode, method_options, sampled
+from tests.engine.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, engines, workers
 from tests.place.loads import survive
@@ -74,14 +75,14 @@ def test_drafters_start_again_on_the_other_side(options: dict[str, str]) -> None
 # ---- nothing is copied
 def test_no_byte_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, int] = {}
-    keep = Shelved._keep
+    keep = InlineMemory._keep
 
-    def noted(memory: Shelved, planes: list[torch.Tensor]) -> tuple[str, list[torch.Tensor]]:
+    def noted(memory: InlineMemory, planes: list[torch.Tensor]) -> tuple[str, list[torch.Tensor]]:
         name, planes = keep(memory, planes)
         names[name] = id(planes[0])
         return name, planes
 
-    monkeypatch.setattr(Shelved, "_keep", noted)
+    monkeypatch.setattr(InlineMemory, "_keep", noted)
     placed = semi_pd(prefix_cache=False)
     requests = together(placed, [tiny.greedy(6)] * 5)
     finish(placed, requests)
@@ -245,7 +246,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int) -> None:
     requests = together(placed, [sampled(8, seed=i) for i in range(5)])
     for _ in range(after):
         placed.step()
-    next(desk for desk in placed.desks if desk.role == role).line.kill()
+    next(handle for handle in placed.handles if handle.role == role).line.kill()
     placed.step()
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -256,19 +257,19 @@ def test_a_loan_outlives_its_lender() -> None:
     placed = semi_pd(max_running=1, prefix_cache=False)
     requests = together(placed, [tiny.greedy(30)] * 5)
 
-    def offered() -> list[Trip]:
-        moves = [(trip, trip.move) for trip in placed._trips.values()]
-        return [trip for trip, move in moves if move is not None and move.offer and move.state is State.RESERVED]
+    def offered() -> list[InFlight]:
+        moves = [(flight, flight.move) for flight in placed._flights.values()]
+        return [flight for flight, move in moves if move is not None and move.offer and move.state is State.RESERVED]
 
     while not offered():
         placed.step()
     waits = offered()
-    placed.desks[0].line.kill()
+    placed.handles[0].line.kill()
     placed.step()
     assert offered() == waits and pool(placed).table.used > 0
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
-    assert all(trip.attempt < 5 for trip in waits), "what lay there was not computed again"
+    assert all(flight.attempt < 5 for flight in waits), "what lay there was not computed again"
 
 
 def test_a_loan_that_is_gone_is_computed_again() -> None:
@@ -315,7 +316,7 @@ def test_cores_follow_the_target_that_is_missed(monkeypatch: pytest.MonkeyPatch)
     clock = Clock()
     placed = semi_pd({"place": "semi_pd:slo_ttft=5,slo_tpot=0.5,window=4,dwell=4"}, clock=clock)
     shares = placed.policy.shares
-    assert [spec.cores for spec in placed.policy.manning()] == [(0, 1), (2, 3)]
+    assert [spec.cores for spec in placed.policy.worker_specs()] == [(0, 1), (2, 3)]
     told = listen(placed)
     for i in range(20):  # two prompts a second, a second a step: prompts wait for nothing, tokens take a second each
         for j in range(2):
@@ -332,7 +333,7 @@ def test_whoever_replaces_a_worker_gets_its_cores(monkeypatch: pytest.MonkeyPatc
     placed = semi_pd()
     placed.policy.shares.at = 3
     placed.step()
-    placed.desks[1].line.kill()
+    placed.handles[1].line.kill()
     placed.step()
     told = listen(placed)
     placed.step()

@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise import catalog
+from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.load import weigh
-from phasewise.cluster.pools import pool
+from phasewise.cluster.phase_pools import pool
 from phasewise.cluster.router import Router
-from phasewise.cluster.source import Source
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.place.splitwise import Splitwise
-from phasewise.recipe import Limits
-from phasewise.request import Request
+from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
-from tests.core.engines import alone, method_options, sampled
-from tests.core.test_engine import Arrival, arrivals
+from tests.engine.engines import alone, method_options, sampled
+from tests.engine.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish
 from tests.place.loads import survive
@@ -31,8 +31,8 @@ def splitwise(knobs: str = "", verbs: dict[str, str] | None = None, **options: o
 
 
 def pools(placed: Router) -> list[str]:
-    weigh(placed.desks, placed._trips.values())
-    return [pool(desk) for desk in placed.desks]
+    weigh(placed.handles, placed._flights.values())
+    return [pool(handle) for handle in placed.handles]
 
 
 # ---- colocated's tokens
@@ -76,7 +76,7 @@ def test_an_overloaded_prompt_worker_borrows_a_token_worker_which_comes_home() -
     placed = splitwise(":threshold=100", prefix_cache=False)
     (tokens,) = engines(placed, "token")
     requests = together(placed, [tiny.greedy(8)] * 5)  # 40, 90, 5, 64 and 33 tokens; all are full before the last two
-    assert [placed._trips[r.id].desk.role for r in requests] == ["prompt", "token", "prompt", "prompt", "token"]
+    assert [placed._flights[r.id].handle.role for r in requests] == ["prompt", "token", "prompt", "prompt", "token"]
     assert pools(placed) == ["prompt", "mixed"]
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -93,7 +93,7 @@ def test_without_room_at_the_token_worker_a_request_stays_with_its_prompt_worker
     finish(placed, requests[:2])
     assert pools(placed) == ["prompt", "token"]
     placed.add(late)
-    assert placed._trips[late.id].departs
+    assert placed._flights[late.id].departs
     finish(placed, [*requests, late])
     assert tiny.outs([*requests, late]) == [alone(r) for r in [*requests, late]]
     assert placed.counters.handoffs == 2 + 1
@@ -102,7 +102,7 @@ def test_without_room_at_the_token_worker_a_request_stays_with_its_prompt_worker
 def test_a_mixed_worker_takes_what_overflows() -> None:
     placed = splitwise(":mixed=1,threshold=100", prefix_cache=False)
     requests = together(placed, [tiny.greedy(8)] * 5)
-    assert [placed._trips[r.id].desk.role for r in requests] == ["prompt", "mixed", "prompt", "token", "prompt"]
+    assert [placed._flights[r.id].handle.role for r in requests] == ["prompt", "mixed", "prompt", "token", "prompt"]
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
     assert pools(placed) == ["prompt", "token", "mixed"]
@@ -128,7 +128,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int) -> None:
     for _ in range(after):
         placed.step()
         check_router(placed)
-    next(desk for desk in placed.desks if desk.role == role).line.kill()
+    next(handle for handle in placed.handles if handle.role == role).line.kill()
     placed.step()
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -173,7 +173,7 @@ def test_bad_knobs_are_named(knobs: dict[str, float]) -> None:
 def test_processes_give_colocateds_tokens(place: str) -> None:
     verbs = {**CHUNKS, "place": place}
     limits = Limits(kv_bytes=64 << 20, cluster="processes")
-    placed = Source(str(tiny.checkpoint()), limits, verbs=verbs).build().build()
+    placed = EngineSpec(str(tiny.checkpoint()), limits, verbs=verbs).build().build()
     assert isinstance(placed, Router)
     try:
         requests = together(placed, MIXED)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phasewise.request import SLO
-from phasewise.schedule import Scheduler
+from phasewise.request.params import SLO
+from phasewise.verbs.schedule import Scheduler
 
 
 @dataclass(eq=False)

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasewise.engine.invariants import check
 from phasewise.errors import UserError
-from phasewise.invariants import check
 from phasewise.methods.schedule.layered import Layered
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import oracle, tiny
 from tests.schedule.jobs import Job, Step, decoding, simulate
 

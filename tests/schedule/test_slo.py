@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from phasewise.errors import UserError
 from phasewise.methods.schedule.sarathi import Sarathi
 from phasewise.methods.schedule.slo import AIM, LEAST, LOST, Slo
-from phasewise.request import SLO, Request
-from phasewise.schedule import Scheduler
+from phasewise.request.params import SLO
+from phasewise.request.request import Request
+from phasewise.verbs.schedule import Scheduler
 from tests import oracle, tiny
 from tests.schedule.jobs import Job, decoding, rows, simulate
 

@@ -10,7 +10,7 @@ import pytest
 from phasewise.methods.schedule.prefill_first import PrefillFirst
 from phasewise.methods.schedule.sarathi import Sarathi
 from phasewise.methods.schedule.slo import Slo
-from phasewise.request import SLO
+from phasewise.request.params import SLO
 from tests.schedule.jobs import Job, simulate
 
 Kind = tuple[float, tuple[int, int], int, SLO]  # share of the requests, prompt lengths, output length, targets

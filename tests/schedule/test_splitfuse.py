@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from phasewise.errors import UserError
 from phasewise.methods.schedule.sarathi import Sarathi
 from phasewise.methods.schedule.splitfuse import SplitFuse
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import oracle, tiny
 from tests.schedule.jobs import Job, decoding, rows, simulate
 

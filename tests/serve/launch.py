@@ -13,10 +13,10 @@ import sys
 import time
 from typing import Any
 
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.llm import LLM
-from phasewise.recipe import Limits
-from phasewise.request import Request
+from phasewise.request.request import Request
 from phasewise.serve.app import run
 
 

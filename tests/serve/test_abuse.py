@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests.serve.running import PATIENCE, Server
 
 VALID: list[tuple[str, dict[str, Any]]] = [

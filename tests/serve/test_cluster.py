@@ -9,10 +9,10 @@ from typing import Any
 
 import openai
 
-from phasewise.cluster.depot import folder
 from phasewise.cluster.process import PREFIX
+from phasewise.cluster.transfer_buffer import folder
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests.cluster.processes import children, eventually, gone, kill, stop
 from tests.serve.running import Server
 
@@ -25,9 +25,9 @@ SIZE = 1200  # tokens of each stream
 
 
 def family(server: Server) -> list[int]:
-    """The nursery, and the workers it has forked."""
-    (nursery,) = children(server.process.pid)
-    return [nursery, *children(nursery)]
+    """The fork server, and the workers it has forked."""
+    (fork_server,) = children(server.process.pid)
+    return [fork_server, *children(fork_server)]
 
 
 def worker(server: Server, role: str) -> int:
@@ -79,7 +79,7 @@ def test_streams_go_on_whoever_is_killed(llm: LLM) -> None:
         for lost, role in ((1, "decode"), (2, "prefill")):
             assert live(server) == len(streams), "they are over too soon"
             kill(worker(server, role))
-            eventually(lambda lost=lost: staff(server) == (1, 1, lost))
+            eventually(lambda lost=lost: supervisor(server) == (1, 1, lost))
         streams.append(Stream(client, PROMPTS[0]))  # the new workers work together
         for stream in streams:
             stream.read()
@@ -101,7 +101,7 @@ def live(server: Server) -> float:
     return now["phasewise_requests_running"] + now["phasewise_requests_waiting"]
 
 
-def staff(server: Server) -> tuple[float, float, float]:
+def supervisor(server: Server) -> tuple[float, float, float]:
     """Workers there are of each role, and those that are lost."""
     now = server.metrics()
     roles = [now[f'phasewise_workers{{role="{role}"}}'] for role in ("prefill", "decode")]

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests.serve.running import Server
 
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from tests.serve.running import Server
 
 WORDS = ["the", "fox", "dog", "lazy", "quick", "brown", "over", "jumps", "and then", "other", "thing"]

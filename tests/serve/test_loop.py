@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from phasewise.errors import UserError
-from phasewise.request import Left, Params, Request
+from phasewise.request.counters import Counters
+from phasewise.request.params import Params
+from phasewise.request.request import Left, Request
 from phasewise.serve.loop import EngineLoop, Feed, Full, Unavailable
-from phasewise.trace import Counters
 
 
 class Numbers:

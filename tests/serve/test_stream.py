@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phasewise.llm import LLM
-from phasewise.request import Params
+from phasewise.request.params import Params
 from phasewise.serve.answer import Answer, Order
 from phasewise.serve.failures import ApiError
 from phasewise.serve.loop import EngineLoop

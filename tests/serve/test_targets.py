@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phasewise.llm import LLM
-from phasewise.request import SLO
+from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer
 from phasewise.serve.failures import ApiError
 from phasewise.serve.schema import ChatAsk, CompletionAsk, read

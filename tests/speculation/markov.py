@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from phasewise.branching import branch
-from phasewise.sampling import Dist, Purpose, uniform
-from phasewise.speculate import Draft, Drawn, Verifier
+from phasewise.speculation.branching import branch
+from phasewise.verbs.draft import Draft, Drawn
+from phasewise.verbs.sample import Dist, Purpose, uniform
+from phasewise.verbs.verify import Verifier
 
 Table = torch.Tensor  # [V, V]: row t = distribution of the token after t
 Drafts = Callable[[int, int, int], Draft]  # (last token, seed, position) -> a draft

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phasewise.companion import Companion, common
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.recipe import kv_shapes
-from phasewise.request import Request
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.request import Request
+from phasewise.speculation.companion import Companion, common
 from tests import oracle, tiny
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasewise.branching import branch
-from phasewise.speculate import Draft
+from phasewise.speculation.branching import branch
+from phasewise.verbs.draft import Draft
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6)
 

@@ -10,8 +10,9 @@ import torch
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.place import Placed
-from phasewise.request import Params, Request
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
 from tests import tiny
 from tests.laws.settings import spell
 

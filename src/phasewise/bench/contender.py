@@ -56,7 +56,7 @@ class Phasewise:
 
     def __init__(self, job: Job) -> None:
         from phasewise.bench.drive import Bench
-        from phasewise.recipe import Limits
+        from phasewise.engine.limits import Limits
 
         limits = Limits(job.kv_bytes, job.max_running, prefix_cache=False)
         self.engine = Bench.load(job.model, job.dtype).engine(job.verbs, limits)

@@ -12,12 +12,15 @@ import torch
 
 from phasewise.bench.latency import Served
 from phasewise.bench.workloads import Shot
+from phasewise.engine.limits import Limits
 from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
-from phasewise.place import Placed
-from phasewise.recipe import Builder, Limits, parse
-from phasewise.request import SLO, Params, Request
-from phasewise.trace import Counters
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.request.counters import Counters
+from phasewise.request.params import SLO, Params
+from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
 
 Progress = Callable[[int], object]
 

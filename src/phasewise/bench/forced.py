@@ -13,9 +13,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.place import Placed
-from phasewise.request import Params, Request
-from phasewise.sampling import Context, Dist
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
+from phasewise.verbs.sample import Context, Dist
 
 STRETCH = 64
 

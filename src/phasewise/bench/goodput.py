@@ -9,7 +9,7 @@ from typing import Any
 
 from phasewise.bench.latency import Served, percentile
 from phasewise.errors import UserError
-from phasewise.request import SLO
+from phasewise.request.params import SLO
 
 SHARE = 0.9  # of the requests; what fails counts as missed
 HOPELESS = 0.2  # no higher rate is tried once fewer requests than this meet even the loosest targets

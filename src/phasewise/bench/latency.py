@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phasewise.request import SLO
-from phasewise.trace import Trace
+from phasewise.request.params import SLO
+from phasewise.request.trace import Trace
 
 QUANTILES = (0.5, 0.9, 0.99)
 

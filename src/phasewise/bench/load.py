@@ -13,7 +13,7 @@ import httpx
 from phasewise.bench.latency import Served
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
-from phasewise.trace import Trace
+from phasewise.request.trace import Trace
 
 Progress = Callable[[int], object]
 

@@ -11,11 +11,12 @@ from math import log
 from random import Random
 from typing import ClassVar
 
-from phasewise.batch import Span
 from phasewise.errors import UserError
-from phasewise.phase import Hidden, Outcome
-from phasewise.request import Request
-from phasewise.speculate import Draft, room
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft, headroom
 
 GOLDEN = 0.6180339887498949
 
@@ -87,7 +88,7 @@ class Scripted:
         return min(self.k, int(log(1.0 - u) / log(self.accept)))
 
     def size(self, request: Request) -> int:
-        return min(self.k, room(request))
+        return min(self.k, headroom(request))
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         scripts = [self.scripts.get(request.id) for request in requests]

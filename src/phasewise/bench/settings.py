@@ -12,9 +12,10 @@ from phasewise.bench.drive import Bench, Drive, drive
 from phasewise.bench.latency import summary
 from phasewise.bench.rounds import agreement, median, order, ratio
 from phasewise.bench.workloads import Shot
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError, near
-from phasewise.place import Placed
-from phasewise.recipe import DEFAULTS, PARTS_OF_DECODE, Limits
+from phasewise.options import DEFAULTS, PARTS_OF_DECODE
+from phasewise.verbs.place import Placed
 
 DEFAULT = "default"
 

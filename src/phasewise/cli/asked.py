@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from phasewise.bench.prompts import Prompts
     from phasewise.bench.workloads import Shot
-    from phasewise.request import SLO
+    from phasewise.request.params import SLO
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Targets:
     tpot: Annotated[float | None, typer.Option(min=0.0, metavar="MS", help="Target: time per further token.")] = None
 
     def slo(self) -> SLO:
-        from phasewise.request import SLO
+        from phasewise.request.params import SLO
 
         return SLO(*(None if target is None else target / 1e3 for target in (self.ttft, self.tpot)))
 

@@ -73,7 +73,7 @@ class Judge:
         """The rows of one task; `tell` is told how many examples are done."""
         from phasewise.bench import quality
         from phasewise.bench.forced import forced_loss
-        from phasewise.request import Params
+        from phasewise.request.params import Params
 
         losses = self.losses[task] = []
 

@@ -62,7 +62,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def entries(verb: str | None = None) -> list[Entry]:
     """Every discovered method, or those of one verb, in the verbs' order."""
-    from phasewise.recipe import DEFAULTS
+    from phasewise.options import DEFAULTS
 
     return [
         Entry(v, name, method, DEFAULTS.get(v) == name)

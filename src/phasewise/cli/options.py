@@ -17,8 +17,8 @@ from phasewise import catalog
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
+    from phasewise.engine.limits import Limits
     from phasewise.llm import LLM
-    from phasewise.recipe import Limits
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -86,7 +86,7 @@ class EngineOptions:
         return {verb: text for verb in catalog.VERBS if (text := getattr(self, verb))}
 
     def limits(self) -> Limits:
-        from phasewise.recipe import Limits
+        from phasewise.engine.limits import Limits
 
         budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
         return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster)

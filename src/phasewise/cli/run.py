@@ -16,7 +16,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.llm import LLM
-    from phasewise.request import Params
+    from phasewise.request.params import Params
 
 
 @spread
@@ -40,7 +40,7 @@ def run(
     if prompt is None and not chat:
         prompt = _piped()
     llm = engine.llm()
-    from phasewise.request import Params
+    from phasewise.request.params import Params
 
     params = Params(max_tokens=max_tokens, temperature=temperature, seed=seed)
     if chat:

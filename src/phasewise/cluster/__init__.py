@@ -1,1 +1,1 @@
-"""Engines in several places: workers, the lines to them, what carries KV between them, and the router above."""
+"""Engines in several places: workers, the connection to them, what carries KV between them, and the router above."""

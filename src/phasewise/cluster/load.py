@@ -7,47 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phasewise.cluster.desk import Desk
-from phasewise.cluster.trip import Trip
-from phasewise.engine import Parts
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.in_flight import InFlight
+from phasewise.engine.engine import Parts
 from phasewise.kv.layer_kv import ROUND
-from phasewise.request import Request
+from phasewise.request.request import Request
 
 
-def weigh(desks: Sequence[Desk], trips: Iterable[Trip], but: Request | None = None) -> None:
-    """Bring the desks' loads up to date: what they prefill, and what they decode or will decode, as far as that is
+def weigh(handles: Sequence[WorkerHandle], flights: Iterable[InFlight], but: Request | None = None) -> None:
+    """Bring the handles' loads up to date: what they prefill, and what they decode or will decode, as far as that is
     decided; all requests `but` one."""
-    for desk in desks:
-        desk.prefilling = desk.decoding = 0
-    for trip in trips:
-        if trip.caller is but:
+    for handle in handles:
+        handle.prefilling = handle.decoding = 0
+    for flight in flights:
+        if flight.caller is but:
             continue
-        if trip.computing:
-            trip.desk.prefilling += trip.caller.known
-        goes_on = trip.desk if not trip.departs else trip.move.target if trip.move is not None else None
+        if flight.computing:
+            flight.handle.prefilling += flight.caller.known
+        goes_on = flight.handle if not flight.departs else flight.move.target if flight.move is not None else None
         if goes_on is not None:
-            goes_on.decoding += trip.caller.known
+            goes_on.decoding += flight.caller.known
 
 
-def may_keep(desk: Desk, parts: Parts, waiting: Sequence[int], room: int) -> bool:
+def may_keep(handle: WorkerHandle, parts: Parts, waiting: Sequence[int], room: int) -> bool:
     """Whether a worker seems to have `room` bytes besides what those that run there, and those of so many tokens that
     wait there, may take. It may say no."""
-    if len(desk.spec.phases) == 1 or not desk.state:
+    if len(handle.spec.phases) == 1 or not handle.state:
         return False
-    running = desk.state["running"] + desk.coming
+    running = handle.state["running"] + handle.coming
     taken = sum(map(parts.store.cost, waiting)) + running * ROUND * parts.store.row_bytes
-    return bool(running + len(waiting) < parts.max_running and desk.free >= room + taken)
+    return bool(running + len(waiting) < parts.max_running and handle.free >= room + taken)
 
 
-def has_room(desk: Desk, parts: Parts, n_bytes: int) -> bool:
+def has_room(handle: WorkerHandle, parts: Parts, n_bytes: int) -> bool:
     """Whether a worker has so many bytes for a request. Those that wait for memory there go first, and those that run
     may grow a bit. What is lent needs no room: a lone request that cannot grow even wants company to take it from."""
-    if len(desk.spec.phases) == 1 or not desk.state:
+    if len(handle.spec.phases) == 1 or not handle.state:
         return False
-    running = desk.state["running"] + desk.coming
+    running = handle.state["running"] + handle.coming
     if not n_bytes:
-        return bool(running < parts.max_running or (running == 1 and desk.state["wish"]))
-    if desk.state["waiting"] or desk.state["arrivals"]:
+        return bool(running < parts.max_running or (running == 1 and handle.state["wish"]))
+    if handle.state["waiting"] or handle.state["arrivals"]:
         return False
     growth = running * ROUND * parts.store.row_bytes
-    return bool(running < parts.max_running and desk.free >= n_bytes + growth)
+    return bool(running < parts.max_running and handle.free >= n_bytes + growth)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from phasewise.cluster.line import Spec
+from phasewise.cluster.launcher import WorkerSpec
 
 
-class Seat(Protocol):
-    """What a policy may know of a worker. `phasewise.cluster.desk.Desk` is one; a simulator brings its own."""
+class WorkerView(Protocol):
+    """What a policy may know of a worker. `cluster.handle.WorkerHandle` is one."""
 
     @property
     def role(self) -> str: ...
@@ -30,7 +30,7 @@ class Seat(Protocol):
         ...
 
 
-class Tended(Seat, Protocol):
+class LiveWorkerView(WorkerView, Protocol):
     """What a policy may know of a worker that it looks after."""
 
     @property
@@ -46,22 +46,22 @@ class Tended(Seat, Protocol):
         ...
 
 
-S = TypeVar("S", bound=Seat)
-T = TypeVar("T", bound=Tended)
+S = TypeVar("S", bound=WorkerView)
+T = TypeVar("T", bound=LiveWorkerView)
 
 
 class Policy(Protocol):
     """Where prompts start, and where their requests go on."""
 
-    def manning(self) -> list[Spec]:
+    def worker_specs(self) -> list[WorkerSpec]:
         """One spec per worker."""
         ...
 
-    def start(self, tokens: Sequence[int], seats: Sequence[S]) -> S:
+    def start(self, tokens: Sequence[int], views: Sequence[S]) -> S:
         """The worker that computes this prompt. One that also decodes keeps the request to its end."""
         ...
 
-    def go_on(self, tokens: int, seats: Sequence[S]) -> S | None:
+    def go_on(self, tokens: int, views: Sequence[S]) -> S | None:
         """Of the workers that have room, the one that takes over a request of so many tokens; None = wait."""
         ...
 
@@ -75,7 +75,7 @@ class Pairing(Policy, Protocol):
         """Whether it does."""
         ...
 
-    def meet(self, tokens: Sequence[int], start: S, seats: Sequence[S]) -> S | None:
+    def meet(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S | None:
         """Of the workers that have room, the one that goes on with a prompt computed at `start`. `start` itself: it
         stays there. None: that is chosen once the prompt is done."""
         ...
@@ -99,24 +99,24 @@ class Caller(Protocol):
 
 
 @runtime_checkable
-class Tending(Policy, Protocol):
+class Adjusting(Policy, Protocol):
     """A policy that also looks after the workers while they run."""
 
-    def tend(
-        self, seats: Sequence[T], progressed: Sequence[Caller], callers: Iterable[Caller], now: float
+    def adjust(
+        self, views: Sequence[T], progressed: Sequence[Caller], callers: Iterable[Caller], now: float
     ) -> Iterable[tuple[T, dict[str, Any]]]:
         """After a step in which some requests `progressed` or left, of all `callers`: what to tell to whom."""
         ...
 
 
-def least_pending(tokens: Sequence[int], seats: Sequence[S]) -> S:
+def least_pending(tokens: Sequence[int], views: Sequence[S]) -> S:
     """Join the shortest queue, counted in tokens still to be computed with this prompt's own, cached ones aside."""
-    return min(seats, key=lambda seat: seat.prefilling + len(tokens) - seat.cached(tokens))
+    return min(views, key=lambda view: view.prefilling + len(tokens) - view.cached(tokens))
 
 
-def least_decoding(seats: Sequence[S]) -> S:
+def least_decoding(views: Sequence[S]) -> S:
     """The worker whose requests read the least KV per step."""
-    return min(seats, key=lambda seat: seat.decoding)
+    return min(views, key=lambda view: view.decoding)
 
 
 def threads_each(workers: int) -> int:
@@ -140,24 +140,24 @@ class TwoPools:
     queue: int = 1 << 30
     push: bool = False
 
-    def manning(self) -> list[Spec]:
+    def worker_specs(self) -> list[WorkerSpec]:
         threads = threads_each(self.prefill + self.decode)
-        prefill = Spec("prefill", ("prefill",), self.share / self.prefill, threads=threads)
-        decode = Spec("decode", ("prefill", "decode"), (1.0 - self.share) / self.decode, threads=threads)
+        prefill = WorkerSpec("prefill", ("prefill",), self.share / self.prefill, threads=threads)
+        decode = WorkerSpec("decode", ("prefill", "decode"), (1.0 - self.share) / self.decode, threads=threads)
         return [prefill] * self.prefill + [decode] * self.decode
 
-    def start(self, tokens: Sequence[int], seats: Sequence[S]) -> S:
-        decoders = [seat for seat in seats if seat.role == "decode"]
-        prefillers = [seat for seat in seats if seat.role == "prefill"]
+    def start(self, tokens: Sequence[int], views: Sequence[S]) -> S:
+        decoders = [view for view in views if view.role == "decode"]
+        prefillers = [view for view in views if view.role == "prefill"]
         if decoders:
-            here = min(decoders, key=lambda seat: (len(tokens) - seat.cached(tokens), seat.decoding))
+            here = min(decoders, key=lambda view: (len(tokens) - view.cached(tokens), view.decoding))
             short = len(tokens) - here.cached(tokens) <= self.local
-            if short or not prefillers or min(seat.prefilling for seat in prefillers) > self.queue:
+            if short or not prefillers or min(view.prefilling for view in prefillers) > self.queue:
                 return here
         return least_pending(tokens, prefillers)
 
-    def go_on(self, tokens: int, seats: Sequence[S]) -> S | None:
-        return least_decoding(seats) if seats else None
+    def go_on(self, tokens: int, views: Sequence[S]) -> S | None:
+        return least_decoding(views) if views else None
 
-    def meet(self, tokens: Sequence[int], start: S, seats: Sequence[S]) -> S | None:
-        return start if start.role == "decode" else self.go_on(len(tokens), seats)
+    def meet(self, tokens: Sequence[int], start: S, views: Sequence[S]) -> S | None:
+        return start if start.role == "decode" else self.go_on(len(tokens), views)

@@ -1,11 +1,11 @@
-"""Workers in processes of their own on this machine, forked from a nursery that has loaded the model once.
+"""Workers in processes of their own on this machine, forked from a fork server that has loaded the model once.
 
-    router process --- socket --- nursery (loads the model with one thread, forks)
+    router process --- socket --- fork server (loads the model with one thread, forks)
          |                           |
-         +------- a socket pair -- worker, worker, ...        KV between them: files in shared memory (depot.py)
+         +------- a socket pair -- worker, worker, ...        KV between them: files in shared memory (transfer buffer.py)
 
 Forks share the weights, packed ones too, until the machine ends; a new worker is ready in milliseconds. A fork is safe
-because the nursery is a fresh interpreter with a single thread, in which no parallel region has run.
+because the fork server is a fresh interpreter with a single thread, in which no parallel region has run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, cast
 
-from phasewise.cluster.depot import Depot, Segments, folder, sweep
-from phasewise.cluster.lend import Lending
-from phasewise.cluster.line import Line, Message, Spec
-from phasewise.cluster.pool import Pool
-from phasewise.cluster.source import Source
-from phasewise.cluster.wire import Post, Wire
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+from phasewise.cluster.ownership import OwnershipBuffer
+from phasewise.cluster.shared_pool import SharedPool
+from phasewise.cluster.sockets import SocketConnection, WorkerSocket
+from phasewise.cluster.transfer_buffer import SharedMemoryBuffer, TransferBuffer, folder, sweep
 from phasewise.cluster.worker import Worker
 from phasewise.errors import UserError
 
@@ -48,12 +48,12 @@ STUCK = 0.002  # seconds between turns of a worker that waits for memory held el
 GRACE = 2.0  # seconds that dismissed workers have to go by themselves
 
 
-class Nursery:
+class ForkServer:
     """A process that has loaded the model, or is about to, and forks workers."""
 
-    def __init__(self, source: Source, run: str) -> None:
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.setblocking(False)
+    def __init__(self, source: EngineSpec, run: str) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.setblocking(False)
         self._loaded = False
         with theirs:
             arguments = [json.dumps(source.plain()), run, str(theirs.fileno())]
@@ -72,22 +72,22 @@ class Nursery:
         """Whether it is loading."""
         if not self._loaded:
             with contextlib.suppress(OSError):
-                self._loaded = bool(self._line.recv(16))
+                self._loaded = bool(self._connection.recv(16))
         return not self._loaded and self.alive
 
-    def fork(self, name: str, spec: Spec, sock: socket.socket) -> None:
+    def fork(self, name: str, spec: WorkerSpec, sock: socket.socket) -> None:
         """Order a worker at the other end of `sock`. Raises OSError if nobody takes the order."""
         text = json.dumps({"name": name, "spec": asdict(spec)}).encode()
-        socket.send_fds(self._line, [text], [sock.fileno()])
+        socket.send_fds(self._connection, [text], [sock.fileno()])
 
     def hang_up(self) -> None:
         """It ends by itself."""
-        self._line.close()
+        self._connection.close()
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._line.close()
+        self._connection.close()
 
     def close(self, seconds: float) -> None:
         """See to it that the process is gone; after `seconds` with force."""
@@ -96,72 +96,72 @@ class Nursery:
         self.kill()
 
 
-class Processes:
-    """A crew of processes on this machine. Raises UserError where there is no such thing."""
+class ProcessLauncher:
+    """A launcher of processes on this machine. Raises UserError where there is no such thing."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EngineSpec) -> None:
         if not hasattr(os, "pidfd_open"):
             raise UserError("cluster processes needs Linux: use --cluster inline here")
         self.source = source
         self.run = f"{PREFIX}.{os.getpid()}.{secrets.token_hex(4)}"
-        self.depot: Depot = Segments(self.run, "router")
-        self._pool: Pool | None = None
-        self._wires: list[Wire] = []
-        self._nurseries: list[Nursery] = []
+        self.transfer_buffer: TransferBuffer = SharedMemoryBuffer(self.run, "router")
+        self._pool: SharedPool | None = None
+        self._sockets: list[SocketConnection] = []
+        self._fork_servers: list[ForkServer] = []
         sweep_dead()
-        self._final = weakref.finalize(self, _dismiss, os.getpid(), self.run, self._wires, self._nurseries)
+        self._final = weakref.finalize(self, _dismiss, os.getpid(), self.run, self._sockets, self._fork_servers)
 
-    def reserve(self, specs: Sequence[Spec]) -> None:
+    def reserve(self, specs: Sequence[WorkerSpec]) -> None:
         pass  # there is this machine only
 
-    def hire(self, name: str, spec: Spec) -> Wire:
+    def launch(self, name: str, spec: WorkerSpec) -> SocketConnection:
         """Returns at once: the worker speaks when it is there, or the line breaks."""
         if spec.pooled and self._pool is None:
             if self.source.device != "cpu":
                 raise UserError(f"workers cannot share a pool on {self.source.device}: only on the CPU")
-            self._pool = Pool.create(self.run, self.source.limits.budget)
-            self.depot = Lending(self.depot, self._pool)
+            self._pool = SharedPool.create(self.run, self.source.limits.budget)
+            self.transfer_buffer = OwnershipBuffer(self.transfer_buffer, self._pool)
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._nursery().fork(name, spec, theirs)
+                self._fork_server().fork(name, spec, theirs)
             except OSError:  # it died, or does not read
-                self._nurseries[-1].kill()
+                self._fork_servers[-1].kill()
                 with contextlib.suppress(OSError):
-                    self._nursery().fork(name, spec, theirs)
-        self._wires[:] = [wire for wire in self._wires if wire.open]
-        self._wires.append(Wire(name, ours, self._nurseries[-1]))
-        return self._wires[-1]
+                    self._fork_server().fork(name, spec, theirs)
+        self._sockets[:] = [each for each in self._sockets if each.open]
+        self._sockets.append(SocketConnection(name, ours, self._fork_servers[-1]))
+        return self._sockets[-1]
 
-    def _nursery(self) -> Nursery:
+    def _fork_server(self) -> ForkServer:
         """The one that is alive, or a new one."""
-        if not self._nurseries or not self._nurseries[-1].alive:
-            self._nurseries[:] = [Nursery(self.source, self.run)]
-        return self._nurseries[-1]
+        if not self._fork_servers or not self._fork_servers[-1].alive:
+            self._fork_servers[:] = [ForkServer(self.source, self.run)]
+        return self._fork_servers[-1]
 
-    def wait(self, lines: Sequence[Line], seconds: float) -> None:
-        wires = {wire.sock.fileno(): wire for wire in lines if isinstance(wire, Wire) and wire.open}
+    def wait(self, connections: Sequence[Connection], seconds: float) -> None:
+        sockets = {each.sock.fileno(): each for each in connections if isinstance(each, SocketConnection) and each.open}
         poll = select.poll()
-        for file, wire in wires.items():
-            poll.register(file, select.POLLIN | (select.POLLOUT if wire.pending else 0))
+        for file, each in sockets.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if each.pending else 0))
         for file, _ in poll.poll(seconds * 1000):
-            wires[file].flush()
+            sockets[file].flush()
 
     def close(self) -> None:
         self._final()
 
 
-def _dismiss(owner: int, run: str, wires: list[Wire], nurseries: list[Nursery]) -> None:
+def _dismiss(owner: int, run: str, sockets: list[SocketConnection], fork_servers: list[ForkServer]) -> None:
     if os.getpid() != owner:
         return  # a fork of the router's process ends
-    leavers: list[Nursery | Wire] = [*nurseries, *wires]
+    leavers: list[ForkServer | SocketConnection] = [*fork_servers, *sockets]
     for leaver in leavers:
         leaver.hang_up()
     until = time.monotonic() + GRACE
     for leaver in reversed(leavers):
         leaver.close(max(0.0, until - time.monotonic()))
-    wires.clear()
-    nurseries.clear()
+    sockets.clear()
+    fork_servers.clear()
     sweep(run)
 
 
@@ -173,25 +173,25 @@ def sweep_dead() -> None:
             path.unlink(missing_ok=True)
 
 
-# ---- in the nursery
-def nursery(plain: str, run: str, fileno: int) -> None:
+# ---- in the fork server
+def fork_server(plain: str, run: str, fileno: int) -> None:
     """Load the model, then fork a worker for every message; ends when the router hangs up."""
     import torch
 
     torch.set_num_threads(1)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # the router says when to end; nobody waits for us
         signal.signal(ignored, signal.SIG_IGN)
-    line = socket.socket(fileno=fileno)
-    builder = Source.of(json.loads(plain)).build()
+    connection = socket.socket(fileno=fileno)
+    builder = EngineSpec.of(json.loads(plain)).build()
     builder.engine(("prefill", "decode"), 1.0)  # loads what the methods load, for all to share
     with contextlib.suppress(ConnectionError):
-        line.send(b"loaded")
+        connection.send(b"loaded")
         while True:
-            text, files, _, _ = socket.recv_fds(line, 1 << 16, 1)
+            text, files, _, _ = socket.recv_fds(connection, 1 << 16, 1)
             if not text:
                 break
             if os.fork() == 0:
-                line.close()
+                connection.close()
                 born(builder, json.loads(text), socket.socket(fileno=files[0]), run)
             os.close(files[0])
     sweep(run)  # the router may have died
@@ -205,7 +205,7 @@ def born(builder: Builder, order: Message, sock: socket.socket, run: str) -> Non
         title.write(order["name"])  # what ps and top show
     code = 1
     try:
-        work(builder, order["name"], Spec.of(order["spec"]), sock, run)
+        work(builder, order["name"], WorkerSpec.of(order["spec"]), sock, run)
         code = 0
     except BaseException:
         log.exception("worker %s failed", order["name"])
@@ -213,13 +213,13 @@ def born(builder: Builder, order: Message, sock: socket.socket, run: str) -> Non
         os._exit(code)
 
 
-def work(builder: Builder, name: str, spec: Spec, sock: socket.socket, run: str) -> None:
+def work(builder: Builder, name: str, spec: WorkerSpec, sock: socket.socket, run: str) -> None:
     """Obey and take turns until the router hangs up. Another thread says now and then that the process is alive."""
     commands: SimpleQueue[Message | None] = SimpleQueue()
-    line, segments = Post(sock), Segments(run, name)
+    connection, segments = WorkerSocket(sock), SharedMemoryBuffer(run, name)
 
     def listen() -> None:
-        for command in line.commands():
+        for command in connection.commands():
             commands.put(command)
         segments.clear(name, [])  # the router is gone, and with it whoever could use what we have put down
         os._exit(0)
@@ -228,16 +228,18 @@ def work(builder: Builder, name: str, spec: Spec, sock: socket.socket, run: str)
         with contextlib.suppress(OSError):
             while True:
                 time.sleep(PULSE)
-                line.post({"event": "alive"})
+                connection.post({"event": "alive"})
 
     with contextlib.suppress(BrokenPipeError):  # the router has hung up
-        line.introduce()
+        connection.introduce()
         settle(spec)
-        account, depot = None, cast(Depot, segments)
+        account, transfer_buffer = None, cast(TransferBuffer, segments)
         if spec.pooled:
-            pool = Pool.join(run, name)
-            account, depot = pool.account(name, spec.yields), Lending(depot, pool)
-        worker = Worker(builder.engine(spec.phases, spec.share, account), depot, line.post, settle=run_on)
+            pool = SharedPool.join(run, name)
+            account, transfer_buffer = pool.account(name, spec.yields), OwnershipBuffer(transfer_buffer, pool)
+        worker = Worker(
+            builder.engine(spec.phases, spec.share, account), transfer_buffer, connection.post, settle=run_on
+        )
         for target in (listen, pulse):
             threading.Thread(target=target, daemon=True).start()
         serve(worker, commands)
@@ -260,7 +262,7 @@ def serve(worker: Worker, commands: SimpleQueue[Message | None]) -> None:
         moves = worker.turn()
 
 
-def settle(spec: Spec) -> None:
+def settle(spec: WorkerSpec) -> None:
     """Take the cores and threads of the spec."""
     run_on(spec.cores, spec.threads)
 
@@ -278,4 +280,4 @@ def run_on(cores: Sequence[int] | None, threads: int | None) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(processName)s %(name)s: %(message)s")
-    nursery(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    fork_server(sys.argv[1], sys.argv[2], int(sys.argv[3]))

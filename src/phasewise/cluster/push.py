@@ -1,6 +1,6 @@
 """KV that flows to the next worker while its prompt is still computed (push): what both sides keep of it.
 
-    Outbox   at the prompt's worker: after each step, what that step has made final goes into the depot as a piece
+    Outbox   at the prompt's worker: after each step, what that step has made final goes into the transfer buffer as a piece
     Inbox    at the next worker: room for the whole prompt, taken when the prompt starts, and filled as pieces come
 
 A piece is known by request, attempt and number; it may come late, twice or never. The receiver owns the request once
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from phasewise.cluster.depot import Depot, Parcel
+from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Header, drawers, fits, unpack
 from phasewise.kv.layer_kv import ROUND
-from phasewise.kv.pieces import Block, Landing, Sent, cut, size
-from phasewise.request import Request
+from phasewise.kv.segments import Block, Landing, Sent, cut, size
+from phasewise.request.request import Request
 
 if TYPE_CHECKING:
-    from phasewise.engine import Engine
+    from phasewise.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
@@ -44,8 +44,8 @@ class _Sending:
 class Outbox:
     """The pieces a worker has put down. Their bytes count against its budget until the receiver has copied them."""
 
-    def __init__(self, engine: Engine, depot: Depot, post: Post, lease: float) -> None:
-        self.engine, self.depot, self.lease = engine, depot, lease
+    def __init__(self, engine: Engine, transfer_buffer: TransferBuffer, post: Post, lease: float) -> None:
+        self.engine, self.transfer_buffer, self.lease = engine, transfer_buffer, lease
         self._post = post
         self._sending: dict[str, _Sending] = {}
         # whoever evicts rewrites the rows of a prompt sooner or later: what was sent early would be sent in vain
@@ -75,7 +75,7 @@ class Outbox:
             if not blocks or request.kv is None or not engine.room.promise(n := size(request.kv, blocks)):
                 continue
             try:
-                parcel = self.depot.put(cut(request.kv, blocks))
+                parcel = self.transfer_buffer.put(cut(request.kv, blocks))
             except Exception as error:
                 log.warning("a piece of %s could not be put down: %s", request.id, error)
                 engine.room.promise(-n)
@@ -111,7 +111,7 @@ class Outbox:
         for number in list(sending.parcels) if numbers is None else numbers:
             if number in sending.parcels:
                 parcel, n = sending.parcels.pop(number)
-                self.depot.drop(parcel)
+                self.transfer_buffer.drop(parcel)
                 self.engine.room.promise(-n)
         if numbers is None:
             del self._sending[name]
@@ -145,8 +145,15 @@ class Inbox:
     `own` goes on with a request whose KV is complete. Raises whatever it raises, the KV freed.
     """
 
-    def __init__(self, engine: Engine, depot: Depot, post: Post, layout: str, own: Callable[[Request, int], None]):
-        self.engine, self.depot, self.layout = engine, depot, layout
+    def __init__(
+        self,
+        engine: Engine,
+        transfer_buffer: TransferBuffer,
+        post: Post,
+        layout: str,
+        own: Callable[[Request, int], None],
+    ):
+        self.engine, self.transfer_buffer, self.layout = engine, transfer_buffer, layout
         self._post, self._own = post, own
         self._coming: dict[str, _Coming] = {}
 
@@ -205,10 +212,10 @@ class Inbox:
             self._post({"event": "owned", **answer, "seconds": seconds})
 
     def _lay(self, coming: _Coming, command: Message) -> float:
-        """-> seconds that the depot took to bring the piece here"""
+        """-> seconds that the transfer buffer took to bring the piece here"""
         clock = self.engine.parts.clock
         began = clock()
-        tensors = self.depot.get(command["parcel"])
+        tensors = self.transfer_buffer.get(command["parcel"])
         seconds = clock() - began
         blocks, rows = command["blocks"], tensors
         if "packed" in command:

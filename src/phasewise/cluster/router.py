@@ -18,19 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from phasewise.cluster.desk import Desk
-from phasewise.cluster.line import Crew, Message
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.in_flight import InFlight, Transfer
+from phasewise.cluster.launcher import Launcher, Message
 from phasewise.cluster.load import has_room, may_keep, weigh
-from phasewise.cluster.policy import Pairing, Policy, Tending
-from phasewise.cluster.staff import Patience as Patience
-from phasewise.cluster.staff import Staff
-from phasewise.cluster.trip import Move, Trip
+from phasewise.cluster.policy import Adjusting, Pairing, Policy
+from phasewise.cluster.supervisor import Supervisor
+from phasewise.cluster.supervisor import Timeouts as Patience
 from phasewise.cluster.worker import LEASE
-from phasewise.engine import Engine
+from phasewise.engine.engine import Engine
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
-from phasewise.request import Left, Request
-from phasewise.trace import Counters
+from phasewise.request.counters import Counters
+from phasewise.request.request import Left, Request
 
 log = logging.getLogger(__name__)
 PAUSE = 0.005  # seconds a step waits for something to happen
@@ -46,12 +46,23 @@ class Router:
     """
 
     def __init__(
-        self, crew: Crew, policy: Policy, fronts: Sequence[Engine], clock: Callable[[], float], patience: Patience
+        self,
+        launcher: Launcher,
+        policy: Policy,
+        fronts: Sequence[Engine],
+        clock: Callable[[], float],
+        patience: Patience,
     ) -> None:
-        self.crew, self.policy, self.fronts, self.clock, self.patience = crew, policy, list(fronts), clock, patience
+        self.launcher, self.policy, self.fronts, self.clock, self.patience = (
+            launcher,
+            policy,
+            list(fronts),
+            clock,
+            patience,
+        )
         self.model = fronts[0].model
         self._emitted = self._restarts = self._unmet = 0
-        self._trips: dict[str, Trip] = {}
+        self._flights: dict[str, InFlight] = {}
         self._attempts = itertools.count()
         self._progressed: dict[Request, None] = {}  # ordered, each once
         self._renewed = 0.0
@@ -62,8 +73,8 @@ class Router:
             "piece": self._hear_piece, "landed": self._hear_landed, "full": self._hear_full,
         }  # fmt: skip
         try:
-            self.staff = Staff(crew, policy.manning(), clock)
-            while not self.staff.ready:
+            self.supervisor = Supervisor(launcher, policy.worker_specs(), clock)
+            while not self.supervisor.ready:
                 self.step()
         except BaseException:
             self.close()
@@ -71,73 +82,73 @@ class Router:
 
     # ---- what users of an engine call
     @property
-    def desks(self) -> list[Desk]:
-        return self.staff.desks
+    def handles(self) -> list[WorkerHandle]:
+        return self.supervisor.handles
 
     @property
     def counters(self) -> Counters:
         """Of all workers together, as far as they have reported; tokens as they were given to the callers."""
-        done = self.staff.counters
+        done = self.supervisor.counters
         fallbacks = done.push_fallbacks + self._unmet
         return replace(done, emitted=self._emitted, restarts=self._restarts, push_fallbacks=fallbacks)
 
     @property
     def workers(self) -> dict[str, int]:
         """How many of each role are alive and ready."""
-        there = Counter({desk.role: 0 for desk in self.desks})
-        there.update(desk.role for desk in self.desks if desk.line.alive and desk.state)
+        there = Counter({handle.role: 0 for handle in self.handles})
+        there.update(handle.role for handle in self.handles if handle.connection.alive and handle.state)
         return dict(there)
 
     @property
     def idle(self) -> bool:
         """Nothing is under way, and every worker has answered what it was told."""
-        return not self._trips and all(desk.quiet for desk in self.desks)
+        return not self._flights and all(handle.quiet for handle in self.handles)
 
     @property
     def waiting(self) -> list[Request]:
         """Without KV so far, or again."""
-        held = {name for desk in self.desks for name in desk.state.get("waiting", ())}
-        return [trip.caller for name, trip in self._trips.items() if name in held]
+        held = {name for handle in self.handles for name in handle.state.get("waiting", ())}
+        return [flight.caller for name, flight in self._flights.items() if name in held]
 
     @property
     def running(self) -> list[Request]:
         """With KV somewhere, or on the way."""
         held = set(self.waiting)
-        return [trip.caller for trip in self._trips.values() if trip.caller not in held]
+        return [flight.caller for flight in self._flights.values() if flight.caller not in held]
 
     @property
     def kv_bytes(self) -> int:
-        return sum(desk.state.get("kv_bytes", 0) for desk in self.desks)
+        return sum(handle.state.get("kv_bytes", 0) for handle in self.handles)
 
     @property
     def prefix_bytes(self) -> int:
-        return sum(desk.state.get("prefix_bytes", 0) for desk in self.desks)
+        return sum(handle.state.get("prefix_bytes", 0) for handle in self.handles)
 
     def add(self, request: Request) -> None:
         """To the worker of its siblings, else to where the policy says."""
         if self._closed:
             raise PhasewiseError("the workers have been dismissed: nothing can be added after close()")
-        if request.id in self._trips:
+        if request.id in self._flights:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         for front in self.fronts:
             front.check(request)
         request.trace.arrived = self.clock()
-        parent = None if request.parent is None else self._trips.get(request.parent.id)
+        parent = None if request.parent is None else self._flights.get(request.parent.id)
         if parent is not None and not parent.held and parent.computing:
-            self._trips[request.id] = trip = Trip(request, parent.desk, next(self._attempts))
-            self._begin(trip, parent.caller)
+            self._flights[request.id] = flight = InFlight(request, parent.handle, next(self._attempts))
+            self._begin(flight, parent.caller)
         else:
-            self._trips[request.id] = trip = Trip(request, self._start_of(request), next(self._attempts))
-            self._begin(trip)
+            self._flights[request.id] = flight = InFlight(request, self._start_of(request), next(self._attempts))
+            self._begin(flight)
 
     def cancel(self, request: Request) -> bool:
-        trip = self._trips.get(request.id)
-        if trip is None or trip.caller is not request:
+        flight = self._flights.get(request.id)
+        if flight is None or flight.caller is not request:
             return False
-        self._stop(trip)
-        self._leave(trip, Left("cancelled", "cancelled"))
-        for desk in self.desks:
-            self._hear(desk)  # workers in this thread have obeyed already
+        self._stop(flight)
+        self._leave(flight, Left("cancelled", "cancelled"))
+        for handle in self.handles:
+            self._hear(handle)  # workers in this thread have obeyed already
         return True
 
     def step(self) -> list[Request]:
@@ -145,110 +156,110 @@ class Router:
 
         Raises Unstaffed when workers keep dying before they are ready.
         """
-        self.staff.wait(PAUSE)
-        for desk in list(self.desks):
-            self._hear(desk)
-        for desk, why in self.staff.dead(self.patience):
-            self._hear(desk)
-            self._lose(desk, why)
+        self.supervisor.wait(PAUSE)
+        for handle in list(self.handles):
+            self._hear(handle)
+        for handle, why in self.supervisor.dead(self.patience):
+            self._hear(handle)
+            self._lose(handle, why)
         self._chase()
         self._try_suspects()
         self._hand_over()
         progressed, self._progressed = list(self._progressed), {}
-        if isinstance(self.policy, Tending):
-            callers = (trip.caller for trip in self._trips.values())
-            for desk, command in self.policy.tend(self.desks, progressed, callers, self.clock()):
-                desk.tell(command)
+        if isinstance(self.policy, Adjusting):
+            callers = (flight.caller for flight in self._flights.values())
+            for handle, command in self.policy.adjust(self.handles, progressed, callers, self.clock()):
+                handle.tell(command)
         return progressed
 
     def forget_prefixes(self) -> None:
-        for desk in self.desks:
-            desk.forget_prefixes()
-            desk.tell({"do": "forget"})
-            self._hear(desk)
+        for handle in self.handles:
+            handle.forget_prefixes()
+            handle.tell({"do": "forget"})
+            self._hear(handle)
 
     def close(self) -> None:
         """Dismiss all workers."""
         self._closed = True
-        self.crew.close()
+        self.launcher.close()
 
     # ---- starting
-    def _start_of(self, request: Request) -> Desk:
+    def _start_of(self, request: Request) -> WorkerHandle:
         """Where a request starts; one that has emitted starts again where it can go on."""
-        weigh(self.desks, self._trips.values(), but=request)
-        seated = self.staff.seated
+        weigh(self.handles, self._flights.values(), but=request)
+        seated = self.supervisor.seated
         if not request.n_out:
             return self.policy.start(request.tokens, seated)
-        desk = self.policy.go_on(request.known, [desk for desk in seated if len(desk.spec.phases) > 1])
-        assert desk is not None
-        return desk
+        handle = self.policy.go_on(request.known, [handle for handle in seated if len(handle.spec.phases) > 1])
+        assert handle is not None
+        return handle
 
-    def _begin(self, trip: Trip, parent: Request | None = None) -> None:
+    def _begin(self, flight: InFlight, parent: Request | None = None) -> None:
         """Hand a request's tokens to its worker."""
-        caller = trip.caller
+        caller = flight.caller
         if isinstance(self.policy, Pairing) and self.policy.push and not caller.n_out:
-            self._meet(trip, self.policy)
-        command: Message = {"do": "add", "attempt": trip.attempt, "request": caller.header() | {"computed": 0}}
-        command["push"] = trip.move is not None
+            self._meet(flight, self.policy)
+        command: Message = {"do": "add", "attempt": flight.attempt, "request": caller.header() | {"computed": 0}}
+        command["push"] = flight.move is not None
         if parent is not None:
             command["parent"] = parent.id
-        trip.desk.remember(caller.prompt)
-        trip.desk.tell(command)
+        flight.handle.remember(caller.prompt)
+        flight.handle.tell(command)
 
-    def _restart(self, trip: Trip, why: str) -> None:
+    def _restart(self, flight: InFlight, why: str) -> None:
         """The one answer to every failure: start again from the tokens."""
-        log.warning("request %s starts again from its %d tokens: %s", trip.caller.id, trip.caller.known, why)
-        self._stop(trip)
-        trip.attempt = next(self._attempts)
-        if not trip.caller.n_out:
-            trip.caller.computed = 0
-        if trip.tries >= TRIES:
-            self._leave(trip, Left("failed", f"it was started {TRIES} times in vain, at last: {why}"))
+        log.warning("request %s starts again from its %d tokens: %s", flight.caller.id, flight.caller.known, why)
+        self._stop(flight)
+        flight.attempt = next(self._attempts)
+        if not flight.caller.n_out:
+            flight.caller.computed = 0
+        if flight.tries >= TRIES:
+            self._leave(flight, Left("failed", f"it was started {TRIES} times in vain, at last: {why}"))
             return
-        trip.tries += 1
+        flight.tries += 1
         self._restarts += 1
-        trip.held = trip.tries >= SUSPECT
-        if not trip.held:
-            trip.desk = self._start_of(trip.caller)
-            self._begin(trip)
+        flight.held = flight.tries >= SUSPECT
+        if not flight.held:
+            flight.handle = self._start_of(flight.caller)
+            self._begin(flight)
 
     def _try_suspects(self) -> None:
         """Start the next of the requests whose workers keep failing, if no other of them is under way."""
-        suspects = [trip for trip in self._trips.values() if trip.tries >= SUSPECT]
-        if suspects and all(trip.held for trip in suspects):
+        suspects = [flight for flight in self._flights.values() if flight.tries >= SUSPECT]
+        if suspects and all(flight.held for flight in suspects):
             suspects[0].held = False
-            suspects[0].desk = self._start_of(suspects[0].caller)
+            suspects[0].handle = self._start_of(suspects[0].caller)
             self._begin(suspects[0])
 
-    def _stop(self, trip: Trip) -> None:
+    def _stop(self, flight: InFlight) -> None:
         """Tell everybody who holds something of a request to drop it."""
-        gone = {"do": "cancel", "id": trip.caller.id, "attempt": trip.attempt}
-        if trip.desk in self.desks:
-            trip.desk.tell(gone)
-        if trip.move is None:
+        gone = {"do": "cancel", "id": flight.caller.id, "attempt": flight.attempt}
+        if flight.handle in self.handles:
+            flight.handle.tell(gone)
+        if flight.move is None:
             return
-        target = trip.move.target
-        trip.move.end(State.RELEASED)
-        if target is not None and target in self.desks:
+        target = flight.move.target
+        flight.move.end(State.RELEASED)
+        if target is not None and target in self.handles:
             target.tell(gone)
-        for parcel in trip.move.parcels:  # its worker may be dead
-            self.crew.depot.drop(parcel)
-        trip.move = None
+        for parcel in flight.move.parcels:  # its worker may be dead
+            self.launcher.transfer_buffer.drop(parcel)
+        flight.move = None
 
     # ---- hearing
-    def _hear(self, desk: Desk) -> None:
-        for event in self.staff.hear(desk):
-            trip = self._trips.get(event["id"])
-            if trip is not None and trip.attempt == event["attempt"]:
-                self._verbs[event["event"]](trip, desk, event)
+    def _hear(self, handle: WorkerHandle) -> None:
+        for event in self.supervisor.hear(handle):
+            flight = self._flights.get(event["id"])
+            if flight is not None and flight.attempt == event["attempt"]:
+                self._verbs[event["event"]](flight, handle, event)
             elif event["event"] in _HOLDING or (event["event"] == "progress" and event["left"] is None):
-                self._call_off(desk, event)
+                self._call_off(handle, event)
 
-    def _hear_progress(self, trip: Trip, desk: Desk, event: Message) -> None:
-        caller, move = trip.caller, trip.move
-        if move is not None and desk is move.target:
-            self._own_it(trip, desk)
-        elif desk is not trip.desk:
+    def _hear_progress(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        caller, move = flight.caller, flight.move
+        if move is not None and handle is move.target:
+            self._own_it(flight, handle)
+        elif handle is not flight.handle:
             return
         left = None if event["left"] is None else Left(*event["left"])
         new = event["tokens"][max(0, caller.known - event["start"]) :]
@@ -257,181 +268,183 @@ class Router:
         try:
             if new:
                 caller.computed = caller.high_water = caller.known
-                trip.tries = 1
+                flight.tries = 1
                 self._emitted += caller.emit(new, self.model.config.eos, self.clock())
                 if caller.left is not None and left is None:
-                    self._call_off(desk, event)
+                    self._call_off(handle, event)
                 left = caller.left or left
         except Exception as error:  # raised by the caller's own watch
-            self._call_off(desk, event)
+            self._call_off(handle, event)
             left = Left("failed", f"{type(error).__name__}: {error}")
         self._progressed[caller] = None
         if left is not None:
-            if trip.move is not None:
-                self._stop(trip)
-            self._leave(trip, left)
-        elif trip.departs:
-            self._set_out(trip)
+            if flight.move is not None:
+                self._stop(flight)
+            self._leave(flight, left)
+        elif flight.departs:
+            self._set_out(flight)
 
-    def _call_off(self, desk: Desk, event: Message) -> None:
+    def _call_off(self, handle: WorkerHandle, event: Message) -> None:
         """A worker need not go on with what it has reported."""
-        desk.tell({"do": "cancel", "id": event["id"], "attempt": event["attempt"]})
+        handle.tell({"do": "cancel", "id": event["id"], "attempt": event["attempt"]})
 
-    def _set_out(self, trip: Trip) -> None:
+    def _set_out(self, flight: InFlight) -> None:
         """The prompt is done, or its first tokens are there."""
-        trip.move = trip.move or Move()
-        if trip.move.deadline == math.inf:
-            trip.move.deadline = self.clock() + self.patience.move
-            trip.caller.trace.sent = self.clock()
+        flight.move = flight.move or Transfer()
+        if flight.move.deadline == math.inf:
+            flight.move.deadline = self.clock() + self.patience.move
+            flight.caller.trace.sent = self.clock()
 
-    def _hear_offer(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if desk is not trip.desk:
+    def _hear_offer(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if handle is not flight.handle:
             return  # said twice
-        pushed = trip.move is not None and trip.move.pushed
+        pushed = flight.move is not None and flight.move.pushed
         if "piece" in event and not pushed:
-            self._restart(trip, "what nobody expects any more was sent")
-        elif trip.departs:
-            self._set_out(trip)
-            assert trip.move is not None
+            self._restart(flight, "what nobody expects any more was sent")
+        elif flight.departs:
+            self._set_out(flight)
+            assert flight.move is not None
             if pushed:
-                trip.move.deadline = self.clock() + self.patience.move
-                trip.move.pass_on(event)
-            trip.move.offer = trip.move.offer or event
+                flight.move.deadline = self.clock() + self.patience.move
+                flight.move.pass_on(event)
+            flight.move.offer = flight.move.offer or event
 
-    def _hear_owned(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if trip.move is not None and trip.move.target is desk:
-            self._own_it(trip, desk, event.get("seconds", 0.0))
+    def _hear_owned(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.move is not None and flight.move.target is handle:
+            self._own_it(flight, handle, event.get("seconds", 0.0))
 
-    def _own_it(self, trip: Trip, desk: Desk, seconds: float = 0.0) -> None:
-        """The target has the request, whose KV took `seconds` to get there: the depot may forget it."""
-        assert trip.move is not None and trip.move.offer is not None
-        source, parcels = trip.desk, trip.move.parcels
-        trip.move.end(State.OWNED)
-        if source in self.desks:
-            source.tell({"do": "release", "id": trip.caller.id, "attempt": trip.attempt, "seconds": seconds})
+    def _own_it(self, flight: InFlight, handle: WorkerHandle, seconds: float = 0.0) -> None:
+        """The target has the request, whose KV took `seconds` to get there: the transfer buffer may forget it."""
+        assert flight.move is not None and flight.move.offer is not None
+        source, parcels = flight.handle, flight.move.parcels
+        flight.move.end(State.OWNED)
+        if source in self.handles:
+            source.tell({"do": "release", "id": flight.caller.id, "attempt": flight.attempt, "seconds": seconds})
         else:
             for parcel in parcels:
-                self.crew.depot.drop(parcel)
-        trip.move.to(State.RELEASED)
-        trip.caller.trace.owned = self.clock()
-        trip.desk, trip.move = desk, None
+                self.launcher.transfer_buffer.drop(parcel)
+        flight.move.to(State.RELEASED)
+        flight.caller.trace.owned = self.clock()
+        flight.handle, flight.move = handle, None
 
-    def _hear_refused(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if trip.move is not None and trip.move.target is desk:
-            self._restart(trip, event["why"])
+    def _hear_refused(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.move is not None and flight.move.target is handle:
+            self._restart(flight, event["why"])
 
-    def _hear_expired(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if desk is trip.desk or (trip.move is not None and desk is trip.move.target):
-            self._restart(trip, "its KV is no longer in the depot")
+    def _hear_expired(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if handle is flight.handle or (flight.move is not None and handle is flight.move.target):
+            self._restart(flight, "its KV is no longer in the transfer buffer")
 
     # ---- push
-    def _meet(self, trip: Trip, policy: Pairing) -> None:
+    def _meet(self, flight: InFlight, policy: Pairing) -> None:
         """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
         requests that wait for room."""
-        weigh(self.desks, self._trips.values(), but=trip.caller)
-        tokens = trip.caller.known + 1
+        weigh(self.handles, self._flights.values(), but=flight.caller)
+        tokens = flight.caller.known + 1
         parts = self.fronts[-1].parts
         room = parts.store.cost(tokens)
-        queued = any(other.homeless for other in self._trips.values() if other is not trip)
-        seats = [] if queued else [desk for desk in self.desks if may_keep(desk, parts, self._known(desk), room)]
-        target = policy.meet(trip.caller.tokens, trip.desk, seats)
+        queued = any(other.homeless for other in self._flights.values() if other is not flight)
+        views = (
+            [] if queued else [handle for handle in self.handles if may_keep(handle, parts, self._known(handle), room)]
+        )
+        target = policy.meet(flight.caller.tokens, flight.handle, views)
         if target is None:
             self._unmet += 1
-        elif target is not trip.desk:
-            trip.move = Move()
-            trip.move.expect(target, {"id": trip.caller.id, "attempt": trip.attempt, "tokens": tokens}, room)
+        elif target is not flight.handle:
+            flight.move = Transfer()
+            flight.move.expect(target, {"id": flight.caller.id, "attempt": flight.attempt, "tokens": tokens}, room)
 
-    def _known(self, desk: Desk) -> list[int]:
+    def _known(self, handle: WorkerHandle) -> list[int]:
         """Tokens of the requests that wait there for memory."""
-        return [self._trips[name].caller.known for name in desk.state.get("waiting", ()) if name in self._trips]
+        return [self._flights[name].caller.known for name in handle.state.get("waiting", ()) if name in self._flights]
 
-    def _part(self, trip: Trip) -> None:
+    def _part(self, flight: InFlight) -> None:
         """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""
-        assert trip.move is not None
-        order = {"id": trip.caller.id, "attempt": trip.attempt}
-        if trip.move.target in self.desks:
-            trip.move.target.tell({"do": "cancel"} | order)
-        trip.move.end(State.RELEASED)
-        trip.move = None
-        trip.desk.tell({"do": "keep"} | order)
+        assert flight.move is not None
+        order = {"id": flight.caller.id, "attempt": flight.attempt}
+        if flight.move.target in self.handles:
+            flight.move.target.tell({"do": "cancel"} | order)
+        flight.move.end(State.RELEASED)
+        flight.move = None
+        flight.handle.tell({"do": "keep"} | order)
 
-    def _hear_piece(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if desk is trip.desk and trip.move is not None and trip.move.pushed:
-            trip.move.pass_on(event)
+    def _hear_piece(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if handle is flight.handle and flight.move is not None and flight.move.pushed:
+            flight.move.pass_on(event)
 
-    def _hear_landed(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if trip.move is None or desk is not trip.move.target:
+    def _hear_landed(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.move is None or handle is not flight.move.target:
             return
-        copied = [trip.move.pieces.pop(number, None) for number in event["pieces"]]
-        if trip.desk in self.desks:
-            trip.desk.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
+        copied = [flight.move.pieces.pop(number, None) for number in event["pieces"]]
+        if flight.handle in self.handles:
+            flight.handle.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
         else:  # it is dead, and cannot free them
             for parcel in filter(None, copied):
-                self.crew.depot.drop(parcel)
+                self.launcher.transfer_buffer.drop(parcel)
 
-    def _hear_full(self, trip: Trip, desk: Desk, event: Message) -> None:
-        if trip.move is None or desk is not trip.move.target:
+    def _hear_full(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.move is None or handle is not flight.move.target:
             return
-        if trip.computing and trip.move.deadline == math.inf:
-            self._part(trip)
+        if flight.computing and flight.move.deadline == math.inf:
+            self._part(flight)
         else:
-            self._restart(trip, "there was no room for it")
+            self._restart(flight, "there was no room for it")
 
     # ---- moving
     def _hand_over(self) -> None:
-        """Tell workers with room to take what waits in the depot, first come first served."""
-        waits = [t for t in self._trips.values() if t.move is not None and t.move.state is State.RESERVED]
-        ready = [trip for trip in waits if trip.move is not None and trip.move.offer is not None]
-        for trip in sorted(ready, key=lambda trip: trip.caller.trace.arrived):
-            assert trip.move is not None
-            seats = [desk for desk in self.desks if has_room(desk, self.fronts[-1].parts, trip.move.n_bytes)]
-            weigh(self.desks, self._trips.values())
-            target = self.policy.go_on(trip.caller.known, seats)
+        """Tell workers with room to take what waits in the transfer buffer, first come first served."""
+        waits = [t for t in self._flights.values() if t.move is not None and t.move.state is State.RESERVED]
+        ready = [flight for flight in waits if flight.move is not None and flight.move.offer is not None]
+        for flight in sorted(ready, key=lambda flight: flight.caller.trace.arrived):
+            assert flight.move is not None
+            views = [handle for handle in self.handles if has_room(handle, self.fronts[-1].parts, flight.move.n_bytes)]
+            weigh(self.handles, self._flights.values())
+            target = self.policy.go_on(flight.caller.known, views)
             if target is None:
-                for later in reversed(self._trips.values()):
+                for later in reversed(self._flights.values()):
                     if later.move is not None and later.move.pushed and later.move.state is State.RESERVED:
                         self._part(later)  # what is done goes before what has not begun
                         break
                 return
-            trip.move.send(target, self.clock() + self.patience.move)
+            flight.move.send(target, self.clock() + self.patience.move)
 
     def _chase(self) -> None:
         """Moves: what was delivered, what is overdue, and a new lease for what waits."""
         now = self.clock()
-        waiting: dict[Desk, list[str]] = {}
-        for trip in list(self._trips.values()):
-            if trip.move is None:
+        waiting: dict[WorkerHandle, list[str]] = {}
+        for flight in list(self._flights.values()):
+            if flight.move is None:
                 continue
-            if trip.move.overdue(now):
-                self._restart(trip, f"nothing was heard of its hand-off within {self.patience.move} s")
+            if flight.move.overdue(now):
+                self._restart(flight, f"nothing was heard of its hand-off within {self.patience.move} s")
                 continue
-            waiting.setdefault(trip.desk, []).append(trip.caller.id)
-            if trip.move.pushed and trip.move.target is not None:
-                waiting.setdefault(trip.move.target, []).append(trip.caller.id)
+            waiting.setdefault(flight.handle, []).append(flight.caller.id)
+            if flight.move.pushed and flight.move.target is not None:
+                waiting.setdefault(flight.move.target, []).append(flight.caller.id)
         if now - self._renewed > LEASE / 4:
             self._renewed = now
-            for desk in self.desks:
-                if desk in waiting or not desk.quiet:  # or what it was told last is lost
-                    desk.tell({"do": "renew", "ids": waiting.get(desk, [])})
+            for handle in self.handles:
+                if handle in waiting or not handle.quiet:  # or what it was told last is lost
+                    handle.tell({"do": "renew", "ids": waiting.get(handle, [])})
 
     # ---- the dead
-    def _lose(self, desk: Desk, why: str) -> None:
-        """Replace a worker and start its requests again elsewhere. What it put into the depot is still there."""
-        self.staff.replace(desk, why)
-        for trip in list(self._trips.values()):
-            move = trip.move
+    def _lose(self, handle: WorkerHandle, why: str) -> None:
+        """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer is still there."""
+        self.supervisor.replace(handle, why)
+        for flight in list(self._flights.values()):
+            move = flight.move
             if move is None:
-                lost = trip.desk is desk and not trip.held
+                lost = flight.handle is handle and not flight.held
             else:
-                lost = move.target is desk or (trip.desk is desk and move.offer is None)
+                lost = move.target is handle or (flight.handle is handle and move.offer is None)
             if lost:
-                self._restart(trip, f"worker {desk.name} was lost ({why})")
-        moves = [trip.move for trip in self._trips.values() if trip.move is not None]
-        self.crew.depot.clear(desk.name, [parcel for move in moves for parcel in move.parcels])
+                self._restart(flight, f"worker {handle.name} was lost ({why})")
+        moves = [flight.move for flight in self._flights.values() if flight.move is not None]
+        self.launcher.transfer_buffer.clear(handle.name, [parcel for move in moves for parcel in move.parcels])
 
-    def _leave(self, trip: Trip, left: Left) -> None:
-        caller = trip.caller
-        del self._trips[caller.id]
+    def _leave(self, flight: InFlight, left: Left) -> None:
+        caller = flight.caller
+        del self._flights[caller.id]
         caller.left = left
         caller.trace.left = self.clock()
         self._progressed[caller] = None

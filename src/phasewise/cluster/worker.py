@@ -1,7 +1,7 @@
 """A worker: one engine that obeys commands, takes turns and reports what came of it.
 
     command  add      {request, attempt, parent?, push} start (or start again) from tokens; push: KV leaves in pieces
-             take     {id, attempt, packed, parcel}     go on with a request whose KV is in the depot
+             take     {id, attempt, packed, parcel}     go on with a request whose KV is in the transfer buffer
              expect   {id, attempt, tokens}             set room aside for a request whose KV will come in pieces
              piece    {id, attempt, piece, blocks, parcel, packed?}  some of its rows; the last one brings the rest too
              release  {id, attempt, pieces?, seconds?}  its KV (or these pieces) was taken over, or is no longer wanted
@@ -12,8 +12,8 @@
              spare    {bytes}                           drop some of them: another worker of the pool is short
              cores    {cores, threads}                  from the next step on, run on these
     event    progress {id, attempt, start, tokens, left, queued}
-             offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the depot
-             piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the depot
+             offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
+             piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
              landed   {id, attempt, pieces}             these have been copied
              full     {id, attempt}                     there is no room for what was to be expected
              expired  {id, attempt}                     nobody took it, or sent anything, within the lease
@@ -35,16 +35,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phasewise.cluster.depot import Depot, Parcel
-from phasewise.cluster.lend import Lender
+from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.push import Inbox, Outbox
+from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import landing, layout, pack, unpack
 from phasewise.kv.layer_kv import ROUND
-from phasewise.kv.pieces import cut
-from phasewise.request import Left, Request
+from phasewise.kv.segments import cut
+from phasewise.request.request import Left, Request
 
 if TYPE_CHECKING:
-    from phasewise.engine import Engine
+    from phasewise.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
@@ -62,7 +62,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """A prompt computed here whose KV lies in the depot."""
+    """A prompt computed here whose KV lies in the transfer buffer."""
 
     attempt: int
     parcel: Parcel
@@ -75,18 +75,18 @@ class Worker:
     threads."""
 
     def __init__(
-        self, engine: Engine, depot: Depot, post: Callable[[Message], None], lease: float = LEASE,
+        self, engine: Engine, transfer_buffer: TransferBuffer, post: Callable[[Message], None], lease: float = LEASE,
         settle: Callable[[Sequence[int] | None, int | None], None] = lambda cores, threads: None,
     ) -> None:  # fmt: skip
-        self.engine, self.depot, self.lease = engine, depot, lease
+        self.engine, self.transfer_buffer, self.lease = engine, transfer_buffer, lease
         self._post, self._settle = post, settle
         self._layout = layout(engine.model.config, engine.store)
-        self._lender = Lender.of(engine, depot, self._layout)
+        self._lender = OwnershipTransfer.of(engine, transfer_buffer, self._layout)
         self._jobs: dict[str, _Job] = {}
         self._offers: dict[str, _Offer] = {}
         self._arrivals: dict[str, Message] = {}  # to be taken, in order, once there is room
-        self._outbox = Outbox(engine, depot, post, lease)
-        self._inbox = Inbox(engine, depot, post, self._layout, self._resume)
+        self._outbox = Outbox(engine, transfer_buffer, post, lease)
+        self._inbox = Inbox(engine, transfer_buffer, post, self._layout, self._resume)
         self._heard = 0
         self._verbs: dict[str, Callable[[Message], None]] = {
             "add": self._add, "take": self._take, "expect": self._expect, "piece": self._inbox.piece,
@@ -246,7 +246,7 @@ class Worker:
             self._post({"event": "expired", "id": request.id, "attempt": job.attempt})
 
     def _fits(self, request: Request) -> bool:
-        """Whether the rows of a request have room in the depot once its KV is freed."""
+        """Whether the rows of a request have room in the transfer buffer once its KV is freed."""
         assert request.kv is not None
         if self._lender is not None:
             return self._lender.fits(request)
@@ -255,7 +255,7 @@ class Worker:
         return more <= 0 or self.engine.store.room(more)
 
     def _offer(self, request: Request) -> None:
-        """A prompt is done: its KV goes to the depot, where the decoding side can have it at any time."""
+        """A prompt is done: its KV goes to the transfer buffer, where the decoding side can have it at any time."""
         job = self._jobs.pop(request.id)
         try:
             offer, parcel, n_bytes = self._deposit(request, job.attempt)
@@ -281,7 +281,7 @@ class Worker:
             return {"packed": packed, "room": 0}, parcel, 0
         room, live = landing(request.kv), request.kv.live_bytes
         offer, tensors = self._packed(request, attempt)
-        parcel = self.depot.put(tensors)
+        parcel = self.transfer_buffer.put(tensors)
         tensors = tensors[offer.get("rows_at", 0) :]
         n_bytes = min(live, sum(tensor.nbytes for tensor in tensors))  # drawers do not count, as before
         return offer | {"room": room}, parcel, n_bytes
@@ -303,11 +303,11 @@ class Worker:
         offer = self._offers.get(name)
         if offer is not None and offer.attempt <= attempt:
             del self._offers[name]
-            self.depot.drop(offer.parcel)
+            self.transfer_buffer.drop(offer.parcel)
             self._hold(-offer.n_bytes)
 
     def _hold(self, n_bytes: int) -> None:
-        """Count what lies in the depot against the budget: it was this engine's a moment ago."""
+        """Count what lies in the transfer buffer against the budget: it was this engine's a moment ago."""
         self.engine.room.promised += n_bytes
         self.engine.store.ledger.add(n_bytes)
 
@@ -348,13 +348,13 @@ class Worker:
         return engine.store.room(n_bytes + len(engine.running) * ROUND * engine.store.row_bytes)
 
     def _go_on(self, command: Message) -> float:
-        """-> seconds that the depot took to bring the rows here"""
+        """-> seconds that the transfer buffer took to bring the rows here"""
         packed, clock = command["packed"], self.engine.parts.clock
         request, began, seconds = Request.from_header(packed["request"]), clock(), 0.0
         if self._lender is not None:
             request.kv, request.state = self._lender.take(packed, command["parcel"])
         else:
-            tensors = self.depot.get(command["parcel"])
+            tensors = self.transfer_buffer.get(command["parcel"])
             seconds = clock() - began
             request.kv, request.state = unpack(packed, tensors, self.engine.store, self._layout)
         self._resume(request, command["attempt"])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.verbs.store import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +21,6 @@ class KVShape:
     dim: int
     dtype: torch.dtype
     device: str = "cpu"
-
-
-class Codec(Protocol):
-    """In what form rows are kept. A row's form depends on that row alone (DESIGN law 4).
-
-    One whose planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each row rounded to
-    the nearest level of its largest magnitude / 127, has an attribute `scaled = True`: native kernels then read and
-    write these as they are.
-    """
-
-    exactness: str  # true | quantised | predicted | sparse
-
-    def planes(self, shape: KVShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Per plane: the trailing shape of one (head, row) entry, and its dtype."""
-        ...
-
-    def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """[H, R, D] keys and values -> planes [H, R, ...]."""
-        ...
-
-    def decode(self, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Planes [H, N, ...] -> keys and values [H, N, D] of `dtype`."""
-        ...
 
 
 def scaled(codec: Codec) -> bool:

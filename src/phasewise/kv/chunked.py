@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phasewise.kv import entropy
 from phasewise.kv.buffer import KVShape
-from phasewise.kv.pace import Pace
+from phasewise.kv.pacing import Pacer
 from phasewise.kv.rounding import LEVELS, Rounded, compress, expand, forms
 from phasewise.kv.wire import Dump, Encoded, Misfit, Origin, bits_of, from_bits, opened, sealed
 
@@ -48,7 +48,7 @@ class Chunked:
         self.cut, self.shapes = cut, list(shapes)
         self.fixed = cut.level is not None
         self.form = f"chunked 1: {cut}"
-        self.pace = Pace([shapes[0].dtype.itemsize, *map(self._most, range(1, len(LEVELS) + 1))], bandwidth)
+        self.pace = Pacer([shapes[0].dtype.itemsize, *map(self._most, range(1, len(LEVELS) + 1))], bandwidth)
 
     def _most(self, level: int) -> float:
         """Bytes a number can take at a level, without scales."""

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
-from phasewise.kv.store import KV, Store
+from phasewise.kv.store import Store
 from phasewise.kv.wire import Encoded, Origin
 from phasewise.kv.wire import Misfit as Misfit
 
 if TYPE_CHECKING:
-    from phasewise.request import Request
+    from phasewise.request.request import Request
 
 Header = dict[str, Any]  # plain data: JSON carries it
 

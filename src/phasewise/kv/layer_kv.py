@@ -14,8 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Buffer, Codec, KVShape, Ledger, entry_bytes
+from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
 from phasewise.kv.part import Derived, Part
+from phasewise.verbs.store import Codec
 
 ROUND = 64  # rows; capacities are multiples of it
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec
+from phasewise.verbs.store import Codec
 
 
 class Derived(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phasewise.kv.buffer import Ledger, Memory
-from phasewise.kv.store import KV
+from phasewise.kv.cache import KV
 
 Loan = dict[str, Any]  # plain data: {"ticket", "names"}
 ROWS = 1024  # accounts and loans at any time

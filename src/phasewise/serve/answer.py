@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from phasewise.llm import LLM
-from phasewise.request import SLO, Left, Params, Request
+from phasewise.request.params import SLO, Params
+from phasewise.request.request import Left, Request
+from phasewise.request.text import Text
 from phasewise.serve.failures import SHUTDOWN, ApiError
 from phasewise.serve.loop import EngineLoop, Feed
-from phasewise.text import Text
 
 
 @dataclass(slots=True, eq=False)

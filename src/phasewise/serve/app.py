@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from phasewise.llm import LLM
-    from phasewise.request import SLO
+    from phasewise.request.params import SLO
 
 QUEUE = 256  # requests that may wait beside those that run; more get 429
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from phasewise.errors import PhasewiseError, UserError
-from phasewise.place import Placed
-from phasewise.request import Left, Request
-from phasewise.trace import Trace
+from phasewise.request.request import Left, Request
+from phasewise.request.trace import Trace
+from phasewise.verbs.place import Placed
 
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0  # how long `stop` waits for a step under way

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from phasewise.request import SLO, Params
+from phasewise.request.params import SLO, Params
 from phasewise.serve.failures import ApiError
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget

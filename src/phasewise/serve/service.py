@@ -11,10 +11,10 @@ from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from phasewise.engine.limits import memory_default
 from phasewise.errors import UserError
 from phasewise.llm import LLM
-from phasewise.recipe import memory_default
-from phasewise.request import SLO
+from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response
 from phasewise.serve.loop import EngineLoop

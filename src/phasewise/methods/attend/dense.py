@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phasewise.read import Read, attend_all
+from phasewise.step.read import Read
+from phasewise.step.reads import attend_all
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from phasewise.batch import Span
 from phasewise.errors import UserError
 from phasewise.ops.native.spans import BLOCK, Common
-from phasewise.read import FEW, Read, attend_all
+from phasewise.step.read import FEW, Read
+from phasewise.step.reads import attend_all
+from phasewise.step.span import Span
 
 if TYPE_CHECKING:
     from phasewise.kv.prefix import Node

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.part import Part
-from phasewise.read import Read
+from phasewise.step.read import Read
 
 
 @dataclass(frozen=True)

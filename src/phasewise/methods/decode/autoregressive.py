@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.batch import Span
-from phasewise.phase import Hidden, Host, Outcome, Phase
-from phasewise.request import Request
-from phasewise.speculate import draw_outcomes, slice_span
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
+from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)

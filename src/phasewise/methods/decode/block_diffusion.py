@@ -13,12 +13,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.batch import Span
 from phasewise.errors import UserError
 from phasewise.methods.decode._selectors import SELECTORS, THRESHOLDS, Masked, quota
-from phasewise.phase import Hidden, Host, Outcome, Phase
-from phasewise.request import Request
-from phasewise.sampling import Context, Dist, Purpose, uniform
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, Dist, Purpose, uniform
 
 UNLIMITED = 1 << 60
 

@@ -12,12 +12,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phasewise.batch import Span
-from phasewise.companion import Companion
 from phasewise.errors import UserError
-from phasewise.phase import Hidden, Host, Outcome, Phase
-from phasewise.request import Request
-from phasewise.speculate import draw_outcomes, slice_span
+from phasewise.request.request import Request
+from phasewise.speculation.companion import Companion
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
+from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from phasewise.phase import Host
-from phasewise.speculate import Speculation
+from phasewise.speculation.loop import Speculation
+from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.batch import Span
-from phasewise.branching import branch
-from phasewise.companion import Companion
 from phasewise.errors import UserError
-from phasewise.phase import Hidden, Host, Outcome
-from phasewise.request import Request
-from phasewise.sampling import Context, Dist, Purpose, uniform
-from phasewise.speculate import Draft, Drawn, room
+from phasewise.request.request import Request
+from phasewise.speculation.branching import branch
+from phasewise.speculation.companion import Companion
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft, Drawn, headroom
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, Dist, Purpose, uniform
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,13 @@ class _DraftModel:
         companion.optional = True
 
     def size(self, request: Request) -> int:
-        return min(self.knobs.k, room(request)) * self.knobs.branches
+        return min(self.knobs.k, headroom(request)) * self.knobs.branches
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         late = {r.id: r for r in requests if self.companion.lag(r) > self.knobs.chunk}
         growing: dict[int, _Growing] = {}
         for i, (request, budget) in enumerate(zip(requests, budgets)):
-            levels = min(self.knobs.k, room(request), -(-budget // self.knobs.branches))
+            levels = min(self.knobs.k, headroom(request), -(-budget // self.knobs.branches))
             if request.id not in late and levels > 0 and self.companion.reserve(request, request.known + levels - 1):
                 growing[i] = _Growing(request, levels)
         level = 0

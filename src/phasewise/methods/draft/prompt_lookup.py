@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.batch import Span
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton
-from phasewise.phase import Hidden, Outcome
-from phasewise.request import Request
-from phasewise.speculate import Draft, room
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft, headroom
 
 CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
 NEAR = 4  # matches looked at per branch wanted
@@ -43,7 +44,7 @@ class PromptLookup:
                 raise UserError(f"prompt_lookup: {knob}={getattr(self, knob)} must be at least 1")
 
     def size(self, request: Request) -> int:
-        return min(self.k, room(request)) * self.branches
+        return min(self.k, headroom(request)) * self.branches
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
@@ -67,7 +68,7 @@ class PromptLookup:
             text.extend(token)
         if text.n < request.known or text.match < self.min_match or budget < 1:
             return None
-        length = min(self.k, 2 * text.match, state.cap, room(request), budget)
+        length = min(self.k, 2 * text.match, state.cap, headroom(request), budget)
         paths: list[list[int]] = []
         for _, start in zip(range(NEAR * self.branches), text.followers(self.min_match)):
             path = copied(request.tokens, start, length)

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.evict import retain
 from phasewise.kv.part import Part
 from phasewise.model.config import AttentionSpec
 from phasewise.ops.attention import scores
-from phasewise.phase import Host
-from phasewise.read import Read, View
-from phasewise.request import Request
+from phasewise.request.request import Request
+from phasewise.step.read import Read, View
+from phasewise.verbs.evict import retain
+from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)

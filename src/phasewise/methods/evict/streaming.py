@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.phase import Host
-from phasewise.read import Read, View
-from phasewise.request import Request
+from phasewise.request.request import Request
+from phasewise.step.read import Read, View
+from phasewise.verbs.host import Host
 
 EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
 

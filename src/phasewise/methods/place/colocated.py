@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.place import Placed, Plan
+from phasewise.verbs.place import Placed, Plan
 
 
 @dataclass(frozen=True)

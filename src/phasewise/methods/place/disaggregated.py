@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 
 from phasewise.cluster.policy import TwoPools
 from phasewise.cluster.router import Router
-from phasewise.cluster.staff import Patience
+from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
-from phasewise.place import Placed, Plan
+from phasewise.verbs.place import Placed, Plan
 
 
 @dataclass(frozen=True)
@@ -61,4 +61,4 @@ class Disaggregated:
             plan.engine(("prefill",), self.share / self.prefill),
             plan.engine(("prefill", "decode"), (1.0 - self.share) / self.decode),
         ]
-        return Router(plan.crew(), policy, fronts, plan.clock, Patience(move=self.deadline))
+        return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(move=self.deadline))

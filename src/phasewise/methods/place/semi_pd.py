@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.cluster.onepool import OnePool, cores_here
-from phasewise.cluster.router import Patience, Router
-from phasewise.cluster.shares import Goals
+from phasewise.cluster.core_split import Goals
+from phasewise.cluster.router import Router
+from phasewise.cluster.shared_pool_policy import SharedPoolPolicy, cores_here
+from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
-from phasewise.place import Placed, Plan
+from phasewise.verbs.place import Placed, Plan
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,6 @@ class SemiPD:
         if self.cores > len(there):
             raise UserError(f"semi_pd: cores={self.cores}, but this process may use {len(there)}: {there}")
         goals = Goals(self.slo_ttft, self.slo_tpot, self.attain, self.window, self.dwell)
-        policy = OnePool(there[: self.cores or None], goals, plan.clock())
+        policy = SharedPoolPolicy(there[: self.cores or None], goals, plan.clock())
         fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
-        return Router(plan.crew(), policy, fronts, plan.clock, Patience(move=self.deadline))
+        return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(move=self.deadline))

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.cluster.pools import Pools
-from phasewise.cluster.router import Patience, Router
+from phasewise.cluster.phase_pools import PhasePools
+from phasewise.cluster.router import Router
+from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
-from phasewise.place import Placed, Plan
+from phasewise.verbs.place import Placed, Plan
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,6 @@ class Splitwise:
             raise UserError(f"splitwise: deadline={self.deadline} must be positive (seconds)")
 
     def build(self, plan: Plan) -> Placed:
-        policy = Pools(self.prompt, self.token, self.mixed, self.threshold)
-        front = plan.engine(("prefill", "decode"), policy.manning()[0].share)
-        return Router(plan.crew(), policy, [front], plan.clock, Patience(move=self.deadline))
+        policy = PhasePools(self.prompt, self.token, self.mixed, self.threshold)
+        front = plan.engine(("prefill", "decode"), policy.worker_specs()[0].share)
+        return Router(plan.launcher(), policy, [front], plan.clock, Timeouts(move=self.deadline))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.sampling import penalise, shape
-from phasewise.request import Request
-from phasewise.sampling import Context, Dist
+from phasewise.request.request import Request
+from phasewise.verbs.sample import Context, Dist
 
 
 @dataclass(frozen=True)

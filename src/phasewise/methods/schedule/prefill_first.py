@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
-from phasewise.schedule import Work
+from phasewise.verbs.schedule import Work
 
 
 @dataclass(frozen=True)

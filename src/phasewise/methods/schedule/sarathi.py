@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
-from phasewise.methods.schedule._budget import Budget
-from phasewise.schedule import Work
+from phasewise.verbs.schedule import Budget, Work
 
 
 @dataclass(frozen=True)

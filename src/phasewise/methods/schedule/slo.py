@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
-from phasewise.methods.schedule._budget import Budget
 from phasewise.methods.schedule._latency import Latency
-from phasewise.schedule import Work
+from phasewise.verbs.schedule import Budget, Work
 
 AIM = 0.95  # of a TPOT target: steps are not as long as predicted to the millisecond
 LOST = 16  # tokens that a decode may be behind its target before nobody waits for it any more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.phase import Host
+from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phasewise.batch import Span
 from phasewise.errors import UserError
-from phasewise.phase import Host
+from phasewise.step.span import Span
+from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
 from phasewise.kv import entropy
-from phasewise.kv.buffer import Codec, KVShape, Raw
+from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
+from phasewise.verbs.store import Codec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.kv.buffer import Codec, KVShape, Raw
+from phasewise.kv.buffer import KVShape, Raw
+from phasewise.verbs.store import Codec
 
 LEVELS = 127
 

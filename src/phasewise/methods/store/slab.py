@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.kv.buffer import Codec, Raw
+from phasewise.kv.buffer import Raw
+from phasewise.verbs.store import Codec
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.sampling import Dist, Purpose
-from phasewise.speculate import Draft, Random
+from phasewise.verbs.draft import Draft
+from phasewise.verbs.sample import Dist, Purpose
+from phasewise.verbs.verify import Random
 
 
 @dataclass(frozen=True)

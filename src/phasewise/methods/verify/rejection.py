@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phasewise.sampling import Dist, Purpose, pick
-from phasewise.speculate import Draft, Random
+from phasewise.verbs.draft import Draft
+from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.verify import Random
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""What the router knows of a worker, in numbers: what policies choose by (DESIGN law 11)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from phasewise.cluster.launcher import Connection, Message, WorkerSpec
+from phasewise.kv.prefix import chain
+
+REMEMBERED = 4096  # blocks of prompts that a worker is taken to have cached
+BLOCK = 64  # tokens of such a block
+
+
+class WorkerHandle:
+    """A worker's line, its role, what it last said of itself, and what it was given since."""
+
+    def __init__(self, connection: Connection, spec: WorkerSpec, now: float) -> None:
+        self.connection, self.spec = connection, spec
+        self.state: dict[str, Any] = {}
+        self.told = 0  # the number of the last command
+        self.heard_at = now  # when it last said anything
+        self.prefilling = 0  # prompt tokens it was given and has not finished
+        self.decoding = 0  # tokens of the requests that generate here, or are on their way here
+        self.promised = 0  # bytes of KV on their way here
+        self.coming = 0  # requests on their way here
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        return self.connection.name
+
+    @property
+    def role(self) -> str:
+        return self.spec.role
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it has heard the last that it was told, and nothing waits there to be taken."""
+        return bool(self.told == self.state.get("heard", 0) and not self.state.get("arrivals"))
+
+    @property
+    def free(self) -> int:
+        """Bytes of its KV budget that are neither in use nor promised; unused prefixes count as free."""
+        return int(self.state.get("free", 0)) - self.promised
+
+    def tell(self, command: Message) -> None:
+        self.told += 1
+        self.connection.tell(command | {"n": self.told})
+
+    # ---- prefixes, as far as the router can guess them
+    def cached(self, tokens: Sequence[int]) -> int:
+        """Tokens at the start of a prompt that it has probably cached."""
+        found = 0
+        for key in _keys(tokens):
+            if key not in self._blocks:
+                break
+            self._blocks.move_to_end(key)
+            found += BLOCK
+        return found
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """It was given a prompt."""
+        for key in _keys(tokens):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        while len(self._blocks) > REMEMBERED:
+            self._blocks.popitem(last=False)
+
+    def forget_prefixes(self) -> None:
+        self._blocks.clear()
+
+
+def _keys(tokens: Sequence[int]) -> list[bytes]:
+    keys, key = [], b""
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        key = chain(key, tokens[start : start + BLOCK])
+        keys.append(key)
+    return keys

@@ -1,0 +1,129 @@
+"""One caller's request on its way through the workers, and the move of its KV from one to another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.launcher import Message
+from phasewise.cluster.transfer_buffer import Parcel
+from phasewise.kv.handoff import State, advance
+from phasewise.request.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """The state machine of one hand-off (kv/handoff.py), as the router sees it.
+
+                     pull                               push
+        reserved     the prompt is done                 a worker keeps room for it, before its prompt is computed
+        sending      a worker was told to take it       pieces of it are on their way
+        delivered    the worker knows that              the last piece is
+        owned        the worker goes on with it
+        released     it is over, the transfer buffer is free
+
+    `offer` is None until the prompt is done and all its KV known to lie in the transfer buffer or to have been copied from it.
+    """
+
+    deadline: float = math.inf  # seconds of the router's clock; what was not heard of by then is taken for lost
+    offer: Message | None = None
+    target: WorkerHandle | None = None
+    state: State = State.RESERVED
+    room: int = 0  # bytes that the target has promised, if the KV is pushed
+    pieces: dict[int, Parcel] = field(default_factory=dict)  # in the transfer buffer, and not known to have been copied
+
+    @property
+    def pushed(self) -> bool:
+        return self.room > 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.room if self.offer is None or self.pushed else int(self.offer["room"])
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """What lies in the transfer buffer."""
+        return [*self.pieces.values(), *([] if self.offer is None else [self.offer["parcel"]])]
+
+    def to(self, state: State) -> None:
+        self.state = advance(self.state, state)
+
+    def send(self, target: WorkerHandle, deadline: float) -> None:
+        """Tell a worker to take it over."""
+        assert self.offer is not None and self.target is None
+        self.to(State.SENDING)
+        self.target, self.deadline = target, deadline
+        target.promised += self.n_bytes
+        target.coming += 1
+        target.tell({"do": "take"} | {key: self.offer[key] for key in ("id", "attempt", "packed", "parcel", "room")})
+
+    # ---- push
+    def expect(self, target: WorkerHandle, order: Message, room: int) -> None:
+        """Tell a worker to keep so many bytes for what will come."""
+        self.target, self.room = target, room
+        target.promised += room
+        target.coming += 1
+        target.tell({"do": "expect"} | order)
+
+    def pass_on(self, event: Message) -> None:
+        """Tell the target of a piece."""
+        assert self.target is not None
+        if self.state is State.RESERVED:
+            self.to(State.SENDING)
+        if "packed" not in event:
+            self.pieces[event["piece"]] = event["parcel"]
+        else:
+            if self.state is State.SENDING:
+                self.to(State.DELIVERED)
+            self.offer = event
+        known = ("id", "attempt", "piece", "blocks", "parcel", "packed", "rows_at")
+        self.target.tell({"do": "piece"} | {key: event[key] for key in known if key in event})
+
+    def overdue(self, now: float) -> bool:
+        """Whether it is taken for lost. One that waits for room, here or at its target, is not."""
+        if self.offer is None or self.pushed:
+            return now > self.deadline
+        queued = self.target is not None and self.offer["id"] in self.target.state["arrivals"]
+        if queued and self.state is State.SENDING:
+            self.to(State.DELIVERED)
+        return now > self.deadline and not queued and self.state is not State.RESERVED
+
+    def end(self, state: State) -> None:
+        """It is owned or released: the target is promised nothing more."""
+        self.to(state)
+        if self.target is not None:
+            self.target.promised -= self.n_bytes
+            self.target.coming -= 1
+            self.target = None
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """Where a request is: at `handle`, computed by its attempt number `attempt`, or moving away from there.
+
+    Attempts are numbered in order, none twice. `tries` are those in a row that brought no token; `held` says that it
+    waits to be tried again.
+    """
+
+    caller: Request
+    handle: WorkerHandle
+    attempt: int
+    tries: int = 1
+    held: bool = False
+    move: Transfer | None = None
+
+    @property
+    def departs(self) -> bool:
+        """Whether it leaves its worker when its prompt is done."""
+        return self.move is not None or len(self.handle.spec.phases) == 1
+
+    @property
+    def computing(self) -> bool:
+        """Whether its prompt is not done."""
+        return self.caller.prefilling and (self.move is None or self.move.offer is None)
+
+    @property
+    def homeless(self) -> bool:
+        """Whether nobody has been found yet who goes on with it."""
+        return self.departs and (self.move is None or self.move.target is None)

@@ -1,0 +1,110 @@
+"""The workers there are: hired, heard of in time, replaced when they die."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.launcher import Launcher, Message, WorkerSpec
+from phasewise.errors import PhasewiseError
+from phasewise.request.counters import Counters
+
+log = logging.getLogger(__name__)
+STILLBORN = 3  # workers of a role in a row that died without a word: hiring more is no use
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long to wait, seconds."""
+
+    move: float = 10.0  # for a word of a hand-off under way; then its prompt is computed again
+    silence: float = 10.0  # for any word of a worker; then it is taken for dead
+    start: float = 120.0  # for the first word of a new worker
+
+
+class NoWorkers(PhasewiseError):
+    """No worker of some role can be started."""
+
+
+class Supervisor:
+    """Desks of the workers hired from a launcher, one for each spec at any time."""
+
+    def __init__(self, launcher: Launcher, specs: Sequence[WorkerSpec], clock: Callable[[], float]) -> None:
+        self.launcher, self.clock = launcher, clock
+        self.handles: list[WorkerHandle] = []
+        self.gone = Counters()  # what the dead had counted, and how many they are
+        self._launched = 0
+        self._stillborn: Counter[str] = Counter()  # in a row, by role
+        launcher.reserve(specs)
+        for spec in specs:
+            self.launch(spec)
+
+    @property
+    def ready(self) -> bool:
+        """Whether everybody has said a first word."""
+        return all(handle.state for handle in self.handles)
+
+    @property
+    def seated(self) -> list[WorkerHandle]:
+        """Who can work at once. Where a role has only workers that are starting, these."""
+        there = {handle.role for handle in self.handles if handle.state}
+        return [handle for handle in self.handles if handle.state or handle.role not in there]
+
+    @property
+    def counters(self) -> Counters:
+        """Work done by everybody who ever was here, as far as they have reported."""
+        return sum((Counters(**handle.state["counters"]) for handle in self.handles if handle.state), self.gone)
+
+    def launch(self, spec: WorkerSpec) -> WorkerHandle:
+        handle = WorkerHandle(self.launcher.launch(f"{spec.role}-{self._launched}", spec), spec, self.clock())
+        self._launched += 1
+        self.handles.append(handle)
+        return handle
+
+    def wait(self, seconds: float) -> None:
+        """Return when somebody has said something or died, or after `seconds`."""
+        self.launcher.wait([handle.connection for handle in self.handles], seconds)
+
+    def hear(self, handle: WorkerHandle) -> Iterator[Message]:
+        """What a worker says of requests; what it says of itself is noted."""
+        for event in handle.connection.hear():
+            handle.heard_at = self.clock()
+            if event["event"] == "state":
+                if not handle.state:
+                    self._stillborn[handle.role] = 0
+                handle.state = event
+            elif event["event"] != "alive":
+                yield event
+
+    def dead(self, patience: Timeouts) -> Iterator[tuple[WorkerHandle, str]]:
+        """Those that died or say nothing any more, each killed but not replaced yet, and why. Hear their last words."""
+        now = self.clock()
+        for handle in list(self.handles):
+            silent = now - handle.heard_at
+            if not handle.connection.alive:
+                why = "it died"
+            elif silent > (patience.silence if handle.state else patience.start):
+                why = f"it said nothing for {silent:.1f} s"
+            else:
+                continue
+            handle.connection.kill()
+            yield handle, why
+
+    def replace(self, handle: WorkerHandle, why: str) -> None:
+        """Somebody new for a dead worker's handle. Raises Unstaffed when they keep dying before their first word."""
+        log.error("worker %s is lost: %s", handle.name, why)
+        self.handles.remove(handle)
+        self.gone.workers_lost += 1
+        if handle.state:
+            self.gone += Counters(**handle.state["counters"])
+        else:
+            self._stillborn[handle.role] += 1
+            if self._stillborn[handle.role] >= STILLBORN:
+                raise NoWorkers(
+                    f"{STILLBORN} {handle.role} workers in a row could not start (at last: {why}): the log says why, and "
+                    "--cluster inline does without processes"
+                )
+        self.launch(handle.spec)

@@ -1,0 +1,1 @@
+"""The loop: who is admitted, what a step does, how requests leave."""

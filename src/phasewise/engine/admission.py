@@ -1,0 +1,131 @@
+"""Room for KV within the budget: what a step takes, and who makes way for whom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phasewise.engine.queues import Queues
+    from phasewise.kv.store import Store
+    from phasewise.request.counters import Counters
+    from phasewise.request.request import Request
+    from phasewise.speculation.companion import Companion
+    from phasewise.verbs.schedule import Work
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """Reserves KV for work, preempting the least important requests (they are recomputed from their tokens).
+
+    `give_up` is told of a request that finds no room although nobody else holds any.
+    """
+
+    def __init__(
+        self, store: Store, companions: Sequence[Companion], queues: Queues, counters: Counters,
+        give_up: Callable[[Request], None],
+    ) -> None:  # fmt: skip
+        self.store, self.companions, self.queues, self.counters = store, companions, queues, counters
+        self.promised = 0  # bytes set aside for requests on their way here
+        self._give_up = give_up
+
+    def need(self, tokens: int) -> int:
+        """Bytes of KV for `tokens` tokens of one request, companions included."""
+        return self.store.cost(tokens) + sum(c.store.cost(tokens) for c in self.companions)
+
+    def promise(self, n_bytes: int) -> bool:
+        """Set bytes aside for a request on its way here; False if there is no room. `promise(-n)` takes it back."""
+        if n_bytes > 0 and not self.store.room(n_bytes):
+            return False
+        self.promised += n_bytes
+        self.store.ledger.add(n_bytes)
+        return True
+
+    def reserve(self, works: Sequence[Work]) -> list[Work]:
+        """The work that has room now, most important first."""
+        ordered = self.queues.ordered(works)
+        if not self.companions and _spared(ordered):
+            return ordered
+        kept: list[Work] = []
+        owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
+        for work in ordered:
+            request: Request = work.job
+            if request.kv is None:
+                continue  # preempted for a request before it
+            extra, optional = self._companion_growth(request, work.rows)
+            if not self.make(request, work.rows, owed + extra):
+                continue
+            owed += extra
+            wished += optional
+            request.kv.reserve(work.rows)
+            kept.append(work)
+        if wished:
+            self.store.room(owed + wished)  # unused prefixes make way for drafts; nobody is preempted for them
+        return kept
+
+    def make(self, request: Request, rows: int, extra: int = 0) -> bool:
+        """Room for `rows` more rows and `extra` bytes, at the price of less important requests; False = not now."""
+        assert request.kv is not None
+        while True:
+            need = request.kv.growth(rows) + extra
+            if need == 0 or self.store.room(need):
+                return True
+            if not self.free_for(request):
+                return False
+
+    def free_for(self, request: Request) -> bool:
+        """Preempt the least important request, or let go of a lone one's prefix. False if `request` gains nothing by
+        it: it was itself preempted, waits for memory that will come back, or was given up."""
+        running = self.queues.running
+        if len(running) > 1:
+            victim = running[-1]
+            self.preempt(victim)
+            return victim is not request
+        if request.kv is not None and request.kv.nodes:  # its own prefix blocks hold the last bytes
+            for node in request.kv.nodes:
+                node.release()
+            request.kv.nodes = []
+            return True
+        ledger = self.store.ledger
+        if ledger.others:
+            if ledger.yields:
+                self.preempt(request)  # it may hold what the others wait for
+        elif not self.queues.departed and not self.promised:
+            self._give_up(request)
+        return False
+
+    def preempt(self, request: Request) -> None:
+        """Free everything a request holds; it waits to be recomputed from its tokens."""
+        log.info("preempting %s after %d computed rows", request.id, request.computed)
+        request.release()
+        request.computed = 0
+        self.counters.preemptions += 1
+        self.queues.move(request, self.queues.waiting)
+
+    def _companion_growth(self, request: Request, rows: int) -> tuple[int, int]:
+        """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included: those
+        that must have them, and optional ones."""
+        if not self.companions:
+            return 0, 0
+        copies = 1
+        if request.prefilling and request.computed + rows >= request.prompt_len:
+            copies += sum(sibling.parent is request for sibling in self.queues.waiting)
+        must = optional = 0
+        for companion in self.companions:
+            growth = companion.growth(request, request.known + rows) * copies
+            if companion.optional:
+                optional += growth
+            else:
+                must += growth
+        return must, optional
+
+
+def _spared(works: Sequence[Work]) -> bool:
+    """Whether all of it fits into what the requests have."""
+    for work in works:
+        kv = work.job.kv
+        if kv is None or work.rows > kv.spare:
+            return False
+    return True

@@ -1,0 +1,362 @@
+"""The engine: one loop in which requests of any method share every step.
+
+    add -> waiting -> (store.open) -> running -> ... -> finished | cancelled | failed
+    step:  admit -> schedule.plan -> room (preempt if need be) -> decode.propose -> forward -> decode.accept (turn.py)
+           -> commit -> evict -> siblings fork -> emit
+
+`tokens known` and `tokens computed` of a request are the only truth about its progress; its phase follows from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from phasewise.engine.admission import Admission
+from phasewise.engine.attempt import Settled, StepAttempt, isolate
+from phasewise.engine.queues import Queues
+from phasewise.errors import UserError
+from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.store import Store
+from phasewise.request.counters import Counters
+from phasewise.request.request import Left, Request
+from phasewise.speculation.companion import Companion
+from phasewise.step.phase import Phase
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.schedule import Scheduler, Work
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+
+log = logging.getLogger(__name__)
+MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts, blocks
+
+
+@dataclass
+class Parts:
+    """What an engine is made of. `phases`: the first computes prompts, the second everything after them; with one
+    phase only, all requests depart when their prompt is done (a prefill engine of a placement)."""
+
+    model: Model
+    phases: Sequence[Phase]
+    schedule: Scheduler
+    store: Store
+    counters: Counters
+    clock: Callable[[], float]
+    max_running: int = 64
+    companions: list[Companion] = field(default_factory=list)
+    taps: set[int] = field(default_factory=set)
+
+
+class Engine:
+    """add / cancel / step. Single-threaded: one thread owns it; see serve/loop.py for the server's."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.model, self.store, self.counters = parts.model, parts.store, parts.counters
+        self.queues = Queues()
+        self.waiting, self.running = self.queues.waiting, self.queues.running
+        self.departed = self.queues.departed  # prompts done, for a placement to carry on
+        self.room = Admission(parts.store, parts.companions, self.queues, parts.counters, self._no_room)
+        self._turn = StepAttempt(parts.model, parts.counters, parts.taps)
+        self._departs = len(parts.phases) == 1  # all requests leave for another engine when their prompt is done
+        self._inference = torch.inference_mode()
+        self._progressed: list[Request] = []
+
+    # ---- what users of an engine call
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes in use now, prefix cache and companions included."""
+        return self.store.ledger.used
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Of these, the bytes of the prefix cache."""
+        return 0 if self.store.tree is None else self.store.tree.bytes
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Everything is in this engine."""
+        return {}
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if the request can never run here. A `max_tokens` beyond the model's context means as many as
+        fit, in the context and in the KV budget: it is cut to that."""
+        config, limit = self.model.config, self.store.ledger.limit
+        if request.left is not None:
+            raise UserError(f"request {request.id!r} has already left: make a new Request to run it again")
+        if not request.prompt_len:
+            raise UserError("the prompt is empty: give at least one token")
+        bad = next((t for t in request.tokens if not 0 <= t < config.vocab), None)
+        if bad is not None:
+            raise UserError(f"token id {bad} is outside the vocabulary: ids must lie in [0, {config.vocab})")
+        bad = next((t for t in request.params.logit_bias if not 0 <= t < config.vocab), None)
+        if bad is not None:
+            raise UserError(f"logit_bias names token id {bad}: ids must lie in [0, {config.vocab})")
+        if request.prompt_len >= config.max_positions:
+            raise UserError(
+                f"the prompt has {request.prompt_len} tokens, but the model's context is {config.max_positions}: "
+                f"shorten it to at most {config.max_positions - 1}"
+            )
+        if request.limit > config.max_positions:
+            most = config.max_positions if self._departs else self._longest()
+            request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
+        tokens = (request.prompt_len if self._departs else request.limit) + MARGIN
+        if self.room.need(tokens) > limit:
+            raise UserError(
+                f"the request may need {self.room.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
+                f"{limit:,}: raise --kv-bytes or lower max_tokens"
+            )
+
+    def _longest(self) -> int:
+        """Tokens one request may hold: the model's context, or fewer where the KV budget ends."""
+        fit = self.store.ledger.limit // self.room.need(ROUND) * ROUND - MARGIN
+        return min(self.model.config.max_positions, fit)
+
+    def add(self, request: Request) -> None:
+        """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
+        if self.queues.named(request.id):
+            raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
+        self.check(request)
+        request.layers = self.model.config.layers
+        request.trace.enter(self.parts.clock())
+        self.queues.join(request, self.waiting)
+
+    def resume(self, request: Request) -> None:
+        """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
+        assert request.kv is not None and request not in self.queues
+        request.trace.enter(self.parts.clock())
+        request.layers = self.model.config.layers
+        if not request.prefilling:
+            self._enter(request)
+        self.queues.join(request, self.running)
+
+    def cancel(self, request: Request) -> bool:
+        """Drop a request wherever it is; False if it had already left."""
+        if request.left is not None or request not in self.queues:
+            return False
+        self._leave(request, Left("cancelled", "cancelled"))
+        return True
+
+    def step(self) -> list[Request]:
+        """One step. Returns the requests that got tokens or left."""
+        self._progressed = []
+        if torch.is_inference_mode_enabled():  # for a loop of small steps it is worth entering it once
+            self._step()
+        else:
+            with self._inference:  # all of it: buffers made in this mode may only be written in it
+                self._step()
+        return self._progressed
+
+    def _step(self) -> None:
+        self._admit()
+        self._measure()
+        works = self.parts.schedule.plan(self.running, self.parts.clock())
+        spans = self._propose(self.room.reserve(works))
+        if spans:
+            self.counters.steps += 1
+            self._run(spans)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache as far as no request holds it."""
+        if self.store.tree is not None:
+            self.store.tree.clear()
+
+    def close(self) -> None:
+        """Everything is in this process and goes with it."""
+
+    # ---- one step
+    def _goes(self, request: Request) -> bool:
+        return request.departs or self._departs
+
+    def _admit(self) -> None:
+        """First come first served: open KV for the whole prompt, stop at the first request that finds no room."""
+        for request in list(self.waiting):
+            if request.parent is not None and self._may_fork(request.parent):
+                continue
+            request.parent, request.computed = None, 0
+            tokens = request.known + 1
+            if len(self.running) >= self.parts.max_running or not self.store.room(self.room.need(tokens)):
+                return
+            try:
+                request.kv = self.store.open(request, tokens)
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            self._start(request)
+
+    def _may_fork(self, parent: Request) -> bool:
+        """Whether siblings of `parent` should wait for its prompt: it is here, and has not completed it before."""
+        return parent in self.queues and parent.high_water < parent.prompt_len
+
+    def _start(self, request: Request) -> None:
+        if request.trace.admitted is None:
+            request.trace.admitted = self.parts.clock()
+        self.queues.move(request, self.running)
+
+    def _phase(self, request: Request) -> Phase:
+        return self.parts.phases[0 if request.prefilling else -1]
+
+    def _measure(self) -> None:
+        """Ask every running request how many rows it would bring."""
+        for request in list(self.running):
+            try:
+                under_way = request.slice
+                request.rows = self._phase(request).decode.rows(request) if under_way is None else under_way.rows
+            except Exception as error:
+                self._fail(request, error)
+
+    def _propose(self, works: Sequence[Work]) -> list[Span]:
+        """Slices under way go on; everybody else is asked, phase by phase."""
+        spans: list[Span] = []
+        fresh: dict[int, tuple[Phase, list[Work]]] = {}
+        for work in works:
+            under_way = work.job.slice
+            if under_way is not None:
+                under_way.layers = work.layers
+                spans.append(under_way)
+            else:
+                phase = self._phase(work.job)
+                fresh.setdefault(id(phase), (phase, []))[1].append(work)
+        for phase, group in fresh.values():
+            still = [work for work in group if work.job.kv is not None] if spans else group
+            self._ask(phase, still, spans)
+        return [span for span in spans if span.request.kv is not None]  # unless preempted for another's unit
+
+    def _ask(self, phase: Phase, works: list[Work], spans: list[Span]) -> None:
+        """Adds to `spans` what a phase's requests propose."""
+
+        def propose(some: list[Work]) -> list[Span]:
+            return phase.decode.propose([work.job for work in some], [work.rows for work in some], phase)
+
+        for work, span in zip(works, isolate(propose, works)):
+            if isinstance(span, Exception):
+                self._fail(work.job, span)
+                continue
+            span.layers = work.layers
+            if span.rows > work.rows:  # a method's smallest unit
+                if work.job.kv is None or not self.room.make(work.job, span.rows):
+                    continue
+                span.kv.reserve(span.rows)
+            spans.append(span)
+
+    def _run(self, spans: list[Span]) -> None:
+        """Forward, accept, commit, fork, emit. A request for which anything raises fails, and no other."""
+        emissions: list[tuple[Request, list[int]]] = []
+        for span, result in zip(spans, self._turn.run(spans, self.waiting)):
+            request = span.request
+            if result is None:
+                continue  # under way
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                self._commit(span, result.outcome)
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            emissions.append((request, result.outcome.tokens))
+            if result.forks:
+                emissions.extend(self._fork(result))
+        now = self.parts.clock()
+        for request, tokens in emissions:
+            self._emit(request, tokens, now)
+
+    def _fork(self, settled: Settled) -> Iterator[tuple[Request, list[int]]]:
+        """Siblings go on from the KV of a prompt just completed, each with the tokens drawn for it."""
+        for sibling, outcome in settled.forks:
+            sibling.parent = None
+            if len(self.running) >= self.parts.max_running:
+                sibling.release()  # it will draw the same tokens when its turn comes
+                continue
+            try:
+                sibling.adopt(settled.span.request)
+            except Exception as error:
+                self._fail(sibling, error)
+                continue
+            self._start(sibling)
+            yield sibling, outcome.tokens
+
+    def _emit(self, request: Request, tokens: list[int], now: float) -> None:
+        try:
+            if tokens:
+                self.counters.emitted += request.emit(tokens, self.model.config.eos, now)
+                self._progressed.append(request)
+        except Exception as error:  # raised by the request's own watch
+            self._fail(request, error)
+        else:
+            if request.left is not None:
+                self._leave(request, request.left)
+            elif self._goes(request) and not request.prefilling:
+                self.queues.move(request, self.departed)
+
+    def _commit(self, span: Span, outcome: Outcome) -> None:
+        request = span.request
+        counters, was_prefilling, before = self.counters, request.prefilling, request.computed
+        span.kv.commit(outcome.keep)
+        request.slice, request.depth = None, 0
+        request.computed += outcome.kept
+        if before < request.high_water:
+            counters.recomputed += min(request.computed, request.high_water) - before
+        if request.computed > request.high_water:
+            request.high_water = request.computed
+        counters.drafted += outcome.drafted
+        counters.accepted += outcome.accepted
+        if was_prefilling and before < self.store.shareable(request) <= request.computed:
+            self.store.remember(request)
+        evict = span.phase.evict
+        if evict is not None and evict.due(request):
+            for layer in range(len(span.kv.layers)):
+                index = evict.keep(request, layer)
+                if index is not None:
+                    span.kv.keep(layer, index)
+        if was_prefilling and not request.prefilling:
+            self._enter(request)
+            if not self._goes(request):
+                span.kv.settle()
+
+    def _enter(self, request: Request) -> None:
+        """A request begins its second phase: KV that no row will read again is freed."""
+        skip = self._phase(request).skip
+        if skip is not None and request.kv is not None and not self._goes(request):
+            for layer in skip.unused(len(request.kv.layers)):
+                request.kv.free(layer)
+
+    # ---- the ways out
+    def _fail(self, request: Request, error: Exception) -> None:
+        log.error("request %s failed", request.id, exc_info=error)
+        self._leave(request, Left("failed", f"{type(error).__name__}: {error}"))
+
+    def _no_room(self, request: Request) -> None:
+        self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))
+
+    def _leave(self, request: Request, left: Left) -> None:
+        """The one exit. Memory goes back here and nowhere else."""
+        request.left = left
+        request.trace.left = self.parts.clock()
+        self.queues.drop(request)
+        request.release()
+        if request not in self._progressed:
+            self._progressed.append(request)
+
+    def stay(self, request: Request) -> None:
+        """Nobody will take over `request`: it goes on here, if this engine can."""
+        request.departs = False
+        if request in self.departed and not self._departs:
+            self._enter(request)
+            if request.kv is not None:
+                request.kv.settle()
+            self.queues.move(request, self.running)
+
+    def depart(self, request: Request) -> None:
+        """A placement has taken over `request`: forget it here and free its memory."""
+        self.queues.drop(request)
+        request.release()

@@ -1,0 +1,27 @@
+"""What an engine may use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+def memory_default() -> int:
+    """A quarter of the machine's memory, at most 4 GiB."""
+    return min(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine may use."""
+
+    kv_bytes: int | None = None  # hard budget for KV, prefix cache and companions included; None = memory_default()
+    max_running: int = 64
+    prefix_cache: bool = True
+    # where the workers of a placement run: inline (this thread), processes, ray[:knobs] or auto (processes if possible)
+    cluster: str = "inline"
+
+    @property
+    def budget(self) -> int:
+        """Bytes of KV."""
+        return memory_default() if self.kv_bytes is None else self.kv_bytes

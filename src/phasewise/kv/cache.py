@@ -1,0 +1,171 @@
+"""All KV of one request: its layers, reserved, committed, forked, dumped and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from phasewise.kv.contiguous import ContiguousView
+from phasewise.kv.dump import _by_layer, _fill
+from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.wire import Dump, Wire
+from phasewise.request.counters import Counters
+
+if TYPE_CHECKING:
+    from phasewise.kv.prefix import Node
+
+
+class KV:
+    """The cached rows of one request, all layers. Room is made once per step, by `reserve`, never inside a layer."""
+
+    def __init__(self, layers: list[LayerKV], counters: Counters, wire: Wire | None = None) -> None:
+        self.layers = layers
+        self.counters = counters
+        self.wire = wire  # in what form the rows travel; None = as they are
+        self.rounded = False  # rows have been through a lossy wire; none goes through one twice
+        self.reused = 0  # rows that were not computed for this request
+        self.nodes: list[Node] = []  # shared-prefix nodes this request holds
+        self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
+        self._flat: ContiguousView | None = None
+        self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
+
+    def flat(self) -> ContiguousView | None:
+        """Where a native kernel finds the rows of all layers; None if they lie in another way."""
+        if self._flat is None:
+            self._flat = ContiguousView.of(self.layers)
+        return self._flat
+
+    def written(self, positions: Sequence[int]) -> None:
+        """A native kernel has put this step's rows behind the committed ones in all layers of `flat`."""
+        assert self._flat is not None and not self._written
+        self._written = positions
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated; a buffer shared by forks counts for each of them (the store's ledger counts it once)."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(layer.live_bytes for layer in self.layers)
+
+    def growth(self, rows: int) -> int:
+        """Bytes that `reserve(rows)` would take from the budget."""
+        return 0 if rows <= self.spare else sum(layer.growth(rows) for layer in self.layers)
+
+    def reserve(self, rows: int) -> None:
+        if rows > self.spare:
+            self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer in self.layers)
+            self._measure()
+
+    def _measure(self) -> None:
+        """Buffers have changed."""
+        self._flat = None
+        self.spare = min((layer.spare for layer in self.layers), default=0)
+
+    def commit(self, rows: int | Sequence[int]) -> None:
+        """End the step: keep the first `rows` rows of the span, or the rows of a path; drop the others."""
+        flat, written, self._written = self._flat, self._written, ()
+        if flat is not None and isinstance(written, range) and isinstance(rows, int) and written.start == flat.n:
+            flat.advance(min(rows, len(written)))
+            self.spare -= rows
+            return
+        self._flat = None  # skipped layers, or positions that are not slots
+        if written:
+            for layer in self.layers:
+                layer.appended(written)
+        moved = 0
+        for layer in self.layers:
+            moved += layer.commit(rows)
+        self.counters.kv_bytes_moved += moved
+        self.spare -= rows if isinstance(rows, int) else len(rows)
+
+    def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
+        """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
+        self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
+        self._measure()
+
+    def free(self, layer: int) -> None:
+        """Give up all rows of a layer that no row will run again."""
+        self.layers[layer].close()
+        self._measure()
+
+    def drop_last(self, position: int) -> None:
+        """Roll back to the first `position` positions."""
+        for layer in self.layers:
+            layer.drop_last(position)
+        self._measure()
+
+    def settle(self) -> None:
+        """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere."""
+        if self.wire is None or not self.wire.fixed or self.rounded:
+            return
+        for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
+            self.counters.kv_bytes_moved += layer.rewrite([piece["planes"] for piece in pieces])
+        self.rounded = True
+        self._measure()
+
+    def fork(self) -> KV:
+        """Copy-on-write twin."""
+        twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire)
+        twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
+        twin.nodes = [node.hold() for node in self.nodes]
+        self.spare = 0  # the next write of either side makes its own copy
+        return twin
+
+    def dump(self, lent: bool = False) -> Dump:
+        """Committed rows as plain tensors, layer by layer: what a hand-off carries. `lent`: buffers by name, for a
+        hand-off of the memory itself."""
+        out: Dump = []
+        for layer in self.layers:
+            pieces = [
+                {
+                    "heads": s.heads,
+                    "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
+                    "planes": [] if lent else [p[:, : s.n].clone() for p in s.buffer.planes],
+                    "lent": [s.buffer.name, s.buffer.heads, s.buffer.cap, s.n] if lent else None,
+                }
+                for s in layer.slabs
+            ]
+            out.extend(pieces or [{"heads": None, "positions": None, "planes": []}])  # a freed layer
+            out[-1]["last"] = True  # of this layer
+        return out
+
+    def load(self, dumped: Dump) -> None:
+        """Fill an empty KV from `dump`. The codec and shape must be those it was dumped with."""
+        layers = _by_layer(dumped)
+        assert len(layers) == len(self.layers), "a dump of another model"
+        for layer, pieces in zip(self.layers, layers):
+            self.counters.kv_bytes_moved += _fill(layer, pieces)
+        self._measure()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all buffers, for whoever adopts them."""
+        return [slab.buffer.name for layer in self.layers for slab in layer.slabs]
+
+    @property
+    def shared(self) -> int:
+        """Bytes that `unshare` would take."""
+        return sum(layer.growth(0) for layer in self.layers)
+
+    def unshare(self) -> None:
+        """Copy what forks read, too."""
+        self.counters.kv_bytes_moved += sum(layer.reserve(0) for layer in self.layers)
+        self._measure()
+
+    def lend(self) -> None:
+        """Give all buffers up for another KV to adopt (`dump(lent=True)` before): nothing is copied or freed."""
+        for layer in self.layers:
+            layer.lend()
+        self.close()
+
+    def close(self) -> None:
+        for layer in self.layers:
+            layer.close()
+        for node in self.nodes:
+            node.release()
+        self.layers, self.nodes, self._written = [], [], ()
+        self._measure()

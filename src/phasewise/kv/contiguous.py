@@ -1,0 +1,52 @@
+"""Rows that lie alike in all layers: what one native call for all of them needs to find them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from phasewise.kv.buffer import Raw, entry_bytes, scaled
+from phasewise.kv.layer_kv import LayerKV
+
+
+class ContiguousView:
+    """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
+    or rounded to int8 (`Codec.scaled`). `n`: committed rows. `address`: of int64 [layers, 6], as StackSpan takes it.
+    `row_bytes`: what a row takes in all layers."""
+
+    __slots__ = ("_planes", "_slabs", "address", "n", "row_bytes")
+
+    def __init__(self, layers: Sequence[LayerKV]) -> None:
+        self._slabs = [layer.slabs[0] for layer in layers]
+        self.n = self._slabs[0].n
+        dim = layers[0].shape.dim
+        self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
+        rounded = scaled(layers[0].codec)
+        self._planes = array("q")
+        for slab in self._slabs:
+            cap, addresses = slab.buffer.cap, slab.buffer.addresses
+            if rounded:
+                k, k_scale, v, v_scale = addresses
+                self._planes.extend((k, v, cap * dim, k_scale, v_scale, cap))
+            else:
+                self._planes.extend((*addresses, cap * dim, 0, 0, 0))
+        self.address = self._planes.buffer_info()[0]
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerKV]) -> ContiguousView | None:
+        """None where rows do not lie like that."""
+        first = layers[0]
+        if not (type(first.codec) is Raw or scaled(first.codec)) or first.shape.device != "cpu":
+            return None
+        n = first.n
+        for layer in layers:
+            slab = layer.slabs[0] if len(layer.slabs) == 1 else None
+            if slab is None or slab.n != n or slab.heads is not None or slab.positions is not None or layer.fresh:
+                return None
+        return cls(layers)
+
+    def advance(self, rows: int) -> None:
+        """`rows` rows that were written behind them are committed, in all layers."""
+        self.n = n = self.n + rows
+        for slab in self._slabs:
+            slab.n = n

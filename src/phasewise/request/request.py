@@ -1,0 +1,203 @@
+"""A request: what was asked, what is known, what is computed. The phase is derived from these, never stored."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from phasewise.request.params import SLO, Params
+from phasewise.request.trace import Trace
+
+if TYPE_CHECKING:
+    from phasewise.kv.cache import KV
+    from phasewise.step.span import Span
+
+log = logging.getLogger(__name__)
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error)."""
+
+    how: Literal["finished", "cancelled", "failed"]
+    reason: str
+
+
+class Request:
+    """One sequence on its way through the phases.
+
+    `tokens` is everything known (prompt, then output); `computed` of them are in the KV. `state` is a drawer per
+    method, emptied when the request is preempted or leaves; drawers of plain data and tensors move with the KV to
+    another engine, others are left behind like at a preemption. `watch`, if given, is told each emitted token and
+    answers True where the text has to stop (stop strings).
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: Params | None = None,
+        *,
+        id: str | None = None,
+        slo: SLO | None = None,
+        watch: Callable[[int], bool] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.id = id if id is not None else f"r{next(_ids)}"
+        self.params = params or Params()
+        self.slo = slo or SLO()
+        self.watch = watch
+        self.tokens: list[int] = list(prompt)
+        self.prompt_len = len(self.tokens)
+        self.computed = 0
+        self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
+        self.slice: Span | None = None  # one under way that has not reached the last layer (layered prefill) ...
+        self.depth = 0  # ... and the layers it has run
+        self.layers = 0  # layers of the model; the engine that accepts it fills it in
+        self.kv: KV | None = None
+        self.state: dict[str, Any] = {}
+        self.high_water = 0  # rows ever computed: what lies below it is recomputation
+        self.departs = False  # leaves for another engine when its prompt is done, even if this one could go on
+        self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
+        self.left: Left | None = None
+        self.trace = Trace(now)
+
+    # ---- the only truth about progress
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prompt_len
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.prompt_len]
+
+    @property
+    def out(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def n_out(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def limit(self) -> int:
+        """Tokens it can ever hold."""
+        return self.prompt_len + self.params.max_tokens
+
+    # ---- what schedulers may know besides (schedule.Job)
+    @property
+    def arrived(self) -> float:
+        return self.trace.arrived
+
+    @property
+    def first_token(self) -> float | None:
+        return self.trace.tokens[0] if self.trace.tokens else None
+
+    @property
+    def last_token(self) -> float | None:
+        return self.trace.tokens[-1] if self.trace.tokens else None
+
+    def emit(self, tokens: Sequence[int], eos: Sequence[int], now: float) -> int:
+        """Append accepted tokens up to the first that ends the request (DESIGN law 9). Returns how many were taken."""
+        taken = 0
+        for token in tokens:
+            self.tokens.append(token)
+            taken += 1
+            ends = token in self.params.stop_tokens or (token in eos and not self.params.ignore_eos)
+            if ends or (self.watch is not None and self.watch(token)):
+                self.left = Left("finished", "stop")
+            elif self.n_out >= self.params.max_tokens:
+                self.left = Left("finished", "length")
+            if self.left:
+                break
+        if taken:
+            self.trace.emitted(now, taken)
+        return taken
+
+    def sibling(self, index: int) -> Request:
+        """A request for another sample of the same prompt: it shares this one's prefill and draws with its own seed."""
+        twin = Request(
+            self.prompt,
+            replace(self.params, seed=(self.params.seed + 0x9E3779B97F4A7C15 * index) & (2**63 - 1)),
+            id=f"{self.id}.{index}",
+            slo=self.slo,
+            now=self.trace.arrived,
+        )
+        twin.parent = self
+        return twin
+
+    def adopt(self, other: Request) -> None:
+        """Continue from `other`'s progress: its tokens, its KV (copy-on-write) and its methods' drawers, but for those
+        that a method has already filled for this request (draws of its own)."""
+        assert other.kv is not None
+        self.tokens = list(other.tokens)
+        self.computed = self.high_water = other.computed
+        self.kv = other.kv.fork()
+        self.state |= {name: fork_state(value) for name, value in other.state.items() if name not in self.state}
+
+    def release(self) -> None:
+        """Give up KV and every method's drawer (a drawer with `close` is closed)."""
+        state, self.state = self.state, {}
+        kv, self.kv = self.kv, None
+        self.slice, self.depth = None, 0
+        if kv is not None:
+            kv.close()
+        for name, value in state.items():
+            try:
+                if hasattr(value, "close"):
+                    value.close()
+            except Exception:  # memory must come back whatever a method does
+                log.exception("request %s: the drawer of %s could not be closed", self.id, name)
+
+    # ---- crossing a process boundary (placements)
+    def header(self) -> dict[str, Any]:
+        """Everything but the KV, as plain data: what another engine needs to go on (DESIGN section 7)."""
+        params = {f.name: getattr(self.params, f.name) for f in fields(Params) if f.init}
+        return {
+            "id": self.id,
+            "tokens": list(self.tokens),
+            "prompt_len": self.prompt_len,
+            "computed": self.computed,
+            "high_water": self.high_water,
+            "params": params,
+            "slo": [self.slo.ttft, self.slo.tpot],
+            "arrived": self.trace.arrived,
+            "emitted": [list(pair) for pair in zip(self.trace.tokens, self.trace.counts)],
+        }
+
+    @classmethod
+    def from_header(cls, header: dict[str, Any], watch: Callable[[int], bool] | None = None) -> Request:
+        """The request of a header, which may have travelled as JSON (keys become text there, tuples lists)."""
+        params = dict(header["params"])
+        params["stop_tokens"] = tuple(params["stop_tokens"])
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        request = cls(
+            header["tokens"],
+            Params(**params),
+            id=header["id"],
+            slo=SLO(*header["slo"]),
+            watch=watch,
+            now=header["arrived"],
+        )
+        request.prompt_len = header["prompt_len"]
+        request.computed = header["computed"]
+        request.high_water = header["high_water"]
+        for at, count in header["emitted"]:
+            request.trace.emitted(at, count)
+        return request
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}, prompt={self.prompt_len}, out={self.n_out}, computed={self.computed}, {self.left})"
+
+
+def fork_state(value: Any) -> Any:
+    """A copy of a method's drawer: by its own `fork` if it has one, else by deep copy."""
+    return value.fork() if hasattr(value, "fork") else copy.deepcopy(value)

@@ -1,0 +1,1 @@
+"""What all drafters share: the loop, tree shapes, second models that follow a request."""

@@ -1,0 +1,113 @@
+"""The decode loop of every drafter: drafts become spans, verified paths become outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.span import Span, ancestors, depths
+from phasewise.verbs.decode import Outcome, catching_up, slice_span
+from phasewise.verbs.draft import headroom
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, Dist, Purpose, distribution, uniform
+
+if TYPE_CHECKING:
+    from phasewise.request.request import Request
+    from phasewise.verbs.draft import Draft, Drafter
+    from phasewise.verbs.verify import Verifier
+
+
+def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
+    """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors."""
+    assert request.kv is not None
+    tree = [-1, *(parent + 1 for parent in draft.parents)]
+    start = request.computed
+    if tree == list(range(-1, len(tree) - 1)):  # a chain is causal
+        return Span(
+            request, request.kv, phase, [request.tokens[-1], *draft.tokens], range(start, start + len(tree)), note=draft
+        )
+    positions = [start + d for d in depths(tree)]
+    return Span(
+        request, request.kv, phase, [request.tokens[-1], *draft.tokens], positions, sees=ancestors(tree), note=draft
+    )
+
+
+class Speculation:
+    """The decode loop of every drafter: propose pending token + draft, verify, keep the accepted path.
+
+    Prompts and replays go through as plain slices. With no draft a step is one ordinary row.
+    """
+
+    def __init__(self, host: Host, drafter: Drafter, verifier: Verifier) -> None:
+        self.host, self.drafter, self.verifier = host, drafter, verifier
+
+    def rows(self, request: Request) -> int:
+        if catching_up(request):
+            return (request.prompt_len if request.prefilling else request.known) - request.computed
+        return 1 + (self.drafter.size(request) if headroom(request) > 0 else 0)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans: list[Span | None] = [None] * len(requests)
+        ready = []
+        for i, (request, budget) in enumerate(zip(requests, budgets)):
+            if catching_up(request):
+                spans[i] = slice_span(request, budget, phase)
+            else:
+                ready.append(i)
+        if ready:
+            nodes = [min(budgets[i], self.rows(requests[i])) - 1 for i in ready]
+            with torch.inference_mode():
+                drafts = self.drafter.draft([requests[i] for i in ready], nodes)
+            for i, most, draft in zip(ready, nodes, drafts):
+                if draft is not None and draft.tokens and most > 0:
+                    spans[i] = draft_span(requests[i], draft.prune(headroom(requests[i])).cut(most), phase)
+                else:
+                    spans[i] = slice_span(requests[i], 1, phase)
+        return [span for span in spans if span is not None]
+
+    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        wanted: list[int] = []
+        contexts: list[Context] = []
+        for span in spans:
+            if span.note is not None:
+                draft: Draft = span.note
+                wanted.extend(range(span.start, span.start + span.rows))
+                contexts.extend(Context(span.request, draft.path(node)) for node in range(-1, len(draft.tokens)))
+            elif span.positions[-1] + 1 == span.request.known:
+                wanted.append(span.start + span.rows - 1)
+                contexts.append(Context(span.request))
+        if wanted:
+            dist = distribution(self.host.sample, self.host.model, hidden.rows(wanted), contexts)
+            self.host.counters.head_rows += len(wanted)
+        else:
+            dist = Dist([], self.host.model.config.vocab)
+        outcomes, row = [], 0
+        for span in spans:
+            outcome, used = self._judge(span, dist, row)
+            outcomes.append(outcome)
+            row += used
+        self.drafter.learn(spans, hidden, outcomes)
+        return outcomes
+
+    def _judge(self, span: Span, dist: Dist, row: int) -> tuple[Outcome, int]:
+        """The outcome of one span whose distributions start at `row`, and how many rows it had."""
+        seed, known = span.request.params.seed, span.request.known
+
+        def rng(depth: int, purpose: int, index: int = 0) -> float:
+            return uniform(seed, known + depth, purpose, index)
+
+        if span.note is None:
+            if span.positions[-1] + 1 != known:
+                return Outcome(span.rows, []), 0
+            u = 0.0 if dist.greedy(row) else rng(0, Purpose.SAMPLE)
+            return Outcome(span.rows, [dist.draw(row, u)]), 1
+        draft: Draft = span.note
+        path, token = self.verifier(draft, dist.part(row, row + span.rows), rng)
+        keep: int | list[int] = [0, *(node + 1 for node in path)]
+        if keep == list(range(len(path) + 1)):
+            keep = len(path) + 1
+        tokens = [*(draft.tokens[node] for node in path), token]
+        return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path)), span.rows

@@ -1,0 +1,1 @@
+"""One pass of the model over the ragged rows of many requests."""

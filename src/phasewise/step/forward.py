@@ -1,0 +1,175 @@
+"""One pass of a model over the ragged rows of many spans; every span meets its own phase's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import entry_bytes
+from phasewise.request.counters import Counters
+from phasewise.step.batch import Batch
+from phasewise.step.fused import Scratch, run_fused
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.read import Read
+from phasewise.step.span import Span
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A span at one layer: the rows of the layer's input it occupies and, if some skip, which of its rows they are."""
+
+    span: Span
+    at: slice
+    positions: Sequence[int]
+    ids: list[int] | None = None
+
+
+class Step:
+    """The open path: the context a layer runs in (`rotary`, `attend`, `count`), for one forward over `batch`."""
+
+    def __init__(self, model: Model, batch: Batch, counters: Counters, taps: set[int]) -> None:
+        self.model, self.batch, self.counters, self.taps = model, batch, counters, taps
+        self.masks: dict[Any, Tensor] = {}  # a span's mask is the same at every layer of one window
+        self.notes: dict[Any, Any] = {}  # what methods work out once for all layers
+        self._rotary = model.rotary(batch.positions, batch.end)
+
+    def _use(self, entries: list[_Entry], rotary: Any) -> None:
+        self.rotary = rotary
+        groups: dict[int, tuple[Phase, list[_Entry]]] = {}
+        for entry in entries:
+            groups.setdefault(id(entry.span.phase), (entry.span.phase, []))[1].append(entry)
+        self._groups = list(groups.values())
+
+    # ---- what the model's layers call
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]; every span's rows go through its phase's attend method."""
+        out = torch.empty_like(q)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
+        first = self.batch.spans[0].kv.layers[layer]
+        self.counters.kv_bytes_written += q.shape[0] * entry_bytes(first.codec, first.shape) * first.shape.heads
+        for phase, entries in self._groups:
+            reads: list[Read] = []
+            for entry in entries:
+                cache = entry.span.kv.layers[layer]
+                cache.append(k[:, entry.at], v[:, entry.at], entry.positions, entry.ids)
+                reads.extend(self._reads(layer, entry, q[entry.at]))
+            if phase.evict is not None:
+                for read in reads:
+                    phase.evict.observe(read)
+                    read.view = phase.evict.view(read)
+            for read, result in zip(reads, phase.attend(reads)):
+                if read.part.heads is None:
+                    out[read.at] = result
+                else:
+                    grouped = out[read.at].view(q[read.at].shape[0], k.shape[0], -1, q.shape[2])
+                    grouped[:, read.part.heads] = result.view(grouped.shape[0], len(read.part.heads), -1, q.shape[2])
+        return out
+
+    def _reads(self, layer: int, entry: _Entry, q: Tensor) -> list[Read]:
+        reads = []
+        cache = entry.span.kv.layers[layer]
+        for part in cache.read():
+            rows = q
+            if part.heads is not None:  # [R, Hq, D] -> the query heads of these KV heads
+                rows = q.view(q.shape[0], cache.shape.heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
+            read = Read(self, layer, entry.span, rows, part)
+            read.at, read.rows = entry.at, entry.ids
+            reads.append(read)
+        return reads
+
+    def count(self, counter: str, n: int) -> None:
+        self.counters.count(counter, n)
+
+    # ---- the walk through the layers
+    def run(self) -> Hidden:
+        """-> the rows after their last layer of this step, [T, d]."""
+        self._all = [_Entry(s, s.slice, s.positions) for s in self.batch.spans]
+        self._use(self._all, self._rotary)
+        x = self.model.embed(self.batch.tokens)
+        for span in self.batch.spans:
+            if span.hidden is not None:
+                x[span.slice] = span.hidden
+        plain = all(s.layers is None and s.phase.skip is None for s in self.batch.spans)
+        kept: dict[int, Tensor] = {}
+        for i in range(self.model.config.layers):
+            if plain:
+                self.counters.row_layers += self.batch.rows
+                x = self.model.layer(i, x, self)
+            else:
+                x = self._layer_for_some(i, x)
+            if i in self.taps:
+                kept[i] = x
+        if not plain:
+            self._carry(x, kept)
+        return Hidden(x, self.batch.rows, kept)
+
+    def _carry(self, x: Tensor, kept: dict[int, Tensor]) -> None:
+        """Slices that run part of the depth take their state and their taps along from step to step."""
+        for span in self.batch.spans:
+            if span.layers is None:
+                continue
+            for i in kept:
+                if i >= span.layers[0]:
+                    span.taps[i] = kept[i][span.slice]
+                else:
+                    kept[i] = kept[i].clone()  # layers may share one tensor
+                    kept[i][span.slice] = span.taps[i]
+            span.hidden = x[span.slice]
+
+    def _layer_for_some(self, i: int, x: Tensor) -> Tensor:
+        """Run layer i for the rows whose span and skip method want it; the others pass through unchanged."""
+        entries, index = self._active(i, x)
+        total = len(index)
+        self.counters.row_layers += total
+        if total == x.shape[0]:
+            self._use(self._all, self._rotary)
+            return self.model.layer(i, x, self)
+        if total == 0:
+            return x
+        rows = torch.tensor(index, device=x.device)
+        self._use(entries, self._rotary.take(rows))
+        out = self.model.layer(i, x[rows], self)
+        return x.index_copy(0, rows, out)
+
+    def _active(self, i: int, x: Tensor) -> tuple[list[_Entry], list[int]]:
+        entries: list[_Entry] = []
+        index: list[int] = []
+        for span in self.batch.spans:
+            if span.layers is not None and not span.layers[0] <= i < span.layers[1]:
+                continue
+            local = None if span.phase.skip is None else span.phase.skip.rows(i, span, x[span.slice])
+            ids = None if local is None else local.tolist()
+            rows = range(span.rows) if ids is None else ids
+            if not len(rows):
+                continue
+            if ids is not None and len(ids) == span.rows:
+                ids = None
+            at = slice(len(index), len(index) + len(rows))
+            index.extend(span.start + r for r in rows)
+            positions = span.positions if ids is None else [span.positions[r] for r in ids]
+            entries.append(_Entry(span, at, positions, ids))
+        return entries, index
+
+
+def forward(
+    model: Model, spans: Sequence[Span], counters: Counters, taps: set[int] | None = None, room: Scratch | None = None
+) -> Hidden:
+    """Run `spans` through the model; counts forwards, and rows that enter the first layer.
+
+    Rows are appended to the KV uncommitted; the caller commits. KV room must have been reserved. With `room`, the
+    result may lie there, until the next call with it.
+    """
+    counters.forwards += 1
+    for span in spans:
+        if span.layers is None or span.layers[0] == 0:
+            counters.rows += span.rows
+    batch = Batch(spans, model.device)
+    whole = None if taps else run_fused(model, batch, counters, room or Scratch())
+    return Step(model, batch, counters, taps or set()).run() if whole is None else Hidden(whole, batch.rows)

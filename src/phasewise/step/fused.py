@@ -1,0 +1,88 @@
+"""Steps in which nobody looks inside a layer: all layers in one native call, where the model has one (`Model.stack`).
+
+The open path of `forward` computes the same, operator by operator; tests/ops/test_native_stack.py holds them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native.spans import Common
+from phasewise.ops.native.stack import SLICE, StackSpan
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.request.counters import Counters
+    from phasewise.step.batch import Batch
+    from phasewise.step.span import Span
+
+MOST = 1024  # rows of a step; what more need between two layers is better given back, as the open path does
+
+
+class Scratch:
+    """Memory for what a whole step leaves behind. The next step of as many rows writes over it."""
+
+    __slots__ = ("_count", "_x")
+
+    def __init__(self) -> None:
+        self._count, self._x = 0, torch.empty(0)
+
+    def take(self, count: int, width: int) -> Tensor:
+        """bfloat16 [count, width]; always of one width. With few rows, making a tensor would cost as much as the rest
+        of the bookkeeping."""
+        if count != self._count:
+            self._count, self._x = count, torch.empty((count, width), dtype=torch.bfloat16)
+        return self._x
+
+
+def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch) -> Tensor | None:
+    """The rows after all layers [T, d], their keys and values appended; None, and nothing done, if one needs more."""
+    stack, spans, rows = model.stack, batch.spans, batch.rows
+    if stack is None or rows > MOST:
+        return None
+    windows = [spec.window for spec in model.config.attention if spec.window is not None] if stack.windowed else []
+    parts: list[StackSpan] = []
+    read = row_bytes = 0  # rows read by all spans, and what one of them takes in all layers
+    for span in spans:
+        plain = span.phase.plain and span.layers is None and (span.sees is None or not windows)
+        flat = span.kv.flat() if plain else None
+        if flat is None:
+            return None
+        end, sees = flat.n + span.rows, span.sees
+        if span.rows > SLICE and (sees is not None or any(end > window for window in windows)):
+            return None
+        read, row_bytes = read + end, flat.row_bytes
+        parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
+    commons: Sequence[Common] = ()
+    if len(spans) > 1:
+        commons = _commons(spans, max([part.n for part in parts]), windows)
+        for common in commons:
+            read -= common.saved
+    x = room.take(rows, stack.hidden)
+    stack(batch.numbers, model.turns(batch.end), parts, x, commons)
+    for span in spans:
+        span.kv.written(span.positions)
+    counters.row_layers += rows * len(spans[0].kv.layers)
+    counters.kv_bytes_read += read * row_bytes
+    counters.kv_bytes_written += rows * row_bytes
+    return x
+
+
+def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
+    """What spans of one attend method read in common; nothing where a window may hide some of it. A slice of a prompt
+    reads by itself."""
+    if any(window < longest for window in windows):
+        return []
+    groups: dict[int, tuple[Any, list[int]]] = {}
+    for i, span in enumerate(spans):
+        if hasattr(span.phase.attend, "commons") and span.rows <= SLICE:
+            groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)
+    return [
+        common._replace(members=tuple(index[m] for m in common.members))
+        for attend, index in groups.values()
+        for common in attend.commons([spans[i] for i in index])
+    ]

@@ -1,0 +1,49 @@
+"""A phase as a value, and what a pass through the model leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.verbs.attend import Attend
+    from phasewise.verbs.decode import Decode
+    from phasewise.verbs.evict import Evict
+    from phasewise.verbs.skip import Skip
+
+
+@dataclass(slots=True)
+class Hidden:
+    """What a forward leaves behind: `x` [T, d] after the last layer, and the taps asked for, {layer: [T, d]}.
+
+    Whoever needs them beyond the step copies them: the next one may write over them.
+    """
+
+    x: Tensor
+    count: int  # T, which is slow to ask of a tensor
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, index: list[int]) -> Tensor:
+        """Rows of `x` -> [n, d]; not a copy if they are all of them in order."""
+        if len(index) == self.count and (self.count == 1 or index == list(range(self.count))):
+            return self.x
+        return self.x[torch.tensor(index, device=self.x.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One stretch of a generation, as a value: a bound method per verb. None = the plain way, at no cost."""
+
+    name: str
+    decode: Decode
+    attend: Attend
+    evict: Evict | None = None
+    skip: Skip | None = None
+    plain: bool = field(init=False)  # rows run through all layers, read all before them, and show nobody anything
+
+    def __post_init__(self) -> None:
+        dense = getattr(self.attend, "everything", False)
+        object.__setattr__(self, "plain", self.skip is None and self.evict is None and dense)

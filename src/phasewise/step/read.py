@@ -1,0 +1,230 @@
+"""One span's rows reading one layer's KV: the object every attend, evict and view method works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import Raw, entry_bytes, scaled
+from phasewise.ops import attention as ops
+from phasewise.ops.native import prefill
+from phasewise.ops.native import spans as native
+
+if TYPE_CHECKING:
+    from phasewise.kv.part import Part
+    from phasewise.step.forward import Step
+    from phasewise.step.span import Span
+
+FEW = 16  # rows of a span that are read in one native call with all others; more are worth a matrix product
+
+
+@dataclass(slots=True)
+class View:
+    """What an evicting method lets rows see. `mask` bool [1 | h, R, N] or None.
+
+    `moved` = (slots [M], delta [R]): row r reads those slots as if their positions were `delta[r]` larger.
+    """
+
+    mask: Tensor | None
+    moved: tuple[Tensor, Tensor] | None = None
+
+
+class Read:
+    """Rows q [R, hq, D] of one span against k, v [h, N, D] of its KV at one layer (all heads, or those of one slab)."""
+
+    __slots__ = ("at", "layer", "part", "q", "rows", "span", "step", "view")
+
+    def __init__(self, step: Step, layer: int, span: Span, q: Tensor, part: Part) -> None:
+        self.step = step
+        self.layer = layer
+        self.span = span
+        self.q = q
+        self.part = part
+        self.rows: list[int] | None = None  # local rows, when some skip this layer
+        self.at = slice(0, 0)  # rows of the layer's input they come from
+        self.view: View | None = None
+
+    # ---- what is where
+    @property
+    def scale(self) -> float:
+        return self.step.model.config.attention[self.layer].scale
+
+    @property
+    def q_positions(self) -> Tensor:
+        """int64 [R]."""
+        positions = self.span.positions
+        if self.rows is not None:
+            positions = [positions[r] for r in self.rows]
+        elif isinstance(positions, range):
+            return torch.arange(positions.start, positions.stop, positions.step, device=self.q.device)
+        return torch.tensor(positions, device=self.q.device)
+
+    @property
+    def state(self) -> dict[str, object]:
+        return self.span.request.state
+
+    # ---- who sees what
+    def mask(self) -> Tensor | None:
+        """Visibility from positions, the span's own structure, the layer's window and the evicting method.
+
+        bool [1 | h, R, N]; None = everything is visible.
+        """
+        own = self._own_mask()
+        if self.view is None or self.view.mask is None:
+            return own
+        return self.view.mask if own is None else own & self.view.mask
+
+    def _own_mask(self) -> Tensor | None:
+        window = self.step.model.config.attention[self.layer].window
+        part, rows = self.part, self.q.shape[0]
+        if window is not None and max(self.span.positions) < window:
+            window = None
+        if rows == 1 and part.fresh == 1 and window is None:
+            return None
+        if not part.plain or self.rows is not None or (window is not None and self._moved):
+            return self._build(window)
+        key = (id(self.span), window, part.n, part.fresh)
+        if key not in self.step.masks:
+            self.step.masks[key] = self._build(window)
+        return self.step.masks[key]
+
+    def _build(self, window: int | None) -> Tensor:
+        part, device = self.part, self.q.device
+        every = torch.arange(self.span.rows, device=device)
+        rows = every if self.rows is None else every[self.rows]
+        ids = torch.arange(part.fresh, device=device) if part.ids is None else part.ids
+        sees = self.span.sees
+        fresh = ids[None, :] <= rows[:, None] if sees is None else sees[rows][:, ids]  # [R, fresh]
+        mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
+        if window is not None:
+            distance = self.q_positions[None, :, None] - part.positions[:, None, :]
+            if self._moved:  # far rows that are read as if they were near
+                slots, delta = self._moved
+                distance[:, :, slots] -= delta[:, None]
+            mask = mask & (distance < window)
+        return mask
+
+    @property
+    def _moved(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.view is None else self.view.moved
+
+    # ---- attention
+    def attend(self, select: Tensor | None = None) -> Tensor:
+        """Exact attention over what is visible and, if given, selected (bool [1 | h, R, N]). -> [R, hq, D].
+
+        Of a selection, only the selected entries are read, unless reading everything once is less.
+        """
+        part, spec = self.part, self.step.model.config.attention[self.layer]
+        if select is None and self.view is None and self._causal(spec.softcap, spec.window):
+            self.count(part.size[1])
+            if scaled(part.codec):
+                k, k_scale, v, v_scale = part.planes
+                if prefill.fits(self.q, k, v, (k_scale, v_scale)):  # nothing needs to be decoded
+                    return prefill.causal(self.q, k, v, spec.scale, (k_scale, v_scale))
+            return ops.causal(self.q, part.k, part.v, spec.scale)
+        mask = self.mask()
+        if select is not None:
+            mask = select if mask is None else mask & select
+            most = int(mask.sum(-1).max())
+            if most * mask.shape[1] < part.size[1]:
+                index = mask.byte().topk(most, -1, sorted=False).indices  # [1 | h, R, S]
+                valid = mask.gather(2, index).expand(part.size[0], -1, -1)
+                self.count_entries(int(valid.sum()))
+                return self._gathered(index.expand(part.size[0], -1, -1), valid)
+        self.count(part.size[1])
+        if self._moved is None:
+            return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
+        slots, _ = self._moved
+        logits = ops.scores(self.q, part.k, spec.scale, spec.softcap)  # [h, G, R, N]
+        logits[..., slots] = ops.scores(self._turned_back(), part.k[:, slots], spec.scale, spec.softcap)
+        return ops.weigh(logits, part.v, mask)[0]
+
+    def attend_rows(self, index: Tensor) -> Tensor:
+        """Exact attention over the slots `index` only, reading nothing else. -> [R, hq, D].
+
+        index [h, S] for a single query row, else [h, R, S]: every row reads slots of its own.
+        """
+        index = index.view(index.shape[0], -1, index.shape[-1])
+        self.count_entries(index.numel())
+        mask = self.mask()
+        return self._gathered(index, None if mask is None else mask.expand(index.shape[0], -1, -1).gather(2, index))
+
+    def _gathered(self, index: Tensor, valid: Tensor | None) -> Tensor:
+        """Row r of head h reads slots index[h, r]; where `valid` [h, R, S] is False nothing is seen.
+
+        Every (head, row) pair becomes a head with one query row of its own.
+        """
+        heads, rows, slots = index.shape
+        spec = self.step.model.config.attention[self.layer]
+        k, v = (x.reshape(heads * rows, slots, x.shape[2]) for x in self.part.take(index.flatten(1)))
+        mask = None if valid is None else valid.reshape(heads * rows, 1, slots)
+        q = self._by_pair(self.q, heads)
+        if self._moved is None:
+            out = ops.attention(q, k, v, mask, spec.scale, spec.softcap)
+        else:
+            seems = torch.isin(index, self._moved[0]).reshape(heads * rows, 1, 1, slots)
+            near = ops.scores(self._by_pair(self._turned_back(), heads), k, spec.scale, spec.softcap)
+            out = ops.weigh(torch.where(seems, near, ops.scores(q, k, spec.scale, spec.softcap)), v, mask)[0]
+        return out.view(heads, rows, -1, out.shape[2]).transpose(0, 1).reshape(self.q.shape)
+
+    @staticmethod
+    def _by_pair(q: Tensor, heads: int) -> Tensor:
+        """[R, h * G, D] -> [1, h * R * G, D]."""
+        rows, heads_q, dim = q.shape
+        return q.reshape(rows, heads, heads_q // heads, dim).transpose(0, 1).reshape(1, rows * heads_q, dim)
+
+    def _turned_back(self) -> Tensor:
+        """The query as moved rows meet it: turned by -delta, which is what moving the keys by delta comes to."""
+        assert self._moved is not None
+        return self.step.model.rotate(self.layer, self.q, -self._moved[1][:, None])
+
+    def _causal(self, softcap: float | None, window: int | None) -> bool:
+        """Whether the rows simply see everything before them."""
+        plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
+        return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
+
+    def few(self, start: int = 0) -> native.Few | None:
+        """What the native kernel needs, if it can do this read: few rows that see all before them, or a plain tree.
+
+        Slots before `start` are read from others.
+        """
+        part, rows, sees = self.part, self.q.shape[0], self.span.sees
+        spec = self.step.model.config.attention[self.layer]
+        if rows > FEW or part.fresh != rows or part.ids is not None or self.rows is not None or self.view is not None:
+            return None
+        if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
+            return None
+        if scaled(part.codec):
+            k, k_scale, v, v_scale = (plane[:, start:] for plane in part.planes)
+            few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale))
+        elif start and not isinstance(part.codec, Raw):  # what need not be decoded is not
+            few = native.Few(self.q, *part.between(start, part.size[1]), sees, start)
+        else:
+            few = native.Few(self.q, part.k, part.v, sees)
+        return few if native.fits(few) else None
+
+    def _in_order(self) -> bool:
+        """Whether slots are positions: no row before these has skipped the layer or was dropped."""
+        return self.part.plain and self.span.positions[0] == self.part.n
+
+    # ---- counters
+    def count(self, rows: int) -> None:
+        """`rows` cached rows of every head were read."""
+        self.count_entries(rows * self.part.size[0])
+
+    def count_entries(self, entries: int) -> None:
+        """`entries` (row, KV head) pairs were read."""
+        layer = self.span.kv.layers[self.layer]
+        self.count_bytes(entries * entry_bytes(layer.codec, layer.shape))
+
+    def count_keys(self, entries: int) -> None:
+        """Of `entries` (row, KV head) pairs the keys were read, and the values were not."""
+        layer = self.span.kv.layers[self.layer]
+        self.count_bytes(entries * entry_bytes(layer.codec, layer.shape) // 2)
+
+    def count_bytes(self, n: int) -> None:
+        """`n` bytes of KV, or of what is kept beside it, were read."""
+        self.step.counters.kv_bytes_read += n

@@ -1,0 +1,67 @@
+"""Reads of many requests at one layer, in one native call where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phasewise.ops import attention as ops
+from phasewise.ops.native import spans as native
+
+if TYPE_CHECKING:
+    from phasewise.step.read import Read
+
+
+def attend_all(reads: Sequence[Read], commons: Sequence[native.Common] = ()) -> list[Tensor]:
+    """`attend` of reads of one layer, those of few rows in a single native call where there is one.
+
+    What some of them have in common is read once for all; `commons` number `reads`. Their members are plain: whole
+    spans at positions that are slots, with no view, and no window that hides anything in common.
+    """
+    spec, heads = reads[0].step.model.config.attention[reads[0].layer], reads[0].part.size[0]
+    reach = native.reaches(commons, len(reads))
+    fews = [read.few(start) for read, start in zip(reads, native.starts(commons, len(reads)))]
+    fit = [few is not None and few.k.shape[0] == heads for few in fews]
+    for common in commons:
+        reads[common.members[0]].count(common.stop - common.start)
+    out: dict[int, Tensor] = {}
+    if not all(fit[m] for common in commons for m in common.members):
+        out, commons = _joined(reads, commons, reach), ()
+    together: dict[int, native.Few] = {}
+    for i, (read, few) in enumerate(zip(reads, fews)):
+        if i not in out and (few is None or not fit[i]):
+            out[i] = read.attend()
+            continue
+        read.count(read.part.size[1] - reach[i])
+        if i not in out and few is not None:
+            together[i] = few
+    if together:
+        place = {i: at for at, i in enumerate(together)}
+        numbered = [common._replace(members=tuple(place[m] for m in common.members)) for common in commons]
+        rows, _ = native.attend(list(together.values()), spec.scale, spec.window, commons=numbered)
+        out |= zip(together, torch.split(rows, [few.q.shape[0] for few in together.values()]))
+    return [out[i] for i in range(len(reads))]
+
+
+def _joined(reads: Sequence[Read], commons: Sequence[native.Common], reach: Sequence[int]) -> dict[int, Tensor]:
+    """The plain twin: what members read in common and what each reads alone, joined by log-sum-exp in float32."""
+    spec = reads[0].step.model.config.attention[reads[0].layer]
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for common in commons:
+        k, v = reads[common.members[0]].part.between(common.start, common.stop)
+        q = torch.cat([reads[m].q for m in common.members])
+        rows = [reads[m].q.shape[0] for m in common.members]
+        read, lse = ops.unmasked(q, k, v, spec.scale, spec.softcap)
+        for m, *piece in zip(common.members, torch.split(read, rows), torch.split(lse, rows)):
+            parts.setdefault(m, []).append((piece[0], piece[1]))
+    out = {}
+    for m, pieces in parts.items():
+        part, mask = reads[m].part, reads[m].mask()
+        k, v = part.between(reach[m], part.size[1])
+        seen = None if mask is None else mask[..., reach[m] :]
+        own = ops.reference(reads[m].q, k, v.float(), seen, spec.scale, spec.softcap)
+        out[m] = ops.merge([*pieces, own]).to(reads[m].q.dtype)
+    return out

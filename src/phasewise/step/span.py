@@ -1,0 +1,69 @@
+"""Everything a request brings to one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.kv.cache import KV
+    from phasewise.request.request import Request
+    from phasewise.step.phase import Phase
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Rows of one request in one step: a prompt slice, the last token, a draft tree, a block of masks.
+
+    `sees` says which rows of the span a row may read: None = causal (itself and those before), else bool
+    [rows, rows]. Committed cache rows at smaller positions are always visible, unless a method says otherwise.
+    `layers` is a half-open range when only part of the depth runs now (layered prefill); then `hidden` [rows, d] and
+    `taps` {layer: [rows, d]} carry the state from step to step. The span object is the same in all these steps.
+    """
+
+    request: Request
+    kv: KV
+    phase: Phase
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sees: Tensor | None = None
+    layers: tuple[int, int] | None = None
+    hidden: Tensor | None = None
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    note: Any = None  # the proposing method's own memory from `propose` to `accept`
+    start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.tokens)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.start + self.rows)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether this step takes the rows through the last layer."""
+        return self.layers is None or self.layers[1] >= len(self.kv.layers)
+
+
+def ancestors(parents: Sequence[int]) -> Tensor:
+    """Bool [n, n]: row i sees itself and its ancestors. `parents[i] < i`; -1 marks a root."""
+    n = len(parents)
+    sees = torch.eye(n, dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            sees[i] |= sees[parent]
+    return sees
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Distance of each node from its root (a root has depth 0)."""
+    out: list[int] = []
+    for parent in parents:
+        out.append(0 if parent < 0 else out[parent] + 1)
+    return out

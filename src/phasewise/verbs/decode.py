@@ -1,0 +1,93 @@
+"""decode: which rows does a request bring, and what is made of the result?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.span import Span
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, choose, draw
+
+if TYPE_CHECKING:
+    from phasewise.request.request import Request
+    from phasewise.step.phase import Hidden, Phase
+    from phasewise.step.span import Span
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a span: its rows to keep in the KV (the first `keep`, or a path), and the tokens to emit."""
+
+    keep: int | list[int]
+    tokens: list[int]
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.keep if isinstance(self.keep, int) else len(self.keep)
+
+
+class Decode(Protocol):
+    """decode: which rows does a request bring, and what is made of the result?
+
+    A method whose rows see later rows of their own block has an attribute `unit: int`, the rows of a block.
+    """
+
+    def rows(self, request: Request) -> int:
+        """Rows the request would like to bring to the next step (at least 1)."""
+        ...
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        """One span per request, of at most its budget of rows (a method with a smallest unit may exceed it by one)."""
+        ...
+
+    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        """One outcome per span. Pure as to the engine: it changes neither KV nor the request's tokens."""
+        ...
+
+
+def slice_span(request: Request, rows: int, phase: Phase) -> Span:
+    """The next known tokens that are not computed yet, at most `rows` of them and never across the prompt's end."""
+    assert request.kv is not None
+    start = request.computed
+    end = min(start + rows, request.prompt_len if request.prefilling else request.known)
+    return Span(request, request.kv, phase, request.tokens[start:end], range(start, end))
+
+
+def catching_up(request: Request) -> bool:
+    """Whether known tokens other than the last are still to be computed (a prompt, or a replay after preemption)."""
+    return request.prefilling or request.known - request.computed > 1
+
+
+def draw_outcomes(
+    host: Host, spans: Sequence[Span], hidden: Hidden, shape: Callable[[Tensor, list[Span]], Tensor] | None = None
+) -> list[Outcome]:
+    """Plain decoding: a token for every span that reaches its request's last known token.
+
+    `shape`, if given, replaces the logits [n, V] of those spans (two-model methods).
+    """
+    outcomes: list[Outcome] = []
+    done: list[Span] = []
+    drawn: list[list[int]] = []  # where their tokens go
+    for span in spans:
+        outcomes.append(outcome := Outcome(span.rows, []))
+        if span.positions[-1] + 1 == span.request.known:
+            done.append(span)
+            drawn.append(outcome.tokens)
+    if done:
+        x = hidden.rows([span.start + span.rows - 1 for span in done])
+        contexts = [Context(span.request) for span in done]
+        if shape is None:
+            chosen = choose(host.sample, host.model, x, contexts)
+        else:
+            chosen = draw(host.sample(shape(host.model.head(x), done), contexts), contexts)
+        host.counters.head_rows += len(done)
+        for tokens, token in zip(drawn, chosen):
+            tokens.append(token)
+    return outcomes

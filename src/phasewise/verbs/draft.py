@@ -1,0 +1,105 @@
+"""draft: what might come next?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import Tensor
+
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span, depths
+from phasewise.verbs.decode import Outcome
+
+if TYPE_CHECKING:
+    from phasewise.request.request import Request
+
+Drawn = Literal["point", "iid", "without_replacement", "top_plus_one"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A tree of guesses below the pending token. `parents[i] < i`, -1 = child of the pending token; children of a node
+    stand in the order they were drawn.
+
+    `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
+    siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
+    None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    drawn: Drawn = "point"
+    q: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
+        return cls(list(tokens), list(range(-1, len(tokens) - 1)), drawn, q)
+
+    @classmethod
+    def trie(cls, paths: Sequence[Sequence[int]]) -> Draft:
+        """Deterministic guesses whose common beginnings are shared; nodes of earlier paths come first."""
+        tree = cls([], [])
+        nodes: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = -1
+            for token in path:
+                if (node, token) not in nodes:
+                    nodes[node, token] = len(tree.tokens)
+                    tree.tokens.append(token)
+                    tree.parents.append(node)
+                node = nodes[node, token]
+        return tree
+
+    def children(self, node: int) -> list[int]:
+        """Children of a node in draw order; -1 = of the pending token."""
+        return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Tokens from the first node down to `node`."""
+        out: list[int] = []
+        while node >= 0:
+            out.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(out))
+
+    def cut(self, nodes: int) -> Draft:
+        """The first `nodes` nodes (parents come before children, so this is a tree again)."""
+        if nodes >= len(self.tokens):
+            return self
+        q = None if self.q is None else self.q[:nodes]
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q)
+
+    def prune(self, levels: int) -> Draft:
+        """The nodes at most `levels` tokens after the pending one."""
+        if len(self.tokens) <= levels:
+            return self
+        kept = [node for node, depth in enumerate(depths(self.parents)) if depth < levels]
+        new = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        q = None if self.q is None else self.q[kept]
+        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q)
+
+
+class Drafter(Protocol):
+    """draft: what might come next?"""
+
+    def size(self, request: Request) -> int:
+        """The most nodes it may propose next (a bound on the rows a step needs); see `room`."""
+        ...
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        """At most `budget` nodes per request; more are cut, as are levels beyond `room`. None or empty = no guess.
+
+        Deterministic given the request.
+        """
+        ...
+
+    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        """Told what became of every span (prompt slices, plain rows, drafts), before the tokens are emitted."""
+        ...
+
+
+def headroom(request: Request) -> int:
+    """How many drafted tokens in a row the request could still take; one more follows them."""
+    return request.limit - request.known - 1

@@ -1,0 +1,49 @@
+"""evict: which cached rows are given up for good?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.request.request import Request
+    from phasewise.step.read import Read, View
+
+
+class Evict(Protocol):
+    """evict: which cached rows are given up for good?"""
+
+    observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
+
+    def observe(self, read: Read) -> None:
+        """Called for every read while the method is attached; may keep queries in the request's drawer.
+
+        A step that failed is tried again, so the same rows may come twice: tell them by their positions.
+        """
+        ...
+
+    def view(self, read: Read) -> View | None:
+        """What a row may still see before the rows are really dropped, so that a chunk equals single steps."""
+        ...
+
+    def due(self, request: Request) -> bool:
+        """Whether `keep` has work to do for this request now (called after each commit)."""
+        ...
+
+    def keep(self, request: Request, layer: int) -> Tensor | Sequence[Tensor] | None:
+        """Slots of the committed rows to keep, increasing: [K], [H, K] or one per head; None = all."""
+        ...
+
+
+def retain(scores: Tensor, keep: int, recent: int = 0) -> Tensor:
+    """Slots of the `keep` best scores [H, N] per head, and the `recent` slots after all of them.
+
+    -> increasing [H, min(keep, N) + recent]. Of equal scores the earlier slot stays, on every device.
+    """
+    heads, n = scores.shape
+    best = scores.sort(stable=True, dim=-1, descending=True).indices[:, :keep].sort(-1).values
+    last = torch.arange(n, n + recent, device=scores.device).expand(heads, -1)
+    return torch.cat((best, last), -1)

@@ -1,0 +1,73 @@
+"""Placements: engines made of engines, with the same verbs. Nothing above this line knows which one it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from phasewise.cluster.launcher import Launcher
+    from phasewise.engine.engine import Engine
+    from phasewise.kv.buffer import Ledger
+    from phasewise.model.model import Model
+    from phasewise.request.counters import Counters
+    from phasewise.request.request import Request
+
+
+class Placed(Protocol):
+    """What the server, the offline API and other placements see of an engine."""
+
+    model: Model
+
+    @property
+    def counters(self) -> Counters:
+        """Work done since start, by all engines together."""
+        ...
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def waiting(self) -> Sequence[Request]: ...
+    @property
+    def running(self) -> Sequence[Request]: ...
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes in use now, prefix cache included."""
+        ...
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Of these, the bytes of the prefix cache."""
+        ...
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """How many workers of each role are alive and ready; empty if all runs in one engine."""
+        ...
+
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request: Request) -> bool: ...
+    def step(self) -> list[Request]: ...
+    def forget_prefixes(self) -> None: ...
+    def close(self) -> None:
+        """Dismiss whatever runs elsewhere. Nothing can be added afterwards."""
+        ...
+
+
+class Plan(Protocol):
+    """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
+
+    clock: Callable[[], float]
+
+    @property
+    def budget(self) -> int:
+        """Bytes of KV for all engines together."""
+        ...
+
+    def launcher(self) -> Launcher:
+        """Who hires workers, where the user wants them."""
+        ...
+
+    def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:
+        """A new engine for these phases with `share` of the KV budget, or with an account of its own in a pool."""
+        ...

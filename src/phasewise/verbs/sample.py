@@ -1,0 +1,166 @@
+"""From logits to tokens: distributions, and randomness that depends on the request alone.
+
+One function turns logits into the distribution a token is drawn from (DESIGN law 6): the engine's `sample` method,
+used by sampler, verifier and drafter alike. Randomness is counter-based, keyed by (request seed, absolute position,
+purpose) (law 7), so a request draws the same tokens in any batch, process or placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.request.request import Request
+
+
+class Purpose(IntEnum):
+    """What a random number is for; different purposes at one position are independent."""
+
+    SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+    METHOD = 4  # free for a method's own use
+
+
+_WORD = 2**64 - 1
+
+
+def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:
+    """A number in [0, 1) that depends on the arguments alone: Philox 2x64, ten rounds (Salmon et al., 2011).
+
+    `seed` counts modulo 2**64, `index` stays below 2**32.
+    """
+    left, right, key = position & _WORD, (purpose << 32) | index, seed & _WORD
+    for _ in range(10):
+        product = left * 0xD2B74407B1CE6E93
+        left, right = (product >> 64) ^ key ^ right, product & _WORD
+        key = (key + 0x9E3779B97F4A7C15) & _WORD
+    return (left >> 11) * 2.0**-53
+
+
+@dataclass(slots=True)
+class Context:
+    """The prefix a row of logits belongs to: the request's tokens, then `path` (a draft path not yet accepted)."""
+
+    request: Request
+    path: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token to be drawn."""
+        return self.request.known + len(self.path)
+
+
+class Dist:
+    """The distributions tokens are drawn from, one per row. Greedy rows are points and cost no softmax."""
+
+    __slots__ = ("_row", "probs", "top", "vocab")
+
+    def __init__(self, top: list[int], vocab: int, sampled: Sequence[int] = (), probs: Tensor | None = None) -> None:
+        self.top = top  # most likely token per row
+        self.vocab = vocab
+        self._row = {row: i for i, row in enumerate(sampled)} if sampled else {}  # rows that are not greedy, increasing
+        self.probs = probs  # float32 [len(sampled), V]; None: all rows are greedy
+
+    def __len__(self) -> int:
+        return len(self.top)
+
+    def part(self, start: int, end: int) -> Dist:
+        """Rows start .. end-1 as a distribution of their own, sharing memory."""
+        sampled = [row for row in range(start, end) if row in self._row]
+        if not sampled:
+            return Dist(self.top[start:end], self.vocab)
+        assert self.probs is not None
+        probs = self.probs[self._row[sampled[0]] : self._row[sampled[-1]] + 1]
+        return Dist(self.top[start:end], self.vocab, [row - start for row in sampled], probs)
+
+    def greedy(self, row: int) -> bool:
+        return row not in self._row
+
+    def row(self, row: int) -> Tensor:
+        """Probabilities float32 [V]."""
+        if row in self._row:
+            assert self.probs is not None
+            return self.probs[self._row[row]]
+        point = torch.zeros(self.vocab)
+        point[self.top[row]] = 1.0
+        return point
+
+    def prob(self, row: int, token: int) -> float:
+        if row in self._row:
+            assert self.probs is not None
+            return float(self.probs[self._row[row], token])
+        return float(self.top[row] == token)
+
+    def draw(self, row: int, u: float) -> int:
+        """The token whose stretch of the cumulated probabilities holds `u`."""
+        return pick(self.row(row), u) if row in self._row else self.top[row]
+
+    def draw_all(self, us: Sequence[float]) -> list[int]:
+        """One token per row; `us` [rows]."""
+        tokens = list(self.top)
+        if self._row:
+            assert self.probs is not None
+            cumulated = self.probs.double().cumsum(-1)
+            at = torch.tensor([us[row] for row in self._row], dtype=torch.float64)[:, None]
+            found = torch.searchsorted(cumulated, at.to(cumulated.device) * cumulated[:, -1:], right=True)
+            for row, token in zip(self._row, found[:, 0].tolist()):
+                tokens[row] = min(token, self.vocab - 1)
+        return tokens
+
+
+def pick(probs: Tensor, u: float) -> int:
+    """The token whose stretch of the cumulated `probs` [V] (of any sum) holds `u`; never one of weight 0."""
+    cumulated = probs.double().cumsum(-1)
+    found = int(torch.searchsorted(cumulated, u * float(cumulated[-1]), right=True))
+    return min(found, probs.shape[-1] - 1)
+
+
+class Sample(Protocol):
+    """sample: logits to the distribution a token is drawn from.
+
+    A method may also have `greedy(contexts) -> bool`: True if each of these tokens is simply the one of the largest
+    logit (of equal ones the first). It is then not called for them, and no logits are written.
+    """
+
+    def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
+        """logits float32 [n, V] (may be overwritten), one context per row."""
+        ...
+
+
+def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> list[int]:
+    """`draw(distribution(...))` in one."""
+    if _greedy(sample, contexts):
+        return model.best(x)
+    return draw(sample(model.head(x), contexts), contexts)
+
+
+def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
+    """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
+    if _greedy(sample, contexts):
+        return Dist(model.best(x), model.config.vocab)
+    return sample(model.head(x), contexts)
+
+
+def _greedy(sample: Sample, contexts: Sequence[Context]) -> bool:
+    greedy = getattr(sample, "greedy", None)
+    return greedy is not None and greedy(contexts)
+
+
+def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:
+    """One token per row, by each request's own randomness."""
+    if dist.probs is None:
+        return list(dist.top)
+    us = [
+        0.0 if dist.greedy(i) else uniform(c.request.params.seed, c.position, Purpose.SAMPLE)
+        for i, c in enumerate(contexts)
+    ]
+    return dist.draw_all(us)

@@ -1,0 +1,23 @@
+"""skip: which layers run for a row?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.step.span import Span
+
+
+class Skip(Protocol):
+    """skip: which layers run for a row?"""
+
+    def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
+        """Local rows of the span that run this layer (int64 index, possibly empty); None = all. x [R, d]."""
+        ...
+
+    def unused(self, layers: int) -> Sequence[int]:
+        """Layers no row of this phase ever runs: their KV is freed when a request enters the phase."""
+        ...

@@ -1,0 +1,223 @@
+"""Whatever a method raises for one request fails that request, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from phasewise.engine.attempt import isolate
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from tests import tiny
+from tests.engine.engines import Boom, Faulty, alone, break_decode, method_options, sampled, step_all
+
+SCHEDULES = ("sarathi:budget=11", "prefill_first", "layered:rows_per_group=9")
+PROMPTS = tiny.prompts(30, 12, 21, 5, 17)
+
+
+def crowd(engine: tiny.Placed, bad: int | None = 2, params: Params | None = None) -> list[Request]:
+    params = params or tiny.greedy(6)
+    requests = [Request(p, params, id="bad" if i == bad else f"good-{i}") for i, p in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add(request)
+    return requests
+
+
+def only_the_bad_one_failed(requests: list[Request], why: str) -> None:
+    for request in requests:
+        if request.id == "bad":
+            assert (request.left.how, request.left.reason) == ("failed", why)
+        else:
+            assert request.left.how == "finished" and request.out == alone(request)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("verb", ["rows", "propose", "accept"])
+def test_a_decode_method_that_raises(verb: str, schedule: str) -> None:
+    engine = tiny.engine({"schedule": schedule})
+    break_decode(engine, [verb], {"bad"})
+    requests = crowd(engine)
+    step_all(engine, requests)
+    only_the_bad_one_failed(requests, f"Boom: {verb}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sampler_that_raises(schedule: str) -> None:
+    engine = tiny.engine({"schedule": schedule})
+    host = engine.parts.phases[0].decode.host
+    sample = host.sample
+
+    def sampler(logits: object, contexts: list) -> object:
+        if any(context.request.id == "bad" and context.request.n_out == 3 for context in contexts):
+            raise Boom("no")
+        return sample(logits, contexts)
+
+    host.sample = sampler
+    requests = crowd(engine, params=sampled(6))
+    step_all(engine, requests)
+    only_the_bad_one_failed(requests, "Boom: no")
+    assert requests[2].n_out == 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_attend_method_that_raises_in_the_middle_of_the_model(schedule: str) -> None:
+    engine = tiny.engine({"schedule": schedule})
+    for phase in engine.parts.phases:
+        attend = phase.attend
+
+        def broken(reads: list, attend: object = attend) -> list:
+            if any(read.span.request.id == "bad" and read.layer == 2 for read in reads):
+                raise Boom("layer 2")
+            return attend(reads)
+
+        object.__setattr__(phase, "attend", broken)
+    requests = crowd(engine)
+    step_all(engine, requests)
+    only_the_bad_one_failed(requests, "Boom: layer 2")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("options", [o for o in method_options("evict") if o["evict"] != "none"], ids=str)
+@pytest.mark.parametrize("verb", ["observe", "view", "due", "keep"])
+def test_an_evictor_that_raises(verb: str, options: dict[str, str], schedule: str) -> None:
+    """After a failed try, rows are seen again: that must not change what the others keep."""
+    engine = tiny.engine(options | {"schedule": schedule})
+    evict = Faulty(engine.parts.phases[0].evict, [verb], {"bad"})
+    for phase in engine.parts.phases:
+        object.__setattr__(phase, "evict", evict)
+    requests = crowd(engine)
+    step_all(engine, requests)
+    if requests[2].left.how == "failed":  # an evictor may have nothing to `keep` here
+        assert requests[2].left.reason == f"Boom: {verb}"
+    for request in requests:
+        if request.id != "bad":
+            (one,) = tiny.run(tiny.engine(options), [request.prompt], request.params)
+            assert request.out == one.out
+
+
+@pytest.mark.parametrize("options", method_options("draft"), ids=str)
+@pytest.mark.parametrize("verb", ["size", "draft", "learn"])
+def test_a_drafter_that_raises(verb: str, options: dict[str, str]) -> None:
+    engine = tiny.engine(options | {"verify": "match"})
+    decode = engine.parts.phases[0].decode
+    decode.drafter = Faulty(decode.drafter, [verb], {"bad"})
+    requests = crowd(engine, params=sampled(6))
+    step_all(engine, requests)
+    only_the_bad_one_failed(requests, f"Boom: {verb}")
+
+
+def test_a_draft_model_whose_pass_fails_once_starts_again() -> None:
+    engine = tiny.engine({"draft": "draft_model:model=tiny-draft", "verify": "match"})
+    (companion,) = engine.parts.companions
+    layer, left = companion.model.layer, [1]
+
+    def shaky(i: int, x: object, ctx: object) -> object:
+        result = layer(i, x, ctx)
+        if i == 1 and left[0]:
+            left[0] -= 1
+            raise Boom("passing")
+        return result
+
+    companion.model = copy.copy(companion.model)
+    companion.model.layer = shaky
+    requests = crowd(engine, bad=None, params=sampled(6))
+    step_all(engine, requests)
+    assert left == [0]
+    only_the_bad_one_failed(requests, "")
+
+
+def test_a_watch_that_raises() -> None:
+    def watch(token: int) -> bool:
+        raise Boom("watching")
+
+    engine = tiny.engine()
+    requests = crowd(engine, bad=None)
+    spoilt = Request(PROMPTS[1], tiny.greedy(4), id="bad", watch=watch)
+    engine.add(spoilt)
+    step_all(engine, [*requests, spoilt])
+    only_the_bad_one_failed([*requests, spoilt], "Boom: watching")
+
+
+def test_a_store_that_cannot_open() -> None:
+    engine = tiny.engine()
+    open_ = engine.store.open
+
+    def broken(request: Request, tokens: int) -> object:
+        if request.id == "bad":
+            raise MemoryError("no pages")
+        return open_(request, tokens)
+
+    engine.store.open = broken
+    requests = crowd(engine)
+    step_all(engine, requests)
+    only_the_bad_one_failed(requests, "MemoryError: no pages")
+
+
+def test_a_drawer_that_cannot_be_closed_gives_its_memory_back_all_the_same() -> None:
+    class Drawer:
+        def close(self) -> None:
+            raise Boom("stuck")
+
+    engine = tiny.engine()
+    requests = crowd(engine)
+    engine.step()
+    requests[2].state["stuck"] = Drawer()
+    step_all(engine, requests)
+    assert all(r.left.how == "finished" for r in requests)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_an_error_that_goes_away_costs_nobody_a_token(times: int, schedule: str) -> None:
+    """Even a slice half-way through the layers is run again, whole, and gives the same tokens."""
+    engine = tiny.engine({"schedule": schedule})
+    decode = engine.parts.phases[0].decode
+    accept, left = decode.accept, [times]
+
+    def shaky(spans: list, hidden: object) -> list:
+        if len(spans) > 1 and left[0]:
+            left[0] -= 1
+            raise Boom("passing")
+        return accept(spans, hidden)
+
+    decode.accept = shaky
+    requests = crowd(engine, bad=None)
+    step_all(engine, requests)
+    assert left == [0]
+    only_the_bad_one_failed(requests, "")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sibling_that_cannot_draw_does_not_take_its_parent_along(schedule: str) -> None:
+    engine = tiny.engine({"schedule": schedule})
+    parent = Request(PROMPTS[0], sampled(5), id="parent")
+    family = [parent, *(parent.sibling(i) for i in (1, 2))]
+    break_decode(engine, ["accept"], {"parent.1"})
+    for request in family:
+        engine.add(request)
+    step_all(engine, family)
+    assert [r.left.how for r in family] == ["finished", "failed", "finished"]
+    assert [family[0].out, family[2].out] == [alone(family[0]), alone(family[2])]
+
+
+def test_isolate_finds_every_culprit_with_few_tries() -> None:
+    calls = []
+
+    def call(items: list[int]) -> list[int]:
+        calls.append(list(items))
+        if {13, 40} & set(items):
+            raise Boom(str(items))
+        return [2 * item for item in items]
+
+    undone: list[int] = []
+    results = isolate(call, list(range(64)), undone.append)
+    assert [i for i, r in enumerate(results) if isinstance(r, Boom)] == [13, 40]
+    assert all(r == 2 * i for i, r in enumerate(results) if i not in (13, 40))
+    assert len(calls) <= 4 * 6 + 1
+    assert undone.count(0) == 3  # among 64, 32 and 16
+
+
+def test_isolate_notices_a_missing_result() -> None:
+    (result,) = isolate(lambda items: [], [1])
+    assert isinstance(result, AssertionError)

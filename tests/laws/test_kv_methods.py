@@ -1,0 +1,181 @@
+"""The laws over the KV-side methods at knobs that bite, alone and composed: a request's tokens are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+
+from phasewise.engine.engine import Engine
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from tests import tiny
+from tests.kv.harness import drafting
+from tests.laws.compare import reference
+
+QUEST = {"attend": "quest:page=4,budget=16,dense_layers=1"}
+STREAMING = {"evict": "streaming:sinks=3,window=23"}
+SNAPKV = {"evict": "snapkv:keep=0.3,window=6"}
+INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2"}
+METHODS = {
+    "quest": QUEST,
+    "streaming": STREAMING,
+    "streaming text": {"evict": "streaming:sinks=3,window=23,positions=text"},
+    "snapkv": SNAPKV,
+    "int8": INT8,
+    "unified": UNIFIED,
+    "quest streaming": QUEST | STREAMING,
+    "quest snapkv": QUEST | SNAPKV,
+    "quest int8": QUEST | INT8,
+    "snapkv int8": SNAPKV | INT8,
+    "unified snapkv": UNIFIED | SNAPKV,
+    "quest snapkv int8 unified": QUEST | SNAPKV | INT8 | UNIFIED,
+}
+EVERY = pytest.mark.parametrize("name", METHODS)
+# Rounding is a step function: the last bit of a float, which depends on how many rows a kernel is given, now and then
+# moves a number to the next of 255 levels and logits by some hundredths. So with int8 a request may part at a near tie,
+# which is rare; a method that really looked at its batch would part everywhere.
+PROMPTS = tiny.prompts(41, 7, 90, 60)
+N = 24
+SAMPLED = Params(max_tokens=N, ignore_eos=True, temperature=0.8, top_p=0.95, seed=11)
+
+
+@cache
+def alone(name: str, sampled: bool = False) -> list[list[int]]:
+    """Each prompt by itself, in one piece, with all the memory it wants."""
+    params = SAMPLED if sampled else tiny.greedy(N)
+    return [tiny.outs(tiny.run(tiny.engine(METHODS[name], prefix_cache=False), [p], params))[0] for p in PROMPTS]
+
+
+def agree(name: str, requests: Sequence[Request], sampled: bool = False) -> None:
+    """Every request has said what it says alone (with int8: most have)."""
+    wanted = {tuple(prompt): out for prompt, out in zip(PROMPTS, alone(name, sampled))}
+    got, want = tiny.outs(requests), [wanted[tuple(request.prompt)] for request in requests]
+    if "int8" in name:
+        assert sum(a == b for a, b in zip(got, want)) * 2 >= len(requests)
+    elif sampled or got == want:
+        assert got == want
+    else:  # only where the two best logits were closer than a kernel's last bits may part
+        reference(METHODS[name], [request.prompt for request in requests], tiny.greedy(N)).check(got)
+
+
+def may_sample(name: str) -> list[bool]:
+    return [False] if "int8" in name else [False, True]
+
+
+@EVERY
+def test_the_knobs_bite(name: str) -> None:
+    dense = tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(N)))
+    if name != "int8":  # eight bits seldom change a token of so short an answer
+        assert alone(name) != dense
+
+
+@EVERY
+@pytest.mark.parametrize("budget", [3, 7])
+def test_chunks_and_batch_mates(name: str, budget: int) -> None:
+    for sampled in may_sample(name):
+        placed = tiny.engine(METHODS[name] | {"schedule": f"sarathi:budget={budget}"}, prefix_cache=False)
+        agree(name, tiny.run(placed, PROMPTS, SAMPLED if sampled else tiny.greedy(N)), sampled)
+
+
+@EVERY
+def test_layered_prefill(name: str) -> None:
+    placed = tiny.engine(METHODS[name] | {"schedule": "layered"}, prefix_cache=False)
+    agree(name, tiny.run(placed, PROMPTS, tiny.greedy(N)))
+
+
+@EVERY
+@pytest.mark.parametrize("moments", [(1,), (9, 14), (25,)])
+def test_preemption(name: str, moments: tuple[int, ...]) -> None:
+    """Freed at some step, its prompt is computed again and its tokens replayed as one span."""
+    placed = tiny.engine(METHODS[name], prefix_cache=False)
+    assert isinstance(placed, Engine)
+    requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS]
+    for request in requests:
+        placed.add(request)
+    for step in range(max(moments) + 1):
+        placed.step()
+        if step in moments:
+            for request in requests[1:]:
+                if request in placed.running:
+                    placed.room.preempt(request)
+    tiny.finish(placed, requests)
+    agree(name, requests)
+    assert placed.counters.preemptions > 0 or moments == (25,)
+
+
+@EVERY
+def test_scarce_memory(name: str) -> None:
+    row = tiny.engine(METHODS[name]).store.row_bytes  # type: ignore[attr-defined]
+    placed = tiny.engine(METHODS[name], kv_bytes=row * 64 * 5)
+    assert isinstance(placed, Engine)
+    requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS * 2]
+    for request in requests:
+        placed.add(request)
+    while any(request.left is None for request in requests):
+        placed.step()
+        assert placed.kv_bytes <= row * 64 * 5
+    agree(name, requests)
+
+
+@EVERY
+def test_prefix_hits(name: str) -> None:
+    placed = tiny.engine(METHODS[name])
+    requests = [Request(prompt, tiny.greedy(N)) for prompt in (*PROMPTS, *PROMPTS[::-1])]
+    for request in requests:
+        placed.add(request)
+        while request.left is None:
+            placed.step()
+    agree(name, requests)
+    assert placed.counters.prefix_hits > 0
+    placed.forget_prefixes()
+    assert placed.kv_bytes == 0
+
+
+@EVERY
+def test_siblings(name: str) -> None:
+    placed = tiny.engine(METHODS[name])
+    family = [Request(PROMPTS[2], SAMPLED if True in may_sample(name) else tiny.greedy(N))]
+    family += [family[0].sibling(i) for i in (1, 2)]
+    for request in family:
+        placed.add(request)
+    tiny.finish(placed, family)
+    if "int8" in name:
+        agree(name, family)
+        return
+    for request in family:
+        single = tiny.run(tiny.engine(METHODS[name]), [request.prompt], request.params)
+        assert [request.out] == tiny.outs(single)
+
+
+@EVERY
+def test_drafts(name: str) -> None:
+    """Law 3: exact drafting over a lossy method gives that method's tokens, trees, rejections and all."""
+    for sampled in may_sample(name):
+        script = {tuple(prompt): out for prompt, out in zip(PROMPTS, alone(name, sampled))}
+        placed = drafting(METHODS[name] | {"schedule": "sarathi:budget=40"}, script, prefix_cache=False)
+        agree(name, tiny.run(placed, PROMPTS, SAMPLED if sampled else tiny.greedy(N)), sampled)
+        assert placed.counters.drafted > placed.counters.accepted > 0
+
+
+@EVERY
+def test_hand_off(name: str) -> None:
+    """Computed by one engine, decoded by another: the KV crosses as it is."""
+    placed = tiny.engine(METHODS[name] | {"place": "disaggregated"})
+    agree(name, tiny.run(placed, PROMPTS, tiny.greedy(N)))
+    assert placed.counters.handoffs == len(PROMPTS) and placed.counters.recomputed == 0
+
+
+def test_quest_reads_less() -> None:
+    """The claim, on the counter: with 16 rows of hundreds, three layers of four read a fraction."""
+    prompt = tiny.prompts(400)
+    read = {}
+    for verbs in ({}, {"attend": "quest:page=8,budget=48,dense_layers=1"}):
+        placed = tiny.engine(verbs, prefix_cache=False)
+        tiny.run(placed, prompt, tiny.greedy(1))
+        prefill = placed.counters.kv_bytes_read
+        placed = tiny.engine(verbs, prefix_cache=False)
+        tiny.run(placed, prompt, tiny.greedy(41))
+        read[bool(verbs)] = placed.counters.kv_bytes_read - prefill
+    assert read[True] < 0.5 * read[False]
