@@ -12,7 +12,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types lines readme pocket clean
+.PHONY: help serve test lint types lines rooms readme pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -31,8 +31,11 @@ lint: $(VENV)/.dev ## Check style and format with ruff
 types: $(VENV)/.dev ## Check types with mypy --strict
 	@$(BIN)/mypy
 
-lines: ## Count lines per file, the change against main, and the core's budget
+lines: ## Count lines per file, the change against main, and the budgets of folders
 	@$(PYTHON) scripts/lines.py
+
+rooms: ## Check which room imports which, and draw it into docs/architecture.md
+	@$(PYTHON) scripts/rooms.py $(if $(CI),--check)
 
 readme: $(VENV)/.serve ## Write the generated tables into README.md
 	@$(BIN)/python scripts/readme_tables.py

@@ -12,12 +12,10 @@ import torch
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError
-from phasewise.load import dtype_of, load_model, model_path
+from phasewise.load import model_path
 from phasewise.model.chat import ChatTemplate
-from phasewise.model.model import Model
 from phasewise.model.tokenizer import Tokenizer
-from phasewise.options import parse
-from phasewise.recipe import Builder
+from phasewise.recipe import build
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
@@ -62,17 +60,12 @@ class LLM:
         limits: Limits | None = None,
         **verbs: str | None,
     ) -> None:
-        methods = parse(verbs)
         self.name = model
         self.limits = limits or Limits()
-        self.model = load_model(model, dtype=dtype_of(dtype), device=device)
+        builder = build(EngineSpec(model, self.limits, dtype, device, verbs))
+        self.model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
-
-        def load(name: str) -> Model:
-            return load_model(name, dtype=self.model.dtype, device=device)
-
-        source = EngineSpec(model, self.limits, dtype, device, verbs)
-        self.engine: Placed = Builder(self.model, methods, self.limits, load=load, source=source).build()
+        self.engine: Placed = builder.build()
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -16,8 +16,9 @@ from phasewise.errors import UserError, near
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Wire
+from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
-from phasewise.options import CLUSTERS, DEFAULTS
+from phasewise.options import CLUSTERS, DEFAULTS, parse
 from phasewise.request.counters import Counters
 from phasewise.speculation.companion import Companion
 from phasewise.step.phase import Phase
@@ -39,17 +40,17 @@ class Builder:
         *,
         load: Callable[[str], Model],
         clock: Callable[[], float] = time.monotonic,
-        source: EngineSpec | None = None,
+        spec: EngineSpec | None = None,
     ) -> None:
-        self.model, self.methods, self.limits, self.clock, self.source = model, methods, limits, clock, source
+        self.model, self.methods, self.limits, self.clock, self.spec = model, methods, limits, clock, spec
         self._load = load
-        self._hires = False  # whether the placement has asked for workers
+        self._launches = False  # whether the placement has asked for workers
         self._loaded: dict[str, Model] = {}  # companions' models, shared by all engines of a placement
 
     def build(self) -> Placed:
         """The placement, ready for requests."""
         placed: Placed = self.methods["place"].build(self)
-        if self.limits.cluster not in ("auto", "inline") and not self._hires:
+        if self.limits.cluster not in ("auto", "inline") and not self._launches:
             raise UserError(
                 f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. Add --place disaggregated"
             )
@@ -102,31 +103,31 @@ class Builder:
         return Engine(parts)
 
     def launcher(self) -> Launcher:
-        """Who hires the workers of a placement. Raises UserError for a `cluster` that is unknown or not installed."""
-        self._hires = True
+        """Who starts the workers of a placement. Raises UserError for a `cluster` that is unknown or not installed."""
+        self._launches = True
         name, knobs = catalog.split(self.limits.cluster, "cluster")
         if name not in CLUSTERS:
             raise UserError(f"unknown cluster {name!r}. {near(name, CLUSTERS)}")
         if knobs and name != "ray":
             raise UserError(f"cluster {name} has no knobs, but was given {', '.join(knobs)}")
         if name == "auto":
-            local = self.source is not None and self.source.device == "cpu" and hasattr(os, "pidfd_open")
+            local = self.spec is not None and self.spec.device == "cpu" and hasattr(os, "pidfd_open")
             name = "processes" if local else "inline"
         if name == "inline":
             return InlineLauncher(self)
-        if self.source is None:
+        if self.spec is None:
             raise UserError(f"cluster {name} needs a model by name: use LLM(...) or the command line")
         if name == "processes":
             from phasewise.cluster.process import ProcessLauncher
 
-            return ProcessLauncher(self.source)
+            return ProcessLauncher(self.spec, build)
         try:
             from phasewise.cluster.ray_backend import RayLauncher, RayPlacement
         except ModuleNotFoundError as error:
             if error.name != "ray":
                 raise
             raise UserError("cluster ray needs Ray, which is not installed: pip install phasewise[cluster]") from error
-        return RayLauncher(self.source, catalog.configure(RayPlacement, knobs, "cluster ray"))
+        return RayLauncher(self.spec, build, catalog.configure(RayPlacement, knobs, "cluster ray"))
 
     def _for(self, verb: str, phase: str) -> Any:
         """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""
@@ -143,6 +144,17 @@ class Builder:
         shaping = [self.methods[verb] for verb in ("store", "evict", "decode")]
         shaping += [self._for("attend", "prefill"), self._for("skip", "prefill")]
         return repr((self.model.config, self.model.dtype, shaping))
+
+
+def build(spec: EngineSpec) -> Builder:
+    """Load the model of a spec and bind its methods. Raises UserError naming what does not fit."""
+
+    def load(name: str) -> Model:
+        return load_model(name, dtype=model.dtype, device=spec.device)
+
+    methods = parse(spec.verbs)
+    model = load_model(spec.model, dtype=dtype_of(spec.dtype), device=spec.device)
+    return Builder(model, methods, spec.limits, load=load, spec=spec)
 
 
 def kv_shapes(model: Model) -> list[KVShape]:

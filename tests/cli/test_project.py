@@ -84,19 +84,24 @@ def test_lines_are_counted_and_changes_shown() -> None:
     assert re.search(r"a\.py +120  \+20$", text, re.M) and re.search(r"gone\.py +0  -5$", text, re.M)
     assert re.search(r"b\.py +30  \+30$", text, re.M) and re.search(r"c\.py +7$", text, re.M)
     assert re.search(r"^all +157  \+45$", text, re.M)
-    assert "core (src/phasewise/*.py): 120 lines, +15; budget of 2500 lines" in text
+    assert "root + verbs + engine + step + request: 120 of 3600 lines, +15\n" in text
+    assert "kv: 30 of 2900 lines, +30\n" in text
 
 
-def test_a_core_over_its_budget_is_said_so() -> None:
+def test_what_is_too_large_fails() -> None:
     lines = script("lines")
-    over = {"src/phasewise/a.py": lines.BUDGET + 3, "src/phasewise/kv/b.py": 999}
-    assert lines.report(over, None)[-1].endswith("budget of 2500 lines, 3 too many")
-    assert lines.report({"src/phasewise/a.py": lines.BUDGET}, None)[-1].endswith("budget of 2500 lines")
+    assert lines.excess({"src/phasewise/a.py": 400, "src/phasewise/model/b.py": 400, "tests/c.py": 9999}) == []
+    many = {f"src/phasewise/kv/{i}.py": 290 for i in range(10)}
+    assert lines.excess(many) == []
+    assert lines.excess(many | {"src/phasewise/kv/sub/x.py": 3}) == ["kv: 2903 of 2900 lines, 3 too many"]
+    assert lines.excess({"src/phasewise/model/b.py": 401}) == ["src/phasewise/model/b.py: 401 lines, at most 400"]
 
 
-def test_this_repository_can_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script("lines").main([]) == 0
-    assert "core (src/phasewise/*.py): " in capsys.readouterr().out
+def test_this_repository_is_within_its_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    done = script("lines").main([])
+    said = capsys.readouterr()
+    assert done == 0, said.err
+    assert "root + verbs + engine + step + request: " in said.out
 
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="there is no README.md yet")

@@ -21,8 +21,10 @@ from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.engine.limits import Limits
+from phasewise.recipe import build
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
 from tests import tiny
 
 MEMORY = 100 << 20  # bytes of the object store of a node
@@ -36,9 +38,9 @@ LONG = 180.0  # seconds for anything that must happen at all
 HIDDEN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_AUTH_MODE")  # of a Ray that this machine may run
 
 
-def source(cluster: str = "ray", **verbs: str) -> EngineSpec:
+def start(cluster: str = "ray", **verbs: str) -> Placed:
     limits = Limits(kv_bytes=64 << 20, cluster=cluster)
-    return EngineSpec(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs})
+    return build(EngineSpec(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs})).build()
 
 
 class Nodes:
@@ -97,7 +99,7 @@ class Stage:
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes, self.baseline = nodes, references()
-        router = source().build().build()
+        router = start()
         assert isinstance(router, Router)
         self.router = router
         self.router.patience = Timeouts(move=60.0, silence=60.0, start=300.0)
@@ -154,20 +156,20 @@ class Stage:
     def settled(self) -> bool:
         """Whether the next test may use it: all who were hired are well, with nothing to do and nothing left."""
         placed = self.router
-        well = all(handle.line.alive and handle.state for handle in placed.handles) and not placed._closed
+        well = all(handle.connection.alive and handle.state for handle in placed.handles) and not placed._closed
         if not well or len(placed.handles) != 3 or not placed.idle:
             return False
         return placed.kv_bytes == 0 and self._own_references() <= self.baseline and len(self.nodes.names) == 2
 
     def _own_references(self) -> int:
         """Those of this process, but for the call that is under way to each worker."""
-        return references() - sum(handle.line.poll is not None for handle in self.router.handles)
+        return references() - sum(handle.connection.poll is not None for handle in self.router.handles)
 
 
 # ---- processes
 def inside(handle: WorkerHandle, ask: Callable[[Any], Any]) -> Any:
     """What a function says that is called in a worker's process."""
-    return ray.get(handle.line.actor.__ray_call__.remote(ask), timeout=LONG)
+    return ray.get(handle.connection.actor.__ray_call__.remote(ask), timeout=LONG)
 
 
 def pid(handle: WorkerHandle) -> int:

@@ -16,6 +16,7 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.cluster.transfer_buffer import folder
 from phasewise.engine.limits import Limits
+from phasewise.recipe import build
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -32,7 +33,7 @@ def started(
 ) -> Router:  # fmt: skip
     """Workers over the tiny model; with `faults`, a fate for each message of some kinds, over lines of that sort."""
     given = Limits(**{"kv_bytes": 64 << 20, "cluster": "processes", **limits})
-    plan = EngineSpec(str(tiny.checkpoint()), given, verbs={"place": place, **(verbs or {})}).build()
+    plan = build(EngineSpec(str(tiny.checkpoint()), given, verbs={"place": place, **(verbs or {})}))
     if faults is not None:
         launcher = Faulty(plan.launcher(), *faults)
         plan.launcher = lambda: launcher
@@ -59,7 +60,7 @@ def handle(placed: Router, role: str) -> WorkerHandle:
 
 def pid(handle: WorkerHandle) -> int:
     """The process of a worker that has introduced itself."""
-    found = handle.line.pid
+    found = handle.connection.pid
     assert isinstance(found, int)
     return found
 

@@ -133,7 +133,7 @@ def test_a_worker_is_quiet_once_it_has_heard_everything() -> None:
     assert there.quiet
     there.tell({"do": "forget"})
     there.tell({"do": "forget"})
-    assert [command["n"] for command in there.line.told] == [1, 2] and not there.quiet
+    assert [command["n"] for command in there.connection.told] == [1, 2] and not there.quiet
     there.state = {"heard": 2, "arrivals": ["r"]}
     assert not there.quiet
     there.state = {"heard": 2, "arrivals": []}
@@ -152,7 +152,7 @@ def test_a_move_promises_room_until_it_ends() -> None:
         assert not move.overdue(99.0), "it waits for room"
         move.send(there, deadline=20.0)
         assert (there.promised, there.coming, there.free, move.state) == (100, 1, 150, State.SENDING)
-        assert there.line.told == [{"do": "take", **OFFER, "n": 1}]
+        assert there.connection.told == [{"do": "take", **OFFER, "n": 1}]
         move.end(end)
         assert (there.promised, there.coming, move.target, move.state) == (0, 0, None, end)
 

@@ -231,7 +231,7 @@ def test_a_nursery_that_does_not_answer_is_replaced(placed: Router) -> None:
 # ---- links that are full
 @chunks_only
 def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
-    """The kernel refuses the prefill worker every file that is not empty, as it does where the transfer buffer is full."""
+    """The kernel refuses the prefill worker every file that is not empty, as where the buffer is full."""
     sender = pid(handle(placed, "prefill"))
     limit = resource.prlimit(sender, resource.RLIMIT_FSIZE)
     for most, restarts in ((0, len(PROMPTS)), (limit[0], 0)):
@@ -246,7 +246,7 @@ def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
 def test_orders_that_fill_the_socket_hold_up_nobody(placed: Router) -> None:
     never = tuple(range(1 << 20, (1 << 20) + 30_000))  # outside the vocabulary: 270 kB in each message
     params = [Params(8, stop_tokens=never, ignore_eos=True)] * len(PROMPTS)
-    before, line = placed.counters, handle(placed, "prefill").line
+    before, line = placed.counters, handle(placed, "prefill").connection
     with frozen([line.pid]):
         orders = start(placed, PROMPTS, params)
         steps(placed, 20)

@@ -22,6 +22,7 @@ from phasewise.cluster.transfer_buffer import Lost  # noqa: E402
 from phasewise.engine.limits import Limits  # noqa: E402
 from phasewise.errors import PhasewiseError, UserError  # noqa: E402
 from phasewise.kv.handoff import State  # noqa: E402
+from phasewise.recipe import build  # noqa: E402
 from phasewise.request.params import Params  # noqa: E402
 from phasewise.request.request import Request  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -72,13 +73,13 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
     assert not ray.is_initialized()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(UserError, match="RAY_ADDRESS=127.0.0.1:1"):
-        on.source().build().build()
+        on.start()
     with pytest.raises(UserError, match="strategy='SPRAED': choose one of SPREAD, PACK"):
-        on.source("ray:strategy=SPRAED").build().build()
+        on.start("ray:strategy=SPRAED")
     with pytest.raises(UserError, match="cpus=0 must be at least 1"):
-        on.source("ray:cpus=0").build().build()
+        on.start("ray:cpus=0")
     with pytest.raises(UserError, match="one KV pool run on one host: use --cluster processes"):
-        on.source(place="semi_pd").build().build()
+        on.start(place="semi_pd")
     assert not ray.is_initialized()
 
 
@@ -89,12 +90,12 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install phasewise\[cluster\]"):
-        on.source().build().build()
+        on.start()
 
 
 def test_a_worker_that_cannot_be_built_says_why() -> None:
     missing = EngineSpec("/no/such/model", Limits(cluster="ray")).plain()
-    actor = RayWorker(missing, {"role": "decode", "phases": ["prefill", "decode"], "share": 1.0, "threads": 1})
+    actor = RayWorker(missing, build, {"role": "decode", "phases": ["prefill", "decode"], "share": 1.0, "threads": 1})
     with pytest.raises(UserError, match="/no/such/model"):
         while True:
             assert actor.hear(0) == []
@@ -103,7 +104,7 @@ def test_a_worker_that_cannot_be_built_says_why() -> None:
 def test_workers_without_room_are_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rays, "ROOM", 0.5)
     with pytest.raises(UserError, match=r"3 workers with 1 \+ 1 \+ 1 CPUs \(STRICT_SPREAD\) have no room"):
-        on.source("ray:strategy=STRICT_SPREAD").build().build()
+        on.start("ray:strategy=STRICT_SPREAD")
     assert ray.is_initialized(), "who was there before stays"
 
 
@@ -240,7 +241,7 @@ def test_a_node_that_dies_is_waited_for(
 # ---- the end
 def test_close_leaves_no_process_behind(stage: Stage) -> None:
     placed = stage.router
-    processes, lines = [pid(handle) for handle in placed.handles], [handle.line for handle in placed.handles]
+    processes, lines = [pid(handle) for handle in placed.handles], [handle.connection for handle in placed.handles]
     request = Request(on.PROMPTS[0], tiny.greedy(100))
     placed.add(request)
     placed.close()

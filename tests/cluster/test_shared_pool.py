@@ -19,6 +19,7 @@ from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import folder
 from phasewise.engine.limits import Limits
 from phasewise.kv.handoff import State
+from phasewise.recipe import build
 from phasewise.request.request import Request
 from tests import tiny
 
@@ -29,7 +30,7 @@ PATIENCE = 240.0  # seconds; machines may be busy
 
 def started(knobs: str = "", slabs: int = 24, **limits: object) -> Router:
     given = Limits(**{"kv_bytes": slabs * SLAB, "cluster": "processes", **limits})
-    placed = EngineSpec(str(tiny.checkpoint()), given, verbs={"place": "semi_pd" + knobs}).build().build()
+    placed = build(EngineSpec(str(tiny.checkpoint()), given, verbs={"place": "semi_pd" + knobs})).build()
     assert isinstance(placed, Router)
     return placed
 
@@ -149,10 +150,10 @@ def test_a_pool_too_small_for_all_is_shared_by_both() -> None:
 
 # ---- killed in any state
 def stopped(placed: Router) -> Iterator[None]:
-    decode = handle(placed, "decode").line.pid
+    decode = handle(placed, "decode").connection.pid
     os.kill(decode, signal.SIGSTOP)
     yield
-    if any(d.line.pid == decode for d in placed.handles):
+    if any(d.connection.pid == decode for d in placed.handles):
         os.kill(decode, signal.SIGCONT)
 
 
@@ -203,7 +204,7 @@ def test_killed_in_any_state(shared: Router, moment: Callable[..., Iterator[None
     requests = start(shared, 9)  # no request outgrows its first buffers
     state = moment(shared, requests)
     next(state)
-    os.kill(handle(shared, role).line.pid, signal.SIGKILL)
+    os.kill(handle(shared, role).connection.pid, signal.SIGKILL)
     next(state, None)
     finish(shared, requests)
     assert tiny.outs(requests) == wanted(9)
@@ -215,7 +216,7 @@ def test_killed_again_and_again(shared: Router) -> None:
     before, requests = shared.counters, start(shared, 40)
     for i in range(6):
         until(shared, lambda goal=10 * i: sum(r.n_out for r in requests) > goal and shared.supervisor.ready)
-        os.kill(shared.handles[i % 2].line.pid, signal.SIGKILL)
+        os.kill(shared.handles[i % 2].connection.pid, signal.SIGKILL)
         until(shared, lambda lost=i + 1: (shared.counters - before).workers_lost == lost)  # or the dead are killed
     finish(shared, requests)
     assert tiny.outs(requests) == wanted(40)
@@ -225,12 +226,12 @@ def test_killed_again_and_again(shared: Router) -> None:
 # ---- cores
 def allowed(placed: Router, role: str) -> list[set[int]]:
     """The cores of every thread of a worker."""
-    pid = handle(placed, role).line.pid
+    pid = handle(placed, role).connection.pid
     return [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{pid}/task")]
 
 
 def listed(placed: Router, role: str) -> str:
-    status = Path(f"/proc/{handle(placed, role).line.pid}/status").read_text()
+    status = Path(f"/proc/{handle(placed, role).connection.pid}/status").read_text()
     return next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list"))
 
 

@@ -83,7 +83,7 @@ class Havoc:
         return f"{fault}: {victim.name}"
 
     def _at_work(self, handle: WorkerHandle) -> bool:
-        return bool(handle.state) and handle.line.alive and pid(handle) not in self.hit
+        return bool(handle.state) and handle.connection.alive and pid(handle) not in self.hit
 
 
 class Load:

@@ -102,7 +102,11 @@ def engines(placed: object) -> list[Engine]:
     if isinstance(placed, Engine):
         return [placed]
     if isinstance(placed, Router):
-        return [handle.line.worker.engine for handle in placed.handles if isinstance(handle.line, InlineConnection)]
+        return [
+            handle.connection.worker.engine
+            for handle in placed.handles
+            if isinstance(handle.connection, InlineConnection)
+        ]
     parts = [part for value in vars(placed).values() for part in (value if isinstance(value, list) else [value])]
     return [part for part in parts if isinstance(part, Engine)]
 

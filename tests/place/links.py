@@ -58,7 +58,9 @@ def disaggregated(
 
 # ---- looking inside
 def workers(placed: Router, role: str = "") -> list[Worker]:
-    return [handle.line.worker for handle in placed.handles if handle.line.alive and role in ("", handle.role)]
+    return [
+        handle.connection.worker for handle in placed.handles if handle.connection.alive and role in ("", handle.role)
+    ]
 
 
 def engines(placed: Router, role: str = "") -> list[Engine]:
@@ -148,7 +150,7 @@ def check_place(placed: Router, name: str) -> None:
     if flight.held:
         assert not jobs and not arrives
     elif jobs and flight.move is None:
-        assert jobs == [flight.handle.line.worker]
+        assert jobs == [flight.handle.connection.worker]
     elif not unheard(placed.launcher, name):
         assert jobs or arrives or offers or orphan, f"{name} is nowhere"
 

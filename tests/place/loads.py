@@ -28,7 +28,7 @@ def survive(
             if arrival.cancelled is not None and arrival.step + arrival.cancelled == now:
                 placed.cancel(family[0])
         if now in deaths:
-            placed.handles[deaths[now] % len(placed.handles)].line.kill()
+            placed.handles[deaths[now] % len(placed.handles)].connection.kill()
         placed.step()
         check(placed)
         if now > 60 and all(r.left for family in families for r in family):

@@ -17,7 +17,7 @@ def test_the_senders_wire_is_told_what_the_depot_took(monkeypatch: pytest.Monkey
     clock = Clock()
     placed = tiny.engine({"place": "disaggregated", "store": "cachegen:level=1"}, clock=clock, prefix_cache=False)
     told: list[tuple[int, float]] = []
-    sender, receiver = (handle.line.worker for handle in placed.handles)
+    sender, receiver = (handle.connection.worker for handle in placed.handles)
     wire = sender.engine.store.wire
     get = InlineBuffer.get
 

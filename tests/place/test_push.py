@@ -466,7 +466,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int, schedule: dict[st
     for _ in range(after):
         placed.step()
         check_router(placed)
-    next(handle for handle in placed.handles if handle.role == role).line.kill()
+    next(handle for handle in placed.handles if handle.role == role).connection.kill()
     placed.step()
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -481,7 +481,7 @@ def test_the_last_piece_outlives_its_sender() -> None:
     placed.add(request)
     while not request.n_out:
         placed.step()
-    next(handle for handle in placed.handles if handle.role == "prefill").line.kill()
+    next(handle for handle in placed.handles if handle.role == "prefill").connection.kill()
     placed.step()
     finish(placed, [request])
     assert request.out == alone(request) and placed.counters.restarts == 0
@@ -495,7 +495,7 @@ def test_pieces_of_the_dead_are_freed_when_they_have_been_copied() -> None:
     while (move := placed._flights[request.id].move) is None or move.offer is None:
         placed.step()
     assert move.pieces, "some are not known to have been copied"
-    next(handle for handle in placed.handles if handle.role == "prefill").line.kill()
+    next(handle for handle in placed.handles if handle.role == "prefill").connection.kill()
     while not request.left:
         placed.step()
         check_router(placed)

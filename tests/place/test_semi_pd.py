@@ -246,7 +246,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int) -> None:
     requests = together(placed, [sampled(8, seed=i) for i in range(5)])
     for _ in range(after):
         placed.step()
-    next(handle for handle in placed.handles if handle.role == role).line.kill()
+    next(handle for handle in placed.handles if handle.role == role).connection.kill()
     placed.step()
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -264,7 +264,7 @@ def test_a_loan_outlives_its_lender() -> None:
     while not offered():
         placed.step()
     waits = offered()
-    placed.handles[0].line.kill()
+    placed.handles[0].connection.kill()
     placed.step()
     assert offered() == waits and pool(placed).table.used > 0
     finish(placed, requests)
@@ -333,7 +333,7 @@ def test_whoever_replaces_a_worker_gets_its_cores(monkeypatch: pytest.MonkeyPatc
     placed = semi_pd()
     placed.policy.shares.at = 3
     placed.step()
-    placed.handles[1].line.kill()
+    placed.handles[1].connection.kill()
     placed.step()
     told = listen(placed)
     placed.step()

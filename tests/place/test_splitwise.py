@@ -14,6 +14,7 @@ from phasewise.cluster.router import Router
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.place.splitwise import Splitwise
+from phasewise.recipe import build
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
@@ -128,7 +129,7 @@ def test_a_worker_may_die_at_any_moment(role: str, after: int) -> None:
     for _ in range(after):
         placed.step()
         check_router(placed)
-    next(handle for handle in placed.handles if handle.role == role).line.kill()
+    next(handle for handle in placed.handles if handle.role == role).connection.kill()
     placed.step()
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -173,7 +174,7 @@ def test_bad_knobs_are_named(knobs: dict[str, float]) -> None:
 def test_processes_give_colocateds_tokens(place: str) -> None:
     verbs = {**CHUNKS, "place": place}
     limits = Limits(kv_bytes=64 << 20, cluster="processes")
-    placed = EngineSpec(str(tiny.checkpoint()), limits, verbs=verbs).build().build()
+    placed = build(EngineSpec(str(tiny.checkpoint()), limits, verbs=verbs)).build()
     assert isinstance(placed, Router)
     try:
         requests = together(placed, MIXED)

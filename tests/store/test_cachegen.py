@@ -20,6 +20,7 @@ from phasewise.methods.store.cachegen import CacheGen
 from phasewise.model.model import Model
 from phasewise.options import parse
 from phasewise.recipe import Builder
+from phasewise.request.header import request_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
@@ -61,7 +62,7 @@ def sent(one: Engine, request: Request) -> Message:
 
 @torch.inference_mode()
 def taken(other: Engine, message: Message) -> Request:
-    twin = Request.from_header(message[0]["request"])
+    twin = request_of(message[0]["request"])
     twin.kv, twin.state = unpack(*message, other.store, layout(other.model.config, other.store))
     other.resume(twin)
     return twin
@@ -134,7 +135,7 @@ def test_lost_and_damaged_moves_change_no_token() -> None:
         with pytest.raises(Misfit):
             taken(other, (header, damaged))
         assert other.kv_bytes == 0
-    again = Request.from_header(header["request"])
+    again = request_of(header["request"])
     again.computed = 0
     other.add(again)
     assert finished(other, again) == want

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from phasewise.engine.limits import Limits
+
 if TYPE_CHECKING:
-    from phasewise.engine.limits import Limits
-    from phasewise.recipe import Builder
+    from phasewise.verbs.place import Plan
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,8 @@ class EngineSpec:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> EngineSpec:
-        from phasewise.engine.limits import Limits
-
         return cls(**{**plain, "limits": Limits(**plain["limits"])})
 
-    def build(self) -> Builder:
-        """Load the model and bind the methods. Raises UserError naming what does not fit."""
-        from phasewise.load import dtype_of, load_model
-        from phasewise.model.model import Model
-        from phasewise.options import parse
-        from phasewise.recipe import Builder
 
-        def load(name: str) -> Model:
-            return load_model(name, dtype=model.dtype, device=self.device)
-
-        model = load_model(self.model, dtype=dtype_of(self.dtype), device=self.device)
-        return Builder(model, parse(self.verbs), self.limits, load=load, source=self)
+Build = Callable[[EngineSpec], "Plan"]
+"""Loads the model of a spec and binds its methods. A function of a module, so that other processes find it by name."""

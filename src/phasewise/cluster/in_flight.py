@@ -23,7 +23,8 @@ class Transfer:
         owned        the worker goes on with it
         released     it is over, the transfer buffer is free
 
-    `offer` is None until the prompt is done and all its KV known to lie in the transfer buffer or to have been copied from it.
+    `offer` is None until the prompt is done and all its KV known to lie in the transfer buffer or to have been copied
+    from it.
     """
 
     deadline: float = math.inf  # seconds of the router's clock; what was not heard of by then is taken for lost

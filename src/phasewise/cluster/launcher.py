@@ -1,7 +1,9 @@
-"""The connection between the router and one worker: commands go out, events come back, in order, until the worker dies.
+"""What the router asks of whoever starts its workers, and of the connection to each: commands go out, events come back,
+in order, until the worker dies.
 
-Both are plain data (JSON carries them); tensors travel through a transfer buffer and are named by parcels. Workers of a launcher
-may run inside the router's own thread (here), in processes of their own (process.py) or on other machines (ray_backend.py).
+Both are plain data (JSON carries them); tensors travel through a transfer buffer and are named by parcels. Workers may
+run inside the router's own thread (inline.py), in processes of their own (process.py) or on other machines
+(ray_backend.py).
 """
 
 from __future__ import annotations
@@ -63,13 +65,13 @@ class Connection(Protocol):
 
 
 class Launcher(Protocol):
-    """Hires workers, and waits for what they say."""
+    """Starts workers, and waits for what they say."""
 
     @property
     def transfer_buffer(self) -> TransferBuffer: ...
 
     def reserve(self, specs: Sequence[WorkerSpec]) -> None:
-        """What will be hired first, and kept up: said once, before, so that hosts can be chosen for all together."""
+        """What will be launched first, and kept up: said once, before, so that hosts can be chosen for all together."""
         ...
 
     def launch(self, name: str, spec: WorkerSpec) -> Connection:
@@ -77,7 +79,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self, connections: Sequence[Connection], seconds: float) -> None:
-        """Return when one of the lines has events or died, or after `seconds`."""
+        """Return when one of the connections has events or died, or after `seconds`."""
         ...
 
     def close(self) -> None:

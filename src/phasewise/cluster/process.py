@@ -2,7 +2,7 @@
 
     router process --- socket --- fork server (loads the model with one thread, forks)
          |                           |
-         +------- a socket pair -- worker, worker, ...        KV between them: files in shared memory (transfer buffer.py)
+         +------- a socket pair -- worker, worker, ...        KV: files in shared memory (transfer_buffer.py)
 
 Forks share the weights, packed ones too, until the machine ends; a new worker is ready in milliseconds. A fork is safe
 because the fork server is a fresh interpreter with a single thread, in which no parallel region has run.
@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import pkgutil
 import secrets
 import select
 import signal
@@ -28,7 +29,7 @@ from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, cast
 
-from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.engine_spec import Build, EngineSpec
 from phasewise.cluster.launcher import Connection, Message, WorkerSpec
 from phasewise.cluster.ownership import OwnershipBuffer
 from phasewise.cluster.shared_pool import SharedPool
@@ -38,7 +39,7 @@ from phasewise.cluster.worker import Worker
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.recipe import Builder
+    from phasewise.verbs.place import Plan
 
 log = logging.getLogger(__name__)
 PREFIX = "phasewise"
@@ -51,12 +52,17 @@ GRACE = 2.0  # seconds that dismissed workers have to go by themselves
 class ForkServer:
     """A process that has loaded the model, or is about to, and forks workers."""
 
-    def __init__(self, source: EngineSpec, run: str) -> None:
+    def __init__(self, spec: EngineSpec, build: Build, run: str) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         self._loaded = False
         with theirs:
-            arguments = [json.dumps(source.plain()), run, str(theirs.fileno())]
+            arguments = [
+                json.dumps(spec.plain()),
+                f"{build.__module__}:{build.__qualname__}",
+                run,
+                str(theirs.fileno()),
+            ]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "phasewise.cluster.process", *arguments],
                 pass_fds=[theirs.fileno()], env=os.environ | QUIET, start_new_session=True,
@@ -99,10 +105,10 @@ class ForkServer:
 class ProcessLauncher:
     """A launcher of processes on this machine. Raises UserError where there is no such thing."""
 
-    def __init__(self, source: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, build: Build) -> None:
         if not hasattr(os, "pidfd_open"):
             raise UserError("cluster processes needs Linux: use --cluster inline here")
-        self.source = source
+        self.spec, self.build = spec, build
         self.run = f"{PREFIX}.{os.getpid()}.{secrets.token_hex(4)}"
         self.transfer_buffer: TransferBuffer = SharedMemoryBuffer(self.run, "router")
         self._pool: SharedPool | None = None
@@ -117,9 +123,9 @@ class ProcessLauncher:
     def launch(self, name: str, spec: WorkerSpec) -> SocketConnection:
         """Returns at once: the worker speaks when it is there, or the line breaks."""
         if spec.pooled and self._pool is None:
-            if self.source.device != "cpu":
-                raise UserError(f"workers cannot share a pool on {self.source.device}: only on the CPU")
-            self._pool = SharedPool.create(self.run, self.source.limits.budget)
+            if self.spec.device != "cpu":
+                raise UserError(f"workers cannot share a pool on {self.spec.device}: only on the CPU")
+            self._pool = SharedPool.create(self.run, self.spec.limits.budget)
             self.transfer_buffer = OwnershipBuffer(self.transfer_buffer, self._pool)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -136,7 +142,7 @@ class ProcessLauncher:
     def _fork_server(self) -> ForkServer:
         """The one that is alive, or a new one."""
         if not self._fork_servers or not self._fork_servers[-1].alive:
-            self._fork_servers[:] = [ForkServer(self.source, self.run)]
+            self._fork_servers[:] = [ForkServer(self.spec, self.build, self.run)]
         return self._fork_servers[-1]
 
     def wait(self, connections: Sequence[Connection], seconds: float) -> None:
@@ -174,7 +180,7 @@ def sweep_dead() -> None:
 
 
 # ---- in the fork server
-def fork_server(plain: str, run: str, fileno: int) -> None:
+def fork_server(plain: str, build: str, run: str, fileno: int) -> None:
     """Load the model, then fork a worker for every message; ends when the router hangs up."""
     import torch
 
@@ -182,8 +188,8 @@ def fork_server(plain: str, run: str, fileno: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # the router says when to end; nobody waits for us
         signal.signal(ignored, signal.SIG_IGN)
     connection = socket.socket(fileno=fileno)
-    builder = EngineSpec.of(json.loads(plain)).build()
-    builder.engine(("prefill", "decode"), 1.0)  # loads what the methods load, for all to share
+    plan: Plan = pkgutil.resolve_name(build)(EngineSpec.of(json.loads(plain)))
+    plan.engine(("prefill", "decode"), 1.0)  # loads what the methods load, for all to share
     with contextlib.suppress(ConnectionError):
         connection.send(b"loaded")
         while True:
@@ -192,20 +198,20 @@ def fork_server(plain: str, run: str, fileno: int) -> None:
                 break
             if os.fork() == 0:
                 connection.close()
-                born(builder, json.loads(text), socket.socket(fileno=files[0]), run)
+                born(plan, json.loads(text), socket.socket(fileno=files[0]), run)
             os.close(files[0])
     sweep(run)  # the router may have died
 
 
 # ---- in a worker
-def born(builder: Builder, order: Message, sock: socket.socket, run: str) -> None:
+def born(plan: Plan, order: Message, sock: socket.socket, run: str) -> None:
     """Be a worker to the end. Does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as title:
         title.write(order["name"])  # what ps and top show
     code = 1
     try:
-        work(builder, order["name"], WorkerSpec.of(order["spec"]), sock, run)
+        work(plan, order["name"], WorkerSpec.of(order["spec"]), sock, run)
         code = 0
     except BaseException:
         log.exception("worker %s failed", order["name"])
@@ -213,7 +219,7 @@ def born(builder: Builder, order: Message, sock: socket.socket, run: str) -> Non
         os._exit(code)
 
 
-def work(builder: Builder, name: str, spec: WorkerSpec, sock: socket.socket, run: str) -> None:
+def work(plan: Plan, name: str, spec: WorkerSpec, sock: socket.socket, run: str) -> None:
     """Obey and take turns until the router hangs up. Another thread says now and then that the process is alive."""
     commands: SimpleQueue[Message | None] = SimpleQueue()
     connection, segments = WorkerSocket(sock), SharedMemoryBuffer(run, name)
@@ -237,9 +243,7 @@ def work(builder: Builder, name: str, spec: WorkerSpec, sock: socket.socket, run
         if spec.pooled:
             pool = SharedPool.join(run, name)
             account, transfer_buffer = pool.account(name, spec.yields), OwnershipBuffer(transfer_buffer, pool)
-        worker = Worker(
-            builder.engine(spec.phases, spec.share, account), transfer_buffer, connection.post, settle=run_on
-        )
+        worker = Worker(plan.engine(spec.phases, spec.share, account), transfer_buffer, connection.post, settle=run_on)
         for target in (listen, pulse):
             threading.Thread(target=target, daemon=True).start()
         serve(worker, commands)
@@ -280,4 +284,4 @@ def run_on(cores: Sequence[int] | None, threads: int | None) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(processName)s %(name)s: %(message)s")
-    fork_server(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    fork_server(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

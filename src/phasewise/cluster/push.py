@@ -1,6 +1,6 @@
 """KV that flows to the next worker while its prompt is still computed (push): what both sides keep of it.
 
-    Outbox   at the prompt's worker: after each step, what that step has made final goes into the transfer buffer as a piece
+    Outbox   at the prompt's worker: after each step, what that step has made final goes into the buffer as a piece
     Inbox    at the next worker: room for the whole prompt, taken when the prompt starts, and filled as pieces come
 
 A piece is known by request, attempt and number; it may come late, twice or never. The receiver owns the request once
@@ -20,6 +20,7 @@ from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import Header, drawers, fits, unpack
 from phasewise.kv.layer_kv import ROUND
 from phasewise.kv.segments import Block, Landing, Sent, cut, size
+from phasewise.request.header import request_of
 from phasewise.request.request import Request
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Inbox:
         if coming.last is None:
             return None
         header, tensors = coming.last
-        request = Request.from_header(header["request"])
+        request = request_of(header["request"])
         if not coming.landing.layers:
             request.kv, request.state = unpack(header, tensors, self.engine.store, self.layout)
         elif coming.landing.covers(request.computed):

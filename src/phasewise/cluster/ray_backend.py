@@ -25,7 +25,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.engine_spec import Build, EngineSpec
 from phasewise.cluster.launcher import Connection, Message, WorkerSpec
 from phasewise.cluster.process import PULSE
 from phasewise.cluster.ray_buffer import RayBuffer
@@ -128,7 +128,7 @@ class RayConnection:
 
 
 class WorkerGroup:
-    """The placement group of the workers that were hired first, one bundle for each; other workers go anywhere."""
+    """The placement group of the workers that were launched first, one bundle for each; other workers go anywhere."""
 
     def __init__(self, specs: Sequence[WorkerSpec], strategy: str) -> None:
         """Raises UserError if the cluster has no room for them."""
@@ -167,8 +167,8 @@ class WorkerGroup:
 class RayLauncher:
     """A launcher of actors. It joins a cluster when the first workers are reserved."""
 
-    def __init__(self, source: EngineSpec, seating: RayPlacement = RayPlacement()) -> None:
-        self.source, self.seating = source, seating
+    def __init__(self, spec: EngineSpec, build: Build, placement: RayPlacement = RayPlacement()) -> None:
+        self.spec, self.build, self.placement = spec, build, placement
         self.transfer_buffer = RayBuffer()
         self._calls: list[RayConnection] = []
         self._views: WorkerGroup | None = None
@@ -181,7 +181,7 @@ class RayLauncher:
         own = [self._fitted(spec) for spec in specs]
         connected = connect(sum(map(cpus, own)))
         try:
-            self._views = WorkerGroup(own, self.seating.strategy)
+            self._views = WorkerGroup(own, self.placement.strategy)
         except BaseException:
             if connected:
                 ray.shutdown()
@@ -193,18 +193,18 @@ class RayLauncher:
             self.reserve([])
         assert self._views is not None and self._dismiss is not None
         if not self._dismiss.alive:
-            raise PhasewiseError(f"worker {name} cannot be hired: all have been dismissed")
+            raise PhasewiseError(f"worker {name} cannot be launched: all have been dismissed")
         own = self._fitted(spec)
         bundle, options = self._views.options(own)
         options |= {"num_cpus": cpus(own), "max_concurrency": THREADS}
         kind = ray.remote(RayWorker).options(**options)  # never restarted, no call made twice: the router sees to that
-        call = RayConnection(name, lambda: kind.remote(self.source.plain(), asdict(own)), self._views)
+        call = RayConnection(name, lambda: kind.remote(self.spec.plain(), self.build, asdict(own)), self._views)
         self._views.take(bundle, call)
         self._calls[:] = [known for known in self._calls if known.alive] + [call]
         return call
 
     def _fitted(self, spec: WorkerSpec) -> WorkerSpec:
-        return spec if self.seating.cpus is None else replace(spec, threads=self.seating.cpus)
+        return spec if self.placement.cpus is None else replace(spec, threads=self.placement.cpus)
 
     def wait(self, connections: Sequence[Connection], seconds: float) -> None:
         polls = [

@@ -1,9 +1,11 @@
-"""The transfer buffer of a Ray cluster: a parcel is an object in shared memory on its worker's host, fetched by who picks it up.
+"""The transfer buffer of a Ray cluster: a parcel is an object in shared memory on its worker's host, fetched by whoever
+picks it up.
 
 A parcel holds a reference, so it travels in Ray's own messages, not in JSON, and lives as long as somebody holds one:
 dropping means forgetting. Ray lets the process that made an object own it, and frees what a dead process owned. So,
-other than a segment (transfer buffer.py), a parcel dies with the worker that put it down, and `get` raises Lost: the request is
-computed again from its tokens. (`ray.put` had an argument to let another actor own an object; Ray 2.56 removed it.)
+other than a segment (transfer_buffer.py), a parcel dies with the worker that put it down, and `get` raises Lost: the
+request is computed again from its tokens. (`ray.put` had an argument to let another actor own an object; Ray 2.56
+removed it.)
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import warnings
 from queue import Empty, SimpleQueue
 
 from phasewise.cluster.command_queue import CommandQueue
-from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.cluster.engine_spec import Build, EngineSpec
 from phasewise.cluster.launcher import Message, WorkerSpec
 from phasewise.cluster.process import PULSE, serve, settle
 from phasewise.cluster.ray_buffer import RayBuffer
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 class RayWorker:
     """One worker. `tell` and `hear` run in threads of Ray's, the worker in one of its own."""
 
-    def __init__(self, source: Message, spec: Message) -> None:
+    def __init__(self, engine_spec: Message, build: Build, spec: Message) -> None:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # parcels are only read
         self._transfer_buffer = RayBuffer()
         self._queue = CommandQueue(self._transfer_buffer)
         self._events: SimpleQueue[Message] = SimpleQueue()
         self._failed: BaseException | None = None
-        threading.Thread(target=self._work, args=(source, spec), name="worker", daemon=True).start()
+        threading.Thread(target=self._work, args=(engine_spec, build, spec), name="worker", daemon=True).start()
 
     def tell(self, number: int, command: Message) -> None:
         """Commands are numbered from 0 and may come in any order."""
@@ -55,12 +55,12 @@ class RayWorker:
             raise ConnectionError(f"one of the first {told} commands was lost on the way")
         return events
 
-    def _work(self, source: Message, spec: Message) -> None:
+    def _work(self, engine_spec: Message, build: Build, spec: Message) -> None:
         """Build the engine, which may take long, then obey and take turns until the process ends."""
         try:
             kind = WorkerSpec.of(spec)
             settle(kind)
-            engine = EngineSpec.of(source).build().engine(kind.phases, kind.share)
+            engine = build(EngineSpec.of(engine_spec)).engine(kind.phases, kind.share)
             serve(Worker(engine, self._transfer_buffer, self._events.put), self._queue.ready)
         except BaseException as error:
             log.exception("the worker has failed")

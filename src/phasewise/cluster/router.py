@@ -30,6 +30,7 @@ from phasewise.engine.engine import Engine
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
+from phasewise.request.header import header_of
 from phasewise.request.request import Left, Request
 
 log = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class Router:
         caller = flight.caller
         if isinstance(self.policy, Pairing) and self.policy.push and not caller.n_out:
             self._meet(flight, self.policy)
-        command: Message = {"do": "add", "attempt": flight.attempt, "request": caller.header() | {"computed": 0}}
+        command: Message = {"do": "add", "attempt": flight.attempt, "request": header_of(caller) | {"computed": 0}}
         command["push"] = flight.move is not None
         if parent is not None:
             command["parent"] = parent.id
@@ -429,7 +430,7 @@ class Router:
 
     # ---- the dead
     def _lose(self, handle: WorkerHandle, why: str) -> None:
-        """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer is still there."""
+        """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer stays."""
         self.supervisor.replace(handle, why)
         for flight in list(self._flights.values()):
             move = flight.move

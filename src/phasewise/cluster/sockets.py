@@ -1,4 +1,7 @@
-"""The connection to a worker process: JSON over a socket, each message after its length. The router's end never blocks."""
+"""The connection to a worker process: JSON over a socket, each message after its length.
+
+The router's end never blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers there are: hired, heard of in time, replaced when they die."""
+"""The workers there are: launched, heard of in time, replaced when they die."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phasewise.errors import PhasewiseError
 from phasewise.request.counters import Counters
 
 log = logging.getLogger(__name__)
-STILLBORN = 3  # workers of a role in a row that died without a word: hiring more is no use
+STILLBORN = 3  # workers of a role in a row that died without a word: launching more is no use
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class NoWorkers(PhasewiseError):
 
 
 class Supervisor:
-    """Desks of the workers hired from a launcher, one for each spec at any time."""
+    """Handles of the workers started by a launcher, one for each spec at any time."""
 
     def __init__(self, launcher: Launcher, specs: Sequence[WorkerSpec], clock: Callable[[], float]) -> None:
         self.launcher, self.clock = launcher, clock
@@ -104,7 +104,7 @@ class Supervisor:
             self._stillborn[handle.role] += 1
             if self._stillborn[handle.role] >= STILLBORN:
                 raise NoWorkers(
-                    f"{STILLBORN} {handle.role} workers in a row could not start (at last: {why}): the log says why, and "
-                    "--cluster inline does without processes"
+                    f"{STILLBORN} {handle.role} workers in a row could not start (at last: {why}): the log says why, "
+                    "and --cluster inline does without processes"
                 )
         self.launch(handle.spec)

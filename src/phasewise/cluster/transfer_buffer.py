@@ -81,7 +81,7 @@ class InlineBuffer:
 
 
 class SharedMemoryBuffer:
-    """The transfer buffer between processes of one machine: a file in shared memory per parcel, `{run}.{owner}.{number}`.
+    """Between processes of one machine: a file in shared memory per parcel, `{run}.{owner}.{number}`.
 
     `run` tells apart the servers of one machine. Files are made and removed, never changed after `put`.
     """

@@ -41,6 +41,7 @@ from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.handoff import landing, layout, pack, unpack
 from phasewise.kv.layer_kv import ROUND
 from phasewise.kv.segments import cut
+from phasewise.request.header import request_of
 from phasewise.request.request import Left, Request
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Worker:
         self._state()
 
     def _add(self, command: Message) -> None:
-        request = Request.from_header(command["request"])
+        request = request_of(command["request"])
         self._drop(request.id, command["attempt"])
         parent = self._jobs.get(command.get("parent", ""))
         request.parent = None if parent is None else parent.request
@@ -350,7 +351,7 @@ class Worker:
     def _go_on(self, command: Message) -> float:
         """-> seconds that the transfer buffer took to bring the rows here"""
         packed, clock = command["packed"], self.engine.parts.clock
-        request, began, seconds = Request.from_header(packed["request"]), clock(), 0.0
+        request, began, seconds = request_of(packed["request"]), clock(), 0.0
         if self._lender is not None:
             request.kv, request.state = self._lender.take(packed, command["parcel"])
         else:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
 from phasewise.kv.part import Derived, Part
-from phasewise.verbs.store import Codec
+
+if TYPE_CHECKING:
+    from phasewise.verbs.store import Codec
 
 ROUND = 64  # rows; capacities are multiples of it
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from phasewise.verbs.store import Codec
+if TYPE_CHECKING:
+    from phasewise.verbs.store import Codec
 
 
 class Derived(Protocol):

@@ -11,10 +11,10 @@ from phasewise.kv.layer_kv import LayerKV, rounded
 from phasewise.kv.prefix import PrefixTree
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
-from phasewise.verbs.store import Codec
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
+    from phasewise.verbs.store import Codec
 
 
 class Store:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phasewise.request.params import SLO, Params
@@ -156,43 +156,6 @@ class Request:
                     value.close()
             except Exception:  # memory must come back whatever a method does
                 log.exception("request %s: the drawer of %s could not be closed", self.id, name)
-
-    # ---- crossing a process boundary (placements)
-    def header(self) -> dict[str, Any]:
-        """Everything but the KV, as plain data: what another engine needs to go on (DESIGN section 7)."""
-        params = {f.name: getattr(self.params, f.name) for f in fields(Params) if f.init}
-        return {
-            "id": self.id,
-            "tokens": list(self.tokens),
-            "prompt_len": self.prompt_len,
-            "computed": self.computed,
-            "high_water": self.high_water,
-            "params": params,
-            "slo": [self.slo.ttft, self.slo.tpot],
-            "arrived": self.trace.arrived,
-            "emitted": [list(pair) for pair in zip(self.trace.tokens, self.trace.counts)],
-        }
-
-    @classmethod
-    def from_header(cls, header: dict[str, Any], watch: Callable[[int], bool] | None = None) -> Request:
-        """The request of a header, which may have travelled as JSON (keys become text there, tuples lists)."""
-        params = dict(header["params"])
-        params["stop_tokens"] = tuple(params["stop_tokens"])
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-        request = cls(
-            header["tokens"],
-            Params(**params),
-            id=header["id"],
-            slo=SLO(*header["slo"]),
-            watch=watch,
-            now=header["arrived"],
-        )
-        request.prompt_len = header["prompt_len"]
-        request.computed = header["computed"]
-        request.high_water = header["high_water"]
-        for at, count in header["emitted"]:
-            request.trace.emitted(at, count)
-        return request
 
     def __repr__(self) -> str:
         return f"Request({self.id}, prompt={self.prompt_len}, out={self.n_out}, computed={self.computed}, {self.left})"

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, choose, draw
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
     from phasewise.step.phase import Hidden, Phase
-    from phasewise.step.span import Span
+    from phasewise.verbs.host import Host
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class Plan(Protocol):
         ...
 
     def launcher(self) -> Launcher:
-        """Who hires workers, where the user wants them."""
+        """Who starts workers, where the user wants them."""
         ...
 
     def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:
