@@ -37,8 +37,9 @@ lines: ## Count lines per file, the change against main, and the budgets of fold
 rooms: ## Check which room imports which, and draw it into docs/architecture.md
 	@$(PYTHON) scripts/rooms.py $(if $(CI),--check)
 
-readme: $(VENV)/.serve ## Write the generated tables into README.md
+readme: $(VENV)/.serve ## Write the generated tables into README.md, and docs/verbs from verbs/
 	@$(BIN)/python scripts/readme_tables.py
+	@$(BIN)/python scripts/verb_pages.py
 
 pocket: $(VENV)/.test ## Train the pocket model: make pocket ARGS="--out runs/pocket"
 	@exec $(BIN)/phasewise train pocket $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +56,30 @@ def test_its_verbs_are_the_catalogues(rooms: ModuleType) -> None:
 def test_its_picture_is_up_to_date(rooms: ModuleType) -> None:
     page = rooms.PAGE.read_text(encoding="utf-8")
     assert rooms.filled(page, rooms.picture()) == page, "run make rooms"
+
+
+ELSEWHERE = ("bench_peers.py", "bigram.py")  # the peers' tools; the example that a reader writes
+
+
+def stale(root: Path, text: str) -> list[str]:
+    """Files of ours that a text names and that are not there."""
+    files = [
+        path.relative_to(root).as_posix() for top in ("src", "tests", "scripts") for path in (root / top).rglob("*.py")
+    ]
+    ends = {name[at:] for name in files for at in (0, *(i + 1 for i, c in enumerate(name) if c == "/"))}
+    named = re.findall(r"(?<![\w.{*/-])((?:[a-z_]\w*/)*[a-z_]\w*\.py)\b", text)
+    return [name for name in named if name not in ends and not name.endswith(ELSEWHERE)]
+
+
+def test_every_file_that_docs_and_docstrings_name_is_there() -> None:
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "src").rglob("*.py"),
+    ]
+    assert {str(page): gone for page in pages if (gone := stale(ROOT, page.read_text(encoding="utf-8")))} == {}
+    assert stale(ROOT, "see `kv/flat.py` and store.py (verbs/store.py)") == ["kv/flat.py"]
 
 
 def test_a_house_without_faults_has_none(rooms: ModuleType, tmp_path: Path) -> None:

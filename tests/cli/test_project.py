@@ -112,6 +112,19 @@ def test_the_readmes_tables_are_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_pages_of_the_verbs_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "verb_pages.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_verbs_page_holds_its_contract_and_its_methods() -> None:
+    text = script("verb_pages").page("evict")
+    assert "### `Evict`" in text and "- `due(request: Request) -> bool`: " in text and "### `retain(" in text
+    assert "| [`none`](../../src/phasewise/methods/evict/none.py) (default) |" in text
+
+
 def test_tables_are_filled_between_their_markers_only() -> None:
     tables = script("readme_tables")
     text = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"

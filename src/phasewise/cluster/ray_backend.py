@@ -1,6 +1,6 @@
 """Workers as actors of a Ray cluster: one process each, on whatever hosts there are.
 
-    router (a Ray driver) --- calls and answers --- actor (actor.py), actor, ...      KV between them: objects.py
+    router (a Ray driver) --- calls and answers --- actor (ray_worker.py), actor, ...      KV: ray_buffer.py
 
 The first workers share a placement group, a bundle of CPUs for each. A worker that died is replaced in its bundle; if
 its host died, Ray moves the bundle to another host, and while none has room the new worker waits for one.

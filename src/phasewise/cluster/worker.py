@@ -22,7 +22,7 @@
 
 Commands are numbered (`n`), so that a lost one is not taken for heard. A request is known by its id and the number of
 the attempt; what belongs to an older attempt is dropped. A parcel counts against the KV budget of the worker that put
-it down until it is released, so a slow receiver makes the sender wait. Workers of a pool lend instead (lend.py).
+it down until it is released, so a slow receiver makes the sender wait. Workers of a pool lend instead (ownership.py).
 """
 
 from __future__ import annotations

@@ -85,11 +85,11 @@ class Drafter(Protocol):
     """draft: what might come next?"""
 
     def size(self, request: Request) -> int:
-        """The most nodes it may propose next (a bound on the rows a step needs); see `room`."""
+        """The most nodes it may propose next (a bound on the rows a step needs); see `headroom`."""
         ...
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        """At most `budget` nodes per request; more are cut, as are levels beyond `room`. None or empty = no guess.
+        """At most `budget` nodes per request; more are cut, as are levels beyond `headroom`. None or empty = no guess.
 
         Deterministic given the request.
         """

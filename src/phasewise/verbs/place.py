@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from phasewise.request.request import Request
 
 
+class Place(Protocol):
+    """place: where does each phase run, and how does KV get there?"""
+
+    def build(self, plan: Plan) -> Placed:
+        """An engine, or an engine made of engines, ready for requests."""
+        ...
+
+
 class Placed(Protocol):
     """What the server, the offline API and other placements see of an engine."""
 

@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from phasewise.kv.buffer import KVShape
 
 
+class StoreMethod(Protocol):
+    """store: the form in which a request's KV is kept, and, if the method has a say in it, the form in which it travels.
+
+    wire: (shapes: Sequence[KVShape], unit: int) -> Wire  -- optional; rows leave for other engines in this form
+    (kv/wire.py); `unit` is the decode method's smallest number of rows.
+    """
+
+    def codec(self) -> Codec:
+        """The form in which rows are kept."""
+        ...
+
+
 class Codec(Protocol):
     """In what form rows are kept. A row's form depends on that row alone (DESIGN law 4).
 
