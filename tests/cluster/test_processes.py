@@ -197,7 +197,7 @@ def test_workers_that_pause_are_waited_for(placed: Router) -> None:
 
 # ---- the fork server
 @pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
-def test_workers_outlive_their_nursery_and_the_next_one_has_another(placed: Router) -> None:
+def test_workers_outlive_their_fork_server_and_the_next_one_has_another(placed: Router) -> None:
     before, first = placed.counters, fork_server(placed)
     kill(first._process.pid)
     orders = start(placed, PROMPTS, MIXED)
@@ -211,7 +211,7 @@ def test_workers_outlive_their_nursery_and_the_next_one_has_another(placed: Rout
 
 
 @pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
-def test_a_nursery_that_does_not_answer_is_replaced(placed: Router) -> None:
+def test_a_fork_server_that_does_not_answer_is_replaced(placed: Router) -> None:
     before, first = placed.counters, fork_server(placed)
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))

@@ -154,7 +154,7 @@ def test_the_next_server_sweeps_up_after_the_dead_only() -> None:
 
 
 # ---- within one process
-def test_a_shelf_is_a_depot_for_many() -> None:
+def test_an_inline_buffer_serves_many() -> None:
     shelf = InlineBuffer()
     a, b = shelf.at("a"), shelf.at("b")
     tensor = torch.arange(4)

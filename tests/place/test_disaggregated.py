@@ -272,7 +272,7 @@ def test_a_parcel_that_is_gone_is_recomputed() -> None:
     assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
 
 
-def test_siblings_that_do_not_fit_the_depot_one_by_one_are_recomputed() -> None:
+def test_siblings_that_do_not_fit_the_transfer_buffer_one_by_one_are_recomputed() -> None:
     """They share a prompt's KV until it is put down for each of them."""
     placed = disaggregated(kv_bytes=8 * SLAB, prefix_cache=False)
     parent = Request(tiny.prompts(150)[0], sampled(7))

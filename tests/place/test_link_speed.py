@@ -13,7 +13,7 @@ from tests import tiny
 from tests.place.links import Clock
 
 
-def test_the_senders_wire_is_told_what_the_depot_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_senders_wire_is_told_what_the_transfer_buffer_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     placed = tiny.engine({"place": "disaggregated", "store": "cachegen:level=1"}, clock=clock, prefix_cache=False)
     told: list[tuple[int, float]] = []

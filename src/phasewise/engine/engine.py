@@ -1,8 +1,8 @@
 """The engine: one loop in which requests of any method share every step.
 
     add -> waiting -> (store.open) -> running -> ... -> finished | cancelled | failed
-    step:  admit -> schedule.plan -> room (preempt if need be) -> decode.propose -> forward -> decode.accept (attempt.py)
-           -> commit -> evict -> siblings fork -> emit
+    step:  admit -> schedule.plan -> room (preempt if need be) -> decode.propose -> forward
+           -> decode.accept (attempt.py) -> commit -> evict -> siblings fork -> emit
 
 `tokens known` and `tokens computed` of a request are the only truth about its progress; its phase follows from them.
 """

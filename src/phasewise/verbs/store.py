@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StoreMethod(Protocol):
-    """store: the form in which a request's KV is kept, and, if the method has a say in it, the form in which it travels.
+    """store: the form in which a request's KV is kept and, if the method has a say in it, that in which it travels.
 
     wire: (shapes: Sequence[KVShape], unit: int) -> Wire  -- optional; rows leave for other engines in this form
     (kv/wire.py); `unit` is the decode method's smallest number of rows.
