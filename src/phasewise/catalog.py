@@ -1,7 +1,10 @@
 """The catalogue of methods: the module name is the registry.
 
-`methods/<verb>/<name>.py` holds one public frozen dataclass; its fields are the knobs. Third-party packages add methods
-through the entry-point group `phasewise.methods`, entry names being `<verb>.<name>`.
+`methods/<verb>/<name>.py` holds one public frozen dataclass; its fields are the knobs. A field made by `part` holds
+another such object, with knobs of its own: a method of a verb (`part("draft")`), or a file of a folder that a family of
+methods shares (`part("decode.selector", ...)` is one of `methods/decode/selector/`). What names such a set of choices,
+a verb or `<verb>.<folder>`, is called a kind. Third-party packages add to any kind through the entry-point group
+`phasewise.methods`, entry names being `<kind>.<name>`.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from phasewise.errors import UserError, near
+from phasewise.spelling import Spelled, parse_value, read, spell_value
 
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
 QUESTIONS = {
@@ -34,25 +38,63 @@ QUESTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a field made by `part` holds: a method of `kind`; `default` is the text of the one it holds unasked."""
+
+    kind: str
+    default: str | None = None
+
+
+def part(kind: str, default: str | None = None) -> Any:
+    """A dataclass field that holds a method of `kind`, chosen as `field=name` or `field=(name:knob=value)`; its knobs
+    may also be written `field.knob=value`. Without a default it has to be chosen."""
+    about = {"part": Part(kind, default)}
+    if default is None:
+        return dataclasses.field(metadata=about)
+    return dataclasses.field(default_factory=lambda: build(kind, default), metadata=about)
+
+
 @cache
-def names(verb: str) -> dict[str, str]:
-    """{method name: 'module' or 'module:attribute'} of one verb, built-in ones first."""
-    package = importlib.import_module(f"phasewise.methods.{verb}")
-    found = {m.name: f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
+def names(kind: str) -> dict[str, str]:
+    """{method name: 'module' or 'module:attribute'} of one kind, built-in ones first."""
+    place = f"phasewise.methods.{kind}"
+    try:
+        paths = importlib.import_module(place).__path__
+    except ModuleNotFoundError as error:
+        if error.name != place or kind in VERBS:
+            raise
+        paths = []  # a folder of another package's family
+    found = {m.name: f"{place}.{m.name}" for m in pkgutil.iter_modules(paths) if not m.ispkg}
     found = {name: where for name, where in found.items() if not name.startswith("_")}
     for entry in entry_points(group="phasewise.methods"):
-        if entry.name.startswith(f"{verb}."):
-            found.setdefault(entry.name.removeprefix(f"{verb}."), entry.value)
+        its, _, name = entry.name.rpartition(".")
+        if its == kind:
+            found.setdefault(name, entry.value)
     return dict(sorted(found.items()))
 
 
-def method(verb: str, name: str) -> type[Any]:
+@cache
+def folders(verb: str) -> list[str]:
+    """The kinds `<verb>.<folder>` whose files are parts of the verb's methods; none for what is no verb."""
+    if verb not in VERBS:
+        return []
+    inner = pkgutil.iter_modules(importlib.import_module(f"phasewise.methods.{verb}").__path__)
+    found = {f"{verb}.{m.name}" for m in inner if m.ispkg and not m.name.startswith("_")}
+    more = {entry.name.rpartition(".")[0] for entry in entry_points(group="phasewise.methods")}
+    return sorted(found | {kind for kind in more if kind.startswith(f"{verb}.")})
+
+
+def method(kind: str, name: str) -> type[Any]:
     """The class of a method. Raises UserError with near matches for an unknown name."""
+    verb, _, folder = kind.partition(".")
     if verb not in VERBS:
         raise UserError(f"unknown verb {verb!r}. {near(verb, VERBS)}")
-    known = names(verb)
+    known = names(kind)
     if name not in known:
-        raise UserError(f"unknown {verb} method {name!r}. {near(name, known)}")
+        others = [v for v in VERBS if v != kind and name in names(v)]
+        elsewhere = f" It is a method of {others[0]}." if others else ""
+        raise UserError(f"unknown {folder or f'{verb} method'} {name!r}.{elsewhere} {near(name, known)}")
     where, _, attribute = known[name].partition(":")
     module = importlib.import_module(where)
     if attribute:
@@ -76,62 +118,128 @@ def every() -> Iterator[tuple[str, str, type[Any]]]:
             yield verb, name, method(verb, name)
 
 
-def build(verb: str, text: str, **fixed: Any) -> Any:
+# ---- from text
+def build(kind: str, text: str, **fixed: Any) -> Any:
     """The method written as `name` or `name:knob=value,knob=value`; `fixed` fills fields that hold other methods."""
-    name, knobs = split(text, verb)
-    return configure(method(verb, name), knobs, f"{verb} {name}", **fixed)
+    spelled = read(text, kind)
+    return configure(method(kind, spelled.name), spelled.knobs, f"{kind} {spelled.name}", **fixed)
 
 
-def split(text: str, what: str) -> tuple[str, dict[str, str]]:
+def split(text: str, what: str) -> tuple[str, Mapping[str, str | Spelled]]:
     """`name:knob=value,knob=value` as name and knobs. Raises UserError, beginning with `what`."""
-    name, _, rest = (part.strip() for part in text.partition(":"))
-    knobs = {}
-    for item in filter(None, rest.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise UserError(f"{what} {name}: {item!r} is not of the form knob=value")
-        knobs[key.strip()] = value.strip()
-    return name, knobs
+    spelled = read(text, what)
+    return spelled.name, spelled.knobs
 
 
-def configure(cls: type[Any], knobs: dict[str, Any], what: str, **fixed: Any) -> Any:
+def configure(cls: type[Any], knobs: Mapping[str, Any], what: str, **fixed: Any) -> Any:
     """An instance of a method from knobs given as text or values. Raises UserError naming knob, value and choices."""
-    known = knobs_of(cls)
+    hints, parts = _hints(cls), parts_of(cls)
     values: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}  # {part: its knobs, as far as they are written part.knob}
     for key, value in knobs.items():
-        if key not in known:
-            raise UserError(f"{what} has no knob {key!r}. {near(key, known)}")
-        values[key] = _parse(value, known[key], f"{what}: knob {key}") if isinstance(value, str) else value
+        field, dot, rest = key.partition(".")
+        if field in fixed:
+            raise UserError(f"{what}: {field} is given twice, as --{field} and as a knob. Leave one of them out")
+        if dot and field in parts:
+            inner.setdefault(field, {})[rest] = value
+        elif key not in hints:
+            raise UserError(f"{what} has no knob {key!r}. {near(key, _vocabulary(cls))}")
+        elif key not in parts and isinstance(value, Spelled):
+            raise UserError(f"{what}: knob {key} holds no method: write {key}=VALUE, not {key}=({value})")
+        elif key not in parts and isinstance(value, str):
+            values[key] = parse_value(value, hints[key], f"{what}: knob {key}")
+        else:
+            values[key] = value
+    for field, its in parts.items():
+        if field in values or field in inner:
+            values[field] = _held(its, values.get(field), inner.get(field, {}), f"{what}: {field}")
+        elif its.default is None and field not in fixed:
+            raise UserError(f"{what} needs a {field}: add {field}=(NAME). {near('', names(its.kind))}")
     return cls(**values, **fixed)
 
 
+def _held(its: Part, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
+    """What a part holds: the one `chosen`, else the default, with the knobs `inner` set in it."""
+    if chosen is None and its.default is None:
+        raise UserError(f"{what} is not chosen, but its {', '.join(inner)} is given. {near('', names(its.kind))}")
+    spelled = read(its.default or "", what) if chosen is None else chosen
+    if isinstance(spelled, str):
+        if ":" in spelled:
+            raise UserError(f"{what}={spelled}: a method with knobs stands in parentheses, ({spelled})")
+        spelled = Spelled(str(spelled))
+    if not isinstance(spelled, Spelled):
+        if inner:
+            raise UserError(f"{what} is an object: set {', '.join(inner)} in it")
+        return spelled
+    twice = set(inner) & set(spelled.knobs) if chosen is not None else ()
+    if twice:
+        raise UserError(f"{what}: {', '.join(sorted(twice))} is given twice. Leave one of them out")
+    cls, knobs = method(its.kind, spelled.name), {**spelled.knobs, **inner}
+    for key in knobs:
+        if key.partition(".")[0] not in _hints(cls):
+            others = [n for n in names(its.kind) if key.partition(".")[0] in _hints(method(its.kind, n))]
+            owners = f"It is a knob of {', '.join(others)}. " if others else ""
+            raise UserError(f"{what} {spelled.name} has no knob {key!r}. {owners}{near(key, _vocabulary(cls))}")
+    return configure(cls, knobs, f"{what} {spelled.name}")
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _vocabulary(cls: type[Any]) -> list[str]:
+    """What may stand before a `=`: the knobs, and those of all parts that come from a folder."""
+    words = list(_hints(cls))
+    for field, its in parts_of(cls).items():
+        if its.kind not in VERBS:
+            words += [f"{field}.{knob}" for name in names(its.kind) for knob in _hints(method(its.kind, name))]
+    return list(dict.fromkeys(words))
+
+
 def knobs_of(cls: type[Any]) -> dict[str, Any]:
-    """{knob: type} of a method: its fields but for slots."""
-    hints, slots = typing.get_type_hints(cls), slots_of(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in slots}
+    """{knob: type} of a method: its fields but for those that options of other verbs fill."""
+    others = slots_of(cls)
+    return {name: kind for name, kind in _hints(cls).items() if name not in others}
+
+
+def parts_of(cls: type[Any]) -> dict[str, Part]:
+    """{field: what it holds} of the fields made by `part`."""
+    return {f.name: f.metadata["part"] for f in dataclasses.fields(cls) if "part" in f.metadata}
 
 
 def slots_of(cls: type[Any]) -> list[str]:
-    """Verbs whose methods this one holds: fields named after a verb, but for plain numbers (how many decode)."""
-    hints = typing.get_type_hints(cls)
-    return [f.name for f in dataclasses.fields(cls) if f.name in VERBS and hints[f.name] not in (int, float)]
+    """Verbs whose options fill a field of this method: `draft: Any = part("draft")` is what --draft chooses."""
+    return [field for field, its in parts_of(cls).items() if field == its.kind and field in VERBS]
 
 
-def _parse(text: str, kind: Any, what: str) -> Any:
-    if typing.get_origin(kind) is typing.Literal:
-        choices = [str(c) for c in typing.get_args(kind)]
-        if text not in choices:
-            raise UserError(f"{what}={text!r}: choose one of {', '.join(choices)}")
-        return typing.get_args(kind)[choices.index(text)]
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        if text.lower() == "none":
-            return None
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    if kind is bool:
-        if text.lower() not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-            raise UserError(f"{what}={text!r} is not a truth value: say true or false")
-        return text.lower() in ("true", "1", "yes", "on")
-    try:
-        return kind(text)
-    except (TypeError, ValueError):
-        raise UserError(f"{what}={text!r} is not a valid {getattr(kind, '__name__', kind)}") from None
+# ---- back to text
+def name_of(kind: str, held: Any) -> str:
+    """The name under which the class of a method is found. Raises UserError if it is none of this kind."""
+    cls, known = type(held), names(kind)
+    likely = [name for name, where in known.items() if where.partition(":")[0] == cls.__module__]
+    for name in (*likely, *(name for name in known if name not in likely)):
+        if method(kind, name) is cls:
+            return name
+    raise UserError(f"{cls.__name__} is no {kind} method that can be named. {near(cls.__name__, known)}")
+
+
+def spell(kind: str, held: Any) -> str:
+    """The text of a method: `build(kind, spell(kind, m)) == m`. Only what is not as by default is written. Raises
+    UserError for a method, or a value of a knob, that has no text."""
+    return str(_spelled(kind, held))
+
+
+def _spelled(kind: str, held: Any) -> Spelled:
+    name, cls = name_of(kind, held), type(held)
+    hints, parts = _hints(cls), parts_of(cls)
+    knobs: dict[str, str | Spelled] = {}
+    for field in dataclasses.fields(cls):
+        value = getattr(held, field.name)
+        if field.name in parts:
+            its = parts[field.name]
+            if its.default is None or value != build(its.kind, its.default):
+                knobs[field.name] = _spelled(its.kind, value)
+        elif field.default is dataclasses.MISSING or value != field.default:
+            knobs[field.name] = spell_value(value, hints[field.name], f"{kind} {name}: knob {field.name}")
+    return Spelled(name, knobs)

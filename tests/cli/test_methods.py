@@ -31,13 +31,45 @@ def test_every_method_has_details(cli: Cli, verb: str, name: str) -> None:
     assert " ".join((method.__doc__ or "").split())[:40] in text
     for knob in catalog.knobs_of(method):
         assert f"knob {knob}: " in text
+    for field, part in catalog.parts_of(method).items():
+        for choice in catalog.names(part.kind) if field in catalog.knobs_of(method) and "." in part.kind else ():
+            assert f"part {field}={choice}" in text
+            for inner in catalog.knobs_of(catalog.method(part.kind, choice)):
+                assert f"{field}={choice}," in text and f",{field}.{inner}=" in text
+
+
+FOLDERS = [kind for verb in catalog.VERBS for kind in catalog.folders(verb)]
+
+
+def test_parts_have_a_table_and_details(cli: Cli) -> None:
+    assert "decode.selector" in FOLDERS
+    out = " ".join(cli("methods", "decode.selector").out.split())
+    assert "parts of block_diffusion:selector=..." in out and "radius=4" in out and "autoregressive" not in out
+    for name in catalog.names("decode.selector"):
+        said = " ".join(cli("methods", f"decode.selector.{name}").out.split())
+        assert f"use --decode block_diffusion:selector={name}" in said
+        assert " ".join((catalog.method("decode.selector", name).__doc__ or "").split())[:40] in said
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        ("decode.selector.dynamik", "unknown selector 'dynamik'. Did you mean dynamic?"),
+        ("decode.selektor", "unknown decode method 'selektor'"),
+        ("dekode.selector", "unknown verb 'dekode'"),
+        ("dekode", "unknown verb 'dekode'. Did you mean decode?"),
+    ],
+)
+def test_what_is_not_there_is_said(cli: Cli, which: str, why: str) -> None:
+    said = cli("methods", which)
+    assert said.code == 2 and why in said.err
 
 
 def test_the_example_of_use_can_be_used() -> None:
     for entry in entries():
         if entry.knobs and not catalog.slots_of(entry.method):
-            built = catalog.build(entry.verb, f"{entry.name}:{entry.knobs.replace(', ', ',')}")
-            assert built == entry.method(), f"{entry.verb}.{entry.name}"
+            built = catalog.build(entry.kind, f"{entry.name}:{entry.knobs.replace(', ', ',')}")
+            assert built == entry.method(), f"{entry.kind}.{entry.name}"
 
 
 def test_markdown_has_a_row_per_method() -> None:

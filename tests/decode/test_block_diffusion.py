@@ -49,12 +49,12 @@ SETTINGS = {
     "static": {"selector": "static"},
     "two steps": {"selector": "static", "steps": 2},
     "sequential": {"selector": "sequential"},
-    "dynamic": {"selector": "dynamic", "threshold": 0.3},
-    "entropy": {"selector": "entropy", "threshold": 4.0},
+    "dynamic": {"selector": "dynamic", "selector.threshold": 0.3},
+    "entropy": {"selector": "entropy", "selector.threshold": 4.0},
     "block 5": {"block": 5, "selector": "static", "steps": 3},
     "block 1": {"block": 1},
     "shifted": {"shift": True, "selector": "static"},
-    "shifted, dynamic, block 8": {"shift": True, "block": 8, "threshold": 0.4},
+    "shifted, dynamic, block 8": {"shift": True, "block": 8, "selector.threshold": 0.4},
     "block 1, shifted": {"block": 1, "shift": True, "mask": 2},
 }
 
@@ -66,6 +66,7 @@ def text(knobs: dict[str, object]) -> str:
 def twin(knobs: dict[str, object], model: Model | None = None) -> Diffusion:
     given: dict[str, Any] = {"selector": "dynamic"} | knobs
     given["denoising"] = given.pop("steps", None)
+    given["threshold"] = given.pop("selector.threshold", 0.9)
     return Diffusion(model or tiny.model(), **given)
 
 
@@ -209,7 +210,7 @@ def test_preempted_at_any_moment_it_goes_on_with_the_same_tokens() -> None:
 
 def test_siblings_that_part_within_the_prompts_last_block() -> None:
     """Each draws for itself from the first denoising step on, also where one finishes the block before the other."""
-    knobs = "threshold=0.05"
+    knobs = "selector.threshold=0.05"
     for seed in range(4):
         params = Params(max_tokens=N, ignore_eos=True, temperature=1.0, seed=seed)
         first = Request(tiny.prompts(5, seed=seed)[0], params)
@@ -277,9 +278,9 @@ def test_the_models_own_mask_token_is_found_and_never_drawn(tmp_path: Any) -> No
     assert 17 in tiny.outs(tiny.run(engine("selector=static"), [prompt], tiny.greedy(40)))[0]
 
 
-@pytest.mark.parametrize("knobs", ["block=0", "steps=9", "steps=0", "selector=best", "threshold=-1"])
+@pytest.mark.parametrize("knobs", ["block=0", "steps=9", "steps=0", "selector=best", "selector.threshold=-1"])
 def test_wrong_knobs_are_named(knobs: str) -> None:
-    with pytest.raises(UserError, match=knobs.partition("=")[0]):
+    with pytest.raises(UserError, match=knobs.partition("=")[0].rpartition(".")[2]):
         catalog.build("decode", f"block_diffusion:{knobs}")
 
 
@@ -287,4 +288,4 @@ def test_a_mask_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="mask=64 is outside the vocabulary"):
         engine("mask=64")
     with pytest.raises(UserError, match="selector"):
-        BlockDiffusion(selector="best")  # type: ignore[arg-type]
+        BlockDiffusion(selector="best")

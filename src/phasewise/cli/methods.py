@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,32 +15,35 @@ from rich.console import Console
 from rich.padding import Padding
 
 from phasewise import catalog
-from phasewise.errors import UserError, near
 
 
 @dataclass(frozen=True)
 class Entry:
     """One method as the tables show it."""
 
-    verb: str
+    kind: str  # a verb, or a folder of parts
     name: str
     method: type[Any]
     default: bool  # what its verb uses when no option is given
 
     @property
     def knobs(self) -> str:
-        """`knob=default` of each knob; a knob without default is shown as `knob=`."""
-        known = catalog.knobs_of(self.method)
-        fields = [f for f in dataclasses.fields(self.method) if f.name in known]
-        return ", ".join(f"{f.name}={_default(f)}" for f in fields)
+        """`knob=default` of each knob, those of a part behind it; a knob without default is shown as `knob=`."""
+        return ", ".join(_defaults(self.method))
+
+    @property
+    def guarantee(self) -> str:
+        """A part has none of its own: it is its method that promises."""
+        return str(getattr(self.method, "guarantee", ""))
 
     @property
     def needs(self) -> str:
-        return "" if self.method.needs == "nothing" else str(self.method.needs)
+        needs = getattr(self.method, "needs", "nothing")
+        return "" if needs == "nothing" else str(needs)
 
     @property
     def paper(self) -> str:
-        return str(self.method.paper)
+        return str(getattr(self.method, "paper", ""))
 
     @property
     def promise(self) -> str:
@@ -50,24 +53,37 @@ class Entry:
         return re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(text.split("\n\n")[0].split()))[0]
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        value = field.default
-    elif field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        return ""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _defaults(cls: type[Any]) -> Iterator[str]:
+    known, parts = catalog.knobs_of(cls), catalog.parts_of(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in known:
+            continue
+        if field.default is not dataclasses.MISSING:
+            yield from _valued(field.name, field.default, None)
+        elif field.default_factory is not dataclasses.MISSING:
+            yield from _valued(field.name, field.default_factory(), parts.get(field.name))
+        else:
+            yield f"{field.name}="
 
 
-def entries(verb: str | None = None) -> list[Entry]:
-    """Every discovered method, or those of one verb, in the verbs' order."""
+def _valued(knob: str, value: Any, part: catalog.Part | None) -> Iterator[str]:
+    """`knob=value`, and for what a part holds `knob.its=value` as well."""
+    if part is None:
+        yield f"{knob}={value:g}" if isinstance(value, float) else f"{knob}={value}"
+        return
+    yield f"{knob}={catalog.name_of(part.kind, value)}"
+    inner = catalog.parts_of(type(value))
+    for field in dataclasses.fields(value):
+        yield from _valued(f"{knob}.{field.name}", getattr(value, field.name), inner.get(field.name))
+
+
+def entries(kind: str | None = None) -> list[Entry]:
+    """Every discovered method in the verbs' order, or those of one verb or folder of parts."""
     from phasewise.options import DEFAULTS
 
+    kinds = catalog.VERBS if kind is None else [kind]
     return [
-        Entry(v, name, method, DEFAULTS.get(v) == name)
-        for v, name, method in catalog.every()
-        if verb is None or v == verb
+        Entry(k, name, catalog.method(k, name), DEFAULTS.get(k) == name) for k in kinds for name in catalog.names(k)
     ]
 
 
@@ -76,15 +92,17 @@ def markdown() -> str:
     lines = ["| verb | method | promise | guarantee | needs | paper | knobs |", "|---|---|---|---|---|---|---|"]
     for entry in entries():
         cells = [
-            f"**{entry.verb}**", f"`{entry.name}`" + (" (default)" if entry.default else ""), entry.promise,
-            str(entry.method.guarantee), entry.needs, entry.paper, f"`{entry.knobs}`" if entry.knobs else "",
+            f"**{entry.kind}**", f"`{entry.name}`" + (" (default)" if entry.default else ""), entry.promise,
+            entry.guarantee, entry.needs, entry.paper, f"`{entry.knobs}`" if entry.knobs else "",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
 def methods(
-    which: Annotated[str | None, typer.Argument(metavar="[VERB[.NAME]]", help="One verb, or one method.")] = None,
+    which: Annotated[
+        str | None, typer.Argument(metavar="[VERB[.NAME]]", help="One verb, one method, or parts.")
+    ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The README's table.")] = False,
 ) -> None:
     """The catalogue: which methods each verb has, what they promise, need, and can be told.
@@ -94,27 +112,29 @@ def methods(
       phasewise methods
       phasewise methods evict
       phasewise methods schedule.sarathi
+      phasewise methods decode.selector
     """
-    verb, _, name = (which or "").partition(".")
-    if verb and verb not in catalog.VERBS:
-        raise UserError(f"unknown verb {verb!r}. {near(verb, catalog.VERBS)}")
-    if name and name not in catalog.names(verb):
-        catalog.method(verb, name)  # raises, with the near matches
     if as_markdown:
         print(markdown())
-    elif name:
-        _detail(next(entry for entry in entries(verb) if entry.name == name))
+    elif not which:
+        _table(catalog.VERBS)
+    elif which in catalog.VERBS or which in catalog.folders(which.partition(".")[0]):
+        _table([which])
     else:
-        _table([verb] if verb else catalog.VERBS)
+        kind, _, name = which.rpartition(".")
+        if kind not in catalog.VERBS and kind not in catalog.folders(kind.partition(".")[0]):
+            kind, _, name = which.partition(".")
+        cls = catalog.method(kind, name)  # raises, with the near matches
+        _detail(next(entry for entry in entries(kind) if entry.method is cls and entry.name == name))
 
 
-def _table(verbs: Sequence[str]) -> None:
+def _table(kinds: Sequence[str]) -> None:
     console = Console(highlight=False)
-    for verb in verbs:
-        console.print(f"\n[bold cyan]{verb}[/]  {catalog.QUESTIONS[verb]}")
-        for entry in entries(verb):
+    for kind in kinds:
+        console.print(f"\n[bold cyan]{kind}[/]  {_question(kind)}")
+        for entry in entries(kind):
             needs = f"needs {entry.needs}" if entry.needs else ""
-            facts = f"{entry.method.guarantee:<13}{needs:<20}{entry.paper}".rstrip()
+            facts = f"{entry.guarantee:<13}{needs:<20}{entry.paper}".rstrip()
             console.print(f"  [bold]{entry.name + (' *' if entry.default else ''):<20}[/]{facts}")
             console.print(Padding(entry.promise, (0, 0, 0, 6)), markup=False)
             if entry.knobs:
@@ -122,21 +142,61 @@ def _table(verbs: Sequence[str]) -> None:
     console.print("\n[dim]* default.  Details: phasewise methods VERB.NAME.  Use: --VERB NAME:KNOB=VALUE,...[/]")
 
 
+def _question(kind: str) -> str:
+    """What a verb asks; of a folder, what its package says."""
+    if kind in catalog.QUESTIONS:
+        return catalog.QUESTIONS[kind]
+    hosts = ", ".join(f"{host.name}:{field}=..." for host, field in _hosts(kind))
+    return f"parts of {hosts}" if hosts else "parts of no method"
+
+
+def _hosts(kind: str) -> Iterator[tuple[Entry, str]]:
+    """The methods that hold parts of this kind, with the field that does."""
+    for entry in entries():
+        for field, its in catalog.parts_of(entry.method).items():
+            if its.kind == kind:
+                yield entry, field
+
+
+def _use(entry: Entry) -> str:
+    """The method with all its knobs, as an option; a part as the option of a method that holds it."""
+    if entry.kind in catalog.VERBS:
+        return f"--{entry.kind} {entry.name}" + (f":{entry.knobs.replace(', ', ',')}" if entry.knobs else "")
+    for host, field in _hosts(entry.kind):
+        inner = "".join(f",{field}.{knob}" for knob in _defaults(entry.method))
+        return f"--{host.kind} {host.name}:{field}={entry.name}{inner}"
+    return ""
+
+
 def _detail(entry: Entry) -> None:
     console = Console(highlight=False)
     method = entry.method
-    example = entry.name + (f":{entry.knobs.replace(', ', ',')}" if entry.knobs else "")
-    console.print(f"[bold cyan]{entry.verb}.{entry.name}[/]{'  (default)' if entry.default else ''}")
-    rows = [("use", f"--{entry.verb} {example}"), ("guarantee", method.guarantee), ("needs", method.needs)]
-    rows += [("paper", entry.paper)] * bool(entry.paper)
-    rows += [("knob", f"{name}: {_kind(kind)}") for name, kind in catalog.knobs_of(method).items()]
+    console.print(f"[bold cyan]{entry.kind}.{entry.name}[/]{'  (default)' if entry.default else ''}")
+    rows = [("use", _use(entry)), ("guarantee", entry.guarantee), ("needs", getattr(method, "needs", ""))]
+    rows += [("paper", entry.paper)]
+    parts = catalog.parts_of(method)
+    for name, kind in catalog.knobs_of(method).items():
+        rows += _choices(name, parts[name].kind) if name in parts else [("knob", f"{name}: {_kind(kind)}")]
     for label, text in rows:
-        console.print(f"{label:<11}{text}", markup=False, soft_wrap=True)
+        if text:
+            console.print(f"{label:<11}{text}", markup=False, soft_wrap=True)
     module = inspect.getmodule(method)
     for text in (inspect.getdoc(module), inspect.getdoc(method)):
         for paragraph in (text or "").split("\n\n"):
             flowing = not any(line.startswith((" ", "-", "*")) for line in paragraph.splitlines())
             console.print("\n" + (" ".join(paragraph.split()) if flowing else paragraph), markup=False)
+
+
+def _choices(field: str, kind: str) -> Iterator[tuple[str, str]]:
+    """What a part may be: a line for each file of its folder with its knobs, or the verb whose methods all fit."""
+    if kind in catalog.VERBS:
+        yield "knob", f"{field}: a {kind} method, {field}=(NAME:KNOB=VALUE,...)"
+        return
+    yield "knob", f"{field}: {' | '.join(catalog.names(kind))}"
+    for entry in entries(kind):
+        knobs = "".join(f",{field}.{knob}" for knob in _defaults(entry.method))
+        yield "  part", f"{field}={entry.name}{knobs}"
+        yield "", f"    {entry.promise}"
 
 
 def _kind(kind: Any) -> str:

@@ -1,13 +1,15 @@
-"""Selectors of diffusion decoding: which masked rows of a block become final in this step.
+"""What selectors of diffusion decoding are told and owe, and what they share; the selectors are files of `selector/`.
 
-Rows come in order of position; ties go to the lower one. Each selector returns at least one row, so a block of m masks
-is done after at most m steps. Rules as in SDAR (arXiv 2510.06303) and Fast-dLLM (arXiv 2505.22618).
+Rules as in SDAR (arXiv 2510.06303) and Fast-dLLM (arXiv 2505.22618), on untempered confidences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from phasewise.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,54 +17,44 @@ class Masked:
     """What a step found out about the masked rows of one block, in order of position."""
 
     confidence: Sequence[float]  # untempered probability of each row's candidate
-    entropy: Sequence[float]  # nats; empty unless the selector reads it
+    entropy: Sequence[float]  # nats; empty unless the selector `reads` it
     quota: int  # rows the static schedule would make final now
+    cells: Sequence[int]  # where in the block the rows stand, increasing
 
 
-Selector = Callable[[Masked, float], list[int]]
+class Selector(Protocol):
+    """The runtime of a part of the kind `decode.selector`: which rows become final in this step.
+
+    Rows come in order of position; ties go to the lower one. At least one is chosen, so that a block of m masks is done
+    after at most m steps. The choice depends on `masked` alone. A selector that wants more than confidences has an
+    attribute `reads: tuple[str, ...]` that names it: "entropy".
+    """
+
+    def __call__(self, masked: Masked) -> list[int]:
+        """Indices into the masked rows, each once."""
+        ...
 
 
-def sequential(masked: Masked, threshold: float) -> list[int]:
-    """The next `quota` rows from the left."""
-    return list(range(min(masked.quota, len(masked.confidence))))
+def reads(selector: Selector, what: str) -> bool:
+    """Whether a selector wants this worked out."""
+    return what in getattr(selector, "reads", ())
 
 
-def static(masked: Masked, threshold: float) -> list[int]:
-    """The `quota` most confident rows."""
-    return _ascending([-c for c in masked.confidence])[: masked.quota]
+def not_negative(selector: str, knob: str, value: float) -> None:
+    """Raise UserError unless a knob's value is a number of at least 0."""
+    if not value >= 0:
+        raise UserError(f"{selector}: {knob}={value} must not be negative")
 
 
-def dynamic(masked: Masked, threshold: float) -> list[int]:
-    """All rows more confident than `threshold` if they are at least the quota, else the static choice."""
-    sure = [i for i, c in enumerate(masked.confidence) if c > threshold]
-    return sure if len(sure) >= masked.quota else static(masked, threshold)
+def best(masked: Masked, count: int) -> list[int]:
+    """The `count` most confident rows, best first."""
+    return ascending([-c for c in masked.confidence])[:count]
 
 
-def entropy(masked: Masked, threshold: float) -> list[int]:
-    """Rows from the lowest entropy up while their sum stays below `threshold` nats, one at least."""
-    chosen: list[int] = []
-    total = 0.0
-    for row in _ascending(masked.entropy):
-        total += masked.entropy[row]
-        if chosen and total >= threshold:
-            break
-        chosen.append(row)
-    return chosen
-
-
-SELECTORS: dict[str, Selector] = {
-    "sequential": sequential,
-    "static": static,
-    "dynamic": dynamic,
-    "entropy": entropy,
-}
-THRESHOLDS = {"sequential": 0.0, "static": 0.0, "dynamic": 0.9, "entropy": 0.6}  # defaults
+def ascending(keys: Sequence[float]) -> list[int]:
+    return sorted(range(len(keys)), key=keys.__getitem__)  # a stable sort
 
 
 def quota(block: int, steps: int, step: int) -> int:
     """Rows of `block` that fall to step `step` of `steps`: an even split, the remainder first; one at least."""
     return max(1, block // steps + (step < block % steps))
-
-
-def _ascending(keys: Sequence[float]) -> list[int]:
-    return sorted(range(len(keys)), key=keys.__getitem__)  # a stable sort

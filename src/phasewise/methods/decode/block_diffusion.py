@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.methods.decode._selectors import SELECTORS, THRESHOLDS, Masked, quota
+from phasewise.methods.decode._selectors import Masked, Selector, quota, reads
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
@@ -35,14 +36,15 @@ class BlockDiffusion:
     the next one (Dream, Fast-dLLM v2, autoregressive models) and storing a block gives the next one its first token.
     `fuse` stores an aligned block in the same pass as the next one's first step, which changes no token.
 
-    A candidate's confidence is its untempered probability, at every temperature. Left out: caches inside a block,
-    editing of final tokens, and samplers that need a gapless prefix (a row's context may hold masks).
+    `selector` decides which masked rows become final in a step: a part with knobs of its own, a file of
+    `methods/decode/selector/`. A candidate's confidence is its untempered probability, at every temperature. Left out:
+    caches inside a block, editing of final tokens, and samplers that need a gapless prefix (a row's context may hold
+    masks).
     """
 
     block: int = 4  # rows; must be what the model was trained with
     steps: int | None = None  # denoising steps of a whole block; None = one token per step
-    selector: Literal["sequential", "static", "dynamic", "entropy"] = "dynamic"
-    threshold: float | None = None  # dynamic: confidence (0.9); entropy: summed nats (0.6)
+    selector: Any = part("decode.selector", "dynamic")
     mask: int | None = None  # token id of a masked row; None = the model's own, else the last of its vocabulary
     shift: bool = False
     fuse: bool = True
@@ -57,10 +59,10 @@ class BlockDiffusion:
             raise UserError(f"block_diffusion: block={self.block} must be at least 1")
         if self.steps is not None and not 1 <= self.steps <= self.block:
             raise UserError(f"block_diffusion: steps={self.steps} must lie in [1, block={self.block}]")
-        if self.selector not in SELECTORS:
-            raise UserError(f"block_diffusion: selector={self.selector!r}: choose one of {', '.join(SELECTORS)}")
-        if self.threshold is not None and self.threshold < 0:
-            raise UserError(f"block_diffusion: threshold={self.threshold} must not be negative")
+        if isinstance(self.selector, str):
+            raise UserError(
+                f"block_diffusion: selector={self.selector!r} must be an object: Dynamic(threshold=0.9), say"
+            )
 
     def bind(self, host: Host) -> _BlockDiffusion:
         config = host.model.config
@@ -69,7 +71,7 @@ class BlockDiffusion:
             raise UserError(
                 f"block_diffusion: mask={mask} is outside the vocabulary: it must lie in [0, {config.vocab})"
             )
-        return _BlockDiffusion(host, self, mask)
+        return _BlockDiffusion(host, self, host.bind(self.selector), mask)
 
 
 @dataclass(slots=True)
@@ -119,15 +121,13 @@ class _Drawn:
 class _BlockDiffusion:
     """Progress is `known` and `computed` alone: whole known blocks are slices, an incomplete one is a canvas."""
 
-    def __init__(self, host: Host, knobs: BlockDiffusion, mask: int) -> None:
-        self.host, self.mask = host, mask
+    def __init__(self, host: Host, knobs: BlockDiffusion, select: Selector, mask: int) -> None:
+        self.host, self.select, self.mask = host, select, mask
         self.unit = knobs.block
         self.steps = knobs.steps or knobs.block
         self.shift = knobs.shift
         self.fuse = knobs.fuse and not knobs.shift  # a shifted block needs the last row of the one before
-        self.name = knobs.selector
-        self.select = SELECTORS[knobs.selector]
-        self.threshold = THRESHOLDS[knobs.selector] if knobs.threshold is None else knobs.threshold
+        self.entropy = reads(select, "entropy")
 
     # ---- which rows
     def rows(self, request: Request) -> int:
@@ -205,7 +205,7 @@ class _BlockDiffusion:
         probs = logits.softmax(-1, dtype=torch.float64)  # before the sampler, which may write into the logits
         tokens = wanted.draw(self.host.sample(logits, wanted.contexts))
         confidence = probs.gather(1, torch.tensor(tokens, device=probs.device)[:, None])[:, 0].tolist()
-        entropy = torch.special.entr(probs).sum(-1).tolist() if self.name == "entropy" else []
+        entropy = torch.special.entr(probs).sum(-1).tolist() if self.entropy else []
         return _Drawn(tokens, confidence, entropy)
 
     def _outcome(self, span: Span, drawn: _Drawn, mine: slice) -> Outcome:
@@ -213,9 +213,9 @@ class _BlockDiffusion:
         if canvas is None:
             return Outcome(span.rows, drawn.tokens[mine])
         keep = span.rows - len(canvas.cells)
-        masked = Masked(drawn.confidence[mine], drawn.entropy[mine], quota(self.unit, self.steps, canvas.step))
         cells, holes, tokens = list(canvas.cells), canvas.masked, drawn.tokens[mine]
-        for i in self.select(masked, self.threshold):
+        share = quota(self.unit, self.steps, canvas.step)
+        for i in self.select(Masked(drawn.confidence[mine], drawn.entropy[mine], share, holes)):
             cells[holes[i]] = tokens[i]
         request = span.request
         if None in cells:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from phasewise.catalog import part
 from phasewise.speculation.loop import Speculation
 from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True)
 class Speculative:
-    """The loop of every drafter, chains and trees alike; `draft` and `verify` hold the methods of those verbs.
+    """The loop of every drafter, chains and trees alike; `draft` and `verify` hold the methods of those verbs,
+    chosen by --draft and --verify or, in parentheses, here.
 
     Exact as far as its verifier is: greedy tokens are the model's own, sampled ones keep its distribution.
     """
 
-    draft: Any
-    verify: Any
+    draft: Any = part("draft")
+    verify: Any = part("verify")
 
     paper: ClassVar[str] = "arXiv 2211.17192"
     guarantee: ClassVar[str] = "distribution"
