@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from phasewise import catalog
+from phasewise.binding import settle
 from phasewise.errors import UserError
+from phasewise.recipe import defaults
 
 DEFAULTS = {
     "place": "colocated",
@@ -25,17 +27,24 @@ WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
 
 
 def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
-    """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults. Raises UserError."""
+    """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults. Raises UserError.
+
+    The decode method's own parts (a drafter, a verifier) come from the options of their verbs, or from its knobs.
+    """
     given = {verb: text for verb, text in options.items() if text}
     texts = {**DEFAULTS, **(WITH_DRAFT if "draft" in given else {}), **given}
-    name = texts["decode"].partition(":")[0]
-    slots = catalog.slots_of(catalog.method("decode", name))
+    name, knobs = catalog.split(texts["decode"], "decode")
+    cls = catalog.method("decode", name)
+    slots, parts = catalog.slots_of(cls), catalog.parts_of(cls)
+    within = {key.partition(".")[0] for key in knobs}
     for verb in PARTS_OF_DECODE:
-        if verb in slots and verb not in texts:
+        if verb in slots and verb not in texts and verb not in within and parts[verb].default is None:
             raise UserError(f"decode {name} needs a {verb} method: add --{verb} NAME")
         if verb in given and verb not in slots:
             raise UserError(f"decode {name} has no use for --{verb} {given[verb]}: leave one of them out")
-    wanted = [verb for verb in texts if verb != "decode" and (verb in slots or verb not in PARTS_OF_DECODE)]
+    filled = [verb for verb in slots if verb in given or (verb in texts and verb not in within)]
+    wanted = [verb for verb in texts if verb != "decode" and (verb in filled or verb not in PARTS_OF_DECODE)]
     methods = {verb: catalog.build(verb, texts[verb]) for verb in wanted}
-    methods["decode"] = catalog.build("decode", texts["decode"], **{verb: methods[verb] for verb in slots})
-    return methods
+    methods["decode"] = catalog.build("decode", texts["decode"], **{verb: methods[verb] for verb in filled})
+    methods |= {verb: getattr(methods["decode"], verb) for verb in slots if verb in PARTS_OF_DECODE}
+    return settle(methods, defaults())

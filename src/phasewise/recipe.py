@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
+from phasewise.binding import SHARED, Bindings, in_phase
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.inline import InlineLauncher
 from phasewise.cluster.launcher import Launcher
@@ -27,6 +28,11 @@ from phasewise.verbs.place import Placed
 
 if TYPE_CHECKING:
     from phasewise.engine.limits import Limits
+
+
+def defaults() -> dict[str, Any]:
+    """The methods that phases have where nothing is chosen, by verb."""
+    return {verb: catalog.build(verb, DEFAULTS[verb]) for verb in SHARED}
 
 
 class Builder:
@@ -79,13 +85,10 @@ class Builder:
             return companions[-1]
 
         host = Host(self.model, self.methods["sample"], counters, self.load, companion)
-        host.sample = host.bind(self.methods["sample"])
-        decode = host.bind(self.methods["decode"])
-        evict = host.bind(self.methods["evict"])
-        made = [
-            Phase(name, decode, host.bind(self._for("attend", name)), evict, host.bind(self._for("skip", name)))
-            for name in phases
-        ]
+        bindings = Bindings(host, defaults())
+        host.sample = bindings.bind(self.methods["sample"])
+        made = bindings.phases(self.methods, phases)
+        decode, evict = made[0].decode, made[0].evict
         store = Store(
             kv_shapes(self.model),
             self.methods["store"].codec(),
@@ -131,8 +134,7 @@ class Builder:
 
     def _for(self, verb: str, phase: str) -> Any:
         """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""
-        method = self.methods[verb]
-        return method if phase in method.phases else catalog.build(verb, DEFAULTS[verb])
+        return in_phase(self.methods[verb], phase, catalog.build(verb, DEFAULTS[verb]))
 
     def _wire(self, unit: int) -> Wire | None:
         """In what form rows travel, if the store method has a say in it."""

@@ -44,8 +44,9 @@ def test_declares_itself(verb: str, name: str) -> None:
     assert cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("), "the docstring is the documentation"
     assert set(cls.neutral) <= set(catalog.knobs_of(cls)), "neutral names knobs that do not exist"
     for field in dataclasses.fields(cls):
-        if field.name not in catalog.VERBS:
-            assert field.default is not dataclasses.MISSING, f"knob {field.name} has no default"
+        if field.name not in catalog.slots_of(cls):
+            default = (field.default, field.default_factory)
+            assert default != (dataclasses.MISSING, dataclasses.MISSING), f"knob {field.name} has no default"
 
 
 @pytest.mark.parametrize(("verb", "name"), EVERY, ids=IDS)

@@ -1,0 +1,114 @@
+"""Methods bound to an engine: one runtime for equal methods, and a phase's four slots filled from what was chosen.
+
+Three kinds of methods say more than their verb:
+
+- A method with `slots = ("attend", "evict")`, its home verb first, fills all these slots with one runtime object.
+- A method with `phases = ("decode",)` leaves the other phases to the default of its verb (attend and skip).
+- A decode method with `brings = ("attend", "skip")` has runtimes of its own for these verbs, in its phases:
+  `runtime.bring(verb, chosen)` gives them. What the user chose for such a verb is refused, unless the method also says
+  `composes = ("skip",)`: then it gets the user's runtime as `chosen`, which is None in all other cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.step.phase import Phase
+from phasewise.verbs.host import Host
+
+SLOTS = ("decode", "attend", "evict", "skip")  # of a phase
+SHARED = ("attend", "evict", "skip")  # those that a method of another verb may fill
+
+
+def settle(methods: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The methods with those that fill several slots put into all of them. Raises UserError, naming both, where a slot
+    is claimed twice: by another method than the default, or by what a decode method brings and does not compose."""
+    settled = dict(methods)
+    owners: dict[str, str] = {}  # {slot: the verb whose method fills it}
+    for home, method in methods.items():
+        slots = tuple(getattr(method, "slots", ()))
+        if not slots or slots[0] != home:
+            continue  # the same object in another slot: settled before
+        for slot in slots[1:]:
+            if slot not in SHARED:
+                raise UserError(f"{label(home, method)} cannot fill {slot}: only {', '.join(SHARED)} can be shared")
+            other = methods.get(slot)
+            if slot in owners:
+                other_owner = label(owners[slot], methods[owners[slot]])
+                raise UserError(f"{label(home, method)} and {other_owner} both fill {slot}: leave one of them out")
+            if other is not None and other is not method and other != defaults[slot]:
+                raise UserError(f"{label(home, method)} also fills {slot}: leave out --{slot} {name(slot, other)}")
+            settled[slot], owners[slot] = method, home
+    decode = settled.get("decode")
+    for verb in getattr(decode, "brings", ()):
+        chosen = settled.get(verb)
+        if verb not in getattr(decode, "composes", ()) and chosen is not None and chosen != defaults[verb]:
+            home = owners.get(verb, verb)
+            raise UserError(f"{label('decode', decode)} brings its own {verb}: leave out --{home} {name(home, chosen)}")
+    return settled
+
+
+def in_phase(method: Any, phase: str, default: Any) -> Any:
+    """The method, or the default of its verb in a phase that the method leaves alone."""
+    return method if phase in getattr(method, "phases", (phase,)) else default
+
+
+def label(verb: str, method: Any) -> str:
+    return f"{verb} {name(verb, method)}"
+
+
+def name(verb: str, method: Any) -> str:
+    """What the user calls a method, for messages."""
+    try:
+        return catalog.name_of(verb, method)
+    except UserError:
+        return type(method).__name__
+
+
+@dataclass
+class Bindings:
+    """The runtimes of one engine, and the phases made of them. `defaults` holds a method per verb.
+
+    Equal methods are bound once, so recipes that share a method share its runtime, and rows of both go through it
+    together. That is safe because a runtime may remember only what does not depend on who asks: what it knows of a
+    request lies in the request's drawer, under a name. A method that another one holds (a drafter, a part) is bound by
+    its holder and shared only together with it. Methods that cannot be hashed are told apart by identity. Another host
+    (another sample method, say) needs bindings of its own.
+    """
+
+    host: Host
+    defaults: Mapping[str, Any]
+    _bound: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # {key: (method, runtime)}
+
+    def bind(self, method: Any) -> Any:
+        """The runtime of a method; the same one for an equal method."""
+        try:
+            hash(method)
+            key: Any = (type(method), method)
+        except TypeError:
+            key = id(method)  # which stays its own: the method is kept
+        if key not in self._bound:
+            self._bound[key] = (method, self.host.bind(method))
+        return self._bound[key][1]
+
+    def phases(self, methods: Mapping[str, Any], names: Sequence[str]) -> list[Phase]:
+        """One recipe's phases of these names. Raises UserError where methods do not go together (see `settle`)."""
+        methods = settle(methods, self.defaults)
+        return [self._phase(methods, name) for name in names]
+
+    def _phase(self, methods: Mapping[str, Any], phase: str) -> Phase:
+        decode = methods["decode"]
+        runtime = self.bind(decode)
+        slots = {"evict": self.bind(methods["evict"])}
+        for verb in ("attend", "skip"):
+            slots[verb] = self.bind(in_phase(methods[verb], phase, self.defaults[verb]))
+        brings = getattr(decode, "brings", ()) if phase in getattr(decode, "phases", (phase,)) else ()
+        for verb in brings:
+            assert verb in SHARED, f"a decode method brings {', '.join(SHARED)}, not {verb}"
+            chosen = in_phase(methods[verb], phase, self.defaults[verb])
+            slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
+        return Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"])

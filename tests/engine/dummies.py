@@ -1,0 +1,80 @@
+"""Methods made of methods, found as another package's would be: through the entry points of `phasewise.methods`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any, Literal
+from unittest.mock import patch
+
+from phasewise import catalog
+from phasewise.catalog import part
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A part with one knob."""
+
+    depth: int = 2
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A part that holds another of its kind, a chain of 5 unless told otherwise."""
+
+    width: float = 1.5
+    below: Any = part("draft.shape", "chain:depth=5")
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A method with a knob of every type."""
+
+    n: int = 4
+    x: float = 0.5
+    word: str = "pocket"
+    on: bool = True
+    mode: Literal["low", "high", "none"] = "low"
+    maybe: int | None = None
+    name: str | None = None
+    either: int | str = 7
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A method that holds two methods of its own verb, one of them without default, and a part."""
+
+    source: Any = part("draft")
+    base: Any = part("draft", "simple:n=6")
+    shape: Any = part("draft.shape", "tree")
+    k: int = 1
+
+
+METHODS = {
+    "draft.simple": Simple,
+    "draft.mixed": Mixed,
+    "draft.shape.chain": Chain,
+    "draft.shape.tree": Tree,
+}
+
+
+@contextmanager
+def installed(methods: dict[str, type[Any]] | None = None) -> Iterator[None]:
+    """These methods, {kind.name: class of a module}, are in the catalogue besides the built-in ones."""
+    found = [
+        EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", "phasewise.methods")
+        for name, cls in (METHODS if methods is None else methods).items()
+    ]
+    with patch.object(catalog, "entry_points", lambda group: found):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+def forget() -> None:
+    catalog.names.cache_clear()
+    catalog.folders.cache_clear()
