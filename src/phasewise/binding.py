@@ -31,6 +31,8 @@ def settle(methods: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     owners: dict[str, str] = {}  # {slot: the verb whose method fills it}
     for home, method in methods.items():
         slots = tuple(getattr(method, "slots", ()))
+        if slots and slots[0] != home and methods.get(slots[0]) is not method:
+            raise UserError(f"{label(home, method)} says it is a method of {slots[0]}: choose it as --{slots[0]}")
         if not slots or slots[0] != home:
             continue  # the same object in another slot: settled before
         for slot in slots[1:]:

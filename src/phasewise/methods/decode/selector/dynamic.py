@@ -18,6 +18,7 @@ class Dynamic:
     threshold: float = 0.9  # a probability
 
     paper: ClassVar[str] = "arXiv 2510.06303"
+    tight: ClassVar[dict[str, object]] = {"threshold": 0.4}
 
     def __post_init__(self) -> None:
         not_negative("dynamic", "threshold", self.threshold)

@@ -15,6 +15,7 @@ class Entropy:
     threshold: float = 0.6  # summed nats
 
     paper: ClassVar[str] = "arXiv 2510.06303"
+    tight: ClassVar[dict[str, object]] = {"threshold": 4.0}
     reads: ClassVar[tuple[str, ...]] = ("entropy",)
 
     def __post_init__(self) -> None:

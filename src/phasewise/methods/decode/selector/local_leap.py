@@ -24,6 +24,7 @@ class LocalLeap:
     radius: int = 4  # positions to either side, within the block
 
     paper: ClassVar[str] = "arXiv 2510.07081"
+    tight: ClassVar[dict[str, object]] = {"threshold": 0.6, "relaxed": 0.3, "radius": 1}
 
     def __post_init__(self) -> None:
         for knob in ("threshold", "relaxed", "radius"):
