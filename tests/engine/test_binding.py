@@ -18,7 +18,7 @@ from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.skip.unified import Unified
 from phasewise.options import parse
-from phasewise.recipe import Builder, defaults
+from phasewise.recipe import Builder, defaults, spell
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
@@ -316,6 +316,24 @@ def test_nested_methods_work_in_every_placement() -> None:
         got = tiny.outs(tiny.run(placed, prompts, tiny.greedy(N)))
         assert got == [oracle.greedy(tiny.model(), prompt, N)[0] for prompt in prompts]
         assert placed.counters.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft": "draft_model:k=3,drawn=iid", "verify": "match", "store": "int8", "schedule": "sarathi:budget=7"},
+        {"attend": "window:window=9", "place": "disaggregated:share=0.25"},
+        {"decode": "block_diffusion:selector=local_leap,selector.radius=2,steps=none", "evict": "streaming"},
+        {"decode": "composer:own=no", "skip": "half:speedup=4"},
+    ],
+    ids=str,
+)
+def test_a_recipe_can_be_sent_as_text(options: dict[str, str]) -> None:
+    methods = parse(options)
+    texts = spell(methods)
+    assert parse(texts) == methods and spell(parse(texts)) == texts
+    assert not {"draft", "verify"} & texts.keys()
 
 
 def test_prefixes_are_known_by_the_parts_that_shaped_them() -> None:

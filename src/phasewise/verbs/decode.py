@@ -35,6 +35,7 @@ class Decode(Protocol):
     """decode: which rows does a request bring, and what is made of the result?
 
     A method whose rows see later rows of their own block has an attribute `unit: int`, the rows of a block.
+    One whose method `brings` other verbs has `bring(verb, chosen)` (see binding.py).
     """
 
     def rows(self, request: Request) -> int:
