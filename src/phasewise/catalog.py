@@ -162,7 +162,9 @@ def _held(its: Part, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
     """What a part holds: the one `chosen`, else the default, with the knobs `inner` set in it."""
     if chosen is None and its.default is None:
         raise UserError(f"{what} is not chosen, but its {', '.join(inner)} is given. {near('', names(its.kind))}")
-    spelled = read(its.default or "", what) if chosen is None else chosen
+    if chosen is None:
+        chosen, inner = _changed(read(its.default or "", what), inner), {}
+    spelled = chosen
     if isinstance(spelled, str):
         if ":" in spelled:
             raise UserError(f"{what}={spelled}: a method with knobs stands in parentheses, ({spelled})")
@@ -171,7 +173,7 @@ def _held(its: Part, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
         if inner:
             raise UserError(f"{what} is an object: set {', '.join(inner)} in it")
         return spelled
-    twice = set(inner) & set(spelled.knobs) if chosen is not None else ()
+    twice = set(inner) & set(spelled.knobs)
     if twice:
         raise UserError(f"{what}: {', '.join(sorted(twice))} is given twice. Leave one of them out")
     cls, knobs = method(its.kind, spelled.name), {**spelled.knobs, **inner}
@@ -181,6 +183,21 @@ def _held(its: Part, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
             owners = f"It is a knob of {', '.join(others)}. " if others else ""
             raise UserError(f"{what} {spelled.name} has no knob {key!r}. {owners}{near(key, _vocabulary(cls))}")
     return configure(cls, knobs, f"{what} {spelled.name}")
+
+
+def _changed(default: Spelled, changes: Mapping[str, Any]) -> Spelled:
+    """A default with knobs replaced, those of what it holds too: all else in it stays."""
+    knobs: dict[str, Any] = {k: v for k, v in default.knobs.items() if k.partition(".")[0] not in changes}
+    for key, value in changes.items():
+        head, _, rest = key.partition(".")
+        held = knobs.get(head) if rest and head not in changes else None
+        if isinstance(held, str):
+            held = Spelled(held)
+        if isinstance(held, Spelled):
+            knobs[head] = _changed(held, {rest: value})
+        else:
+            knobs[key] = value
+    return Spelled(default.name, knobs)
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:

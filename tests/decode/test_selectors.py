@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise import catalog
@@ -64,6 +64,7 @@ def test_local_leap_asks_less_near_an_anchor() -> None:
     assert chosen("local_leap", Masked([0.3, 0.8], [], 1, [0, 1])) == [1]  # no anchor: the best one alone
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.integers(0, 31), st.floats(0, 1), min_size=1, max_size=12),
     st.floats(0, 1), st.floats(0, 1), st.integers(0, 32),
@@ -92,6 +93,7 @@ def test_quotas_sum_to_the_block_with_the_remainder_first(block: int, steps: int
     assert quotas == sorted(quotas, reverse=True) and quotas[0] - quotas[-1] <= 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.integers(1, 9), st.floats(0, 2), st.data())
 def test_every_selector_makes_progress(
     confidence: list[float], share: int, threshold: float, data: st.DataObject

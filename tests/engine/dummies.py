@@ -29,6 +29,13 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Deep:
+    """A part whose default has knobs at every depth."""
+
+    inner: Any = part("draft.shape", "tree:width=2,below=(tree:width=3,below=(chain:depth=9))")
+
+
+@dataclass(frozen=True)
 class Simple:
     """A method with a knob of every type."""
 
@@ -57,6 +64,7 @@ METHODS = {
     "draft.mixed": Mixed,
     "draft.shape.chain": Chain,
     "draft.shape.tree": Tree,
+    "draft.shape.deep": Deep,
 }
 
 

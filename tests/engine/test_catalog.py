@@ -23,7 +23,7 @@ def dummies() -> Iterator[None]:
 
 
 def test_parts_are_found_like_methods_and_are_none() -> None:
-    assert catalog.names("draft.shape").keys() == {"chain", "tree"}
+    assert catalog.names("draft.shape").keys() == {"chain", "deep", "tree"}
     assert "draft.shape" in catalog.folders("draft") and "decode.selector" in catalog.folders("decode")
     assert {"mixed", "simple", "draft_model"} <= catalog.names("draft").keys()
     assert not {"shape", "chain", "shape.chain"} & catalog.names("draft").keys()
@@ -60,7 +60,7 @@ def test_parts_and_nested_methods(text: str, want: Callable[[], Mixed]) -> None:
         ("source=simpel", "unknown draft method 'simpel'. Did you mean simple?"),
         ("source=snapkv", "unknown draft method 'snapkv'. It is a method of evict"),
         ("source=simple:n=3", "source=simple:n=3: a method with knobs stands in parentheses, .simple:n=3."),
-        ("source=simple,shape=chian", "unknown shape 'chian'. Did you mean chain. Valid: chain, tree"),
+        ("source=simple,shape=chian", "unknown shape 'chian'. Did you mean chain. Valid: chain, deep, tree"),
         ("source=simple,shape=chain,shape.width=3", "chain has no knob 'width'. It is a knob of tree. .*Valid: depth"),
         ("source=simple,shape.depth=3", "shape tree has no knob 'depth'. It is a knob of chain. .*Valid: .*width"),
         ("source=simple,shape.width=wide", "shape tree: knob width='wide' is not a valid float"),
@@ -73,6 +73,29 @@ def test_parts_and_nested_methods(text: str, want: Callable[[], Mixed]) -> None:
 def test_mistakes_are_named(text: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         catalog.build("draft", f"mixed:{text}" if text else "mixed")
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("deep", lambda: Tree(2.0, Tree(3.0, Chain(9)))),
+        ("deep:inner.width=5", lambda: Tree(5.0, Tree(3.0, Chain(9)))),
+        ("deep:inner.below.below.depth=1", lambda: Tree(2.0, Tree(3.0, Chain(1)))),
+        ("deep:inner.below.below.depth=1,inner.below.width=7", lambda: Tree(2.0, Tree(7.0, Chain(1)))),
+        ("deep:inner.below=chain", lambda: Tree(2.0, Chain())),
+        ("deep:inner.below.depth=4,inner.below=chain", lambda: Tree(2.0, Chain(4))),
+        ("deep:inner=tree", Tree),
+        ("deep:inner=tree,inner.below.depth=4", lambda: Tree(below=Chain(4))),
+    ],
+)
+def test_knobs_of_a_default_change_at_any_depth_and_the_rest_stays(text: str, want: Callable[[], Tree]) -> None:
+    assert catalog.build("draft.shape", text).inner == want()
+
+
+def test_what_is_chosen_has_no_knob_given_twice() -> None:
+    for text in ("inner.below=(chain:depth=1),inner.below.depth=2", "inner=(tree:width=1),inner.width=2"):
+        with pytest.raises(UserError, match="is given twice"):
+            catalog.build("draft.shape", f"deep:{text}")
 
 
 def test_an_object_may_be_given_instead_of_text() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
@@ -20,6 +20,7 @@ METHODS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(METHODS)
 def test_every_method_comes_back_from_its_text(method: Spelled) -> None:
     assert read(str(method), "draft") == method
@@ -82,6 +83,7 @@ KINDS: list[tuple[Any, Any]] = [
 ]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_value_comes_back_from_its_text(data: st.DataObject) -> None:
     kind, values = data.draw(st.sampled_from(KINDS))
