@@ -21,10 +21,11 @@ SOURCE = ROOT / "src" / "phasewise"
 PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
-    "errors", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster", "methods", "doors",
+    "errors", "catalog", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster", "methods", "doors",
     "train", "bench", "serve", "cli",
 )  # fmt: skip
-DOORS = ("__init__", "catalog", "llm", "load", "options", "recipe")
+ALONE = {"errors": "errors", "catalog": "catalog", "spelling": "catalog", "__main__": "cli"}  # files at the root
+DOORS = ("__init__", "llm", "load", "options", "recipe")
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
 SHARED = ("host",)  # files of verbs/ that belong to no verb: what any method may ask for
 # upward, for annotations: contracts may be named from below, and what is held or handed over by whoever holds it
@@ -44,12 +45,9 @@ class Import:
 
 
 def room(module: str) -> str:
-    """The room a module is in. Files at the root are doors, but for the errors that everybody raises and what
-    `python -m` starts."""
-    if module == "__main__":
-        return "cli"
+    """The room a module is in. Files at the root are doors, but for those that are rooms of their own."""
     first, dot, _ = module.partition(".")
-    return first if dot or first == "errors" else "doors"
+    return first if dot else ALONE.get(first, "doors")
 
 
 def modules(source: Path) -> dict[str, Path]:
@@ -180,11 +178,13 @@ def _other_way(a: str, b: str, arrows: set[tuple[str, str]]) -> bool:
 
 
 def _label(name: str) -> str:
-    return {"doors": "`*.py`", "errors": "`errors.py`"}.get(name, f"`{name}/`")
+    known = {"doors": "`*.py`", "errors": "`errors.py`", "catalog": "`catalog.py`, `spelling.py`"}
+    return known.get(name, f"`{name}/`")
 
 
 def _about(source: Path, name: str) -> str:
-    path = {"doors": source / "__init__.py", "errors": source / "errors.py"}.get(name, source / name / "__init__.py")
+    alone = {"doors": "__init__", "errors": "errors", "catalog": "catalog"}
+    path = source / f"{alone[name]}.py" if name in alone else source / name / "__init__.py"
     words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else ""
     return " ".join((words or "").split("\n\n")[0].split())
 

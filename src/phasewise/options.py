@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from phasewise import catalog
-from phasewise.binding import settle
+from phasewise.engine.binding import SHARED, settle
 from phasewise.errors import UserError
-from phasewise.recipe import defaults
 
 DEFAULTS = {
     "place": "colocated",
@@ -48,3 +47,17 @@ def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
     methods["decode"] = catalog.build("decode", texts["decode"], **{verb: methods[verb] for verb in filled})
     methods |= {verb: getattr(methods["decode"], verb) for verb in slots if verb in PARTS_OF_DECODE}
     return settle(methods, defaults())
+
+
+def spell(methods: Mapping[str, Any]) -> dict[str, str]:
+    """Options from which `parse` makes equal methods, for another process. Raises UserError for what has no text."""
+    return {
+        verb: catalog.spell(verb, method)
+        for verb, method in methods.items()
+        if verb not in PARTS_OF_DECODE and getattr(method, "slots", (verb,))[0] == verb
+    }
+
+
+def defaults() -> dict[str, Any]:
+    """The methods that phases have where nothing is chosen, by verb."""
+    return {verb: catalog.build(verb, DEFAULTS[verb]) for verb in SHARED}

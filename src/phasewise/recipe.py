@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
-from phasewise.binding import SHARED, Bindings, in_phase
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.inline import InlineLauncher
 from phasewise.cluster.launcher import Launcher
+from phasewise.engine.binding import Bindings, in_phase
 from phasewise.engine.engine import Engine, Parts
 from phasewise.errors import UserError, near
 from phasewise.kv.buffer import KVShape, Ledger, Raw
@@ -19,7 +19,7 @@ from phasewise.kv.store import Store
 from phasewise.kv.wire import Wire
 from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
-from phasewise.options import CLUSTERS, DEFAULTS, PARTS_OF_DECODE, parse
+from phasewise.options import CLUSTERS, DEFAULTS, defaults, parse
 from phasewise.request.counters import Counters
 from phasewise.speculation.companion import Companion
 from phasewise.step.phase import Phase
@@ -28,20 +28,6 @@ from phasewise.verbs.place import Placed
 
 if TYPE_CHECKING:
     from phasewise.engine.limits import Limits
-
-
-def spell(methods: Mapping[str, Any]) -> dict[str, str]:
-    """Options from which `parse` makes equal methods, for another process. Raises UserError for what has no text."""
-    return {
-        verb: catalog.spell(verb, method)
-        for verb, method in methods.items()
-        if verb not in PARTS_OF_DECODE and getattr(method, "slots", (verb,))[0] == verb
-    }
-
-
-def defaults() -> dict[str, Any]:
-    """The methods that phases have where nothing is chosen, by verb."""
-    return {verb: catalog.build(verb, DEFAULTS[verb]) for verb in SHARED}
 
 
 class Builder:

@@ -10,15 +10,15 @@ import pytest
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.binding import Bindings, settle
+from phasewise.engine.binding import Bindings, settle
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.skip.unified import Unified
-from phasewise.options import parse
-from phasewise.recipe import Builder, defaults, spell
+from phasewise.options import defaults, parse, spell
+from phasewise.recipe import Builder
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
