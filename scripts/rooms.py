@@ -21,8 +21,8 @@ SOURCE = ROOT / "src" / "phasewise"
 PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
-    "errors", "catalog", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster", "methods", "doors",
-    "train", "bench", "serve", "cli",
+    "errors", "catalog", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster",
+    "methods", "doors", "train", "bench", "serve", "cli",
 )  # fmt: skip
 ALONE = {"errors": "errors", "catalog": "catalog", "spelling": "catalog", "__main__": "cli"}  # files at the root
 DOORS = ("__init__", "llm", "load", "options", "recipe")
