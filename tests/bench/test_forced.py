@@ -8,7 +8,9 @@ import torch
 from phasewise.bench.drive import Bench
 from phasewise.bench.forced import STRETCH, Forced, forced_loss
 from phasewise.engine.limits import Limits
+from phasewise.errors import UserError
 from tests import tiny
+from tests.decode.slow import blockwise
 from tests.oracle import logits
 
 
@@ -36,6 +38,38 @@ def test_a_drafters_own_questions_do_not_count() -> None:
     engine = bench.engine({"draft": f"draft_model:k=3,model={directory}"}, Limits(kv_bytes=64 << 20), sample=forced)
     assert forced_loss(engine, forced, tokens) == pytest.approx(oracle_loss(tokens), abs=1e-4)
     assert engine.counters.drafted > 0
+
+
+def diffusion(knobs: str, tokens: list[int]) -> float:
+    forced = Forced()
+    engine = Bench(tiny.model()).engine(
+        {"decode": f"block_diffusion:{knobs}"}, Limits(kv_bytes=64 << 20), sample=forced
+    )
+    try:
+        return forced_loss(engine, forced, tokens)
+    finally:
+        assert not forced.scripts and not forced.nats
+
+
+def test_diffusion_from_left_to_right_is_scored_by_the_passes_that_decide() -> None:
+    """Against an uncached pass per token: what is known, then masks to the end of its block."""
+    tokens, mask = tiny.prompts(STRETCH + 10, seed=7)[0], tiny.VOCAB - 1
+    tokens = [token if token != mask else 5 for token in tokens]
+    want = 0.0
+    for at in range(1, len(tokens)):
+        end = (at // 4 + 1) * 4
+        row = blockwise(tiny.model(), tokens[:at] + [mask] * (end - at), 4)[0][at].clone()
+        row[mask] = float("-inf")
+        want -= float(row.double().log_softmax(-1)[tokens[at]]) / (len(tokens) - 1)
+    assert diffusion("selector=sequential", tokens) == pytest.approx(want, abs=1e-4)
+    assert diffusion("block=1,shift=true", tokens) == pytest.approx(oracle_loss(tokens), abs=1e-4)
+    assert abs(want - oracle_loss(tokens)) > 0.01
+
+
+@pytest.mark.parametrize("knobs", ["", "selector=static", "selector=sequential,steps=2", "selector=entropy"])
+def test_tokens_decided_out_of_order_have_no_loss(knobs: str) -> None:
+    with pytest.raises(UserError, match="left to right"):
+        diffusion(knobs, tiny.prompts(40, seed=7)[0])
 
 
 def test_lossy_methods_change_it() -> None:

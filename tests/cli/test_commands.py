@@ -49,6 +49,16 @@ def test_eval_measures_and_records(cli: Cli, tmp_path: Path) -> None:
     assert plain.out.splitlines()[-1] == said.out.splitlines()[-1]  # drafting does not change the loss
 
 
+def test_eval_refuses_a_loss_that_there_is_not_and_keeps_what_it_has(cli: Cli, tmp_path: Path) -> None:
+    out, words = tmp_path / "rows.jsonl", ("--examples", 2, "--seed", 1, *MODEL)
+    said = cli("eval", "copy", "code", "--decode", "block_diffusion", "--out", out, *words)
+    assert said.code != 0 and "left to right" in said.err and "Traceback" not in said.err
+    assert "| copy |" in said.out and [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["copy"]
+    ordered = cli("eval", "code", "--decode", "block_diffusion:block=1,shift=true", *words)
+    plain = cli("eval", "code", *words)
+    assert ordered.code == plain.code == 0 and ordered.out.splitlines()[-1] == plain.out.splitlines()[-1]
+
+
 def test_bench_offline_reports_and_records(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ("bench", "offline", "--requests", 3, "--workload", "fixed:prompt=12,new=4", "--ttft", 10_000, "--out", out)

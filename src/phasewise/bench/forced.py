@@ -2,6 +2,10 @@
 
 The text is scored in stretches: what comes before a stretch is a prompt, the stretch is decoded, so that methods of
 both phases count. Speculation works as usual; a token's score is that of the pass that decided it.
+
+A text has a loss only where each token is decided with all before it known. A decode method that finishes tokens in
+another order, or several of them blindly at once, is refused: which of them come first then hangs on the text itself,
+and what its passes thought of them adds up to no probability.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Context, Dist
 
 STRETCH = 64
+OUT_OF_ORDER = (
+    "this decode method has no loss: it finishes tokens before all those to their left are known. Leave out the rows "
+    "that need one (code), or let it go from left to right, a token per pass"
+)
 
 
 @dataclass
@@ -45,7 +53,10 @@ class Forced:
 
 
 def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:
-    """Mean cross-entropy, nats, of tokens 1.. each given those before it. `engine` must sample with `forced`."""
+    """Mean cross-entropy, nats, of tokens 1.. each given those before it. `engine` must sample with `forced`.
+
+    Raises UserError where a request fails, and where tokens are not decided from left to right.
+    """
     script = list(tokens)
     requests = []
     for start in range(1, len(script), STRETCH):
@@ -56,11 +67,15 @@ def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:
         requests.append(request)
     while any(request.left is None for request in requests):
         engine.step()
-    total = 0.0
+    scores = [forced.nats.pop(request.id) for request in requests]
     for request in requests:
-        scores = forced.nats.pop(request.id)
         del forced.scripts[request.id]
+    total = 0.0
+    for request, nats in zip(requests, scores):
         if request.left is None or request.left.how != "finished":
             raise UserError(f"the loss could not be measured: {request.left and request.left.reason}")
-        total += sum(scores[position] for position in range(request.prompt_len, request.known))
+        wanted = range(request.prompt_len, request.known)
+        if not all(position in nats for position in wanted):
+            raise UserError(OUT_OF_ORDER)
+        total += sum(nats[position] for position in wanted)
     return total / (len(script) - 1)

@@ -46,12 +46,15 @@ def evaluate(
             raise UserError(f"unknown task {name!r}. {near(name, quality.ALL)}")
     judge = Judge(engine)
     rows: list[quality.Row] = []
-    for at, name in enumerate(wanted):
-        with counting(f"{name} ({at + 1} of {len(wanted)})", examples) as tell:
-            rows += judge.measure(name, examples, seed, tell)
-    print(quality.table(rows))
-    about = {"model": engine.model, "methods": engine.verbs, "seed": seed}
-    json_lines(({**about, **asdict(row)} for row in rows), out)
+    try:
+        for at, name in enumerate(wanted):
+            with counting(f"{name} ({at + 1} of {len(wanted)})", examples) as tell:
+                rows += judge.measure(name, examples, seed, tell)
+    finally:  # a row that cannot be measured costs none of those before it
+        if rows:
+            print(quality.table(rows))
+            about = {"model": engine.model, "methods": engine.verbs, "seed": seed}
+            json_lines(({**about, **asdict(row)} for row in rows), out)
 
 
 class Judge:

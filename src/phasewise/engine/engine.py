@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts, blocks
+_DEPTH = (
+    "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
+    "a schedule that runs whole steps, or a decode method that leaves `layers` (and beside such a schedule `hidden`) alone"
+)
 
 
 @dataclass
@@ -241,6 +245,9 @@ class Engine:
         for work, span in zip(works, isolate(propose, works)):
             if isinstance(span, Exception):
                 self._fail(work.job, span)
+                continue
+            if span.layers is not None or (span.hidden is not None and work.layers is not None):
+                self._fail(work.job, UserError(_DEPTH))
                 continue
             span.layers = work.layers
             if span.rows > work.rows:  # a method's smallest unit

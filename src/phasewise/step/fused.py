@@ -48,7 +48,8 @@ def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch) -> 
     parts: list[StackSpan] = []
     read = row_bytes = 0  # rows read by all spans, and what one of them takes in all layers
     for span in spans:
-        plain = span.phase.plain and span.layers is None and (span.sees is None or not windows)
+        whole = span.layers is None and span.hidden is None  # all layers, from the tokens on
+        plain = whole and span.phase.plain and (span.sees is None or not windows)
         flat = span.kv.flat() if plain else None
         if flat is None:
             return None

@@ -21,8 +21,9 @@ class Span:
 
     `sees` says which rows of the span a row may read: None = causal (itself and those before), else bool
     [rows, rows]. Committed cache rows at smaller positions are always visible, unless a method says otherwise.
-    `layers` is a half-open range when only part of the depth runs now (layered prefill); then `hidden` [rows, d] and
-    `taps` {layer: [rows, d]} carry the state from step to step. The span object is the same in all these steps.
+    `layers` is a half-open range when only part of the depth runs now, which the schedule alone decides; then `hidden`
+    [rows, d] and `taps` {layer: [rows, d]} carry the state from step to step, and the span object stays the same. A
+    method may give `hidden` instead of embedded tokens where the whole depth runs.
     """
 
     request: Request

@@ -1,0 +1,121 @@
+"""What a decode method gives besides tokens is used or refused, never left out in silence: states and depths of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.store import Store
+from phasewise.model.model import Model
+from phasewise.ops import native
+from phasewise.recipe import kv_shapes
+from phasewise.request.counters import Counters
+from phasewise.request.request import Request
+from phasewise.step.forward import forward
+from phasewise.step.phase import Phase
+from phasewise.step.span import Span
+from tests import oracle, tiny
+
+here = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
+
+
+@pytest.fixture
+def model() -> Model:
+    """In the type of the native step."""
+    return Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+
+
+@torch.inference_mode()
+def rows(model: Model, tokens: Sequence[int], hidden: Tensor | None = None) -> tuple[Tensor, int]:
+    """A prompt's rows after all layers, and how many steps were native."""
+    store = Store(kv_shapes(model), Raw(), ledger=Ledger(64 << 20), counters=Counters())
+    request = Request(tokens)
+    kv = store.open(request, len(tokens))
+    stack, calls = model.stack, []
+
+    def spy(*given: Any) -> None:
+        calls.append(1)
+        stack(*given)
+
+    if stack is not None:
+        spy.windowed, spy.hidden = stack.windowed, stack.hidden  # type: ignore[attr-defined]
+        model.stack = spy
+    try:
+        x = forward(model, [Span(request, kv, oracle.PLAIN, tokens, range(len(tokens)), hidden=hidden)], Counters()).x
+    finally:
+        model.stack = stack
+    return x.clone(), len(calls)
+
+
+@here
+def test_rows_that_bring_their_state_do_not_run_from_their_tokens(model: Model) -> None:
+    written, meant = tiny.prompts(9, 9)
+    with torch.inference_mode():
+        state = model.embed(torch.tensor(meant))
+    given, native_steps = rows(model, written, state)
+    assert native_steps == 0 and rows(model, meant)[1] == 1
+    kept, model.stack = model.stack, None
+    want = rows(model, meant)[0]
+    model.stack = kept
+    assert torch.equal(given, want) and not torch.equal(given, rows(model, written)[0])
+
+
+class Gives:
+    """A decode method whose spans get something besides their tokens."""
+
+    def __init__(self, inner: Any, give: Callable[[Span], None]) -> None:
+        self._inner, self._give = inner, give
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans: list[Span] = self._inner.propose(requests, budgets, phase)
+        for span in spans:
+            self._give(span)
+        return spans
+
+
+def run(model: Model, give: Callable[[Span], None], schedule: str = "sarathi") -> Request:
+    engine = tiny.engine({"schedule": schedule}, of=model, prefix_cache=False)
+    for phase in engine.parts.phases:  # type: ignore[attr-defined]
+        object.__setattr__(phase, "decode", Gives(phase.decode, give))
+    [request] = tiny.run(engine, tiny.prompts(9), tiny.greedy(6))
+    return request
+
+
+def embedded(model: Model) -> Callable[[Span], None]:
+    """Every row's state is that of the token 5."""
+
+    def give(span: Span) -> None:
+        span.hidden = model.embed(torch.full((span.rows,), 5))
+
+    return give
+
+
+@here
+def test_an_engine_goes_on_from_given_states(model: Model) -> None:
+    request = run(model, embedded(model))
+    kept, model.stack = model.stack, None
+    assert request.n_out == 6 and run(model, embedded(model)).out == request.out
+    model.stack = kept
+    assert run(model, lambda span: None).out != request.out
+
+
+def partly(span: Span) -> None:
+    span.layers = (0, 2)
+
+
+def test_a_depth_that_a_method_sets_is_refused(model: Model) -> None:
+    request = run(model, partly)
+    assert request.left is not None and request.left.how == "failed" and "which layers run" in request.left.reason
+
+
+def test_given_states_are_refused_where_the_schedule_splits_the_depth(model: Model) -> None:
+    request = run(model, embedded(model), "layered:rows_per_group=4")
+    assert request.left is not None and request.left.how == "failed" and "which layers run" in request.left.reason
