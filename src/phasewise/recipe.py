@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from phasewise.engine.binding import Bindings, in_phase
 from phasewise.engine.engine import Engine, Parts
 from phasewise.errors import UserError, near
 from phasewise.kv.buffer import KVShape, Ledger, Raw
-from phasewise.kv.store import Store
+from phasewise.kv.store import Sharing, Store
 from phasewise.kv.wire import Wire
 from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
@@ -28,6 +29,8 @@ from phasewise.verbs.place import Placed
 
 if TYPE_CHECKING:
     from phasewise.engine.limits import Limits
+
+log = logging.getLogger(__name__)
 
 
 class Builder:
@@ -51,10 +54,17 @@ class Builder:
     def build(self) -> Placed:
         """The placement, ready for requests."""
         placed: Placed = self.methods["place"].build(self)
-        if self.limits.cluster not in ("auto", "inline") and not self._launches:
-            raise UserError(
-                f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. Add --place disaggregated"
-            )
+        if self._launches:
+            return placed
+        if self.limits.cluster not in ("auto", "inline"):
+            raise UserError(f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. {_workers()}")
+        if self._wire(1) is not None:
+            name = type(self.methods["store"]).__module__.rpartition(".")[2]
+            log.warning(
+                "store %s is for KV on its way between engines, and here nothing travels: what it rounds is rounded "
+                "all the same, and not a byte is saved. %s, or leave the store out",
+                name, _workers(),
+            )  # fmt: skip
         return placed
 
     def load(self, name: str) -> Model:
@@ -84,14 +94,13 @@ class Builder:
         host.sample = bindings.bind(self.methods["sample"])
         made = bindings.phases(self.methods, phases)
         decode, evict = made[0].decode, made[0].evict
+        key, unit = self._prefix_key() if self.limits.prefix_cache else None, getattr(decode, "unit", 1)
         store = Store(
             kv_shapes(self.model),
             self.methods["store"].codec(),
             ledger=ledger,
             counters=counters,
-            prefix_key=self._prefix_key() if self.limits.prefix_cache else None,
-            private=1 if evict is None else max(1, evict.observes),
-            unit=(unit := getattr(decode, "unit", 1)),
+            sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit),
             wire=self._wire(unit),
         )
         schedule = host.bind(self.methods["schedule"])
@@ -141,6 +150,12 @@ class Builder:
         shaping = [self.methods[verb] for verb in ("store", "evict", "decode")]
         shaping += [self._for("attend", "prefill"), self._for("skip", "prefill")]
         return repr((self.model.config, self.model.dtype, shaping))
+
+
+def _workers() -> str:
+    """Which placements have any."""
+    known = [name for name in catalog.names("place") if getattr(catalog.method("place", name), "hires", False)]
+    return f"Add --place with one of {', '.join(known)}"
 
 
 def build(spec: EngineSpec) -> Builder:

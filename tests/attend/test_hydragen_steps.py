@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.cache import KV
-from phasewise.kv.store import Store
+from phasewise.kv.store import Sharing, Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.hydragen import Hydragen
 from phasewise.model.model import Model
@@ -42,7 +42,7 @@ class Party:
         self.model, self.counters = model, Counters()
         self.phase = Phase("decode", None, attend)  # type: ignore[arg-type]
         self.store = Store(
-            kv_shapes(model), codec or Raw(), ledger=Ledger(1 << 40), counters=self.counters, prefix_key="one"
+            kv_shapes(model), codec or Raw(), ledger=Ledger(1 << 40), counters=self.counters, sharing=Sharing("one")
         )
         self.requests: list[Request] = []
 

@@ -8,12 +8,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from phasewise.cluster.core_split import CoreSplit, Goals, Split, ladder, line, quantile, sojourn
+from phasewise.cluster.core_split import CoreSplit, Goals, Split, ladder, line, quantile
 
 GOALS = Goals(ttft=1.0, tpot=0.1, window=1.0, dwell=2.0, least=4)
 
 
-# ---- closed forms
+# ---- the closed form that the controller's curve for TTFT stands for
+def sojourn(rate: float, service: float, share: float) -> float:
+    """Mean seconds from arrival to the end of service (M/M/1) with a `share` of what serves in `service` seconds."""
+    free = share - rate * service
+    return service / free if free > 0 else math.inf
+
+
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 0.5), (0.8, 0.125), (1.0, 0.05 / 0.6)])
 def test_the_worked_example(share: float, seconds: float) -> None:
     assert sojourn(8.0, 0.05, share) == pytest.approx(seconds)

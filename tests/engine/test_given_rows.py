@@ -1,4 +1,4 @@
-"""What a decode method gives besides tokens is used or refused, never left out in silence: states and depths of rows."""
+"""What a decode method gives besides tokens is used or refused, never left out in silence."""
 
 from __future__ import annotations
 

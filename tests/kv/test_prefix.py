@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from phasewise.kv import layer_kv
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.prefix import BLOCK, PrefixTree, chain
-from phasewise.kv.store import Store
+from phasewise.kv.store import Sharing, Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 
@@ -46,7 +46,7 @@ class Requests(RuleBasedStateMachine):
         self.ledger, self.counters = Ledger(blocks * BLOCK * ROW), Counters()
         shape = KVShape(HEADS, DIM, torch.float32)
         self.store = Store(
-            [shape] * LAYERS, Raw(), ledger=self.ledger, counters=self.counters, prefix_key="test", unit=unit
+            [shape] * LAYERS, Raw(), ledger=self.ledger, counters=self.counters, sharing=Sharing("test", unit=unit)
         )
         assert self.store.tree is not None
         self.tree: PrefixTree = self.store.tree
@@ -62,7 +62,7 @@ class Requests(RuleBasedStateMachine):
         request.kv = self.store.open(request, request.known + 1)
         assert request.computed == self.counters.prefix_hits - hits == sum(node.rows for node in request.kv.nodes)
         assert request.computed <= request.prompt_len - 1, "the last row is always computed"
-        assert request.computed % self.store.unit == 0
+        assert request.computed % self.store.sharing.unit == 0
         compute(self.store, request)
         self.live.append(request)
 
@@ -120,7 +120,8 @@ TestRequests.settings = settings(max_examples=60, stateful_step_count=25, deadli
 
 def open_store(blocks: int = 100) -> Store:
     shape = KVShape(HEADS, DIM, torch.float32)
-    return Store([shape] * LAYERS, Raw(), ledger=Ledger(blocks * BLOCK * ROW), counters=Counters(), prefix_key="k")
+    ledger, counters = Ledger(blocks * BLOCK * ROW), Counters()
+    return Store([shape] * LAYERS, Raw(), ledger=ledger, counters=counters, sharing=Sharing("k"))
 
 
 def served(store: Store, prompt: list[int]) -> int:

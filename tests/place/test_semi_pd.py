@@ -3,6 +3,8 @@ go on."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -350,13 +352,21 @@ def test_requests_that_left_are_forgotten() -> None:
 
 
 # ---- knobs
-BAD = {"slo_ttft": 0.0, "slo_tpot": -1.0, "attain": 1.1, "window": 0.0, "dwell": -1.0, "deadline": 0.0, "cores": -1}
+BAD = {"slo_ttft": 0.0, "slo_tpot": -1.0, "attain": 1.1, "window": 0.0, "dwell": -1.0, "deadline": 0.0, "cores": -1,
+       "steps": 0, "least": 0, "memory": 0, "margin": 1.0}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), BAD.items())
 def test_bad_knobs_are_named(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"semi_pd: {name}={value}"):
         SemiPD(**{name: value})
+
+
+def test_every_goal_of_the_controller_is_a_knob() -> None:
+    given = {"attain": 0.75, "window": 1.5, "dwell": 2.5, "steps": 3, "least": 2, "margin": 0.25, "memory": 7}
+    text = ",".join(f"{name}={value}" for name, value in given.items())
+    placed = semi_pd({"place": f"semi_pd:slo_ttft=3,slo_tpot=0.5,{text}"})
+    assert asdict(placed.policy.shares.goals) == given | {"ttft": 3.0, "tpot": 0.5}
 
 
 def test_cores_that_there_are_not() -> None:

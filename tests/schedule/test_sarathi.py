@@ -54,13 +54,24 @@ def test_no_step_exceeds_the_budget_and_no_decode_waits(
     def watch(live: list[Job], step: dict) -> None:
         decodes = [job for job in live if not job.prefilling]
         assert all(job.name in step for job in decodes)
-        prompts = sum(rows(step).values()) - len(decodes)
-        assert prompts <= max(budget - len(decodes), reserve)
+        total = sum(rows(step).values())
+        assert total <= max(budget, len(decodes) + reserve), "more than the docstring promises"
+        prompts = total - len(decodes)
         waiting = sum(job.rows for job in live if job.prefilling)
         assert prompts == min(waiting, max(budget - len(decodes), reserve)), "room is left although prompts wait"
 
     simulate(Sarathi(budget=budget, reserve=reserve), jobs, watch=watch)
     assert all(job.done for job in jobs)
+
+
+def test_a_reserve_lengthens_steps_as_its_docstring_says() -> None:
+    """Budget 8, reserve 4, six decodes: ten rows, which is the decodes and the reserve together."""
+    said = " ".join((Sarathi.__doc__ or "").split())
+    assert "more than `budget` rows, or than its decodes and `reserve` together where these are more" in said
+    for reserve, want in ((0, 8), (2, 8), (4, 10)):
+        jobs = [*(decoding(f"d{i}") for i in range(6)), Job("P", 40)]
+        [step] = simulate(Sarathi(budget=8, reserve=reserve), jobs, steps=1)
+        assert sum(rows(step).values()) == want == max(8, 6 + reserve)
 
 
 def test_a_reserve_keeps_prompts_from_starving() -> None:

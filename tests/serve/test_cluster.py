@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 
+from phasewise.bench.server import Handoffs
 from phasewise.cluster.process import PREFIX
 from phasewise.cluster.transfer_buffer import folder
 from phasewise.llm import LLM
@@ -89,6 +90,13 @@ def test_streams_go_on_whoever_is_killed(llm: LLM) -> None:
         metrics = server.settled()
         assert metrics["phasewise_restarts_total"] == len(PROMPTS) and metrics["phasewise_recomputed_total"] > 0
         assert metrics['phasewise_requests_total{how="length"}'] == 4
+        assert metrics["phasewise_handoff_seconds_count"] == 4 and metrics["phasewise_handoff_seconds_sum"] > 0
+        moves = Handoffs(server.url)
+        Stream(client, PROMPTS[0]).read()
+        eventually(lambda: server.settled()["phasewise_handoff_seconds_count"] == 5)
+        row = moves.row()
+        assert row["handoffs"] == 1 and (row["handoff_mean_s"] or 0) > 0
+        assert moves.row() == {"handoffs": 0, "handoff_mean_s": None}
         everybody = family(server)
         assert len(everybody) == 3
         code, errors = server.end(signal.SIGTERM)

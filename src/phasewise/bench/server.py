@@ -38,6 +38,26 @@ def serving(arguments: Sequence[str]) -> Iterator[str]:
                 process.wait()
 
 
+class Handoffs:
+    """Moves of KV between the workers of a server, as its /metrics count them."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._before = self._read()
+
+    def row(self) -> dict[str, float | int | None]:
+        """How many there were since the last call, and their mean in seconds (None of none)."""
+        (n, seconds), (n_before, seconds_before) = now, _ = self._read(), self._before
+        self._before = now
+        moves = n - n_before
+        return {"handoffs": moves, "handoff_mean_s": (seconds - seconds_before) / moves if moves else None}
+
+    def _read(self) -> tuple[int, float]:
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=5) as answer:
+            words = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[:1] != "#")
+        return int(float(words["phasewise_handoff_seconds_count"])), float(words["phasewise_handoff_seconds_sum"])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

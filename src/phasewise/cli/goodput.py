@@ -52,7 +52,7 @@ def goodput(
         raise UserError("--plot draws what --out holds: give both")
     from phasewise.bench.goodput import Point, Target, draw, sweep, table
     from phasewise.bench.load import measure
-    from phasewise.bench.server import serving
+    from phasewise.bench.server import Handoffs, serving
     from phasewise.bench.settings import Setting
     from phasewise.load import model_path
     from phasewise.model.hub import resolve
@@ -69,17 +69,16 @@ def goodput(
             with serving(replace(engine, **verbs).arguments()) as url:
                 fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
-                def load(
-                    rate: float, most: int | None = None, url: str = url, fresh: Prompts = fresh
-                ) -> Sequence[Served]:
-                    shots = asked.shots(fresh, config.max_positions, rate)[:most]
-                    return measure(url, shots, lambda done: tell(len(points) * asked.requests + done)).served
+                def load(rate: float, most: int | None = None, at: str = url, of: Prompts = fresh) -> Sequence[Served]:
+                    shots = asked.shots(of, config.max_positions, rate)[:most]
+                    return measure(at, shots, lambda done: tell(len(points) * asked.requests + done)).served
 
                 load(steps[-1], most=WARM)
+                moves = Handoffs(url)
                 for point in sweep(contender.name, steps, targets, load):
                     points.append(point)
                     about = {"workload": asked.workload, "targets": {t.name: str(t).partition(" ")[2] for t in targets}}
-                    show.record(asked.out, "goodput", engine, [point.row(targets) | about])
+                    show.record(asked.out, "goodput", engine, [point.row(targets) | moves.row() | about])
     show.title(f"{engine.model}, {asked.requests} x {asked.workload}: goodput at {', '.join(map(str, targets))}")
     show.table(*table(points, targets))
     if plot is not None and asked.out is not None:

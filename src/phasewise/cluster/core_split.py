@@ -1,11 +1,12 @@
-"""How the cores of a machine are split between the phases, and when to move one (semi-PD, arXiv 2504.19867).
+"""How the cores of a machine are split between the phases, and when to move one (arXiv 2504.19867).
 
     TTFT(x) = a1 / (x - load) + b1        x: cores of prefill; load: arrivals per second times seconds of one core each
     TPOT(y) = a2 / y + b2                 y: cores of decode
 
 Time is service time over cores, and prompts queue (M/M/1): a1 is then the service time, and b1, b2 are zero. All four
-are fitted to what was seen. Numbers and an injected clock only, so the same controller runs in a simulator. That cores
-are not all that counts (memory bandwidth, threads that wait for each other) is left to the fit.
+are fitted to what was seen. Numbers and an injected clock only, so the controller can be tested without workers
+(tests/cluster/test_shares.py plays the machine). That cores are not all that counts (memory bandwidth, threads that
+wait for each other) is left to the fit.
 """
 
 from __future__ import annotations
@@ -20,13 +21,7 @@ RIDGE = 1e-3  # how little offsets are believed in where one share only was ever
 Metric = Literal["ttft", "tpot"]
 
 
-# ---- closed forms
-def sojourn(rate: float, service: float, share: float) -> float:
-    """Mean seconds from arrival to the end of service (M/M/1) with a `share` of what serves in `service` seconds."""
-    free = share - rate * service
-    return service / free if free > 0 else math.inf
-
-
+# ---- fits
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
     """Least squares t = a u + b over (u, t), neither negative; with one u only, b is taken for zero. None: no point."""
     if not points:

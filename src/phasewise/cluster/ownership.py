@@ -1,4 +1,4 @@
-"""How workers of a pool hand requests on: memory stays where it is and changes hands (semi-PD, arXiv 2504.19867).
+"""How workers of a pool hand requests on: memory stays where it is and changes hands (arXiv 2504.19867).
 
     offer   the prompt's worker gives its buffers up; their bytes are a loan in the pool's table, and nobody's
     take    the next worker makes the loan its own, then the buffers; only then does it go on

@@ -1,4 +1,4 @@
-"""Splitwise's pools: prompt workers, token workers, and a mixed pool that borrows from both (arXiv 2311.18677)."""
+"""Three pools: prompt workers, token workers, and a mixed pool that borrows from both (arXiv 2311.18677)."""
 
 from __future__ import annotations
 

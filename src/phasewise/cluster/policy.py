@@ -1,4 +1,7 @@
-"""Which worker does what: numbers only, so that the same policies run in a simulator (DESIGN law 11)."""
+"""Which worker does what: numbers only, so that a policy can be tested without workers (DESIGN law 11).
+
+Nothing here plans a placement: there is no simulator, and how many workers of each kind is the user's choice.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from phasewise.cluster.launcher import WorkerSpec
 
 
 class WorkerView(Protocol):
-    """What a policy may know of a worker. `cluster.handle.WorkerHandle` is one."""
+    """What a policy may know of a worker. `phasewise.cluster.handle.WorkerHandle` is one; tests bring their own."""
 
     @property
     def role(self) -> str: ...

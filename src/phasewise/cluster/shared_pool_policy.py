@@ -1,4 +1,4 @@
-"""One prefill worker and one decode worker on the same cores and the same KV pool (semi-PD, arXiv 2504.19867)."""
+"""One prefill worker and one decode worker on the same cores and the same KV pool (arXiv 2504.19867)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts, blocks
 _DEPTH = (
     "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
-    "a schedule that runs whole steps, or a decode method that leaves `layers` (and beside such a schedule `hidden`) alone"
+    "a schedule that runs whole steps; a decode method leaves `layers` alone, and `hidden` where the depth is split"
 )
 
 

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasewise.errors import UserError
-
 Symbols = npt.NDArray[np.uint8]
 HEAD = struct.Struct("<II")  # bytes of the deflated tables, and of the range coder's words
 TOP = 64  # codes of counts
@@ -26,14 +24,10 @@ FREQUENCIES = np.array([math.isqrt(1 << (code + 16)) - 256 for code in range(TOP
 
 
 def library() -> Any:
-    """The module `constriction`. Raises UserError if it is not installed."""
-    try:
-        import constriction
-    except ImportError:
-        raise UserError(
-            "store cachegen needs the entropy coder of the package constriction, which is not installed: "
-            "pip install 'phasewise[cachegen]', or choose cachegen:level=0, which sends rows as they are"
-        ) from None
+    """The module `constriction`. Raises ModuleNotFoundError if it is not installed, which is for those who code with it
+    to say before they begin."""
+    import constriction
+
     return constriction
 
 

@@ -1,8 +1,9 @@
 """KV that travels while its prompt is still computed: rectangles of layers and rows, cut out here and laid down there.
 
 A row of a layer is final once the layer has run for it, so chunks of a prompt may travel one by one, and the layers of
-a slice under way (layered prefill) as they are done. Whether all rows stayed as they were sent is asked of the KV at
-the end: if some were rewritten, given up or computed again, none of the pieces counts and the KV travels whole.
+a slice that runs part of the depth at a time as they are done. Whether all rows stayed as they were sent is asked of
+the KV at the end: if some were rewritten, given up or computed again, none of the pieces counts and the KV travels
+whole.
 """
 
 from __future__ import annotations

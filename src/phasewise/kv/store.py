@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
@@ -17,13 +18,25 @@ if TYPE_CHECKING:
     from phasewise.verbs.store import Codec
 
 
-class Store:
-    """Opens KV for requests inside a hard byte budget (the ledger), with reuse of exact shared prefixes.
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which of a prompt's rows others may reuse.
 
     `prefix_key` names everything that shapes a prompt's KV besides its tokens (model, store, prefill methods), so
-    that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off. Prompt rows depend on tokens of
-    their own `unit` rows and before (block-causal attention), so prefixes are shared in whole units. `wire` is the form
-    in which rows leave for other engines.
+    that rewritten rows never meet exact ones (DESIGN law 10); None switches reuse off. The last `private` rows of a
+    prompt are always computed. Prompt rows depend on tokens of their own `unit` rows and before (block-causal
+    attention), so prefixes are shared in whole units.
+    """
+
+    prefix_key: str | None = None
+    private: int = 1
+    unit: int = 1
+
+
+class Store:
+    """Opens KV for requests inside a hard byte budget (the ledger), with reuse of exact shared prefixes (`Sharing`).
+
+    `wire` is the form in which rows leave for other engines.
     """
 
     def __init__(
@@ -33,9 +46,7 @@ class Store:
         *,
         ledger: Ledger,
         counters: Counters,
-        prefix_key: str | None = None,
-        private: int = 1,
-        unit: int = 1,
+        sharing: Sharing | None = None,
         wire: Wire | None = None,
     ) -> None:
         self.shapes = list(shapes)
@@ -43,9 +54,9 @@ class Store:
         self.wire = wire
         self.counters = counters
         self.ledger = ledger
-        self.private = private
-        self.unit = unit
-        self.tree = PrefixTree(prefix_key, self.ledger, unit) if prefix_key is not None else None
+        self.sharing = sharing or Sharing()
+        key, unit = self.sharing.prefix_key, self.sharing.unit
+        self.tree = PrefixTree(key, self.ledger, unit) if key is not None else None
 
     @property
     def row_bytes(self) -> int:
@@ -67,8 +78,8 @@ class Store:
     def open(self, request: Request, tokens: int) -> KV:
         """A KV with room for `tokens` rows, already holding the longest cached prefix of the request's prompt.
 
-        The last `private` prompt rows are always computed: there must be a row to draw from, and an evictor may have
-        to see their queries.
+        The last prompt rows are always computed (`Sharing.private`): there must be a row to draw from, and an evictor
+        may have to see their queries.
         """
         layers: list[LayerKV] = []
         try:
@@ -79,7 +90,7 @@ class Store:
             raise
         kv = KV(layers, self.counters, self.wire)
         if self.tree is not None:
-            kv.nodes = self.tree.match(request.tokens[: max(0, request.prompt_len - self.private)])
+            kv.nodes = self.tree.match(request.tokens[: max(0, request.prompt_len - self.sharing.private)])
             moved = self.tree.copy_into(kv.nodes, layers)
             self.counters.kv_bytes_moved += moved
             hit = sum(node.rows for node in kv.nodes)
@@ -90,7 +101,7 @@ class Store:
 
     def shareable(self, request: Request) -> int:
         """How many rows of its prompt others could reuse: those of whole units."""
-        return request.prompt_len // self.unit * self.unit
+        return request.prompt_len // self.sharing.unit * self.sharing.unit
 
     def remember(self, request: Request) -> None:
         """Keep the request's computed prompt for others, as far as the budget allows."""

@@ -55,8 +55,8 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.computed = 0
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
-        self.slice: Span | None = None  # one under way that has not reached the last layer (layered prefill) ...
-        self.depth = 0  # ... and the layers it has run
+        self.slice: Span | None = None  # one under way that has not reached the last layer: a step may run part of it
+        self.depth = 0  # the layers it has run
         self.layers = 0  # layers of the model; the engine that accepts it fills it in
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}

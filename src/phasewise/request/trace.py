@@ -35,8 +35,9 @@ class Trace:
 
     @property
     def handoff(self) -> float | None:
-        """Seconds that its KV was on its way to another engine."""
-        return None if self.sent is None or self.owned is None else self.owned - self.sent
+        """Seconds that its KV was last on its way to another engine; None if it never went, or did not arrive."""
+        arrived = self.sent is not None and self.owned is not None and self.owned >= self.sent
+        return self.owned - self.sent if arrived else None  # type: ignore[operator]
 
     @property
     def ttft(self) -> float | None:

@@ -53,6 +53,7 @@ class Metrics(Collector):
         self.itl = Histogram("phasewise_inter_token_latency_seconds", "Gaps between emissions", SHORT)
         self.e2e = Histogram("phasewise_request_seconds", "Arrival to end of each request", LONG)
         self.queued = Histogram("phasewise_queue_seconds", "Arrival to admission", LONG)
+        self.handoff = Histogram("phasewise_handoff_seconds", "Prompt done to its KV taken over by a worker", LONG)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -68,6 +69,7 @@ class Metrics(Collector):
         if trace.admitted is not None:
             self.queued.observe(trace.admitted - feed.arrived)
         self.tpot.observe(trace.tpot)
+        self.handoff.observe(trace.handoff)
         for gap in trace.itl:
             self.itl.observe(gap)
         if finished and trace.left is not None:
@@ -80,7 +82,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self.snapshot
-        yield from (h.family() for h in (self.ttft, self.tpot, self.itl, self.e2e, self.queued))
+        yield from (h.family() for h in (self.ttft, self.tpot, self.itl, self.e2e, self.queued, self.handoff))
         yield CounterMetricFamily("phasewise_requests_accepted", "Requests, each sample one", self.accepted)
         requests = CounterMetricFamily("phasewise_requests", "Requests that have left, by how", labels=["how"])
         yield _labelled(requests, self.ways)

@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 
 
 class Attend(Protocol):
-    """attend: what may one query row read? Pages stay untouched.
+    """attend: what may one query row read? What is cached stays as it is.
 
-    A method that always reads exactly everything visible may say so in an attribute `everything = True`; whole steps
-    may then run without it. If it also has `commons(spans) -> Sequence[Common]`, these read what it lists once for all.
+    Its dataclass says in `phases` in which phases it acts, ("prefill", "decode") or one of them; the verb's default
+    acts in the others.
+
+    Optional:
+        everything: bool  -- it always reads exactly all that is visible, so whole steps may run without asking it
+        commons(spans: Sequence[Span]) -> Sequence[Common]  -- beside `everything`: what spans read once for all
     """
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:

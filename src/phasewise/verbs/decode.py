@@ -34,8 +34,10 @@ class Outcome:
 class Decode(Protocol):
     """decode: which rows does a request bring, and what is made of the result?
 
-    A method whose rows see later rows of their own block has an attribute `unit: int`, the rows of a block.
-    One whose method `brings` other verbs has `bring(verb, chosen)` (see binding.py).
+    Optional:
+        unit: int  -- rows of a block, where rows see later rows of their own block: prefixes are shared in whole blocks
+        bring: (verb: str, chosen: Any) -> Any  -- of a method that `brings` other verbs: its runtime for one of them
+            (engine/binding.py)
     """
 
     def rows(self, request: Request) -> int:

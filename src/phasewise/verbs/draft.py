@@ -82,7 +82,10 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """draft: what might come next?"""
+    """draft: what might come next?
+
+    A guess says how it was drawn (`Draft`); whoever keeps a second model in step asks the host for a companion.
+    """
 
     def size(self, request: Request) -> int:
         """The most nodes it may propose next (a bound on the rows a step needs); see `headroom`."""

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Evict(Protocol):
-    """evict: which cached rows are given up for good?"""
+    """evict: which cached rows are given up for good?
+
+    The verb's default binds to None, which is asked nothing.
+    """
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
 

@@ -62,6 +62,18 @@ class Placed(Protocol):
         ...
 
 
+class Placing(Protocol):
+    """place: where does each phase run, and how does KV get there?
+
+    Optional:
+        hires: bool  -- it has workers, so that there is something to place for `--cluster`
+    """
+
+    def build(self, plan: Plan) -> Placed:
+        """An engine, or an engine made of engines, ready for requests."""
+        ...
+
+
 class Plan(Protocol):
     """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
 

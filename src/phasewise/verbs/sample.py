@@ -94,12 +94,6 @@ class Dist:
         point[self.top[row]] = 1.0
         return point
 
-    def prob(self, row: int, token: int) -> float:
-        if row in self._row:
-            assert self.probs is not None
-            return float(self.probs[self._row[row], token])
-        return float(self.top[row] == token)
-
     def draw(self, row: int, u: float) -> int:
         """The token whose stretch of the cumulated probabilities holds `u`."""
         return pick(self.row(row), u) if row in self._row else self.top[row]
@@ -127,8 +121,9 @@ def pick(probs: Tensor, u: float) -> int:
 class Sample(Protocol):
     """sample: logits to the distribution a token is drawn from.
 
-    A method may also have `greedy(contexts) -> bool`: True if each of these tokens is simply the one of the largest
-    logit (of equal ones the first). It is then not called for them, and no logits are written.
+    Optional:
+        greedy(contexts: Sequence[Context]) -> bool  -- each of these tokens is simply the one of the largest logit (of
+            equal ones the first): it is then not called for them, and no logits are written
     """
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:

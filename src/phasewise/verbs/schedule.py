@@ -1,4 +1,7 @@
-"""Scheduling is numbers only: the same policy objects run in the engine and in a simulator (DESIGN law 11)."""
+"""Scheduling is numbers only, with an injected clock, so that a policy can be tested without an engine (DESIGN law 11).
+
+There is no simulator to plan with; tests/schedule/jobs.py steps the same policies over jobs that are numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, Protocol
 
 
 class Job(Protocol):
-    """What a scheduler may know of a request. `request.request.Request` is one."""
+    """What a scheduler may know of a request. `phasewise.request.request.Request` is one; tests bring their own."""
 
     @property
     def prompt_len(self) -> int: ...
@@ -28,7 +31,7 @@ class Job(Protocol):
 
     @property
     def depth(self) -> int:
-        """Layers already run for the slice under way (layered prefill); 0 = none."""
+        """Layers already run for the slice under way, where a step runs part of the depth; 0 = none."""
         ...
 
     @property
@@ -59,7 +62,7 @@ class Job(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """`rows` rows of `job` in this step; `layers` = only this half-open range of the depth (layered prefill).
+    """`rows` rows of `job` in this step; `layers` = only this half-open range of the depth.
 
     A slice under way (job.depth > 0) must go on with the same rows and the next layers.
     """
@@ -72,8 +75,8 @@ class Work:
 class Scheduler(Protocol):
     """schedule: who runs in this step, with how many rows?
 
-    One that remembers anything has `bind(host)`, like methods of other verbs, so that every engine has its own. A
-    simulator has no host and gives None.
+    One that remembers anything has `bind(host)`, like methods of other verbs, so that every engine has its own. Without
+    an engine, as in tests, it is given None.
     """
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:

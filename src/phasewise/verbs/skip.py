@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class Skip(Protocol):
-    """skip: which layers run for a row?"""
+    """skip: which layers run for a row?
+
+    Its dataclass says in `phases` in which phases it acts, as that of an attend method does. The verb's default binds
+    to None, which is asked nothing.
+    """
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
         """Local rows of the span that run this layer (int64 index, possibly empty); None = all. x [R, d]."""

@@ -27,9 +27,9 @@ class StoreMethod(Protocol):
 class Codec(Protocol):
     """In what form rows are kept. A row's form depends on that row alone (DESIGN law 4).
 
-    One whose planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each row rounded to
-    the nearest level of its largest magnitude / 127, has an attribute `scaled = True`: native kernels then read and
-    write these as they are.
+    Optional:
+        scaled: bool  -- the planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each
+            row rounded to the nearest level of its largest magnitude / 127: native kernels read and write these
     """
 
     exactness: str  # true | quantised | predicted | sparse

@@ -1,6 +1,7 @@
 """What selectors of diffusion decoding are told and owe, and what they share; the selectors are files of `selector/`.
 
-Rules as in SDAR (arXiv 2510.06303) and Fast-dLLM (arXiv 2505.22618), on untempered confidences.
+Rules as in SDAR (arXiv 2510.06303) and Fast-dLLM (arXiv 2505.22618), but for the confidence: it is untempered here, and
+SDAR's is what temperature and top-p leave of it.
 """
 
 from __future__ import annotations

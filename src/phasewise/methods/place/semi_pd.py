@@ -23,10 +23,12 @@ class SemiPD:
     more than that.
 
     Every `window` seconds, the time to the first token and the time per token are held against `slo_ttft` and
-    `slo_tpot` (seconds, to be met by a share `attain` of the samples). If one target is missed and the other met, a
-    core moves to the phase that misses it, at most once in `dwell` seconds. `cores` = how many to use, 0 = all. At one
-    end of the scale prefill runs on all of them and decode on one, at the other end the other way round; on two cores
-    these are the only splits besides one each.
+    `slo_tpot` (seconds, to be met by a share `attain` of the samples), each if there are `least` samples of it. If one
+    target is missed and the other met, a core moves to the phase that misses it, at most once in `dwell` seconds; up to
+    `steps` of them, if the curve through what was seen says that it takes so many. A split of the last `memory` windows
+    is only gone back to if the phase that gives the core is expected to stay a share `margin` below its target. `cores`
+    = how many to use, 0 = all. At one end of the scale prefill runs on all of them and decode on one, at the other end
+    the other way round; on two cores these are the only splits besides one each.
 
     Wants `--cluster processes`; in one thread, the phases take turns and cores mean nothing. On GPUs the shares would
     be of multiprocessors, which is left out, as are several such pairs, and targets of single requests. A worker's
@@ -38,6 +40,10 @@ class SemiPD:
     attain: float = 0.9
     window: float = 2.0
     dwell: float = 5.0
+    steps: int = 1
+    least: int = 8
+    margin: float = 0.1
+    memory: int = 30
     cores: int = 0
     deadline: float = 10.0
 
@@ -45,6 +51,7 @@ class SemiPD:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    hires: ClassVar[bool] = True
     tight: ClassVar[dict[str, object]] = {"slo_tpot": 1e-6, "window": 0.001, "dwell": 0.001}
 
     def __post_init__(self) -> None:
@@ -55,6 +62,11 @@ class SemiPD:
             raise UserError(f"semi_pd: dwell={self.dwell} must not be negative (seconds)")
         if not 0.0 < self.attain <= 1.0:
             raise UserError(f"semi_pd: attain={self.attain} must lie above 0 and be at most 1, a share of the samples")
+        for name in ("steps", "least", "memory"):
+            if getattr(self, name) < 1:
+                raise UserError(f"semi_pd: {name}={getattr(self, name)} must be at least 1")
+        if not 0.0 <= self.margin < 1.0:
+            raise UserError(f"semi_pd: margin={self.margin} must lie in [0, 1), a share of the target")
         if self.cores < 0:
             raise UserError(f"semi_pd: cores={self.cores} must not be negative (0 = all there are)")
 
@@ -62,7 +74,10 @@ class SemiPD:
         there = cores_here()
         if self.cores > len(there):
             raise UserError(f"semi_pd: cores={self.cores}, but this process may use {len(there)}: {there}")
-        goals = Goals(self.slo_ttft, self.slo_tpot, self.attain, self.window, self.dwell)
+        goals = Goals(
+            self.slo_ttft, self.slo_tpot, self.attain, self.window, self.dwell,
+            self.least, self.margin, self.memory, self.steps,
+        )  # fmt: skip
         policy = SharedPoolPolicy(there[: self.cores or None], goals, plan.clock())
         fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
         return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(move=self.deadline))

@@ -12,11 +12,13 @@ from phasewise.verbs.schedule import Budget, Work
 
 @dataclass(frozen=True)
 class Sarathi:
-    """No decode ever waits for a prompt, and no step has more than `budget` rows (unless the decodes alone do).
+    """No decode ever waits for a prompt. No step has more than `budget` rows, or than its decodes and `reserve`
+    together where these are more.
 
-    Decodes eat the budget; `reserve` rows are kept for prompts all the same, so that they cannot starve. The paper
-    admits a request only when some budget is left for it; here the engine admits as soon as its whole prompt has KV,
-    and a prompt without budget waits with its KV in hand. Left out: chunk sizes that fall with a prompt's progress.
+    Decodes eat the budget and prompts get the rest of it; `reserve` rows a step are for prompts whatever the decodes
+    take, so that prompts cannot starve. The paper admits a request only when some budget is left for it; here the
+    engine admits as soon as its whole prompt has KV, and a prompt without budget waits with its KV in hand. Left out:
+    chunk sizes that fall with a prompt's progress, and a budget chosen by a profiling run.
     """
 
     budget: int = 512

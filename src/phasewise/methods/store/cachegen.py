@@ -57,7 +57,13 @@ class CacheGen:
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise UserError(f"cachegen: bandwidth={self.bandwidth} must be positive (bytes a second)")
         if self.level != 0:
-            entropy.library()
+            try:
+                entropy.library()
+            except ModuleNotFoundError:
+                raise UserError(
+                    "store cachegen needs the entropy coder of the package constriction, which is not installed: "
+                    "pip install 'phasewise[cachegen]', or choose cachegen:level=0, which sends rows as they are"
+                ) from None
 
     def codec(self) -> Codec:
         return Raw()
