@@ -65,41 +65,43 @@ def phasewise_of(tools: ModuleType) -> type:
             import torch
 
             with torch.inference_mode():  # as the server's loop does
-                return self.drive(reqs)
-
-        def drive(self, reqs: list[tuple[float, list[int], int]]) -> tuple[float, list[list[float]]]:
-            from phasewise.request.params import Params
-            from phasewise.request.request import Request
-
-            start = time.perf_counter()
-            times: list[list[float]] = [[] for _ in reqs]
-            live: dict[int, Request] = {}
-            following = 0
-            while following < len(reqs) or live:
-                now = time.perf_counter() - start
-                while following < len(reqs) and reqs[following][0] <= now:
-                    _, prompt, new = reqs[following]
-                    request = Request(list(prompt), Params(max_tokens=new, ignore_eos=True))
-                    self.engine.add(request)
-                    live[following] = request
-                    following += 1
-                if not live:
-                    time.sleep(max(0.0, reqs[following][0] - now))
-                    continue
-                self.engine.step()
-                now = time.perf_counter()
-                for i, request in list(live.items()):
-                    times[i].extend([now] * (request.n_out - len(times[i])))
-                    if request.left is not None:
-                        if len(times[i]) != reqs[i][2]:
-                            raise RuntimeError(f"request {i} made {len(times[i])} tokens: {request.left}")
-                        del live[i]
-            return start, times
+                return drive(self.engine, reqs)
 
         def generate(self, batch: list[list[int]], n: int) -> None:
             self.serve([(0.0, prompt, n) for prompt in batch])
 
     return Phasewise
+
+
+def drive(engine: Any, reqs: list[tuple[float, list[int], int]]) -> tuple[float, list[list[float]]]:
+    """Requests (arrival, prompt, new tokens) through an engine: when it started, and when each token of each came."""
+    from phasewise.request.params import Params
+    from phasewise.request.request import Request
+
+    start = time.perf_counter()
+    times: list[list[float]] = [[] for _ in reqs]
+    live: dict[int, Request] = {}
+    following = 0
+    while following < len(reqs) or live:
+        now = time.perf_counter() - start
+        while following < len(reqs) and reqs[following][0] <= now:
+            _, prompt, new = reqs[following]
+            request = Request(list(prompt), Params(max_tokens=new, ignore_eos=True))
+            engine.add(request)
+            live[following] = request
+            following += 1
+        if not live:
+            time.sleep(max(0.0, reqs[following][0] - now))
+            continue
+        engine.step()
+        now = time.perf_counter()
+        for i, request in list(live.items()):
+            times[i].extend([now] * (request.n_out - len(times[i])))
+            if request.left is not None:
+                if len(times[i]) != reqs[i][2]:
+                    raise RuntimeError(f"request {i} made {len(times[i])} tokens: {request.left}")
+                del live[i]
+    return start, times
 
 
 def with_ours(plan: Path, root: Path, args: list[str], out: Path) -> None:

@@ -160,6 +160,16 @@ def test_peers_that_are_not_set_up_are_left_out(monkeypatch: pytest.MonkeyPatch,
     assert [entry["args"] for entry in made] == [[*["--dtype", d], "--reps", "1"] for d in ("bf16", "int8", "x")]
 
 
+def test_our_peer_times_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("peers", monkeypatch)
+    prompts = tiny.prompts(9, 5, 12)
+    asked = [(0.0, prompts[0], 4), (0.02, prompts[1], 3), (0.0, prompts[2], 1)]
+    asked.sort(key=lambda one: one[0])
+    start, times = script.drive(tiny.engine(), asked)
+    assert [len(one) for one in times] == [new for _, _, new in asked]
+    assert all(start + at <= one[0] and one == sorted(one) for (at, _, _), one in zip(asked, times))
+
+
 @pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 def test_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("where_time_goes", monkeypatch)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import ClassVar, Protocol
@@ -56,8 +57,7 @@ class Fixed:
     prefix: ClassVar[int] = 0
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
-        while True:
-            yield self.prompt, self.new
+        return repeat((self.prompt, self.new))
 
     def gaps(self) -> None:
         return None
@@ -72,8 +72,7 @@ class Shared:
     new: int = 128
 
     def draw(self, rng: Random) -> Iterator[tuple[int, int]]:
-        while True:
-            yield self.prompt, self.new
+        return repeat((self.prompt, self.new))
 
     def gaps(self) -> None:
         return None

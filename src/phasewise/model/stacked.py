@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from phasewise.model.config import ModelConfig
 from phasewise.model.mlp import MLP
 from phasewise.model.norm import HeadNorm
-from phasewise.ops.native.spans import MOST_DIM
+from phasewise.ops.native.fit import MOST_DIM
 from phasewise.ops.native.stack import Stack, StackLayer, StackShape
 from phasewise.ops.native.weights import Packed
 

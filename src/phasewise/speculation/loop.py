@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from phasewise.verbs.verify import Verifier
 
 
+def pending(request: Request) -> int:
+    """Known tokens that are not computed yet: of its prompt while it is prefilling, then of all."""
+    return (request.prompt_len if request.prefilling else request.known) - request.computed
+
+
+def slices(requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+    """What plain decoding proposes: everybody's pending tokens, within the budgets."""
+    return [slice_span(request, budget, phase) for request, budget in zip(requests, budgets)]
+
+
 def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
     """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors."""
     assert request.kv is not None
@@ -46,7 +56,7 @@ class Speculation:
 
     def rows(self, request: Request) -> int:
         if catching_up(request):
-            return (request.prompt_len if request.prefilling else request.known) - request.computed
+            return pending(request)
         return 1 + (self.drafter.size(request) if headroom(request) > 0 else 0)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:

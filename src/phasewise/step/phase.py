@@ -49,7 +49,7 @@ class Method(Protocol):
     paper: ClassVar[str]  # "arXiv 2404.14469", or ""
     guarantee: ClassVar[str]  # exact | distribution | lossy
     needs: ClassVar[str]  # nothing | calibration | trained | second model
-    neutral: ClassVar[dict[str, object]]  # knob values at which it equals dense autoregressive decoding
+    neutral: ClassVar[dict[str, object]]  # knob values at which it equals the plain way: all is read, a token a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.request.request import Request
-from phasewise.step.phase import Hidden, Phase
+from phasewise.speculation.loop import pending, slices
+from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
+from phasewise.verbs.decode import Outcome, draw_outcomes
 from phasewise.verbs.host import Host
 
 
@@ -27,14 +27,11 @@ class Autoregressive:
 
 
 class _Autoregressive:
+    rows = staticmethod(pending)
+    propose = staticmethod(slices)
+
     def __init__(self, host: Host) -> None:
         self.host = host
-
-    def rows(self, request: Request) -> int:
-        return (request.prompt_len if request.prefilling else request.known) - request.computed
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        return [slice_span(request, budget, phase) for request, budget in zip(requests, budgets)]
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         return draw_outcomes(self.host, spans, hidden)

@@ -13,11 +13,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.request.request import Request
 from phasewise.speculation.companion import Companion
-from phasewise.step.phase import Hidden, Phase
+from phasewise.speculation.loop import pending, slices
+from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
+from phasewise.verbs.decode import Outcome, draw_outcomes
 from phasewise.verbs.host import Host
 
 
@@ -59,14 +59,11 @@ class Contrastive:
 
 
 class _Contrastive:
+    rows = staticmethod(pending)
+    propose = staticmethod(slices)
+
     def __init__(self, host: Host, companion: Companion, knobs: Contrastive) -> None:
         self.host, self.companion, self.knobs = host, companion, knobs
-
-    def rows(self, request: Request) -> int:
-        return (request.prompt_len if request.prefilling else request.known) - request.computed
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        return [slice_span(request, budget, phase) for request, budget in zip(requests, budgets)]
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         # a sibling about to fork reads its parent's logits: it will get the parent's followed prompt as well

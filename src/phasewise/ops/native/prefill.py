@@ -8,26 +8,12 @@ from array import array
 import torch
 from torch import Tensor
 
-from phasewise.ops.native import library
-
-KIND = {torch.float32: 0, torch.bfloat16: 1}
-MOST_DIM = 256  # of a head, as in prefill.cpp
+from phasewise.ops.native import fit, library
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
-    """Whether the kernel takes q [R, Hq, D] and k, v [H, N, D]: a known dtype on the CPU, contiguous heads."""
-    kind, kept = q.dtype, q.dtype if scales is None else torch.int8
-    return (
-        kind in KIND
-        and k.dtype == kept
-        and v.dtype == kept
-        and q.device.type == "cpu"
-        and q.shape[2] <= MOST_DIM
-        and q.stride(2) == 1
-        and k.stride(2) == 1
-        and v.stride(2) == 1
-        and library() is not None
-    )
+    """Whether the kernel takes q [R, Hq, D] and k, v [H, N, D]: as `fit.fits`, with contiguous heads."""
+    return q.stride(2) == 1 and fit.fits(q, k, v, scales) and library() is not None
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -44,7 +30,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, 
     out = torch.empty((rows, heads_q, dim), dtype=q.dtype)
     call = array("q", (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()))
     call.extend((*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], n, rows, heads_q, heads, dim))
-    call.extend((KIND[q.dtype], torch.get_num_threads()))
+    call.extend((fit.KIND[q.dtype], torch.get_num_threads()))
     call.frombytes(struct.pack("d", scale))
     if scales is None:
         call.extend((0, 0, 0, 0))

@@ -10,10 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.ops.native import library
-
-KIND = {torch.float32: 0, torch.bfloat16: 1}
-MOST_DIM = 256  # of a head, as in attention.cpp
+from phasewise.ops.native import fit, library
 
 
 class Few(NamedTuple):
@@ -87,19 +84,8 @@ class Table:
 
 
 def fits(few: Few) -> bool:
-    """Whether the kernel takes these rows: a known dtype on the CPU, heads of ordinary size, contiguous rows."""
-    q, k, v = few.q, few.k, few.v
-    kind, kept = q.dtype, q.dtype if few.scales is None else torch.int8
-    return (
-        kind in KIND
-        and k.dtype == kept
-        and v.dtype == kept
-        and q.device.type == "cpu"
-        and q.shape[2] <= MOST_DIM
-        and k.stride(2) == 1
-        and v.stride(2) == 1
-        and library() is not None
-    )
+    """Whether the kernel takes these rows."""
+    return fit.fits(few.q, few.k, few.v, few.scales) and library() is not None
 
 
 def attend(
@@ -143,7 +129,7 @@ def attend(
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)
     call = array("q", [table.buffer_info()[0], len(spans), heads_q, spans[0].k.shape[0], dim])
-    call.extend([KIND[kind], window or 0, torch.get_num_threads()])
+    call.extend([fit.KIND[kind], window or 0, torch.get_num_threads()])
     call.frombytes(struct.pack("d", scale))
     call.extend([shared.address, shared.count])
     kernels.attend(call.buffer_info()[0])

@@ -1,0 +1,250 @@
+"""What CONTRIBUTING says of the code's shape, held against the code: sizes, environment, names, optional attributes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasewise import catalog
+from phasewise.kv.buffer import Storing
+from phasewise.step.phase import Method
+from phasewise.verbs.attend import Attend
+from phasewise.verbs.decode import Decode
+from phasewise.verbs.draft import Drafter
+from phasewise.verbs.evict import Evict
+from phasewise.verbs.place import Placing
+from phasewise.verbs.sample import Sample
+from phasewise.verbs.schedule import Scheduler
+from phasewise.verbs.skip import Skip
+from phasewise.verbs.store import Codec
+from phasewise.verbs.verify import Verifier
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "phasewise"
+LONGEST, MOST = 60, 6  # lines of a function, parameters of a signature
+OUTSIDE = ("methods", "cli", "serve", "bench", "train", "pocket")  # all else is the core
+
+
+def parsed(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """(path, tree) of every Python file below these folders of a tree."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def core(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] not in OUTSIDE:
+            yield path
+
+
+# ---- sizes
+def too_large(root: Path) -> list[str]:
+    """Functions that are too long, and signatures with too many parameters (`self` and `cls` aside)."""
+    found = []
+    for path, tree in parsed(root, "src", "scripts"):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            where = f"{path}:{node.lineno} {node.name}"
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > LONGEST:
+                found.append(f"{where}: {lines} lines")
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            names = [one.arg for one in every if one is not None]
+            many = len(names) - (names[:1] in (["self"], ["cls"]))
+            if many > MOST:
+                found.append(f"{where}: {many} parameters")
+    return found
+
+
+def test_functions_are_short_and_take_little() -> None:
+    assert not too_large(ROOT)
+
+
+def test_long_functions_and_wide_signatures_are_found(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "scripts").mkdir()
+    wide = "class A:\n    def six(self, a, b, c, *, d, e, f): ...\n    def seven(self, a, b, c, *d, e, f, **g): ...\n"
+    (tmp_path / "src" / "wide.py").write_text(wide)
+    long = "def {}():\n" + "    x = 1\n" * 59
+    (tmp_path / "scripts" / "long.py").write_text(long.format("fits") + long.format("does_not") + "    x = 2\n")
+    found = too_large(tmp_path)
+    assert found == ["src/wide.py:3 seven: 7 parameters", "scripts/long.py:61 does_not: 61 lines"]
+
+
+# ---- environment and globals
+ENVIRONMENT = {
+    "src/phasewise/ops/native/__init__.py": "PHASEWISE_KERNELS: which kernels a process loads, before any constructor",
+    "src/phasewise/cluster/process.py": "hands the environment on to a worker's process",
+    "src/phasewise/cluster/rays.py": "Ray's own variables, which Ray's users know",
+    "scripts/peers.py": "PEER_TOOLS: from a parent to the processes that other people's code starts for it",
+}
+GLOBALS = {"src/phasewise/ops/native/room.py": "the block that packed weights share: a process has its memory once"}
+
+
+def environment(root: Path) -> set[str]:
+    """Files that look at the environment."""
+    return {
+        path
+        for path, tree in parsed(root, "src", "scripts")
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
+        or (isinstance(node, ast.alias) and node.name in ("environ", "environb", "getenv"))
+    }
+
+
+def rebound(root: Path) -> set[str]:
+    """Files with a `global` statement."""
+    trees = parsed(root, "src", "scripts")
+    return {path for path, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Global)}
+
+
+def test_the_environment_switches_nothing_else() -> None:
+    assert environment(ROOT) == set(ENVIRONMENT)
+
+
+def test_nothing_else_is_global() -> None:
+    assert rebound(ROOT) == set(GLOBALS)
+
+
+def test_switches_and_globals_are_found(tmp_path: Path) -> None:
+    for name, text in {
+        "a": "import os\nx = os.environ['A']\n", "b": "from os import getenv\n", "c": "environ = {}\n",
+        "d": "x = 0\ndef f():\n    global x\n    x = 1\n",
+    }.items():  # fmt: skip
+        (tmp_path / "src").mkdir(exist_ok=True)
+        (tmp_path / "src" / f"{name}.py").write_text(text)
+    assert environment(tmp_path) == {"src/a.py", "src/b.py"} and rebound(tmp_path) == {"src/d.py"}
+
+
+# ---- names of methods
+ORDINARY = {
+    "all", "none",  # words
+    "dense", "match", "slab", "standard",  # models, regular expressions, memory and libraries are such as well
+    "int8", "slo",  # a type of weights, and targets of requests
+}  # fmt: skip
+
+
+def unmistakable() -> set[str]:
+    """Names of methods that mean a method wherever they stand. A new one that is an ordinary word joins the list."""
+    return {name for _, name, _ in catalog.every()} - ORDINARY
+
+
+def without(source: str, *, assigned: tuple[str, ...] = (), docstrings: bool = False) -> str:
+    """Source with the lines of some assignments, or of docstrings, left out."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        names = [getattr(t, "id", "") for t in node.targets] if isinstance(node, ast.Assign) else []
+        text = docstrings and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text or any(name in assigned for name in names):
+            assert isinstance(node, ast.stmt)
+            for i in range(node.lineno - 1, node.end_lineno or 0):
+                lines[i] = ""
+    return "\n".join(lines)
+
+
+def named(source: str, names: set[str]) -> list[str]:
+    """Lines with one of these names as a word, comments included; `semi_pd` is also semi-PD and `layered` Layered."""
+    words = re.compile(r"\b(" + "|".join(name.replace("_", "[ _-]?") for name in sorted(names)) + r")\b", re.IGNORECASE)
+    return [f"{i}: {line.strip()}" for i, line in enumerate(source.splitlines(), 1) if words.search(line)]
+
+
+def read(path: Path) -> str:
+    """What may not name a method: all of a core file but the two places that are there for users' sake."""
+    source = path.read_text(encoding="utf-8")
+    if path.name == "recipe.py":
+        return without(source, assigned=("DEFAULTS", "WITH_DRAFT"))  # what is taken when nothing is said
+    if path.name == "llm.py":
+        return without(source, docstrings=True)  # shows how a method is asked for
+    return source
+
+
+def test_the_core_names_no_method() -> None:
+    found = {str(path.relative_to(PACKAGE)): named(read(path), unmistakable()) for path in core(PACKAGE)}
+    assert len(found) > 60
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_a_name_would_be_found() -> None:
+    assert {"sarathi", "semi_pd", "prompt_lookup", "layered", "cachegen"} <= unmistakable()
+    assert named("x = 1\ny = 'sarathi'  \n# semi-PD\n# Layered prefill\nplayered = 1\n", unmistakable()) == [
+        "2: y = 'sarathi'", "3: # semi-PD", "4: # Layered prefill",
+    ]  # fmt: skip
+    assert named(without("A = 'sarathi'\nB = 'sarathi'\n", assigned=("A",)), unmistakable()) == ["2: B = 'sarathi'"]
+
+
+# ---- what methods may have and need not
+PROTOCOLS: dict[str, tuple[Any, ...]] = {
+    "every verb": (Method,), "place": (Placing,), "schedule": (Scheduler,), "decode": (Decode,), "draft": (Drafter,),
+    "verify": (Verifier,), "attend": (Attend,), "evict": (Evict,), "store": (Storing, Codec), "skip": (Skip,),
+    "sample": (Sample,),
+}  # fmt: skip
+OF_OTHERS = {  # names that are asked of what is no method
+    "pidfd_open": "what the system has", "sched_getaffinity": "what the system has", "malloc_trim": "what libc has",
+    "interface": "what a compiled library has", "__name__": "a type's name",
+}  # fmt: skip
+NOT_BY_NAME = {"tight": "asked by the laws, which are tests"}
+LINE = re.compile(r"^    (?P<name>\w+)(?:\([^)]*\) -> .+?|: .+?)  -- \S", re.MULTILINE)
+
+
+def optional(protocol: Any) -> list[str]:
+    """The attributes listed under *Optional* in a protocol's docstring."""
+    text = inspect.getdoc(protocol) or ""
+    return [match["name"] for match in LINE.finditer(text.partition("Optional:\n")[2])]
+
+
+def asked(source: str) -> set[str]:
+    """Literal names of `getattr` and `hasattr`."""
+    return {
+        node.args[1].value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and isinstance(node.args[1], ast.Constant)
+    }
+
+
+def test_whatever_the_core_asks_for_by_name_is_documented() -> None:
+    found = set().union(*(asked(path.read_text(encoding="utf-8")) for path in core(PACKAGE)))
+    known = {name for protocols in PROTOCOLS.values() for protocol in protocols for name in optional(protocol)}
+    assert found - set(OF_OTHERS) == known - set(NOT_BY_NAME)
+    assert set(OF_OTHERS) <= found
+
+
+def test_every_verb_says_what_it_asks() -> None:
+    assert set(PROTOCOLS) == {"every verb", *catalog.VERBS}
+    for verb, protocols in PROTOCOLS.items():
+        first = (inspect.getdoc(protocols[0]) or "").splitlines()[0]
+        assert first.startswith("Any verb: " if verb == "every verb" else f"{verb}: "), first
+
+
+def test_names_that_are_asked_for_are_found() -> None:
+    assert asked("getattr(a, 'unit', 1)\nhasattr(b, 'wire')\ngetattr(c, d)\n") == {"unit", "wire"}
+
+    class Some:
+        """Some verb.
+
+        Optional:
+            unit: int  -- rows
+            wire(shapes: Sequence[int], unit: int) -> Wire | None  -- the form, of
+                engines: with more  lines
+        """
+
+    assert optional(Some) == ["unit", "wire"]
+
+
+@pytest.mark.parametrize(("verb", "name", "method"), list(catalog.every()))
+def test_every_method_says_what_it_promises(verb: str, name: str, method: Any) -> None:
+    for field in Method.__annotations__:
+        assert hasattr(method, field), f"{verb}.{name} lacks {field}"
+    if verb in ("attend", "skip"):
+        assert set(method.phases) <= {"prefill", "decode"} and method.phases
