@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from phasewise.bench.drive import Bench
+from phasewise.bench.latency import Served
+from phasewise.bench.workloads import Shot
+from phasewise.cli import main
 from phasewise.errors import UserError
 from phasewise.ops import native
+from phasewise.request.trace import Trace
 from tests import tiny
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -109,6 +116,59 @@ def test_int8_quality_compares_the_same_examples(
     assert nats[2] != nats[3] and re.match(r"[+-]0\.\d{4} \(", nats[4])
     with pytest.raises(UserError, match="reference"):
         script.main(["--dtypes", "int8"])
+
+
+def test_cachegen_levels_shrink_what_travels_and_spoil_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Level 0 is the rows themselves; above it every level takes fewer bytes and is further off, keys and values."""
+    pytest.importorskip("constriction")
+    script = load("cachegen_levels", monkeypatch)
+    monkeypatch.setattr(script, "TASKS", ("recall@256",))
+    monkeypatch.setattr(script, "HEADS", (*script.HEADS[:7], "recall@256"))
+    monkeypatch.setattr(sys, "argv", ["cachegen_levels.py", "--examples", "1", "--levels", "0,1,4"])
+    script.main()
+    none, fine, coarse = table(capsys.readouterr().out, "level")
+    assert none[:3] == ["0", "4,096", "1/1.00"] and none[3:7] == ["0.000", "0.000", "0.00%", "0.00%"]
+    shown = [[float(cell.strip("%1/").replace(",", "") or 0) for cell in row[1:7]] for row in (none, fine, coarse)]
+    assert shown[0][0] > shown[1][0] > shown[2][0]
+    for column in (2, 3, 4, 5):
+        assert 0 == shown[0][column] < shown[1][column] < shown[2][column]
+    assert all(re.fullmatch(r"\d+\.\d% \(\d+% to \d+%\)", row[7]) for row in (none, fine, coarse))
+
+
+def test_goodput_phases_asks_for_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands, as a stand-in for `phasewise` is given them, run here with a server and a load made up."""
+    programs, asked = tmp_path / "bin", tmp_path / "asked.jsonl"
+    programs.mkdir()
+    stand_in = "import json, sys\nopen({!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))\nprint('| table |')\n"
+    (programs / "phasewise").write_text(f"#!{sys.executable}\n" + stand_in.format(str(asked)))
+    (programs / "phasewise").chmod(0o755)
+    trace, out = tmp_path / "trace.csv", tmp_path / "out"
+    rows = [f"2023-11-16 18:15:{i:02}.0000000,{100 + i},{20 + i}" for i in range(30)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    (tmp_path / "out.jsonl").write_text("of an older run")
+    words = ["sh", str(SCRIPTS / "goodput_phases.sh"), str(tiny.checkpoint()), str(trace), str(out)]
+    subprocess.run(words, env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}, check=True)
+    commands = [json.loads(line) for line in asked.read_text().splitlines()]
+    assert (tmp_path / "out.md").read_text() == "| table |\n" * 2 and not (tmp_path / "out.jsonl").exists()
+
+    def served(url: str, shots: list[Shot], done: object) -> object:
+        traces = [Trace(0.0, tokens=[0.1, 0.1 + 0.02 * shot.new], counts=[1, shot.new]) for shot in shots]
+        return SimpleNamespace(served=[Served(trace, 1) for trace in traces])
+
+    monkeypatch.setattr("phasewise.bench.server.serving", lambda arguments: nullcontext("http://nowhere"))
+    monkeypatch.setattr("phasewise.bench.server.Handoffs._read", lambda self: (0, 0.0))
+    monkeypatch.setattr("phasewise.bench.load.measure", served)
+    for command in commands:
+        with pytest.raises(SystemExit) as left:
+            main(command)
+        assert not left.value.code, capsys.readouterr().err
+    contenders = {json.loads(line)["contender"] for line in (tmp_path / "out.jsonl").read_text().splitlines()}
+    assert len(contenders) == 6 and "place semi_pd" in str(contenders).replace("=", " ")
+    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 def test_roof_is_the_smaller_of_reading_and_multiplying(monkeypatch: pytest.MonkeyPatch) -> None:

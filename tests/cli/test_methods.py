@@ -4,7 +4,8 @@ import pytest
 
 from phasewise import catalog
 from phasewise.cli.methods import entries, markdown
-from phasewise.options import DEFAULTS
+from phasewise.errors import UserError
+from phasewise.options import DEFAULTS, parse
 from tests.cli.conftest import Cli
 
 
@@ -63,6 +64,18 @@ def test_parts_have_a_table_and_details(cli: Cli) -> None:
 def test_what_is_not_there_is_said(cli: Cli, which: str, why: str) -> None:
     said = cli("methods", which)
     assert said.code == 2 and why in said.err
+
+
+def test_what_cannot_run_alone_says_so(cli: Cli) -> None:
+    """Whoever needs a method of another verb that has no default is refused without it, and its row names the verb."""
+    for entry in entries("decode"):
+        open_slots = [verb for verb in catalog.slots_of(entry.method) if verb not in DEFAULTS]
+        assert all(f"a {verb} method" in entry.needs for verb in open_slots)
+        if open_slots:
+            with pytest.raises(UserError, match=f"add --{open_slots[0]}"):
+                parse({"decode": entry.name})
+    [speculative] = [entry for entry in entries("decode") if entry.name == "speculative"]
+    assert speculative.needs == "a draft method" and "needs a draft method" in cli("methods", "decode").out
 
 
 def test_the_example_of_use_can_be_used() -> None:

@@ -69,6 +69,18 @@ def test_make_help_lists_the_targets() -> None:
         assert f"make {target} " in done.stdout
 
 
+SAID_OF_NOTHING = {
+    "in a simulator": "there is none", "runs every test\n": "kernels of other processors are left out",
+    "speculative and diffusion requests share": "an engine has one decode method",
+}  # fmt: skip
+
+
+def test_no_page_claims_what_there_is_not() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("src/phasewise/**/*.py")]
+    found = [(page.name, words) for page in pages for words in SAID_OF_NOTHING if words in page.read_text("utf-8")]
+    assert len(pages) > 150 and not found
+
+
 def test_ci_runs_everything() -> None:
     path = ROOT / ".ci" / "run"
     assert path.stat().st_mode & 0o111

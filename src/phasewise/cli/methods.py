@@ -38,8 +38,12 @@ class Entry:
 
     @property
     def needs(self) -> str:
+        """What a user must bring: nothing (""), a kind of model, methods of other verbs that have no default."""
+        from phasewise.options import DEFAULTS
+
         needs = getattr(self.method, "needs", "nothing")
-        return "" if needs == "nothing" else str(needs)
+        own = [] if needs == "nothing" else [str(needs)]
+        return ", ".join(own + [f"a {verb} method" for verb in catalog.slots_of(self.method) if verb not in DEFAULTS])
 
     @property
     def paper(self) -> str:
@@ -172,7 +176,7 @@ def _detail(entry: Entry) -> None:
     console = Console(highlight=False)
     method = entry.method
     console.print(f"[bold cyan]{entry.kind}.{entry.name}[/]{'  (default)' if entry.default else ''}")
-    rows = [("use", _use(entry)), ("guarantee", entry.guarantee), ("needs", getattr(method, "needs", ""))]
+    rows = [("use", _use(entry)), ("guarantee", entry.guarantee), ("needs", entry.needs or "nothing")]
     rows += [("paper", entry.paper)]
     parts = catalog.parts_of(method)
     for name, kind in catalog.knobs_of(method).items():

@@ -39,7 +39,7 @@ class BlockDiffusion:
     `selector` decides which masked rows become final in a step: a part with knobs of its own, a file of
     `methods/decode/selector/`. A candidate's confidence is its untempered probability, at every temperature. Left out:
     caches inside a block, editing of final tokens, and samplers that need a gapless prefix (a row's context may hold
-    masks).
+    masks). No weights trained this way come with the package.
     """
 
     block: int = 4  # rows; must be what the model was trained with

@@ -1,7 +1,7 @@
 """Attention sinks and a moving window: long texts in constant memory (StreamingLLM, arXiv 2309.17453).
 
 Promises dense attention's results until a row has more than `sinks + window` rows to see, and bytes that never grow
-after. It is not a longer context: what has left the window is gone.
+after. It is not a longer context: what has left the window is gone. Nor is it, here, an endless one: see *Left out*.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Streaming:
 
     With positions "cache", the paper's, a row's distance to a sink is counted within the cache: the window keeps its
     rotation and the sinks are read as if they stood right before it. With "text" every row keeps its place in the text,
-    which is meaningful within the trained length only. Left out: texts beyond the model's context, which the engine
-    refuses, and models trained with a sink of their own.
+    which is meaningful within the trained length only. Left out: texts beyond the model's context, which are what the
+    paper is about: the engine refuses them, although positions "cache" would allow them; and models trained with a sink
+    of their own.
     """
 
     sinks: int = 4

@@ -28,7 +28,8 @@ class Splitwise:
     there. Workers are home again once nothing foreign is left to do.
 
     Every worker can do both, so borrowing moves nothing but a role. Left out: the scheduler of the paper's machines
-    (here that is `schedule`: mixed workers need no preemption by prompts), provisioning by cost and power.
+    (here that is `schedule`: mixed workers need no preemption by prompts), provisioning by cost and power,
+    and the paper's simulator of clusters.
     """
 
     prompt: int = 1

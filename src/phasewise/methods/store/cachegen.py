@@ -32,8 +32,10 @@ class CacheGen:
     the link, and so may tokens.
 
     `group` above 1 codes rows as differences from the first of their group, as in the paper (not in its code); on the
-    pocket model that costs bytes and precision. Left out: distributions profiled once per model, sending while the
-    prompt is still computed, and recomputing chunks in the middle.
+    pocket model that costs bytes and precision. Left out: contexts that are stored or lie on other machines (KV moves
+    from one engine to another and is not kept), adapting between the chunks of one move, for which one plan is made,
+    distributions profiled once per model, sending while the prompt is still computed, and recomputing chunks in the
+    middle.
     """
 
     level: Literal["auto", 0, 1, 2, 3, 4] = 2

@@ -10,8 +10,8 @@ MOST_DIM = 256  # of a head, as in attention.cpp and prefill.cpp
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether the kernels, where there are any, take q [R, Hq, D] and k, v [H, N, D]: of a known dtype (k and v int8, if
-    they have `scales`) on the CPU, with heads of ordinary size and contiguous rows of keys and values."""
+    """Whether the kernels, where there are any, take q [R, Hq, D] and k, v [H, N, D]: of a known dtype (k and v int8,
+    if they have `scales`) on the CPU, with heads of ordinary size and contiguous rows of keys and values."""
     kept = q.dtype if scales is None else torch.int8
     return (
         q.dtype in KIND
