@@ -14,11 +14,12 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
-from tests.engine.engines import Boom, alone, break_decode, method_options, sampled
+from tests.engine.engines import Boom, alone, method_options, sampled
 from tests.engine.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish, shelf, workers
 from tests.place.loads import survive
+from tests.place.together import one_fails
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
 SLAB = 64 * tiny.engine().store.row_bytes
@@ -323,18 +324,8 @@ def test_cancelling_at_any_moment_frees_both_sides_at_once(after: int, fate: Fat
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
     placed = disaggregated()
-    (engine,) = engines(placed, side)
-    break_decode(engine, ["accept"], {"bad"})
-    requests = [Request(p, tiny.greedy(5), id="bad" if i == 1 else f"good-{i}") for i, p in enumerate(PROMPTS)]
-    for request in requests:
-        placed.add(request)
-    finish(placed, requests)
-    for request in requests:
-        if request.id == "bad":
-            assert (request.left.how, request.left.reason) == ("failed", "Boom: accept")
-            assert request.n_out == (0 if side == "prefill" else 1)
-        else:
-            assert request.out == alone(request)
+    bad = one_fails(placed, side, PROMPTS, finish)
+    assert bad.n_out == (0 if side == "prefill" else 1)
 
 
 def test_a_watch_that_raises_fails_its_request() -> None:

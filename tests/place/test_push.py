@@ -16,11 +16,12 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady
-from tests.engine.engines import alone, break_decode, method_options, sampled
+from tests.engine.engines import alone, method_options, sampled
 from tests.engine.test_engine import Arrival, arrivals
 from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish, shelf, workers
 from tests.place.loads import survive
+from tests.place.together import one_fails, siblings
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
 ROW = tiny.engine().store.row_bytes
@@ -98,12 +99,7 @@ def test_decode_methods(options: dict[str, str], schedule: dict[str, str]) -> No
 
 def test_siblings_have_their_own_pieces() -> None:
     placed = pushing(prefix_cache=False)
-    parent = Request(PROMPTS[0], sampled(7))
-    family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
-    for request in family:
-        placed.add(request)
-    finish(placed, family)
-    assert tiny.outs(family) == [alone(r) for r in family]
+    siblings(placed, PROMPTS[0], finish)
     assert sum(engine.counters.rows for engine in engines(placed, "prefill")) == 40  # one prefill for all
     sent, exposed = placed.counters.kv_bytes_sent, placed.counters.kv_bytes_exposed
     assert (sent, exposed) == (4 * 40 * ROW, (40 - 32 + 3 * 40) * ROW)  # those of siblings leave when they have forked
@@ -507,17 +503,7 @@ def test_pieces_of_the_dead_are_freed_when_they_have_been_copied() -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_request_that_fails_on_either_side_fails_alone(side: str) -> None:
     placed = pushing()
-    (engine,) = engines(placed, side)
-    break_decode(engine, ["accept"], {"bad"})
-    requests = [Request(p, tiny.greedy(5), id="bad" if i == 1 else f"good-{i}") for i, p in enumerate(PROMPTS)]
-    for request in requests:
-        placed.add(request)
-    finish(placed, requests)
-    for request in requests:
-        if request.id == "bad":
-            assert (request.left.how, request.left.reason) == ("failed", "Boom: accept")
-        else:
-            assert request.out == alone(request)
+    one_fails(placed, side, PROMPTS, finish)
 
 
 # ---- everything at once

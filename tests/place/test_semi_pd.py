@@ -28,6 +28,7 @@ from tests.laws import settings as laws
 from tests.place.links import Clock, engines, workers
 from tests.place.loads import survive
 from tests.place.pooled import account, check_pool, finish, pool, semi_pd
+from tests.place.together import siblings
 
 PROMPTS = tiny.prompts(40, 90, 5, 64, 33)
 SLAB = 64 * tiny.engine().store.row_bytes
@@ -102,12 +103,7 @@ def test_no_byte_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_what_siblings_share_is_copied() -> None:
     placed = semi_pd(prefix_cache=False)
-    parent = Request(PROMPTS[0], sampled(7))
-    family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
-    for request in family:
-        placed.add(request)
-    finish(placed, family)
-    assert tiny.outs(family) == [alone(r) for r in family]
+    siblings(placed, PROMPTS[0], finish)
     assert placed.counters.handoffs == 4
     assert placed.counters.kv_bytes_moved == 3 * 40 * placed.fronts[0].store.row_bytes  # the last one has it alone
     assert sum(engine.counters.rows for engine in engines(placed, "prefill")) == 40

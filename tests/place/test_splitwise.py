@@ -24,6 +24,7 @@ from tests.laws import settings as laws
 from tests.place.links import Clock, check_router, disaggregated, engines, finish
 from tests.place.loads import survive
 from tests.place.test_push import CHUNKS, FATES, LAYERS, MESSAGES, MIXED, PROMPTS, ROW, SLAB, together
+from tests.place.together import siblings
 
 
 def splitwise(knobs: str = "", verbs: dict[str, str] | None = None, **options: object) -> Router:
@@ -111,12 +112,7 @@ def test_a_mixed_worker_takes_what_overflows() -> None:
 
 def test_siblings_fork_where_their_prompt_is() -> None:
     placed = splitwise(prefix_cache=False)
-    parent = Request(PROMPTS[0], sampled(7))
-    family = [parent, *(parent.sibling(i) for i in (1, 2, 3))]
-    for request in family:
-        placed.add(request)
-    finish(placed, family)
-    assert tiny.outs(family) == [alone(r) for r in family]
+    siblings(placed, PROMPTS[0], finish)
     assert engines(placed, "prompt")[0].counters.rows == 40
 
 

@@ -61,6 +61,8 @@ class Engine:
     """add / cancel / step. Single-threaded: one thread owns it; see serve/loop.py for the server's."""
 
     def __init__(self, parts: Parts) -> None:
+        if not 1 <= len(parts.phases) <= 2:
+            raise ValueError(f"{len(parts.phases)} phases: an engine runs prompts and what follows, or prompts only")
         self.parts = parts
         self.model, self.store, self.counters = parts.model, parts.store, parts.counters
         self.queues = Queues()

@@ -27,7 +27,8 @@ class Contrastive:
 
     Plausible: at least `alpha` times as likely as the expert's best token. Both models read the same tokens in the same
     slices; the amateur's KV is part of the budget. Left out: the first paper's plain difference of log-probabilities
-    (the limit of large beta) and prefix reuse for the amateur.
+    (the limit of large beta) and prefix reuse for the amateur: after a prefix hit it reads the whole prompt in one
+    pass, of which the scheduler's budget knows nothing.
     """
 
     amateur: str = "pocket-draft"  # a model's name or path, of the same vocabulary and with as long a context

@@ -20,11 +20,12 @@ class Disaggregated:
     """`prefill` workers share `share` of the KV budget and compute prompts and first tokens, `decode` workers the rest.
 
     Decoding workers pull: a finished prompt waits in its worker's share of the budget until one of them has room, and
-    so full decoding workers stop new prompts. Prompts go to the worker with the fewest pending tokens, cached ones
-    aside; those with at most `local` tokens to compute, and all while every prefill worker has more than `queue`
-    tokens to do, start where they will decode (0 and none by default). A move of which nothing is heard for `deadline`
-    seconds, or whose worker dies, is recomputed from tokens. Left out: the paper's latency model, simulator and search
-    for a placement; how many workers of each kind is the user's choice, which `phasewise bench goodput` measures.
+    so full decoding workers stop new prompts. Prompts go to the worker with the fewest pending tokens (a prompt counts
+    whole until it is done), cached ones aside; those with at most `local` tokens to compute, and all while every
+    prefill worker has more than `queue` tokens to do, start where they will decode (0 and none by default). A move of
+    which nothing is heard for `deadline` seconds, or whose worker dies, is recomputed from tokens. Left out: the
+    paper's latency model, simulator and search for a placement; how many workers of each kind is the user's choice,
+    which `phasewise bench goodput` measures.
     """
 
     prefill: int = 1
