@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
@@ -59,12 +60,7 @@ class Builder:
         if self.limits.cluster not in ("auto", "inline"):
             raise UserError(f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. {_workers()}")
         if self._wire(1) is not None:
-            name = type(self.methods["store"]).__module__.rpartition(".")[2]
-            log.warning(
-                "store %s is for KV on its way between engines, and here nothing travels: what it rounds is rounded "
-                "all the same, and not a byte is saved. %s, or leave the store out",
-                name, _workers(),
-            )  # fmt: skip
+            say_nothing_travels(type(self.methods["store"]).__module__.rpartition(".")[2])
         return placed
 
     def load(self, name: str) -> Model:
@@ -156,6 +152,16 @@ def _workers() -> str:
     """Which placements have any."""
     known = [name for name in catalog.names("place") if getattr(catalog.method("place", name), "hires", False)]
     return f"Add --place with one of {', '.join(known)}"
+
+
+@cache
+def say_nothing_travels(store: str) -> None:
+    """Warn, once a process, of a store method that has nothing to do and may cost something all the same."""
+    log.warning(
+        "store %s is for KV on its way between engines, and here nothing travels: what it rounds is rounded all the "
+        "same, and not a byte is saved. %s, or leave the store out",
+        store, _workers(),
+    )  # fmt: skip
 
 
 def build(spec: EngineSpec) -> Builder:

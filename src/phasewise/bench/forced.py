@@ -24,8 +24,8 @@ from phasewise.verbs.sample import Context, Dist
 
 STRETCH = 64
 OUT_OF_ORDER = (
-    "this decode method has no loss: it finishes tokens before all those to their left are known. Leave out the rows "
-    "that need one (code), or let it go from left to right, a token per pass"
+    "this decode method has no loss: it finishes tokens before all those to their left are known. Leave out rows "
+    "that need one (code), or let it go from left to right, a token per pass (block_diffusion:selector=sequential)"
 )
 
 
