@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 
 from phasewise import catalog
-from phasewise.kv.buffer import Storing
-from phasewise.step.phase import Method
 from phasewise.verbs.attend import Attend
 from phasewise.verbs.decode import Decode
 from phasewise.verbs.draft import Drafter
 from phasewise.verbs.evict import Evict
+from phasewise.verbs.host import Method
 from phasewise.verbs.place import Placing
 from phasewise.verbs.sample import Sample
 from phasewise.verbs.schedule import Scheduler
 from phasewise.verbs.skip import Skip
-from phasewise.verbs.store import Codec
+from phasewise.verbs.store import Codec, Storing
 from phasewise.verbs.verify import Verifier
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +83,7 @@ def test_long_functions_and_wide_signatures_are_found(tmp_path: Path) -> None:
 ENVIRONMENT = {
     "src/phasewise/ops/native/__init__.py": "PHASEWISE_KERNELS: which kernels a process loads, before any constructor",
     "src/phasewise/cluster/process.py": "hands the environment on to a worker's process",
-    "src/phasewise/cluster/rays.py": "Ray's own variables, which Ray's users know",
+    "src/phasewise/cluster/ray_backend.py": "Ray's own variables, which Ray's users know",
     "scripts/peers.py": "PEER_TOOLS: from a parent to the processes that other people's code starts for it",
 }
 GLOBALS = {"src/phasewise/ops/native/room.py": "the block that packed weights share: a process has its memory once"}
@@ -160,7 +159,7 @@ def named(source: str, names: set[str]) -> list[str]:
 def read(path: Path) -> str:
     """What may not name a method: all of a core file but the two places that are there for users' sake."""
     source = path.read_text(encoding="utf-8")
-    if path.name == "recipe.py":
+    if path.name == "options.py":
         return without(source, assigned=("DEFAULTS", "WITH_DRAFT"))  # what is taken when nothing is said
     if path.name == "llm.py":
         return without(source, docstrings=True)  # shows how a method is asked for

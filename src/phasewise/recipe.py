@@ -150,7 +150,7 @@ class Builder:
 
 def _workers() -> str:
     """Which placements have any."""
-    known = [name for name in catalog.names("place") if getattr(catalog.method("place", name), "hires", False)]
+    known = [name for name in catalog.names("place") if getattr(catalog.method("place", name), "launches", False)]
     return f"Add --place with one of {', '.join(known)}"
 
 

@@ -14,7 +14,7 @@ from phasewise.recipe import Builder, say_nothing_travels
 from tests import tiny
 
 PLACES = list(catalog.names("place"))
-ALONE = [name for name in PLACES if not getattr(catalog.method("place", name), "hires", False)]
+ALONE = [name for name in PLACES if not getattr(catalog.method("place", name), "launches", False)]
 WARNING = "not a byte is saved"
 
 

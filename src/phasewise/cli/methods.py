@@ -176,7 +176,11 @@ def _detail(entry: Entry) -> None:
     console = Console(highlight=False)
     method = entry.method
     console.print(f"[bold cyan]{entry.kind}.{entry.name}[/]{'  (default)' if entry.default else ''}")
-    rows = [("use", _use(entry)), ("guarantee", entry.guarantee), ("needs", entry.needs or "nothing")]
+    rows: list[tuple[str, str | None]] = [
+        ("use", _use(entry)),
+        ("guarantee", entry.guarantee),
+        ("needs", entry.needs or "nothing"),
+    ]
     rows += [("paper", entry.paper)]
     parts = catalog.parts_of(method)
     for name, kind in catalog.knobs_of(method).items():

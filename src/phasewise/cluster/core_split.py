@@ -5,7 +5,7 @@
 
 Time is service time over cores, and prompts queue (M/M/1): a1 is then the service time, and b1, b2 are zero. All four
 are fitted to what was seen. Numbers and an injected clock only, so the controller can be tested without workers
-(tests/cluster/test_shares.py plays the machine). That cores are not all that counts (memory bandwidth, threads that
+(tests/cluster/test_core_split.py plays the machine). That cores are not all that counts (memory bandwidth, threads that
 wait for each other) is left to the fit.
 """
 

@@ -23,19 +23,6 @@ class KVShape:
     device: str = "cpu"
 
 
-class Storing(Protocol):
-    """store: in what form is KV kept, shared and shipped?
-
-    Optional:
-        wire(shapes: Sequence[KVShape], unit: int) -> Wire | None  -- the form in which rows leave for other engines, of
-            engines with these layers that compute prompts in blocks of `unit` rows; None or absent: as they are kept
-    """
-
-    def codec(self) -> Codec:
-        """The form in which rows are kept."""
-        ...
-
-
 def scaled(codec: Codec) -> bool:
     """Whether rows are kept as int8 with a scale each, in the form that native kernels know."""
     return getattr(codec, "scaled", False)

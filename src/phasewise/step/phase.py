@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,25 +31,6 @@ class Hidden:
         if len(index) == self.count and (self.count == 1 or index == list(range(self.count))):
             return self.x
         return self.x[torch.tensor(index, device=self.x.device)]
-
-
-class Method(Protocol):
-    """Any verb: a frozen dataclass whose fields are its knobs. Its class attributes say what it promises and needs.
-
-    What a method remembers of a request lives in the request's drawer `request.state[name]`: emptied when the request
-    is preempted or leaves, copied when it is forked.
-
-    Optional:
-        bind(host: Host) -> runtime  -- what works in its place in one engine; without it the method works itself
-        tight: dict  -- knob values at which it bites within a few dozen tokens: the laws are tested there
-        fork() -> drawer  -- of an object in a drawer: its copy for a fork of the request, else a deep copy
-        close() -> None  -- of an object in a drawer: told when the request gives the drawer up
-    """
-
-    paper: ClassVar[str]  # "arXiv 2404.14469", or ""
-    guarantee: ClassVar[str]  # exact | distribution | lossy
-    needs: ClassVar[str]  # nothing | calibration | trained | second model
-    neutral: ClassVar[dict[str, object]]  # knob values at which it equals the plain way: all is read, a token a step
 
 
 @dataclass(frozen=True, slots=True)

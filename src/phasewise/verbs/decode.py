@@ -36,8 +36,9 @@ class Decode(Protocol):
 
     Optional:
         unit: int  -- rows of a block, where rows see later rows of their own block: prefixes are shared in whole blocks
-        bring: (verb: str, chosen: Any) -> Any  -- of a method that `brings` other verbs: its runtime for one of them
-            (engine/binding.py)
+        brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's
+            `bring(verb, chosen)` gives them (engine/binding.py)
+        composes: tuple  -- of these, the verbs for which it takes what the user chose as `chosen`
     """
 
     def rows(self, request: Request) -> int:

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
     from phasewise.speculation.companion import Companion
     from phasewise.verbs.sample import Sample
+
+
+class Method(Protocol):
+    """Any verb: a frozen dataclass whose fields are its knobs. Its class attributes say what it promises and needs.
+
+    What a method remembers of a request lives in the request's drawer `request.state[name]`: emptied when the request
+    is preempted or leaves, copied when it is forked.
+
+    Optional:
+        bind(host: Host) -> runtime  -- what works in its place in one engine; without it the method works itself
+        phases: tuple  -- the phases it acts in, "prefill", "decode" or both; in others its verb's default is in its place
+        slots: tuple  -- of a method that fills several of attend, evict and skip with one runtime: these verbs, its own
+            first (engine/binding.py)
+        tight: dict  -- knob values at which it bites within a few dozen tokens: the laws are tested there
+        fork() -> drawer  -- of an object in a drawer: its copy for a fork of the request, else a deep copy
+        close() -> None  -- of an object in a drawer: told when the request gives the drawer up
+    """
+
+    paper: ClassVar[str]  # "arXiv 2404.14469", or ""
+    guarantee: ClassVar[str]  # exact | distribution | lossy
+    needs: ClassVar[str]  # nothing | calibration | trained | second model
+    neutral: ClassVar[dict[str, object]]  # knob values at which it equals the plain way: all is read, a token a step
 
 
 @dataclass(slots=True)

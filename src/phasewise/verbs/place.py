@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from phasewise.request.request import Request
 
 
-class Place(Protocol):
-    """place: where does each phase run, and how does KV get there?"""
+class Placing(Protocol):
+    """place: where does each phase run, and how does KV get there?
+
+    Optional:
+        launches: bool  -- it has workers, so that there is something to place for `--cluster`
+    """
 
     def build(self, plan: Plan) -> Placed:
         """An engine, or an engine made of engines, ready for requests."""
@@ -59,18 +63,6 @@ class Placed(Protocol):
     def forget_prefixes(self) -> None: ...
     def close(self) -> None:
         """Dismiss whatever runs elsewhere. Nothing can be added afterwards."""
-        ...
-
-
-class Placing(Protocol):
-    """place: where does each phase run, and how does KV get there?
-
-    Optional:
-        hires: bool  -- it has workers, so that there is something to place for `--cluster`
-    """
-
-    def build(self, plan: Plan) -> Placed:
-        """An engine, or an engine made of engines, ready for requests."""
         ...
 
 

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from phasewise.kv.buffer import KVShape
 
 
-class StoreMethod(Protocol):
-    """store: the form in which a request's KV is kept and, if the method has a say in it, that in which it travels.
+class Storing(Protocol):
+    """store: in what form is KV kept, shared and shipped?
 
-    wire: (shapes: Sequence[KVShape], unit: int) -> Wire  -- optional; rows leave for other engines in this form
-    (kv/wire.py); `unit` is the decode method's smallest number of rows.
+    Optional:
+        wire(shapes: Sequence[KVShape], unit: int) -> Wire | None  -- the form in which rows leave for other engines, of
+            engines with these layers that compute prompts in blocks of `unit` rows; None or absent: as they are kept
     """
 
     def codec(self) -> Codec:

@@ -40,7 +40,7 @@ class Disaggregated:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    hires: ClassVar[bool] = True
+    launches: ClassVar[bool] = True
     tight: ClassVar[dict[str, object]] = {"prefill": 2, "decode": 2, "local": 8}
 
     def __post_init__(self) -> None:

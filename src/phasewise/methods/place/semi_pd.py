@@ -51,7 +51,7 @@ class SemiPD:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    hires: ClassVar[bool] = True
+    launches: ClassVar[bool] = True
     tight: ClassVar[dict[str, object]] = {"slo_tpot": 1e-6, "window": 0.001, "dwell": 0.001}
 
     def __post_init__(self) -> None:

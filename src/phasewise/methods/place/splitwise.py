@@ -42,7 +42,7 @@ class Splitwise:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    hires: ClassVar[bool] = True
+    launches: ClassVar[bool] = True
     tight: ClassVar[dict[str, object]] = {"prompt": 2, "token": 2, "threshold": 60}
 
     def __post_init__(self) -> None:
