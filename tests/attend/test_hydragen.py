@@ -142,7 +142,8 @@ def primed(placed: Placed) -> Request:
 
 @pytest.mark.parametrize("verbs", [
     {}, {"schedule": "sarathi:budget=24"}, {"schedule": "layered"}, {"schedule": "prefill_first"}, {"store": "int8"},
-    {"evict": "snapkv:keep=40,window=4"}, {"evict": "streaming:sinks=2,window=210"}, {"skip": "unified:speedup=1.3"},
+    {"evict": "snapkv:keep=40,window=4"}, {"evict": "streaming:sinks=2,window=210"},
+    {"skip": "unified:speedup=1.3,weights=none"},
     {"decode": "contrastive:amateur=tiny-draft"}, {"place": "disaggregated"},
 ], ids=str)  # fmt: skip
 def test_tokens_are_those_without_it(verbs: dict[str, str]) -> None:

@@ -85,7 +85,7 @@ def test_rewritten_rows_never_enter_the_tree(evict: str) -> None:
     assert engine.kv_bytes == 0
 
 
-SETTINGS = ({}, {"evict": "snapkv:keep=0.5,window=8"}, {"store": "int8"}, {"skip": "unified:speedup=2"},
+SETTINGS = ({}, {"evict": "snapkv:keep=0.5,window=8"}, {"store": "int8"}, {"skip": "unified:speedup=2,weights=none"},
             {"schedule": "sarathi:budget=9"})  # fmt: skip
 
 

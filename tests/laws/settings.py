@@ -7,12 +7,14 @@ from typing import Any
 from phasewise import catalog
 
 SECOND_MODEL_KNOBS = ("model", "amateur", "little")  # knobs that name a second model
+TRAINED = {"weights": "random:0"}  # the knob that says what was trained for a method: on a tiny model, nothing was
 
 
 def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
-    """The text of a method with these knobs; a knob naming a second model gets a tiny one."""
+    """The text of a method with these knobs; a second model is a tiny one, trained weights are random."""
     known = catalog.knobs_of(catalog.method(verb, name))
-    chosen = {knob: "tiny-draft" for knob in SECOND_MODEL_KNOBS if knob in known} | (knobs or {})
+    chosen = {knob: "tiny-draft" for knob in SECOND_MODEL_KNOBS if knob in known}
+    chosen |= {knob: value for knob, value in TRAINED.items() if knob in known} | (knobs or {})
     return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
 
 

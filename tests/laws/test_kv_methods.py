@@ -17,7 +17,7 @@ from tests.laws.compare import reference
 QUEST = {"attend": "quest:page=4,budget=16,dense_layers=1"}
 STREAMING = {"evict": "streaming:sinks=3,window=23"}
 SNAPKV = {"evict": "snapkv:keep=0.3,window=6"}
-INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2"}
+INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2,weights=none"}
 METHODS = {
     "quest": QUEST,
     "streaming": STREAMING,

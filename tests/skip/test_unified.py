@@ -28,7 +28,7 @@ def model() -> Model:
 
 
 def engine(speedup: float, **verbs: str) -> Engine:
-    placed = tiny.engine({"skip": f"unified:speedup={speedup}", **verbs}, of=model())
+    placed = tiny.engine({"skip": f"unified:speedup={speedup},weights=none", **verbs}, of=model())
     assert isinstance(placed, Engine)
     return placed
 
@@ -163,7 +163,7 @@ def test_bad_knobs_are_named() -> None:
 
 def test_drafts_run_the_kept_layers_only() -> None:
     prompts = tiny.prompts(33, 7)
-    verbs = {"skip": "unified:speedup=2"}
+    verbs = {"skip": "unified:speedup=2,weights=none"}
     want = tiny.outs(tiny.run(tiny.engine(verbs), prompts, tiny.greedy(N)))
     script = {tuple(prompt): out for prompt, out in zip(prompts, want)}
     placed = drafting(verbs, script)

@@ -99,11 +99,11 @@ def test_level_0_is_dense() -> None:
     [
         {"evict": "snapkv:keep=0.3,window=6"},
         {"evict": "streaming:sinks=3,window=23"},
-        {"skip": "unified:speedup=2"},
+        {"skip": "unified:speedup=2,weights=none"},
         {"attend": "quest:page=4,budget=16,dense_layers=1"},
         {"draft": "prompt_lookup", "verify": "match"},
         {"decode": "block_diffusion:block=4"},
-        {"evict": "snapkv:keep=0.3,window=6", "skip": "unified:speedup=2", "schedule": "sarathi:budget=7"},
+        {"evict": "snapkv:keep=0.3,window=6", "skip": "unified:speedup=2,weights=none", "schedule": "sarathi:budget=7"},
     ],
     ids=str,
 )

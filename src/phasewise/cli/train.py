@@ -1,4 +1,4 @@
-"""`phasewise train`: the models that ship with phasewise, rebuilt from a Python installation."""
+"""`phasewise train`: the models that ship with phasewise, rebuilt from a Python installation, and what methods need."""
 
 from __future__ import annotations
 
@@ -36,8 +36,48 @@ def pocket(
     sizes: dict[str, Literal["target", "draft"]] = {"target": "target", "draft": "draft"}
     if size not in sizes:
         raise UserError(f"size={size!r}: choose one of {', '.join(sizes)}")
-    if resume and not (out / "checkpoint.pt").is_file():
-        raise UserError(f"there is nothing to resume: {out / 'checkpoint.pt'} does not exist; leave --resume out")
+    _check_resume(out, resume)
     from phasewise.train.pocket import train as train_pocket
 
     print(train_pocket(out, sizes[size], tokens, seed, resume))
+
+
+@app.command("artefact")
+def artefact(
+    method: Annotated[
+        str, typer.Argument(metavar="VERB.NAME[:KNOB=VALUE,...]", help="What to train for; without it, the list.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="The base model: a directory, a hub id, or pocket.")] = "pocket",
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoints, the loss curve and the artefact.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: the recipe's own.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+) -> None:
+    """Train what a method needs for a model, from the standard library's source and generated tasks.
+
+    [bold]Examples[/]
+
+      phasewise train artefact
+      phasewise train artefact skip.unified:speedup=2 --model pocket --out runs/unified
+      phasewise run "def add(" --skip unified:weights=runs/unified/skip.unified-speedup2.safetensors
+    """
+    from phasewise import catalog
+    from phasewise.train import recipes
+
+    if not method:
+        print("\n".join(recipes.names()))
+        return
+    kind = method.partition(":")[0].strip()
+    train = recipes.trainer(kind)
+    verb, _, name = kind.partition(".")
+    if out is None:
+        raise UserError(f"say where it goes: --out runs/{kind}")
+    _check_resume(out, resume)
+    made = catalog.build(verb, method.partition(".")[2])
+    path = train(made, recipes.Job(model, out, tokens, seed, resume))
+    print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
+
+
+def _check_resume(out: Path, resume: bool) -> None:
+    if resume and not (out / "checkpoint.pt").is_file():
+        raise UserError(f"there is nothing to resume: {out / 'checkpoint.pt'} does not exist; leave --resume out")

@@ -22,6 +22,10 @@ ACTIVATION: dict[str, Activation] = {
 }
 
 
+Beside = Callable[[str, Tensor, Tensor], None]
+"""(linear, x, y): adds to y what low-rank weights make of the input x of a linear layer."""
+
+
 class Counts(Protocol):
     """Where a layer reports what it did."""
 
@@ -36,10 +40,17 @@ class MLP:
         self.down = down
         self.activate = ACTIVATION[activation]
 
-    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None, beside: Beside | None = None) -> Tensor:
         """`add` [T, d] is the residual, summed in by the last kernel."""
-        gate, up = self.gate_up(x).chunk(2, -1)  # [T, I] each
-        return self.down(self.activate(gate).mul_(up), add)
+        both = self.gate_up(x)
+        if beside is not None:
+            beside("gate_up", x, both)
+        gate, up = both.chunk(2, -1)  # [T, I] each
+        inner = self.activate(gate).mul_(up)
+        out = self.down(inner, add)
+        if beside is not None:
+            beside("down", inner, out)
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +62,8 @@ class MoE:
     top_k: int
     renormalise: bool
 
-    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None) -> Tensor:
-        """Counts `expert_loads`: the distinct experts whose weights this call read."""
+    def __call__(self, x: Tensor, counts: Counts, add: Tensor | None = None, beside: Beside | None = None) -> Tensor:
+        """Counts `expert_loads`: the distinct experts whose weights this call read. Nothing lies beside experts."""
         weights, chosen = self.route(x)  # [T, k] float32, [T, k]
         order = chosen.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
         loads = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()

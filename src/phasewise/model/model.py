@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from phasewise.model.config import ModelConfig
 from phasewise.model.hub import resolve
 from phasewise.model.layout import layout
+from phasewise.model.lowrank import Deltas
 from phasewise.model.mlp import MLP, Counts, MoE
 from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
 from phasewise.model.parse import read_config
@@ -52,14 +54,17 @@ class Layer:
         self.o = weights.linear(f"{index}.o")
         self.mlp = _mlp(index, config, weights)
 
-    def __call__(self, x: Tensor, ctx: LayerContext) -> Tensor:
-        return self.feed(self.mix(x, ctx), ctx)
+    def __call__(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
+        return self.feed(self.mix(x, ctx, deltas), ctx, deltas)
 
-    def mix(self, x: Tensor, ctx: LayerContext) -> Tensor:
+    def mix(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
         """The attention half, x [T, d] -> [T, d]."""
         h = x if self.before_attention is None else self.before_attention(x)
         rows, turned = x.shape[0], self.heads + self.kv_heads
-        qkv = self.qkv(h).view(rows, turned + self.kv_heads, self.head_dim)
+        qkv = self.qkv(h)
+        if deltas is not None:
+            deltas.add(self.index, "qkv", h, qkv)
+        qkv = qkv.view(rows, turned + self.kv_heads, self.head_dim)
         qk, v = qkv.split_with_sizes((turned, self.kv_heads), 1)  # [T, Hq + Hkv, D], [T, Hkv, D]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
@@ -67,16 +72,18 @@ class Layer:
             qk = ctx.rotary(self.rope, qk)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         out = ctx.attend(self.index, q, k, v).reshape(rows, self.heads * self.head_dim)  # [T, Hq * D]
-        if self.after_attention is None:
-            return self.o(out, x)
-        return self.after_attention(self.o(out)).add_(x)
+        mixed = self.o(out, x if self.after_attention is None else None)
+        if deltas is not None:
+            deltas.add(self.index, "o", out, mixed)
+        return mixed if self.after_attention is None else self.after_attention(mixed).add_(x)
 
-    def feed(self, x: Tensor, ctx: LayerContext) -> Tensor:
+    def feed(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
         """The MLP half, x [T, d] -> [T, d]."""
         h = x if self.before_mlp is None else self.before_mlp(x)
+        beside = None if deltas is None else partial(deltas.add, self.index)
         if self.after_mlp is None:
-            return self.mlp(h, ctx, x)
-        return self.after_mlp(self.mlp(h, ctx)).add_(x)
+            return self.mlp(h, ctx, x, beside)
+        return self.after_mlp(self.mlp(h, ctx, None, beside)).add_(x)
 
 
 class Model:
@@ -87,6 +94,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
+        self.directory = weights.checkpoint.directory  # where its files are, and what was trained for it may be
         table = weights.take("embed")  # [V, d]
         self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))
         self.norm = RMSNorm(_offset(weights.take("norm"), config), config.eps)
@@ -133,9 +141,9 @@ class Model:
         """The same for all positions below `end`, as `stack` takes them."""
         return self._ropes.turns(end)
 
-    def layer(self, i: int, x: Tensor, ctx: LayerContext) -> Tensor:
-        """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]."""
-        return self.layers[i](x, ctx)
+    def layer(self, i: int, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
+        """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]; `deltas`: low-rank weights of rows."""
+        return self.layers[i](x, ctx, deltas)
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] in float32, final norm and softcap included."""

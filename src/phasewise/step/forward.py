@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
+from phasewise.model.lowrank import Delta, Deltas
 from phasewise.request.counters import Counters
 from phasewise.step.batch import Batch
 from phasewise.step.fused import Scratch, run_fused
@@ -46,6 +47,16 @@ class Step:
         for entry in entries:
             groups.setdefault(id(entry.span.phase), (entry.span.phase, []))[1].append(entry)
         self._groups = list(groups.values())
+        tuned = [(phase.delta, some) for phase, some in self._groups if phase.delta is not None]
+        self.deltas = self._deltas(tuned, whole=len(self._groups) == 1) if tuned else None
+
+    def _deltas(self, tuned: list[tuple[Delta, list[_Entry]]], whole: bool) -> Deltas:
+        """Which rows of the next call run with which low-rank weights."""
+        if whole:
+            return Deltas([(tuned[0][0], None)])
+        rows = ([r for entry in entries for r in range(entry.at.start, entry.at.stop)] for _, entries in tuned)
+        device = self.model.device
+        return Deltas([(delta, torch.tensor(some, device=device)) for (delta, _), some in zip(tuned, rows)])
 
     # ---- what the model's layers call
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,7 +112,7 @@ class Step:
         for i in range(self.model.config.layers):
             if plain:
                 self.counters.row_layers += self.batch.rows
-                x = self.model.layer(i, x, self)
+                x = self.model.layer(i, x, self, self.deltas)
             else:
                 x = self._layer_for_some(i, x)
             if i in self.taps:
@@ -130,12 +141,12 @@ class Step:
         self.counters.row_layers += total
         if total == x.shape[0]:
             self._use(self._all, self._rotary)
-            return self.model.layer(i, x, self)
+            return self.model.layer(i, x, self, self.deltas)
         if total == 0:
             return x
         rows = torch.tensor(index, device=x.device)
         self._use(entries, self._rotary.take(rows))
-        out = self.model.layer(i, x[rows], self)
+        out = self.model.layer(i, x[rows], self, self.deltas)
         return x.index_copy(0, rows, out)
 
     def _active(self, i: int, x: Tensor) -> tuple[list[_Entry], list[int]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from phasewise.model.lowrank import Delta
     from phasewise.verbs.attend import Attend
     from phasewise.verbs.decode import Decode
     from phasewise.verbs.evict import Evict
@@ -42,8 +43,10 @@ class Phase:
     attend: Attend
     evict: Evict | None = None
     skip: Skip | None = None
+    delta: Delta | None = field(init=False)  # low-rank weights that the rows of this phase, and no others, run with
     plain: bool = field(init=False)  # rows run through all layers, read all before them, and show nobody anything
 
     def __post_init__(self) -> None:
         dense = getattr(self.attend, "everything", False)
+        object.__setattr__(self, "delta", getattr(self.skip, "delta", None))
         object.__setattr__(self, "plain", self.skip is None and self.evict is None and dense)

@@ -19,6 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phasewise.errors import UserError
+from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -55,8 +58,7 @@ class Block(NamedTuple):
 SHORT = 200
 """Rows shorter than this attend by plain products: the fused kernel's backward pass is several times as slow there."""
 
-Sizes = Sequence[tuple[int, int]]
-"""Rows and length of every block, in the order of the tokens."""
+PLAIN = Pass()
 
 
 class Attention(nn.Module):
@@ -71,27 +73,50 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], sizes: Sizes) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, scene: Scene) -> Tensor:
         """Mix x [tokens, hidden] within each row of each block."""
+        q, k, v = self._project(x, scene)
         split = (len(x), -1, self.shape.head_dim)
-        q = rotate(self.q_proj(x).view(split), rope)  # [tokens, heads, head_dim]
-        k = rotate(self.k_proj(x).view(split), rope)  # [tokens, kv_heads, head_dim]
-        v = self.v_proj(x).view(split)
-        counts = [rows * length for rows, length in sizes]
-        parts = zip(*(torch.split(part, counts) for part in (q, k, v)), sizes, strict=True)
-        return self.o_proj(torch.cat([self._block(*part) for part in parts]))  # type: ignore[no-any-return]
+        q = rotate(q.view(split), rope)  # [tokens, heads, head_dim]
+        k = rotate(k.view(split), rope)  # [tokens, kv_heads, head_dim]
+        counts = [rows * length for rows, length in scene.sizes]
+        parts = (torch.split(scene.spread(part), counts) for part in (q, k, v.view(split)))
+        mixed = torch.cat([self._block(number, part, scene) for number, part in enumerate(zip(*parts, strict=True))])
+        mixed = scene.gather(mixed)
+        out: Tensor = self.o_proj(mixed)
+        change = scene.change("o", mixed)
+        return out if change is None else out + change
 
-    def _block(self, q: Tensor, k: Tensor, v: Tensor, size: tuple[int, int]) -> Tensor:
-        q, k, v = (part.view(*size, *part.shape[1:]).transpose(1, 2) for part in (q, k, v))  # [rows, heads, length, D]
+    def _project(self, x: Tensor, scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        change = scene.change("qkv", x)
+        if change is None:
+            return q, k, v
+        more = torch.split(change, [q.shape[1], k.shape[1], v.shape[1]], 1)
+        return q + more[0], k + more[1], v + more[2]
+
+    def _block(self, number: int, part: tuple[Tensor, ...], scene: Scene) -> Tensor:
+        size = scene.sizes[number]
+        q, k, v = (each.view(*size, *each.shape[1:]) for each in part)  # [rows, length, heads, D]
+        k, v, mask = scene.reads(number, k, v)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [rows, heads, length, D]
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        mixed = _plain(q, k, v) if size[1] < SHORT else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if size[1] < SHORT:
+            mixed = _plain(q, k, v, mask)
+        elif mask is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
         return mixed.transpose(1, 2).reshape(size[0] * size[1], -1)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    later = torch.full((q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)) + later
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        hidden = torch.full((q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    else:
+        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)[:, None]
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)) + hidden
     return torch.matmul(scores.softmax(-1), v)
 
 
@@ -104,9 +129,16 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+    def forward(self, x: Tensor, scene: Scene) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        change = scene.change("gate_up", x)
+        if change is not None:
+            more = change.chunk(2, 1)
+            gate, up = gate + more[0], up + more[1]
+        inner = F.silu(gate) * up
+        out: Tensor = self.down_proj(inner)
+        change = scene.change("down", inner)
+        return out if change is None else out + change
 
 
 class Norm(nn.RMSNorm):
@@ -127,9 +159,9 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], sizes: Sizes) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, sizes)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, rope: Rope, scene: Scene) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, scene)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), scene)
         return out
 
 
@@ -163,17 +195,32 @@ class Dense(nn.Module):
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return angles.cos(), angles.sin()
 
-    def hidden(self, blocks: Sequence[Block]) -> Tensor:
+    def hidden(self, blocks: Sequence[Block], how: Pass = PLAIN) -> Tensor:
         """Final normalised hidden states [tokens, hidden] of all tokens of all blocks, padding included."""
         x = self.embed_tokens(torch.cat([block.ids.flatten() for block in blocks]))
-        cos, sin = self.rope(torch.cat([block.positions.flatten() for block in blocks]))
+        rope = self.rope(torch.cat([block.positions.flatten() for block in blocks]))
         if torch.is_autocast_enabled(x.device.type):
-            x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()
-        sizes = [(block.ids.shape[0], block.ids.shape[1]) for block in blocks]
-        for layer in self.layers[:: self.stride]:
-            x = layer(x, (cos, sin), sizes)
+            x, rope = x.bfloat16(), (rope[0].bfloat16(), rope[1].bfloat16())
+        sizes: Sizes = [(block.ids.shape[0], block.ids.shape[1]) for block in blocks]
+        for i in range(0, len(self.layers), self.stride):
+            gate = how.gate(i)
+            if isinstance(gate, Tensor):
+                rows = gate.nonzero().squeeze(1)
+                some = self.layers[i](x[rows], (rope[0][rows], rope[1][rows]), Scene(i, how, sizes, rows))
+                x = x.index_copy(0, rows, some)
+            elif gate:
+                x = self.layers[i](x, rope, Scene(i, how, sizes, None))
+            if i in how.taps:
+                how.taps[i] = x
         out: Tensor = self.norm(x)
         return out
+
+    @torch.no_grad()
+    def prefill(self, blocks: Sequence[Block], real: Sequence[Tensor]) -> list[Past]:
+        """The keys and values of every block at full depth; `real`: bool [rows, length], what is no padding."""
+        kept = [Past(some) for some in real]
+        self.hidden(blocks, Pass(kept=kept))
+        return kept
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [rows, length, vocab] of int64 ids [rows, length] at positions from 0."""
@@ -187,11 +234,11 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def losses(model: Dense, blocks: Sequence[Block]) -> list[Tensor]:
+def losses(model: Dense, blocks: Sequence[Block], how: Pass = PLAIN) -> list[Tensor]:
     """Cross-entropies (nats) of the learned tokens of each block, float32 [learned] each, in reading order."""
     targets = torch.cat([block.targets.flatten() for block in blocks])
     wanted = targets >= 0
-    logits = F.linear(model.hidden(blocks)[wanted], model.embed_tokens.weight)  # [learned, vocab]
+    logits = F.linear(model.hidden(blocks, how)[wanted], model.embed_tokens.weight)  # [learned, vocab]
     each = F.cross_entropy(logits.float(), targets[wanted], reduction="none")
     return list(torch.split(each, [int((block.targets >= 0).sum()) for block in blocks]))
 
@@ -218,9 +265,19 @@ def save(model: Dense, folder: Path, eos: Sequence[int]) -> None:
 
 
 def load(folder: Path) -> Dense:
-    """Read back what `save` wrote, in float32."""
+    """Read back what `save` wrote, or another Llama whose embeddings are tied, in float32.
+
+    Raises UserError for a model that this decoder is no twin of.
+    """
     config = json.loads((folder / "config.json").read_text())
-    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
+    heads = config.get("num_attention_heads", 1)
+    config = {"head_dim": config.get("hidden_size", 0) // heads, **config}
+    plain = {"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"}
+    odd = [f"{key}={config.get(key)!r}" for key, value in plain.items() if config.get(key) != value]
+    odd += [f"{key}={config[key]!r}" for key in ("rope_scaling", "attention_bias", "mlp_bias") if config.get(key)]
+    if odd:
+        raise UserError(f"{folder}: training knows plain Llamas with tied embeddings, this one has {', '.join(odd)}")
+    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
     model = Dense(shape)
     tensors = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): value.float() for name, value in tensors.items()})

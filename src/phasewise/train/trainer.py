@@ -1,6 +1,8 @@
 """The training loop: seeded, resumable to the bit, with a warm-up / stable / decay schedule.
 
-Matrices are trained with Muon (orthogonalised momentum, arXiv 2502.16982), embeddings and norms with AdamW.
+`fit` is the loop of everything that is trained here: whole models, heads, adapters. What differs is handed in: the
+parameters with their optimisers (`Run`), the data of a step, and the loss. `start`, `train` and `update` are whole
+models: matrices with Muon (orthogonalised momentum, arXiv 2502.16982), embeddings and norms with AdamW.
 """
 
 from __future__ import annotations
@@ -12,23 +14,39 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from phasewise.train.dense import Block, Dense, losses
 from phasewise.train.mixture import Mixture, Stage
 
-COLUMNS = ("step", "tokens", "code_loss", "task_loss", "pace", "tokens_per_second")
 TASK_WEIGHT = 2.0
+Batch_co = TypeVar("Batch_co", covariant=True)
+Batch = TypeVar("Batch")
+
+
+class Data(Protocol[Batch_co]):
+    """What is seen at each step: a pure function of the step number, so that a resumed run is the same run."""
+
+    def step(self, step: int, stage: Stage) -> Batch_co: ...
+
+
+class Loss(NamedTuple):
+    """Of one step: what is differentiated, what losses.csv shows (`<name>_loss`), and the tokens seen."""
+
+    total: Tensor
+    parts: dict[str, float]
+    tokens: int
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train."""
+    """How long and how fast to train. The rates are those of whole models (`start`)."""
 
     tokens: int
     curriculum: tuple[Stage, ...]
@@ -56,14 +74,25 @@ class Recipe:
         return float(min(1.0, (step + 1) / self.warmup_steps) * np.interp(progress, points, factors))
 
 
-@dataclass
-class Run:
-    """Everything that a checkpoint holds."""
+Trained = TypeVar("Trained", bound=nn.Module)
 
-    model: Dense
+
+@dataclass
+class Run(Generic[Trained]):
+    """Everything that a checkpoint holds. `model` is what is trained, and only that: a frozen base is no part of it.
+
+    Every parameter group has its rate at pace 1 in "peak".
+    """
+
+    model: Trained
     optimizers: list[Optimizer]
     step: int = 0
     tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["peak"] = group["lr"]
 
     def write(self, path: Path) -> None:
         state = {
@@ -83,7 +112,7 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
 
 
-def start(model: Dense, recipe: Recipe) -> Run:
+def start(model: Dense, recipe: Recipe) -> Run[Dense]:
     """A fresh run with its optimizers."""
     named = list(model.named_parameters())
     closing = [p for name, p in named if name.endswith(("o_proj.weight", "down_proj.weight"))]
@@ -101,16 +130,43 @@ def start(model: Dense, recipe: Recipe) -> Run:
         Muon(matrices, weight_decay=0.0, momentum=0.95),
         AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
     ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
     return Run(model, optimizers)
 
 
-def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable[[Run], None] | None = None) -> None:
+def train(
+    run: Run[Dense], mixture: Mixture, recipe: Recipe, out: Path, saved: Callable[[Run[Dense]], None] | None = None
+) -> None:
+    """Train a whole model to the end of the recipe from wherever `run` stands."""
+    fit(run, lambda stage, batch: whole_loss(run, stage, batch), mixture, recipe, out, saved)
+
+
+def whole_loss(run: Run[Dense], stage: Stage, batch: tuple[list[Block], list[Block]]) -> Loss:
+    """Cross-entropy of a model's next tokens, at the stage's depth and with its pace for the embedding."""
+    model, (source, tasks) = run.model, batch
+    model.stride = stage.stride
+    run.optimizers[1].param_groups[0]["lr"] *= stage.embedding
+    device = model.embed_tokens.weight.device
+    blocks = [Block(*(part.to(device) for part in block)) for block in (*source, *tasks)]
+    with torch.autocast(device.type, torch.bfloat16):
+        each = losses(model, blocks)
+    code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
+    return weighed(code, task, sum(block.ids.numel() for block in blocks))
+
+
+def weighed(code: Tensor, task: Tensor, tokens: int) -> Loss:
+    """The mean of both kinds of losses (nats, one per token), tasks weighing more."""
+    total = (code.sum() + TASK_WEIGHT * task.sum()) / (len(code) + TASK_WEIGHT * len(task))
+    means = {"code": float(code.detach().mean()), "task": float(task.detach().mean())}
+    return Loss(total, means, tokens)
+
+
+def fit(
+    run: Run[Trained], loss: Callable[[Stage, Batch], Loss], data: Data[Batch], recipe: Recipe, out: Path,
+    saved: Callable[[Run[Trained]], None] | None = None,
+) -> None:  # fmt: skip
     """Train to the end of the recipe from wherever `run` stands; `out` gets checkpoint.pt and losses.csv.
 
-    `saved` is called after every checkpoint.
+    `saved` is called after every checkpoint. Raises FloatingPointError when the loss is no number any more.
     """
     out.mkdir(parents=True, exist_ok=True)
     plan = list(recipe.steps())
@@ -120,16 +176,15 @@ def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable
         while run.step < len(plan):
             stage, progress = plan[run.step]
             pace = recipe.pace(run.step, progress)
-            set_stage(run, stage, pace)
             began = time.perf_counter()
-            source, tasks = mixture.step(run.step, stage)
-            code_loss, task_loss = update(run, source, tasks)
-            count = sum(block.ids.numel() for block in source + tasks)
-            run.step, run.tokens = run.step + 1, run.tokens + count
-            speed = count / (time.perf_counter() - began)
-            log.row(run.step, run.tokens, f"{code_loss:.5f}", f"{task_loss:.5f}", f"{pace:.4f}", f"{speed:.0f}")
-            note = f"code {code_loss:.3f}  tasks {task_loss:.3f}  {speed:,.0f} tok/s"
-            bar.update(shown, completed=run.step, note=note)
+            _set_pace(run.optimizers, pace)
+            done = loss(stage, data.step(run.step, stage))
+            update(run, done)
+            run.step, run.tokens = run.step + 1, run.tokens + done.tokens
+            speed = done.tokens / (time.perf_counter() - began)
+            log.row(run, done.parts, pace, speed)
+            note = "  ".join(f"{name} {value:.3f}" for name, value in done.parts.items())
+            bar.update(shown, completed=run.step, note=f"{note}  {speed:,.0f} tok/s")
             if run.step == len(plan) or time.monotonic() - last_save > recipe.checkpoint_seconds:
                 run.write(out / "checkpoint.pt")
                 last_save = time.monotonic()
@@ -137,33 +192,21 @@ def train(run: Run, mixture: Mixture, recipe: Recipe, out: Path, saved: Callable
                     saved(run)
 
 
-def set_stage(run: Run, stage: Stage, pace: float) -> None:
-    """Set the depth and the learning rates of the next step."""
-    run.model.stride = stage.stride
-    for optimizer in run.optimizers:
+def _set_pace(optimizers: list[Optimizer], pace: float) -> None:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * pace
-    embedding = run.optimizers[1].param_groups[0]
-    embedding["lr"] *= stage.embedding
 
 
-def update(run: Run, source: list[Block], tasks: list[Block]) -> tuple[float, float]:
-    """One optimiser step; returns the mean loss per source token and per task token before it."""
-    device = run.model.embed_tokens.weight.device
-    blocks = [Block(*(part.to(device) for part in block)) for block in (*source, *tasks)]
-    with torch.autocast(device.type, torch.bfloat16):
-        each = losses(run.model, blocks)
-    code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
-    total = code.sum() + TASK_WEIGHT * task.sum()
-    torch.autograd.backward(total / (len(code) + TASK_WEIGHT * len(task)))
+def update(run: Run[Trained], loss: Loss) -> None:
+    """One optimiser step."""
+    if not math.isfinite(sum(loss.parts.values())):
+        raise FloatingPointError(f"the loss became {loss.parts} at step {run.step}: lower the learning rate")
+    torch.autograd.backward(loss.total)
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    means = float(code.detach().mean()), float(task.detach().mean())
-    if not math.isfinite(sum(means)):
-        raise FloatingPointError(f"the loss became {sum(means)} at step {run.step}: lower the learning rate")
-    return means
 
 
 class _log:
@@ -173,13 +216,19 @@ class _log:
         kept: list[list[str]] = []
         if step and path.exists():
             with path.open(newline="") as file:
-                kept = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= step]
+                kept = [row for row in csv.reader(file) if not row[0].isdigit() or int(row[0]) <= step]
         self.file = path.open("w", newline="")
         self.writer = csv.writer(self.file)
-        self.writer.writerows([COLUMNS, *kept])
+        self.writer.writerows(kept)
+        self.empty = not kept
 
-    def row(self, *values: object) -> None:
-        self.writer.writerow(values)
+    def row(self, run: Run[Any], parts: dict[str, float], pace: float, speed: float) -> None:
+        if self.empty:
+            names = [f"{name}_loss" for name in parts]
+            self.writer.writerow(["step", "tokens", *names, "pace", "tokens_per_second"])
+            self.empty = False
+        means = [f"{mean:.5f}" for mean in parts.values()]
+        self.writer.writerow([run.step, run.tokens, *means, f"{pace:.4f}", f"{speed:.0f}"])
         self.file.flush()
 
     def __enter__(self) -> _log:

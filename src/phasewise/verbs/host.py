@@ -6,6 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from torch import Tensor
+
+from phasewise.artefacts import Artefact
+from phasewise.artefacts import load as load_artefact
+
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
@@ -45,6 +50,10 @@ class Host:
     load: Callable[[str], Model]  # a second model, by name or path
     companion: Callable[[str, Model], Companion]  # a second model that follows requests with KV of its own
     taps: set[int] = field(default_factory=set)  # layers whose output the bound methods want to see
+
+    def artefact(self, wanted: Artefact, weights: str) -> dict[str, Tensor]:
+        """What was trained for a method and this model; `weights`: auto, a file or random:SEED. Raises UserError."""
+        return load_artefact(self.model, wanted, weights)
 
     def bind(self, method: Any) -> Any:
         """The runtime of a method: `method.bind(host)` if it has one, else the method itself."""

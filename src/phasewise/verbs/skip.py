@@ -16,6 +16,9 @@ class Skip(Protocol):
 
     Its dataclass says in `phases` in which phases it acts, as that of an attend method does. The verb's default binds
     to None, which is asked nothing.
+
+    Optional:
+        delta: Delta  -- low-rank weights (model/lowrank.py) that the rows of its phases, and no others, run with
     """
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:

@@ -1,7 +1,8 @@
 """The same evenly spread layers for every generated token; prompts take them all (arXiv 2404.06954).
 
 Promises a fixed price: each decoded row runs floor(layers / speedup) layers, and the KV of the others is freed as soon
-as the prompt is done. A shallower model than the one trained, so quality needs fine-tuning.
+as the prompt is done. A shallower model than the one trained, which must be tuned: low-rank weights that only decoded
+rows run with, trained with full-depth prompts and shallow replies (train/recipes/skip_unified.py).
 """
 
 from __future__ import annotations
@@ -13,19 +14,27 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from phasewise.artefacts import Artefact
 from phasewise.errors import UserError
+from phasewise.model.config import ModelConfig
+from phasewise.model.lowrank import Delta, shapes
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+
+RANK = 16  # of the low-rank weights of each linear layer that runs
 
 
 @dataclass(frozen=True)
 class Unified:
-    """First and last layer always run; those between are spread evenly. `speedup` 1 runs everything.
+    """First and last layer always run; those between are spread evenly. `speedup` 1 runs everything, untuned.
 
-    Left out: the paper's fine-tuning, and its index rule, which bunches layers at fractional speed-ups.
+    `weights`: `auto` (trained for this model and speed-up; beside the model, or shipped), a file, `random:SEED` (to
+    test with), or `none`: the model's own weights alone, which is the control. Left out: the paper's index rule, which
+    bunches layers at fractional speed-ups, and its tuning of all weights, which would change prompts as well.
     """
 
     speedup: float = 2.0
+    weights: str = "auto"
 
     paper: ClassVar[str] = "arXiv 2404.06954"
     guarantee: ClassVar[str] = "lossy"
@@ -37,15 +46,25 @@ class Unified:
         if not self.speedup >= 1:
             raise UserError(f"unified: speedup={self.speedup} must be at least 1 (1 = all layers)")
 
+    def artefact(self, config: ModelConfig) -> Artefact:
+        """Low-rank weights of the layers that run."""
+        tensors = shapes(config, kept(config.layers, self.speedup), RANK)
+        return Artefact("skip.unified", tensors, {"speedup": self.speedup}, "say weights=none to skip layers untuned")
+
     def bind(self, host: Host) -> _Unified | None:
-        layers = host.model.config.layers
-        skipped = sorted(set(range(layers)) - set(kept(layers, self.speedup)))
-        return _Unified(skipped) if skipped else None  # nothing to skip costs nothing
+        config = host.model.config
+        skipped = sorted(set(range(config.layers)) - set(kept(config.layers, self.speedup)))
+        if not skipped:
+            return None  # nothing to skip costs nothing
+        if self.weights == "none":
+            return _Unified(skipped, None)
+        tensors = host.artefact(self.artefact(config), self.weights)
+        return _Unified(skipped, Delta(tensors, host.model.dtype, host.model.device))
 
 
 class _Unified:
-    def __init__(self, skipped: Sequence[int]) -> None:
-        self.skipped = frozenset(skipped)
+    def __init__(self, skipped: Sequence[int], delta: Delta | None) -> None:
+        self.skipped, self.delta = frozenset(skipped), delta
         self.nobody = torch.empty(0, dtype=torch.int64)
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:

@@ -1,0 +1,182 @@
+"""What was trained for a method and a model: declared by the method, found, checked, or refused by name.
+
+An artefact is a safetensors file bound to one base model (`fingerprint`) and to the knobs it was trained for. It lies
+in `phasewise/` beside the model's own files, or is named. Methods ask for theirs with `host.artefact`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phasewise import __version__
+from phasewise.errors import UserError
+from phasewise.model.layout import layout
+from phasewise.model.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from phasewise.model.config import ModelConfig
+    from phasewise.model.model import Model
+
+FOLDER = "phasewise"  # beside a model's own files
+RANDOM = "random:"
+SAMPLES = 8  # numbers of each tensor that enter a fingerprint
+FACTS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "intermediate", "eps", "tied")
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What a method needs of a model: names and shapes, and the knobs that they were or would be trained for.
+
+    A trainable method has `artefact(config) -> Artefact`, and `train/recipes/<verb>_<name>.py` makes it.
+    """
+
+    kind: str  # verb.name of the method
+    shapes: Mapping[str, tuple[int, ...]]
+    knobs: Mapping[str, int | float | str] = field(default_factory=dict)
+    without: str = ""  # what else the user may do; ends the error about a missing one
+
+    @property
+    def setting(self) -> str:
+        """The method as the command line writes it, `skip.unified:speedup=2`."""
+        knobs = ",".join(f"{knob}={_short(value)}" for knob, value in self.knobs.items())
+        return self.kind + (f":{knobs}" if knobs else "")
+
+    @property
+    def file(self) -> str:
+        return "-".join([self.kind, *(f"{knob}{_short(value)}" for knob, value in self.knobs.items())]) + ".safetensors"
+
+    def command(self, model: str) -> str:
+        """What trains it for the model of this name or directory."""
+        return f"phasewise train artefact {self.setting} --model {model} --out runs/{self.kind}"
+
+
+def load(model: Model, wanted: Artefact, weights: str) -> dict[str, Tensor]:
+    """The tensors of `wanted` for this model, as they were stored.
+
+    `weights`: `auto` (beside the model, else what the package ships for it), a file, or `random:SEED`, which makes
+    some of the right shapes. Raises UserError naming the file, what is wrong with it, and the command that trains one.
+    """
+    if weights.startswith(RANDOM):
+        return random(wanted, weights.removeprefix(RANDOM))
+    if weights != "auto":
+        path = Path(weights).expanduser()
+        if not path.is_file():
+            raise UserError(f"{wanted.kind}: weights={weights}: there is no such file. Say auto, random:SEED, or train "
+                            f"one: {wanted.command(str(model.directory))}")  # fmt: skip
+        return _read(path, model, wanted)
+    beside = model.directory / FOLDER / wanted.file
+    if beside.is_file():
+        return _read(beside, model, wanted)
+    base = fingerprint(model)
+    for path in _shipped(wanted.file):
+        if _about(path).get("base") == base:
+            return _read(path, model, wanted)
+    raise UserError(
+        f"{wanted.setting} needs weights trained for the model in {model.directory}; there are none at {beside} and "
+        f"none are shipped for it. Train them: {wanted.command(str(model.directory))}"
+        + (f"; or {wanted.without}" if wanted.without else "")
+    )
+
+
+def random(wanted: Artefact, seed: str) -> dict[str, Tensor]:
+    """Normal values of the declared shapes, float32, of variance 1 / columns: nothing learned, but at work."""
+    if not seed.isdecimal():
+        raise UserError(f"{wanted.kind}: weights={RANDOM}{seed}: the seed must be a whole number, as in random:0")
+    out = {}
+    for name, shape in wanted.shapes.items():
+        digest = hashlib.sha256(f"{seed} {wanted.kind} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        out[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    return out
+
+
+def save(path: Path, made: Artefact, tensors: Mapping[str, Tensor], base: str, command: str) -> None:
+    """Write an artefact in bfloat16; `base`: the fingerprint of the model it was trained for."""
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == dict(made.shapes)
+    about = {"format": "pt", "kind": made.kind, "base": base, "knobs": json.dumps(dict(made.knobs)),
+             "command": command, "phasewise": __version__}  # fmt: skip
+    stored = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(stored, path, metadata=about)
+
+
+def fingerprint(model: Model) -> str:
+    """What tells a base model from others, 16 hexadecimal digits: of its sizes, and of each tensor in its files the
+    name, the shape and a few values.
+
+    The values are those of the files, as float32: neither the dtype the model was loaded in nor a copy of the files in
+    a wider dtype changes it. Training that touches every matrix does; a change of a few numbers may not.
+    """
+    return _fingerprint(model.directory, _stamp(model.directory), model.config)
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(directory: Path, stamp: tuple[Any, ...], config: ModelConfig) -> str:
+    digest = hashlib.sha256(json.dumps({fact: getattr(config, fact) for fact in FACTS}).encode())
+    checkpoint = Checkpoint(directory)
+    for name, shape in sorted(part for parts in layout(config).values() for part in parts):
+        values = checkpoint.read(name).reshape(-1)
+        places = torch.arange(SAMPLES) * (values.numel() - 1) // (SAMPLES - 1)
+        digest.update(f"{name} {list(shape)}".encode())
+        digest.update(values[places].float().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _stamp(directory: Path) -> tuple[Any, ...]:
+    """Changes when the files of a model do."""
+    found = [(path.name, path.stat()) for path in sorted(directory.glob("*.safetensors"))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def _shipped(name: str) -> list[Path]:
+    pocket = Path(str(files("phasewise").joinpath("pocket")))
+    return sorted(pocket.glob(f"*/{FOLDER}/{name}"))
+
+
+def _about(path: Path) -> dict[str, str]:
+    """The metadata of an artefact. Raises UserError for a file that is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error})") from error
+    if not {"kind", "base", "knobs"} <= about.keys():
+        raise UserError(f"{path} is no artefact of phasewise: its metadata names no kind, base and knobs")
+    return about
+
+
+def _read(path: Path, model: Model, wanted: Artefact) -> dict[str, Tensor]:
+    """The tensors of a file, which must be what is wanted, for this very model."""
+    about, train = _about(path), f"Train one: {wanted.command(str(model.directory))}"
+    if about["kind"] != wanted.kind:
+        raise UserError(f"{path} was trained for {about['kind']}, not for {wanted.kind}. {train}")
+    mine = fingerprint(model)
+    if about["base"] != mine:
+        raise UserError(f"{path} was trained for another base model ({about['base']}) than the one in "
+                        f"{model.directory} ({mine}). {train}")  # fmt: skip
+    if json.loads(about["knobs"]) != dict(wanted.knobs):
+        raise UserError(f"{path} was trained for {about['knobs']}, not for {json.dumps(dict(wanted.knobs))}. {train}")
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != dict(wanted.shapes):
+        odd = sorted(name for name in found.keys() | wanted.shapes.keys() if found.get(name) != wanted.shapes.get(name))
+        shown = f"{odd[0]} is {found.get(odd[0], 'absent')}, wanted {wanted.shapes.get(odd[0], 'nothing')}"
+        raise UserError(f"{path} does not have the tensors that {wanted.setting} needs: {shown}. {train}")
+    return tensors
+
+
+def _short(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

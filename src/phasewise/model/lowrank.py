@@ -1,0 +1,65 @@
+"""Low-rank weights beside a model's own (LoRA, arXiv 2106.09685): y = x W^T + (x A^T) B^T for the rows that ask for it.
+
+The rows of everybody else in the batch are computed as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from phasewise.model.config import ModelConfig
+from phasewise.ops.linear import Linear
+
+
+def shapes(config: ModelConfig, layers: Iterable[int], rank: int) -> dict[str, tuple[int, ...]]:
+    """`<layer>.<linear>.a` [rank, in] and `.b` [out, rank] for all linear layers of `layers`; experts have none.
+
+    `linear` is one of qkv (q, k and v, one after the other), o, gate_up and down.
+    """
+    q, kv, inner = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate
+    attention = {"qkv": (config.hidden, q + 2 * kv), "o": (q, config.hidden)}
+    mlp = {"gate_up": (config.hidden, 2 * inner), "down": (inner, config.hidden)}
+    out: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        for linear, (inputs, outputs) in (attention | ({} if config.moe[layer] else mlp)).items():
+            out[f"{layer}.{linear}.a"] = (rank, inputs)
+            out[f"{layer}.{linear}.b"] = (outputs, rank)
+    return out
+
+
+class Delta:
+    """Low-rank weights under the names of `shapes`, cast to the model's dtype; layers may be left out."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        names = {name.rpartition(".")[0] for name in tensors}
+        # packed like the model's own, so that a row's result does not depend on how many rows there are
+        self._pairs = {
+            name: tuple(Linear(tensors[f"{name}.{part}"].to(device, dtype).contiguous()) for part in "ab")
+            for name in sorted(names)
+        }
+
+    def __call__(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
+        """What is added to a linear layer's output, [T, in] -> [T, out]; None = nothing there."""
+        pair = self._pairs.get(f"{layer}.{linear}")
+        return None if pair is None else pair[1](pair[0](x))
+
+
+class Deltas:
+    """The low-rank weights of the rows of one call of a layer: `groups` of (weights, int64 rows or None = all)."""
+
+    def __init__(self, groups: Sequence[tuple[Delta, Tensor | None]]) -> None:
+        self.groups = groups
+
+    def add(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
+        """Adds to y [T, out] what the input x [T, in] of this linear layer calls for, in place."""
+        for delta, rows in self.groups:
+            change = delta(layer, linear, x if rows is None else x[rows])
+            if change is None:
+                continue
+            if rows is None:
+                y.add_(change)
+            else:
+                y.index_add_(0, rows, change)

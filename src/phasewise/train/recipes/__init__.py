@@ -1,0 +1,72 @@
+"""What can be trained for a method: `recipes/<verb>_<name>.py` makes the artefact of methods/<verb>/<name>.py.
+
+Each module has `train(method, job) -> Path`, which writes `job.file` and returns it; the module name is the registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+
+from phasewise import artefacts
+from phasewise.artefacts import Artefact
+from phasewise.errors import UserError, near
+from phasewise.load import load_model, model_path
+from phasewise.model.hub import resolve
+from phasewise.model.model import Model
+from phasewise.train import dense
+from phasewise.train.corpus import sources
+from phasewise.train.dense import Dense
+from phasewise.train.mixture import Mixture
+
+
+def names() -> list[str]:
+    """The kinds (`verb.name`) that can be trained."""
+    return sorted(module.name.replace("_", ".", 1) for module in pkgutil.iter_modules(__path__))
+
+
+def trainer(kind: str) -> Callable[[Any, Job], Path]:
+    """What trains artefacts of this kind. Raises UserError for one that nothing trains."""
+    if kind not in names():
+        raise UserError(f"there is nothing to train for {kind!r}. {near(kind, names())}")
+    module = importlib.import_module(f"{__name__}.{kind.replace('.', '_', 1)}")
+    return cast(Callable[[Any, Job], Path], module.train)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: the base model, where it goes, and how long."""
+
+    model: str  # a name or directory
+    out: Path
+    tokens: int | None = None  # None = the recipe's own length
+    seed: int = 0
+    resume: bool = False
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    def base(self) -> tuple[Model, Dense]:
+        """The base model, and its twin to train with: frozen, float32. Raises UserError if there can be none."""
+        twin = dense.load(resolve(model_path(self.model)))
+        return load_model(self.model, dtype=torch.float32), twin.requires_grad_(False)
+
+    def mixture(self) -> Mixture:
+        """Library source and tasks over the model's own tokenizer."""
+        tokenizer = Tokenizer.from_file(str(resolve(model_path(self.model)) / "tokenizer.json"))
+        return Mixture(tokenizer, list(sources(held_out=False).values()), self.seed)
+
+    def save(self, base: Model, made: Artefact, tensors: dict[str, torch.Tensor], tokens: int) -> Path:
+        """Write the artefact into `out`."""
+        path = self.out / made.file
+        words = f"phasewise train artefact {made.setting} --model {self.model} --tokens {tokens} --seed {self.seed}"
+        artefacts.save(path, made, tensors, artefacts.fingerprint(base), words)
+        return path
