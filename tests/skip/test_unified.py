@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
+from phasewise.model import artefacts
 from phasewise.model.model import Model
+from phasewise.ops import native
 from phasewise.request.request import Request
 from tests import oracle, tiny
 from tests.kv.harness import drafting
@@ -78,10 +83,11 @@ class ByHand:
 
 
 @torch.inference_mode()
-def shallow(prompt: list[int], n: int, layers: Sequence[int]) -> list[int]:
-    """A model of the kept layers alone, over the full model's KV of the prompt."""
+def shallow(prompt: list[int], n: int, layers: Sequence[int], decoder: Model | None = None) -> list[int]:
+    """A model of the kept layers alone (of `decoder`, if that is another), over the full model's KV of the prompt."""
     context = ByHand(model())
     token = [context.run(t, i, range(LAYERS)) for i, t in enumerate(prompt)][-1]
+    context.model = decoder or context.model
     out = [token]
     while len(out) < n:
         token = context.run(token, len(prompt) + len(out) - 1, layers)
@@ -95,6 +101,46 @@ def test_equals_a_model_of_the_kept_layers_over_the_prompts_kv(speedup: float) -
     got = tiny.outs(tiny.run(engine(speedup), prompts, tiny.greedy(N)))
     assert got == [shallow(prompt, N, kept(LAYERS, speedup)) for prompt in prompts]
     assert got != [oracle.greedy(model(), prompt, N)[0] for prompt in prompts]
+
+
+def merged(folder: Path, speedup: float, seed: int) -> Model:
+    """A checkpoint whose matrices have `random:seed` added to them."""
+    wanted = Unified(speedup).artefact(model().config)
+    delta, tensors = (
+        artefacts.random(wanted, str(seed)),
+        load_file(tiny.checkpoint(layers=LAYERS) / "model.safetensors"),
+    )
+    parts = {"qkv": ("self_attn.q", "self_attn.k", "self_attn.v"), "o": ("self_attn.o",),
+             "gate_up": ("mlp.gate", "mlp.up"), "down": ("mlp.down",)}  # fmt: skip
+    for name in {name.rpartition(".")[0] for name in delta}:
+        layer, _, linear = name.partition(".")
+        names = [f"model.layers.{layer}.{part}_proj.weight" for part in parts[linear]]
+        change = delta[f"{name}.b"] @ delta[f"{name}.a"]
+        for part, more in zip(names, change.split([len(tensors[part]) for part in names])):
+            tensors[part] = tensors[part] + more
+    shutil.copytree(tiny.checkpoint(layers=LAYERS), folder)
+    save_file(tensors, folder / "model.safetensors")
+    return Model.load(folder)
+
+
+@pytest.mark.parametrize("speedup", [1.5, 2, 100])
+def test_tuned_rows_equal_a_model_with_the_low_rank_weights_merged_in(speedup: float, tmp_path: Path) -> None:
+    """Prompts by the base model, tokens by another one: the delta is for decoded rows only, and for all of them."""
+    prompts, decoder = tiny.prompts(33, 7), merged(tmp_path / "merged", speedup, 4)
+    placed = tiny.engine({"skip": f"unified:speedup={speedup},weights=random:4"}, of=model())
+    got = tiny.outs(tiny.run(placed, prompts, tiny.greedy(N)))
+    assert got == [shallow(prompt, N, kept(LAYERS, speedup), decoder) for prompt in prompts]
+    assert got != [shallow(prompt, N, kept(LAYERS, speedup)) for prompt in prompts]
+
+
+@pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
+@pytest.mark.parametrize("draft", [{}, {"draft": "prompt_lookup:k=4,min_match=1"}], ids=["plain", "drafts"])
+def test_tuned_rows_do_not_depend_on_batch_mates_in_bfloat16(draft: dict[str, str]) -> None:
+    deep = Model.load(tiny.checkpoint(hidden=64, layers=LAYERS), dtype=torch.bfloat16)
+    given = {"skip": "unified:weights=random:0", "schedule": "sarathi:budget=16"} | draft
+    prompts = tiny.prompts(33, 5, 64, 17)
+    alone = [tiny.outs(tiny.run(tiny.engine(given, of=deep), [p], tiny.greedy(24)))[0] for p in prompts]
+    assert tiny.outs(tiny.run(tiny.engine(given, of=deep), prompts, tiny.greedy(24))) == alone
 
 
 def test_everything_kept_is_the_model_itself() -> None:

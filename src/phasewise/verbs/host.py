@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from phasewise.artefacts import Artefact
-from phasewise.artefacts import load as load_artefact
+from phasewise.model.artefacts import Artefact
+from phasewise.model.artefacts import load as load_artefact
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from tokenizers import Tokenizer
 
-from phasewise import artefacts
-from phasewise.artefacts import Artefact
 from phasewise.errors import UserError, near
 from phasewise.load import load_model, model_path
+from phasewise.model import artefacts
+from phasewise.model.artefacts import Artefact
 from phasewise.model.hub import resolve
 from phasewise.model.model import Model
 from phasewise.train import dense

@@ -1,0 +1,180 @@
+"""Artefacts: found where they should be, bound to one base model and one setting, refused by name elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.load import load_model
+from phasewise.methods.skip.unified import Unified
+from phasewise.model import artefacts
+from phasewise.model.artefacts import FOLDER, Artefact, fingerprint, load
+from phasewise.model.model import Model
+from phasewise.train import recipes
+from tests import tiny
+
+WANTED = Artefact("skip.test", {"a": (3, 5), "b": (4,)}, {"speedup": 2.0, "most": 3}, "leave it out")
+
+
+def copied(to: Path) -> Model:
+    """A tiny model in a folder of its own."""
+    shutil.copytree(tiny.checkpoint(), to)
+    return Model.load(to)
+
+
+def written(path: Path, model: Model, wanted: Artefact = WANTED) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in wanted.shapes.items()}
+    artefacts.save(path, wanted, tensors, fingerprint(model), "phasewise train ...")
+    return tensors
+
+
+def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+
+
+def test_auto_finds_what_lies_beside_the_model(tmp_path: Path) -> None:
+    model = copied(tmp_path / "model")
+    assert WANTED.file == "skip.test-speedup2-most3.safetensors"
+    want = written(model.directory / FOLDER / WANTED.file, model)
+    assert same(load(model, WANTED, "auto"), want)
+    with safe_open(model.directory / FOLDER / WANTED.file, framework="pt") as file:
+        about = file.metadata()
+    assert about["kind"] == "skip.test" and about["base"] == fingerprint(model)
+    assert json.loads(about["knobs"]) == {"speedup": 2.0, "most": 3}
+    assert about["command"] and about["phasewise"]
+    assert Model.load(model.directory).config == model.config, "the model itself loads as before"
+
+
+def test_a_file_by_name(tmp_path: Path) -> None:
+    want = written(tmp_path / "any.safetensors", tiny.model())
+    assert same(load(tiny.model(), WANTED, str(tmp_path / "any.safetensors")), want)
+    with pytest.raises(UserError, match=r"no such file.*phasewise train artefact skip\.test:speedup=2,most=3 --model"):
+        load(tiny.model(), WANTED, str(tmp_path / "absent.safetensors"))
+
+
+def test_without_one_the_error_says_how_to_train_it() -> None:
+    command = rf"phasewise train artefact skip\.test:speedup=2,most=3 --model {tiny.checkpoint()} --out runs/skip\.test"
+    with pytest.raises(UserError, match=rf"{command}; or leave it out"):
+        load(tiny.model(), WANTED, "auto")
+
+
+def test_another_models_artefact_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    written(path, tiny.model())
+    other = tiny.model(seed=5)
+    with pytest.raises(
+        UserError, match=rf"{path} was trained for another base model.*{other.directory}.*train artefact"
+    ):
+        load(other, WANTED, str(path))
+    beside = copied(tmp_path / "model")
+    shutil.copy(written_for(other, tmp_path), (beside.directory / FOLDER / WANTED.file))
+    with pytest.raises(UserError, match="another base model"):
+        load(beside, WANTED, "auto")
+
+
+def written_for(model: Model, folder: Path) -> Path:
+    written(folder / "other.safetensors", model)
+    (folder / "model" / FOLDER).mkdir()
+    return folder / "other.safetensors"
+
+
+@pytest.mark.parametrize(("other", "says"), [
+    (Artefact("skip.another", WANTED.shapes, WANTED.knobs), r"trained for skip\.another, not for skip\.test"),
+    (Artefact("skip.test", WANTED.shapes, {"speedup": 3.0, "most": 3}), r'trained for .*"speedup": 3\.0.*, not for'),
+    (Artefact("skip.test", {"a": (3, 6), "b": (4,)}, WANTED.knobs), r"a is \(3, 6\), wanted \(3, 5\)"),
+    (Artefact("skip.test", {"a": (3, 5)}, WANTED.knobs), r"b is absent, wanted \(4,\)"),
+    (Artefact("skip.test", {**WANTED.shapes, "c": (1,)}, WANTED.knobs), r"c is \(1,\), wanted nothing"),
+])  # fmt: skip
+def test_what_was_made_for_something_else_is_refused(tmp_path: Path, other: Artefact, says: str) -> None:
+    written(tmp_path / "x.safetensors", tiny.model(), other)
+    with pytest.raises(UserError, match=says + r".*train artefact skip\.test"):
+        load(tiny.model(), WANTED, str(tmp_path / "x.safetensors"))
+
+
+def test_what_is_no_artefact_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "bare.safetensors")
+    with pytest.raises(UserError, match="is no artefact of phasewise"):
+        load(tiny.model(), WANTED, str(tmp_path / "bare.safetensors"))
+    (tmp_path / "text.safetensors").write_text("not safetensors at all")
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load(tiny.model(), WANTED, str(tmp_path / "text.safetensors"))
+
+
+def test_random_ones_are_of_the_declared_shapes_and_follow_their_seed() -> None:
+    one, again, other = (load(tiny.model(), WANTED, f"random:{seed}") for seed in (0, 0, 1))
+    assert {name: tuple(value.shape) for name, value in one.items()} == dict(WANTED.shapes)
+    assert same(one, again)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    assert all(float(value.abs().max()) > 0 for value in one.values())
+    with pytest.raises(UserError, match="random:x: the seed must be a whole number"):
+        load(tiny.model(), WANTED, "random:x")
+
+
+def test_a_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
+    """The same for every dtype a model is loaded in, and for a copy in a wider one; another for other values."""
+    model = load_model("pocket")
+    mine = fingerprint(model)
+    assert len(mine) == 16 and int(mine, 16)
+    assert fingerprint(load_model("pocket", dtype=torch.float32)) == mine
+    assert fingerprint(load_model("pocket-draft")) != mine
+    wide = tmp_path / "wide"
+    shutil.copytree(model.directory, wide, ignore=shutil.ignore_patterns(FOLDER))
+    tensors = load_file(wide / "model.safetensors")
+    save_file({name: value.float() for name, value in tensors.items()}, wide / "model.safetensors")
+    assert fingerprint(Model.load(wide)) == mine
+    name = "model.layers.3.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name] * 1.01}, wide / "model.safetensors")
+    assert fingerprint(Model.load(wide)) != mine, "the same path, but other files"
+
+
+def test_whoever_has_a_knob_for_weights_declares_them_and_can_be_trained() -> None:
+    kinds = {}
+    for verb, name, cls in catalog.every():
+        if "weights" in catalog.knobs_of(cls):
+            made = cls().artefact(tiny.model().config)
+            assert made.kind == f"{verb}.{name}" and made.shapes
+            assert cls.needs == "trained"
+            kinds[made.kind] = made
+    assert sorted(kinds) == recipes.names() and "skip.unified" in kinds
+    for kind in kinds:
+        assert callable(recipes.trainer(kind))
+    with pytest.raises(UserError, match=r"nothing to train for 'skip\.unifed'. Did you mean skip\.unified"):
+        recipes.trainer("skip.unifed")
+
+
+def test_unified_says_how_to_train_where_nothing_was_trained() -> None:
+    def built(text: str) -> Any:
+        return tiny.engine({"skip": text})
+
+    with pytest.raises(UserError, match=r"train artefact skip\.unified:speedup=2 --model .*or say weights=none"):
+        built("unified")
+    with pytest.raises(UserError, match=r"skip\.unified:speedup=1\.5 --model"):
+        built("unified:speedup=1.5")
+    for text in ("unified:weights=none", "unified:weights=random:7", "unified:speedup=1"):
+        built(text)
+
+
+def test_the_pocket_models_own_is_shipped_and_found() -> None:
+    model = load_model("pocket")
+    wanted = Unified().artefact(model.config)
+    found = load(model, wanted, "auto")
+    assert all(value.dtype == torch.bfloat16 for value in found.values())
+    assert any(float(found[name].abs().max()) > 0 for name in found if name.endswith(".b")), "it was trained"
+    (path,) = model.directory.glob(f"{FOLDER}/{wanted.file}")
+    assert path.stat().st_size < 1 << 20
+
+
+def test_a_copy_of_the_pocket_model_finds_what_ships_with_the_package(tmp_path: Path) -> None:
+    shutil.copytree(load_model("pocket").directory, tmp_path / "copy", ignore=shutil.ignore_patterns(FOLDER))
+    copy = Model.load(tmp_path / "copy")
+    wanted = Unified().artefact(copy.config)
+    assert same(load(copy, wanted, "auto"), load(load_model("pocket"), wanted, "auto"))
