@@ -74,7 +74,7 @@ def test_layers_matter(pair: Pair) -> None:
     whole = run(pair.ours, tokens)
     for i, layer in enumerate(pair.ours.layers):
         layers = pair.ours.layers
-        pair.ours.layers = (*layers[:i], lambda x, ctx: x, *layers[i + 1 :])  # type: ignore[assignment]
+        pair.ours.layers = (*layers[:i], lambda x, ctx, deltas: x, *layers[i + 1 :])  # type: ignore[assignment]
         try:
             assert (run(pair.ours, tokens) - whole).abs().max() > 0.05, layer
         finally:

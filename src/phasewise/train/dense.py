@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phasewise.errors import UserError
+from phasewise.model.weights import Checkpoint
 from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
 
 
@@ -278,7 +279,6 @@ def load(folder: Path) -> Dense:
     if odd:
         raise UserError(f"{folder}: training knows plain Llamas with tied embeddings, this one has {', '.join(odd)}")
     shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
-    model = Dense(shape)
-    tensors = load_file(folder / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): value.float() for name, value in tensors.items()})
+    model, files = Dense(shape), Checkpoint(folder)
+    model.load_state_dict({name: files.read(f"model.{name}").float() for name in model.state_dict()})
     return model

@@ -25,6 +25,7 @@ from phasewise.train import dense
 from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense
 from phasewise.train.mixture import Mixture
+from phasewise.train.tokenizer import SPECIAL
 
 
 def names() -> list[str]:
@@ -60,8 +61,12 @@ class Job:
         return load_model(self.model, dtype=torch.float32), twin.requires_grad_(False)
 
     def mixture(self) -> Mixture:
-        """Library source and tasks over the model's own tokenizer."""
+        """Library source and tasks over the model's own tokenizer. Raises UserError for one they are not written for."""
         tokenizer = Tokenizer.from_file(str(resolve(model_path(self.model)) / "tokenizer.json"))
+        absent = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
+        if absent:
+            raise UserError(f"{self.model}: its tokenizer lacks {', '.join(absent)}, with which the training data are "
+                            "written; they are for the pocket model and those that share its tokenizer")  # fmt: skip
         return Mixture(tokenizer, list(sources(held_out=False).values()), self.seed)
 
     def save(self, base: Model, made: Artefact, tensors: dict[str, torch.Tensor], tokens: int) -> Path:
