@@ -110,6 +110,7 @@ def save(path: Path, made: Artefact, tensors: Mapping[str, Tensor], base: str, c
     stored = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(stored, path, metadata=about)
+    path.chmod(0o644)  # as other files of a model, which whoever runs it may read
 
 
 def fingerprint(model: Model) -> str:

@@ -61,7 +61,7 @@ class Job:
         return load_model(self.model, dtype=torch.float32), twin.requires_grad_(False)
 
     def mixture(self) -> Mixture:
-        """Library source and tasks over the model's own tokenizer. Raises UserError for one they are not written for."""
+        """Library source and tasks over the model's own tokenizer. Raises UserError if they cannot be written in it."""
         tokenizer = Tokenizer.from_file(str(resolve(model_path(self.model)) / "tokenizer.json"))
         absent = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
         if absent:
