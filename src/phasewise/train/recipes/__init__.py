@@ -73,5 +73,6 @@ class Job:
         """Write the artefact into `out`."""
         path = self.out / made.file
         words = f"phasewise train artefact {made.setting} --model {self.model} --tokens {tokens} --seed {self.seed}"
+        words += " --resume" if self.resume else ""
         artefacts.save(path, made, tensors, artefacts.fingerprint(base), words)
         return path
