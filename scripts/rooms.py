@@ -24,8 +24,14 @@ ROOMS = (
     "errors", "catalog", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster",
     "methods", "doors", "train", "bench", "serve", "cli",
 )  # fmt: skip
-ALONE = {"errors": "errors", "catalog": "catalog", "spelling": "catalog", "__main__": "cli"}  # files at the root
-DOORS = ("__init__", "llm", "load", "options", "recipe")
+ALONE = {
+    "__init__": "errors",
+    "errors": "errors",
+    "catalog": "catalog",
+    "spelling": "catalog",
+    "__main__": "cli",
+}  # files at the root
+DOORS = ("llm", "load", "options", "recipe")
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
 SHARED = ("host",)  # files of verbs/ that belong to no verb: what any method may ask for
 # upward, for annotations: contracts may be named from below, and what is held or handed over by whoever holds it

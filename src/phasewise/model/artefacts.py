@@ -49,7 +49,7 @@ class Artefact:
 
     @property
     def setting(self) -> str:
-        """The method as the command line writes it, `skip.unified:speedup=2`."""
+        """The method as the command line writes it, `verb.name:knob=value`."""
         knobs = ",".join(f"{knob}={_short(value)}" for knob, value in self.knobs.items())
         return self.kind + (f":{knobs}" if knobs else "")
 
