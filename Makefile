@@ -23,7 +23,7 @@ serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocke
 	@exec $(BIN)/phasewise serve $(ARGS)
 
 test: $(VENV)/.test ## Run all tests
-	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20 $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and format with ruff
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"

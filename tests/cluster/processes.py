@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from phasewise.cluster.engine_spec import EngineSpec
@@ -133,7 +133,8 @@ def stop(process: int) -> None:
 
 
 def go_on(process: int) -> None:
-    if not gone(process):
+    """Unless it is dead, and perhaps no longer there."""
+    with suppress(ProcessLookupError):
         os.kill(process, signal.SIGCONT)
 
 

@@ -261,9 +261,10 @@ def test_splitwise_may_lose_either_side() -> None:
     placed = started("splitwise:prompt=1,token=1,deadline=120", {"schedule": CHUNKS}, prefix_cache=False)
     try:
         before, orders = placed.counters, start(placed, PROMPTS, MIXED)
-        for role, goal in (("prompt", 0), ("token", 100), ("prompt", 200)):
+        for lost, (role, goal) in enumerate((("prompt", 0), ("token", 100), ("prompt", 200)), 1):
             until(placed, lambda goal=goal: placed.supervisor.ready and spoken(orders) > goal)
             kill(pid(handle(placed, role)))
+            until(placed, lambda lost=lost: (placed.counters - before).workers_lost == lost)  # or the dead are killed
         done = finish(placed, orders, before)
         assert outs(orders) == wanted()
         assert done.workers_lost == 3 and done.restarts > 0
