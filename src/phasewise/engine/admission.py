@@ -114,8 +114,10 @@ class Admission:
             copies += sum(sibling.parent is request for sibling in self.queues.waiting)
         must = optional = 0
         for companion in self.companions:
-            growth = companion.growth(request, request.known + rows) * copies
-            if companion.optional:
+            spared = companion.optional(request)
+            brought = rows if spared or request.prefilling else request.rows  # what must be is not cut by a scheduler
+            growth = companion.growth(request, max(request.known, request.computed + brought)) * copies
+            if spared:
                 optional += growth
             else:
                 must += growth

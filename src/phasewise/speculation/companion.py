@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,15 +45,14 @@ class Follower:
 class Companion:
     """Computes logits of a second model after any continuation of a request, recomputing only what changed.
 
-    An `optional` one (a drafter's) goes without when memory is short: the engine keeps no room free for it, so ask
-    `reserve` first.
+    For whom it is `optional` (a drafter's mostly is), nobody makes way when memory is short: ask `reserve` first.
     """
 
     def __init__(self, name: str, model: Model, store: Store, phase: Phase, counters: Counters) -> None:
         self.name, self.model, self.store, self.phase = name, model, store, phase
         self.counters = counters  # the engine's; the companion's own passes are counted apart
         self.own = Counters()
-        self.optional = False
+        self.optional: Callable[[Request], bool] = lambda request: False
 
     # ---- memory
     def growth(self, request: Request, rows: int) -> int:

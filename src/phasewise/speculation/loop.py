@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,8 +16,11 @@ from phasewise.verbs.sample import Context, Dist, Purpose, distribution, uniform
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
+    from phasewise.speculation.companion import Companion
     from phasewise.verbs.draft import Draft, Drafter
     from phasewise.verbs.verify import Verifier
+
+Matches = Literal["all", "point", "none"]
 
 
 def pending(request: Request) -> int:
@@ -45,18 +48,48 @@ def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
     )
 
 
+def matches(verifier: Any) -> Matches:
+    """What a verify method declares, or what follows from its guarantee (see `Verifier`)."""
+    exact = getattr(verifier, "guarantee", "lossy") == "exact"
+    declared: Matches = getattr(verifier, "matches", "all" if exact else "none")
+    return declared
+
+
 class Speculation:
     """The decode loop of every drafter: propose pending token + draft, verify, keep the accepted path.
 
     Prompts and replays go through as plain slices. With no draft a step is one ordinary row.
+
+    A request's tokens depend on itself alone (DESIGN law 4). Where they are the same whatever is guessed (`matches`:
+    the verifier says for which drafts), load sizes the guesses: a scheduler may grant fewer rows, memory may be short
+    for the drafter, a replay may end with a plain token. Everywhere else the guess is `whole`, a smallest unit: it is
+    made at the same tokens and of the same size as if the request were alone. A span then exceeds what was granted, a
+    replay stops before the last known token, and the drafter's companion gets its memory as the request does, others
+    making way for it. What remains is what a drafter has learned of a request (in `request.state`), which goes in a
+    preemption or hand-off: if its guesses hang on that, tokens under a verifier that does not match them may change.
     """
 
-    def __init__(self, host: Host, drafter: Drafter, verifier: Verifier) -> None:
-        self.host, self.drafter, self.verifier = host, drafter, verifier
+    def __init__(self, host: Host, drafter: Drafter, verifier: Verifier, matches: Matches = "none") -> None:
+        self.host, self.drafter, self.verifier, self.matches = host, drafter, verifier, matches
+        companion: Companion | None = getattr(drafter, "companion", None)
+        if companion is not None:
+            companion.optional = self._sized
+
+    def whole(self, request: Request) -> bool:
+        """Whether its guesses have to be made, and in full, whatever the load."""
+        if self.matches == "point":
+            draws: Callable[[Request], bool] | None = getattr(self.drafter, "draws", None)
+            return draws is None or draws(request)
+        return self.matches == "none"
+
+    def _sized(self, request: Request) -> bool:
+        return not self.whole(request)
 
     def rows(self, request: Request) -> int:
+        if request.prefilling:
+            return request.prompt_len - request.computed
         if catching_up(request):
-            return pending(request)
+            return pending(request) - self.whole(request)
         return 1 + (self.drafter.size(request) if headroom(request) > 0 else 0)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
@@ -64,19 +97,25 @@ class Speculation:
         ready = []
         for i, (request, budget) in enumerate(zip(requests, budgets)):
             if catching_up(request):
-                spans[i] = slice_span(request, budget, phase)
+                spans[i] = slice_span(request, min(budget, self.rows(request)), phase)
             else:
                 ready.append(i)
         if ready:
-            nodes = [min(budgets[i], self.rows(requests[i])) - 1 for i in ready]
+            nodes = [self._nodes(requests[i], budgets[i]) for i in ready]
             with torch.inference_mode():
                 drafts = self.drafter.draft([requests[i] for i in ready], nodes)
             for i, most, draft in zip(ready, nodes, drafts):
                 if draft is not None and draft.tokens and most > 0:
+                    assert draft.q is None or self.matches == "all" or self.whole(requests[i]), "drawn after all"
                     spans[i] = draft_span(requests[i], draft.prune(headroom(requests[i])).cut(most), phase)
                 else:
                     spans[i] = slice_span(requests[i], 1, phase)
         return [span for span in spans if span is not None]
+
+    def _nodes(self, request: Request, budget: int) -> int:
+        """The most that may be guessed in a step that grants `budget` rows."""
+        rows = self.rows(request)
+        return (rows if self.whole(request) else min(budget, rows)) - 1
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         wanted: list[int] = []

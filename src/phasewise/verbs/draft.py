@@ -84,7 +84,12 @@ class Draft:
 class Drafter(Protocol):
     """draft: what might come next?
 
-    A guess says how it was drawn (`Draft`); whoever keeps a second model in step asks the host for a companion.
+    A guess says how it was drawn (`Draft`); whoever keeps a second model in step asks the host for a companion. See
+    `Speculation` (speculation/loop.py) for what hangs on what is optional.
+
+    Optional:
+        draws(request: Request) -> bool  -- whether the guesses of a request are drawn; without it all count as drawn
+        companion: Companion  -- its second model, if it has one
     """
 
     def size(self, request: Request) -> int:
@@ -94,7 +99,7 @@ class Drafter(Protocol):
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         """At most `budget` nodes per request; more are cut, as are levels beyond `headroom`. None or empty = no guess.
 
-        Deterministic given the request.
+        Deterministic given the request and the budget.
         """
         ...
 

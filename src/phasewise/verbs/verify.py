@@ -17,7 +17,12 @@ class Random(Protocol):
 
 
 class Verifier(Protocol):
-    """verify: which guesses stay? Pure: no model, no cache."""
+    """verify: which guesses stay? Pure: no model, no cache.
+
+    `matches` (optional) tells under which drafts its tokens are plain decoding's, random number by random number,
+    whatever was guessed: "all", those whose guesses were chosen ("point"), or "none". By default "all" if its
+    guarantee is exact, else "none".
+    """
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         """`p` row 0 is the target's distribution after the pending token, row i + 1 after node i.

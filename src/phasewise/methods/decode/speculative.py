@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.catalog import part
-from phasewise.speculation.loop import Speculation
+from phasewise.speculation.loop import Speculation, matches
 from phasewise.verbs.host import Host
 
 
@@ -27,4 +27,4 @@ class Speculative:
     neutral: ClassVar[dict[str, object]] = {}
 
     def bind(self, host: Host) -> Speculation:
-        return Speculation(host, host.bind(self.draft), host.bind(self.verify))
+        return Speculation(host, host.bind(self.draft), host.bind(self.verify), matches(self.verify))

@@ -27,9 +27,9 @@ class DraftModel:
 
     So a tree costs the draft model no more passes than a chain: `k` per step, whatever the number of requests. Guesses
     obey the request's own sampling rules; the first of a level is drawn with the very random number the target would
-    use there (arXiv 2408.07978), so that `match` too accepts a good draft. Without memory for the draft model's KV a
-    request goes on without drafts. Left out: following up several guesses of one level, and a length adapted to the
-    acceptance rate.
+    use there (arXiv 2408.07978), so that `match` too accepts a good draft. Where tokens are the same with any draft, a
+    request goes on without one if there is no memory for the draft model's KV. Left out: following up several guesses
+    of one level, and a length adapted to the acceptance rate.
     """
 
     model: str = "pocket-draft"
@@ -90,15 +90,18 @@ class _Growing:
 class _DraftModel:
     def __init__(self, knobs: DraftModel, host: Host, companion: Companion) -> None:
         self.knobs, self.host, self.companion = knobs, host, companion
-        companion.optional = True
+
+    def draws(self, request: Request) -> bool:
+        return self.knobs.drawn != "point" and not request.params.greedy
 
     def size(self, request: Request) -> int:
         return min(self.knobs.k, headroom(request)) * self.knobs.branches
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        late = {r.id: r for r in requests if self.companion.lag(r) > self.knobs.chunk}
+        late = {r.id: r for r in requests if self._late(r)}
         growing: dict[int, _Growing] = {}
-        for i, (request, budget) in enumerate(zip(requests, budgets)):
+        for i in sorted(range(len(requests)), key=lambda i: self.companion.optional(requests[i])):
+            request, budget = requests[i], budgets[i]
             levels = min(self.knobs.k, headroom(request), -(-budget // self.knobs.branches))
             if request.id not in late and levels > 0 and self.companion.reserve(request, request.known + levels - 1):
                 growing[i] = _Growing(request, levels)
@@ -110,6 +113,17 @@ class _DraftModel:
         if ready:
             self.companion.catch_up(ready, self.knobs.chunk)
         return [growing[i].draft(self.knobs.drawn) if i in growing else None for i in range(len(requests))]
+
+    def _late(self, request: Request) -> bool:
+        """Whether the draft model has still to read, and nothing is drafted in this step.
+
+        Where a draft must be, that is the request's own affair: so many tokens as it takes to read the prompt if
+        nothing comes between, however much is really read (after a preemption the rest is read at once).
+        """
+        chunk = self.knobs.chunk
+        if self.companion.optional(request):
+            return self.companion.lag(request) > chunk
+        return request.known - (request.n_out - 1) * chunk > chunk
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
         pass  # the companion finds out by itself which of its rows still hold

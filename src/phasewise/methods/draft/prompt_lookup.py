@@ -46,6 +46,9 @@ class PromptLookup:
     def size(self, request: Request) -> int:
         return min(self.k, headroom(request)) * self.branches
 
+    def draws(self, request: Request) -> bool:
+        return False
+
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 

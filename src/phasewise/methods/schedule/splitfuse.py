@@ -25,8 +25,9 @@ class SplitFuse:
     - of more decodes than rows, those run whose last token is oldest; `sarathi` runs all of them, in a larger step;
     - known tokens that are recomputed after a preemption wait in line with the prompts, after one row.
 
-    A method whose smallest unit is a block still brings a whole one. Left out: padding to a fixed shape for captured
-    graphs, and planning the next step while this one runs. Preemption is the engine's.
+    What has a smallest unit still brings a whole one: a block, and a draft on whose size tokens depend. Left out:
+    padding to a fixed shape for captured graphs, and planning the next step while this one runs. Preemption is the
+    engine's.
     """
 
     budget: int = 512

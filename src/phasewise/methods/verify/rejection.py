@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from phasewise.speculation.loop import Matches
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist, Purpose, pick
 from phasewise.verbs.verify import Random
@@ -28,6 +29,7 @@ class Rejection:
     guarantee: ClassVar[str] = "distribution"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    matches: ClassVar[Matches] = "point"  # the residual and the acceptance draw numbers of their own
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path: list[int] = []
