@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
+from phasewise.methods.schedule.prefill_first import PrefillFirst
 from phasewise.methods.schedule.sarathi import Sarathi
 from phasewise.methods.schedule.splitfuse import SplitFuse
 from phasewise.request.params import Params
@@ -96,19 +100,33 @@ def test_what_is_recomputed_waits_in_line_with_the_prompts() -> None:
     assert rows(step) == {"lost": 7, "early": 9}
 
 
+def seconds(sizes: Sequence[int]) -> float:
+    """A step reads the weights, computes, and pays for what no longer fits in: per row, 64 rows cost least."""
+    return sum(1 + n / 32 + (n / 64) ** 2 for n in sizes)
+
+
+def sizes(schedule: Any, prompts: Sequence[int]) -> list[int]:
+    """Rows of each step until all prompts are done."""
+    jobs = [Job(str(i), prompt, new=1) for i, prompt in enumerate(prompts)]
+    return [sum(rows(step).values()) for step in simulate(schedule, jobs)]
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=30))
-def test_no_split_of_the_same_rows_is_faster_than_steps_at_the_ridge(split: list[int]) -> None:
-    """A step lasts as long as reading the weights, or, beyond 32 rows, as long as computing with them."""
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
+def test_no_split_of_the_same_rows_is_faster_than_steps_of_the_best_size(split: list[int]) -> None:
+    mine = sizes(SplitFuse(budget=64), [sum(split) // 2 + 1, sum(split) - sum(split) // 2])
+    assert sum(mine) == sum(split) + 1
+    assert set(mine[:-1]) <= {64}
+    assert seconds(mine) < seconds([*split, 1]) + 1.0  # but for the last step, which nothing fills
 
-    def seconds(sizes: list[int]) -> float:
-        return sum(max(1.0, n / 32) for n in sizes)
 
-    jobs = [Job("P", sum(split) // 2 + 1, new=1), Job("Q", sum(split) - sum(split) // 2, new=1)]
-    mine = [sum(rows(step).values()) for step in simulate(SplitFuse(budget=32), jobs)]
-    assert set(mine[:-1]) <= {32}
-    whole = [*split, 1]  # as many rows
-    assert seconds(mine) < seconds(whole) + 1.0  # but for the last step, which nothing fills
+@pytest.mark.parametrize(
+    "other", [SplitFuse(budget=16), SplitFuse(budget=256), PrefillFirst(budget=1 << 20)], ids=["16", "256", "whole"]
+)
+def test_steps_of_another_size_are_slower(other: Any) -> None:
+    """What the test above would catch."""
+    prompts = [700, 30, 450, 800]
+    assert seconds(sizes(other, prompts)) > 1.2 * seconds(sizes(SplitFuse(budget=64), prompts))
 
 
 def test_a_bad_knob_is_named() -> None:
@@ -121,6 +139,7 @@ def test_a_bad_knob_is_named() -> None:
 @pytest.mark.parametrize("budget", [1, 3, 16])
 def test_steps_of_the_engine_are_full_and_tokens_are_the_same(budget: int, draft: str | None) -> None:
     verbs = {"draft": draft} if draft else {}
+    drawn = draft is not None and draft.startswith("draft_model")  # unless greedy; then guesses come whole
     placed = tiny.engine(verbs | {"schedule": f"splitfuse:budget={budget}"}, prefix_cache=False)
     params = [Params(max_tokens=8, ignore_eos=True, temperature=t, seed=4) for t in (0.0, 0.8, 0.0, 0.8)]
     requests = [Request(p, q) for p, q in zip(tiny.prompts(40, 3, 25, 61), params)]
@@ -128,12 +147,15 @@ def test_steps_of_the_engine_are_full_and_tokens_are_the_same(budget: int, draft
         placed.add(request)
     while not all(request.left for request in requests):
         before, waiting = placed.counters.rows, sum(r.prompt_len - r.computed for r in requests if r.prefilling)
+        units = sum(
+            3 for r in requests if drawn and not (r.prefilling or r.left or r.params.greedy)
+        )  # on top of the row granted
         placed.step()
-        assert min(budget, waiting) <= placed.counters.rows - before <= budget
+        assert min(budget, waiting) <= placed.counters.rows - before <= budget + units
     assert requests[0].out == oracle.greedy(placed.model, requests[0].prompt, 8)[0]
-    if draft is None:
-        alone = tiny.run(tiny.engine({"schedule": "prefill_first"}), [r.prompt for r in requests], params)
-        assert [r.out for r in requests] == tiny.outs(alone)
+    for request, own in zip(requests, params):
+        (alone,) = tiny.run(tiny.engine(verbs | {"schedule": "prefill_first"}), [request.prompt], own)
+        assert request.out == alone.out
 
 
 def test_guesses_of_an_idle_engine_are_not_held_back() -> None:
