@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phasewise import catalog
 from phasewise.engine.engine import Engine
 from phasewise.engine.invariants import check
 from phasewise.request.params import Params
@@ -102,10 +101,5 @@ def alone(request: Request) -> list[int]:
 
 
 def method_options(*verbs: str) -> list[dict[str, str]]:
-    """Options that put every method of these verbs to work, those that need training or calibration left out."""
-    found = [(verb, name) for verb, name in laws.discovered() if verb in verbs]
-    return [
-        laws.options(verb, name)
-        for verb, name in found
-        if catalog.method(verb, name).needs in ("nothing", "second model")
-    ]
+    """Options that put every method of these verbs to work."""
+    return [laws.options(verb, name) for verb, name in laws.discovered() if verb in verbs]

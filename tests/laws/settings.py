@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from phasewise import catalog
+from phasewise.load import EMBEDDED
 
-SECOND_MODEL_KNOBS = ("model", "amateur", "little")  # knobs that name a second model
-TRAINED = {"weights": "random:0"}  # the knob that says what was trained for a method: on a tiny model, nothing was
+UNTRAINED = {"weights": "random:0"}  # a method with this knob has trained weights: the laws hold with any
 
 
 def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
-    """The text of a method with these knobs; a second model is a tiny one, trained weights are random."""
-    known = catalog.knobs_of(catalog.method(verb, name))
-    chosen = {knob: "tiny-draft" for knob in SECOND_MODEL_KNOBS if knob in known}
-    chosen |= {knob: value for knob, value in TRAINED.items() if knob in known} | (knobs or {})
+    """The text of a method with these knobs. One whose default is a model that ships with the package names a second
+    model, and gets a tiny one."""
+    cls = catalog.method(verb, name)
+    known = catalog.knobs_of(cls)
+    second = {field.name: "tiny-draft" for field in dataclasses.fields(cls) if field.default in list(EMBEDDED)}
+    chosen = second | {knob: value for knob, value in UNTRAINED.items() if knob in known} | (knobs or {})
     return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
 
 

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 
-from phasewise import catalog
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.handoff import Misfit, State, advance, exactness, landing, layout, pack, unpack
 from phasewise.kv.store import Store
@@ -39,11 +38,7 @@ def another_store(engine: tiny.Placed) -> Store:
     return Store(kv_shapes(engine.model), engine.store.codec, ledger=Ledger(1 << 30), counters=Counters())
 
 
-FORMS = [
-    laws.options(verb, name)
-    for verb, name in laws.discovered()
-    if verb in ("store", "evict", "skip") and catalog.method(verb, name).needs == "nothing"
-]
+FORMS = [laws.options(verb, name) for verb, name in laws.discovered() if verb in ("store", "evict", "skip")]
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
