@@ -1,4 +1,4 @@
-"""Covering arrays of strength 2: few rows in which every two values of different factors meet. Greedy, deterministic."""
+"""Covering arrays of strength 2: few rows in which any two values of different factors meet. Greedy, deterministic."""
 
 from __future__ import annotations
 

@@ -1,77 +1,50 @@
-"""Methods together, over whatever is discovered: neutral ones give dense tokens, and exact o X == X (law 3)."""
+"""Methods together, over whatever is discovered: exact o X == X, whoever schedules and wherever it runs (law 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 from typing import Any
 
 import pytest
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.options import DEFAULTS
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.place import Placed
 from tests import tiny
+from tests.laws import axes
+from tests.laws.axes import Choice, Row
 from tests.laws.compare import Reference, agree, build, reference
-from tests.laws.settings import guarantee, options, spell, tight
 
 LENGTHS, N = (41, 7, 66), 12
-SHAPING = ("attend", "evict", "skip", "store")  # verbs whose methods change what a token is computed from
-DRIVING = ("schedule", "place")  # verbs whose methods change only when and where
-
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 
 
-def others(*verbs: str) -> Iterator[tuple[str, str]]:
-    """Every discovered method of these verbs but their defaults."""
-    return ((verb, name) for verb in verbs for name in catalog.names(verb) if name != DEFAULTS.get(verb))
-
-
-def named(given: Mapping[str, str]) -> str:
-    return " ".join(f"{verb}.{text.partition(':')[0]}" for verb, text in given.items()) or "dense"
-
-
-def decoders(neutral: bool) -> list[dict[str, str]]:
-    """Ways to decode: every drafter, and if `neutral` every decode method that has none."""
-    found = [{"draft": spell("draft", name, tight("draft", name))} for name in catalog.names("draft")]
-    for name in catalog.names("decode") if neutral else ():
-        cls = catalog.method("decode", name)
-        if not catalog.slots_of(cls):
-            found.append(options("decode", name, cls.neutral))
-    return found
-
-
-def lossy(*verbs: str) -> list[dict[str, str]]:
-    return [options(verb, name) for verb, name in others(*(verbs or SHAPING)) if guarantee(verb, name) == "lossy"]
-
-
-def pairs() -> list[dict[str, str]]:
-    return [a | b for a, b in combinations(lossy(), 2) if not a.keys() & b.keys()]
-
-
-def neutral(verb: str, name: str) -> dict[str, str]:
-    return options(verb, name, catalog.method(verb, name).neutral)
-
-
 @cache
-def alone(verbs: Verbs, n: int = N) -> Reference:
-    return reference(dict(verbs), tiny.prompts(*LENGTHS), tiny.greedy(n))
+def alone(verbs: Verbs) -> Reference:
+    return reference(dict(verbs), tiny.prompts(*LENGTHS), tiny.greedy(N))
 
 
-def run(given: Mapping[str, str], change: Any = None) -> list[list[int]]:
-    """Tokens of all prompts together; a combination that is refused in so many words is skipped."""
-    try:
-        placed = build(given, change)
-    except UserError as error:
-        pytest.skip(f"{named(given)} is refused: {error}")
-    return tiny.outs(tiny.run(placed, tiny.prompts(*LENGTHS), tiny.greedy(N)))
+def lossy(row: Row) -> Verbs:
+    """What of a row changes tokens."""
+    return tuple(verb for choice in row if choice.lossy for verb in choice.verbs)
+
+
+def composed(row: Row) -> Placed:
+    script = next((choice.script for choice in row if choice.script), "")
+
+    def change(methods: dict[str, Any]) -> None:
+        if script:
+            drafter, verify = Scripted(alone(lossy(row)), script == "tree"), catalog.build("verify", "match")
+            methods["decode"] = catalog.method("decode", "speculative")(draft=drafter, verify=verify)
+
+    return build(axes.verbs(row), change)
 
 
 @dataclass(frozen=True)
@@ -106,45 +79,36 @@ class Scripted:
         return guess
 
 
-@pytest.mark.parametrize("method", others(*DRIVING, *SHAPING), ids=".".join)
-@pytest.mark.parametrize("decoder", decoders(neutral=True), ids=named)
-def test_neutral_methods_together_equal_dense(decoder: dict[str, str], method: tuple[str, str]) -> None:
-    alone(()).check(run(neutral(*method) | decoder))
+@axes.over(axes.compositions, axes.label)
+def test_methods_together_give_what_the_lossy_ones_give_alone(case: Row) -> None:
+    """One prompt at a time, in one piece, plainly decoded, in one engine: so X is met first. Then all together, in the
+    row's steps and places, with its guesses, of which some hold and some do not: rows really come and go."""
+    want = alone(lossy(case))
+    placed = composed(case)
+    want.check(tiny.outs(tiny.run(placed, want.prompts, tiny.greedy(N))))
+    if any(choice.script for choice in case):
+        assert 0 < placed.counters.accepted < placed.counters.drafted
 
 
-@pytest.mark.parametrize("x", lossy("decode", *SHAPING), ids=named)
-@pytest.mark.parametrize("method", others(*DRIVING), ids=".".join)
-def test_driving_changes_nothing(method: tuple[str, str], x: dict[str, str]) -> None:
-    """Whoever schedules and wherever it runs, X gives X's tokens."""
-    alone(tuple(x.items())).check(run(x | options(*method)))
+def test_what_is_listed_as_refused_is_refused() -> None:
+    for pair, reason in axes.REFUSED.items():
+        with pytest.raises(UserError, match=reason):
+            composed(tuple(choice for choice in every_choice() if choice.name in pair))
 
 
-@pytest.mark.parametrize("x", [*lossy("decode", *SHAPING), *pairs()], ids=named)
-def test_chunks_change_nothing(x: dict[str, str]) -> None:
-    alone(tuple(x.items())).check(run(x | {"schedule": "sarathi:budget=7"}))
+def every_choice() -> list[Choice]:
+    factors = [axes.methods(verb) for verb in (*axes.DRIVING, *axes.SHAPING)] + [axes.decoders()]
+    return [choice for values in factors for choice in values]
 
 
-@pytest.mark.parametrize("x", lossy(), ids=named)
-@pytest.mark.parametrize("decoder", decoders(neutral=False), ids=named)
-def test_speculation_changes_nothing(decoder: dict[str, str], x: dict[str, str]) -> None:
-    """Every drafter over X gives X's tokens."""
-    alone(tuple(x.items())).check(run(x | decoder))
-
-
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("x", [{}, *lossy(), *pairs()], ids=named)
-def test_accepted_and_rejected_rows_change_nothing(x: dict[str, str], tree: bool) -> None:
-    """The same with guesses of which some hold and some do not, whatever the model: rows really come and go."""
-    want = alone(tuple(x.items()))
-
-    def change(methods: dict[str, Any]) -> None:
-        verify = catalog.build("verify", "match")
-        methods["decode"] = catalog.method("decode", "speculative")(draft=Scripted(want, tree), verify=verify)
-
-    placed = build(x, change)
-    got = tiny.outs(tiny.run(placed, want.prompts, tiny.greedy(N)))
-    want.check(got)
-    assert 0 < placed.counters.accepted < placed.counters.drafted
+def test_every_two_methods_meet() -> None:
+    """Whatever of different verbs may work together does so in some row."""
+    met = axes.meetings(axes.compositions(full=False))
+    factors = [axes.methods(verb) for verb in (*axes.DRIVING, *axes.SHAPING)] + [axes.decoders()]
+    for i, values in enumerate(factors):
+        for others in factors[i + 1 :]:
+            for a in values:
+                assert all(frozenset((a.name, b.name)) in met for b in others if axes.allowed(a, b)), a
 
 
 def test_comparison_fails_where_the_reference_was_sure() -> None:

@@ -1,0 +1,13 @@
+"""Options of the test suite."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-pairs",
+        action="store_true",
+        help="laws over every scheduler, placement and way to decode, instead of rows in which every two methods meet",
+    )

@@ -1,0 +1,145 @@
+"""What the laws are taken over: factors whose values are methods at work, and the rows of them that become cases.
+
+`make test` takes covering arrays: every method meets every method of other verbs, every scheduler and every law.
+`make test-all` (`--all-pairs`) takes every scheduler, placement and way to decode with every pair of shaping methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from typing import Any, TypeVar
+
+from phasewise import catalog
+from phasewise.options import DEFAULTS
+from tests.laws.covering import covering
+from tests.laws.settings import discovered, guarantee, options, spell, tight
+
+SHAPING = ("attend", "evict", "skip", "store")  # verbs whose methods change what a token is computed from
+DRIVING = ("schedule", "place")  # verbs whose methods change only when and where
+
+# Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
+# and not listed fails, and so does one that is listed and not refused.
+REFUSED: dict[frozenset[str], str] = {}
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a factor: options that put a method to work, or none (the verb's default)."""
+
+    verbs: tuple[tuple[str, str], ...] = ()
+    lossy: bool = False
+    script: str = ""  # decode with a drafter that knows the answer: "chain" or "tree"
+
+    @classmethod
+    def of(cls, verb: str, name: str, knobs: dict[str, Any] | None = None) -> Choice:
+        given = options(verb, name, knobs)
+        return cls(tuple(given.items()), knobs is None and guarantee(verb, name) == "lossy")
+
+    @property
+    def name(self) -> str:
+        return self.script or " ".join(f"{verb}.{text.partition(':')[0]}" for verb, text in self.verbs)
+
+
+Row = tuple[Choice, ...]
+PLAIN = Choice()
+
+
+def verbs(row: Row) -> dict[str, str]:
+    return dict(chain.from_iterable(choice.verbs for choice in row))
+
+
+def label(row: Row) -> str:
+    return " ".join(filter(None, (choice.name for choice in row))) or "dense"
+
+
+def refusal(row: Row) -> str | None:
+    """What the listed refusal of this row says, if there is one."""
+    names = {choice.name for choice in row}
+    return next((reason for pair, reason in REFUSED.items() if pair <= names), None)
+
+
+def allowed(a: Choice, b: Choice) -> bool:
+    return frozenset((a.name, b.name)) not in REFUSED
+
+
+# ---- factors
+def methods(verb: str, neutral: bool = False) -> list[Choice]:
+    """The default of a verb, then all others at their tight (or neutral) knobs."""
+    others = [name for name in catalog.names(verb) if name != DEFAULTS.get(verb)]
+    return [PLAIN, *(Choice.of(verb, name, catalog.method(verb, name).neutral if neutral else None) for name in others)]
+
+
+def decoders(neutral: bool = False) -> list[Choice]:
+    """Ways to decode: plainly, other decode methods that need no drafter, every drafter, every verifier."""
+    alone = [name for name in catalog.names("decode") if not catalog.slots_of(catalog.method("decode", name))]
+    other = [Choice.of("decode", name, catalog.method("decode", name).neutral if neutral else None)
+             for name in alone if name != DEFAULTS["decode"]]  # fmt: skip
+    drafted = [Choice((("draft", spell("draft", name, tight("draft", name))),)) for name in catalog.names("draft")]
+    exact = [name for name in catalog.names("verify") if guarantee("verify", name) != "lossy"]
+    judged = [Choice(tuple(options("verify", name).items())) for name in exact if name != DEFAULTS["verify"]]
+    scripted = [] if neutral else [Choice(script="chain"), Choice(script="tree")]
+    return [PLAIN, *other, *drafted, *judged, *scripted]
+
+
+def schedulers() -> list[str]:
+    return [spell("schedule", name, tight("schedule", name)) for name in catalog.names("schedule")]
+
+
+# ---- rows
+def compositions(full: bool) -> list[Row]:
+    """Methods at work: scheduler, placement, way to decode, one method of each shaping verb."""
+    driving = [methods(verb) for verb in DRIVING] + [decoders()]
+    shaping = [methods(verb) for verb in SHAPING]
+    if not full:
+        return sorted(covering([*driving, *shaping], allowed), key=lambda row: label(row[len(driving) :]))
+    sets = [row for row in product(*shaping) if sum(choice is not PLAIN for choice in row) <= 2]
+    rows = [(*drive, *shape) for shape in sets for drive in product(*driving)]
+    return [row for row in rows if refusal(row) is None]
+
+
+def neutrals(full: bool) -> list[Row]:
+    """The same at neutral knobs; in full, one method at a time with every way to decode."""
+    others = [methods(verb, neutral=True) for verb in (*DRIVING, *SHAPING)]
+    if not full:
+        return covering([decoders(neutral=True), *others], allowed)
+    return [(a, b) for a in decoders(neutral=True) for b in dict.fromkeys(chain.from_iterable(others)) if allowed(a, b)]
+
+
+Single = tuple[str, str, str]  # verb, name, schedule
+
+
+def singles(law: int, laws: int, full: bool, wanted: Callable[[str, str], bool]) -> list[Single]:
+    """Every wanted method under one scheduler, another one for each of the `laws` laws: over all of them every method
+    meets every scheduler, and so does every law. In full, under all of them. A scheduler runs under itself."""
+    every = schedulers()
+    turns = -(-len(every) // laws)  # schedulers per case, were there more of them than laws
+    found: list[Single] = []
+    for i, (verb, name) in enumerate(discovered()):
+        if verb == "schedule":
+            mine = [spell(verb, name, tight(verb, name))]
+        elif full:
+            mine = every
+        else:
+            mine = [every[(i + law * turns + j) % len(every)] for j in range(turns)]
+        found += [(verb, name, schedule) for schedule in dict.fromkeys(mine) if wanted(verb, name)]
+    return found
+
+
+# ---- cases of a test
+def over(rows: Callable[[bool], Sequence[Any]], name: Callable[[Any], str]) -> Callable[[Test], Test]:
+    """The test's argument `case` takes each of these rows: `rows(full)`, `full` as told on the command line."""
+
+    def mark(test: Test) -> Test:
+        test.cases = rows, name  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+def meetings(rows: Sequence[Row]) -> set[frozenset[str]]:
+    """The names of any two choices that meet in a row."""
+    return {frozenset((a.name, b.name)) for row in rows for a, b in combinations(row, 2)}
