@@ -141,8 +141,11 @@ class Builder:
         store = self.methods["store"]
         return store.wire(kv_shapes(self.model), unit) if hasattr(store, "wire") else None
 
-    def _prefix_key(self) -> str:
-        """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10)."""
+    def _prefix_key(self) -> str | None:
+        """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10); None if a method says that what it
+        makes of a prompt is of no use to others (`shares_prefix = False`)."""
+        if not all(getattr(method, "shares_prefix", True) for method in self.methods.values()):
+            return None
         shaping = [self.methods[verb] for verb in ("store", "evict", "decode")]
         shaping += [self._for("attend", "prefill"), self._for("skip", "prefill")]
         return repr((self.model.config, self.model.dtype, shaping))
