@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 from phasewise import catalog
 from phasewise.options import DEFAULTS
 from tests.laws.covering import covering
-from tests.laws.settings import discovered, guarantee, options, spell, tight
+from tests.laws.settings import discovered, guarantee, options, slow, spell, tight
 
-SHAPING = ("attend", "evict", "skip", "store")  # verbs whose methods change what a token is computed from
+SHAPING = ("attend", "evict", "skip", "store", "sample")  # verbs whose methods change what a token is computed from
 DRIVING = ("schedule", "place")  # verbs whose methods change only when and where
 
 # Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
 # and not listed fails, and so does one that is listed and not refused.
 REFUSED: dict[frozenset[str], str] = {}
 
+Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
@@ -30,14 +31,19 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 class Choice:
     """One value of a factor: options that put a method to work, or none (the verb's default)."""
 
-    verbs: tuple[tuple[str, str], ...] = ()
-    lossy: bool = False
+    verbs: Verbs = ()
+    alone: Verbs = ()  # what gives the same tokens by itself: a lossy method, another one's own reference, or nothing
     script: str = ""  # decode with a drafter that knows the answer: "chain" or "tree"
 
     @classmethod
-    def of(cls, verb: str, name: str, knobs: dict[str, Any] | None = None) -> Choice:
-        given = options(verb, name, knobs)
-        return cls(tuple(given.items()), knobs is None and guarantee(verb, name) == "lossy")
+    def of(cls, verb: str, name: str) -> Choice:
+        """At its tight knobs."""
+        alone = options(verb, name) if guarantee(verb, name) == "lossy" else slow(verb, name)
+        return cls(tuple(options(verb, name).items()), tuple(alone.items()))
+
+    @classmethod
+    def neutral(cls, verb: str, name: str) -> Choice:
+        return cls(tuple(options(verb, name, catalog.method(verb, name).neutral).items()))
 
     @property
     def name(self) -> str:
@@ -70,14 +76,13 @@ def allowed(a: Choice, b: Choice) -> bool:
 def methods(verb: str, neutral: bool = False) -> list[Choice]:
     """The default of a verb, then all others at their tight (or neutral) knobs."""
     others = [name for name in catalog.names(verb) if name != DEFAULTS.get(verb)]
-    return [PLAIN, *(Choice.of(verb, name, catalog.method(verb, name).neutral if neutral else None) for name in others)]
+    return [PLAIN, *((Choice.neutral if neutral else Choice.of)(verb, name) for name in others)]
 
 
 def decoders(neutral: bool = False) -> list[Choice]:
     """Ways to decode: plainly, other decode methods that need no drafter, every drafter, every verifier."""
     alone = [name for name in catalog.names("decode") if not catalog.slots_of(catalog.method("decode", name))]
-    other = [Choice.of("decode", name, catalog.method("decode", name).neutral if neutral else None)
-             for name in alone if name != DEFAULTS["decode"]]  # fmt: skip
+    other = [(Choice.neutral if neutral else Choice.of)("decode", n) for n in alone if n != DEFAULTS["decode"]]
     drafted = [Choice((("draft", spell("draft", name, tight("draft", name))),)) for name in catalog.names("draft")]
     exact = [name for name in catalog.names("verify") if guarantee("verify", name) != "lossy"]
     judged = [Choice(tuple(options("verify", name).items())) for name in exact if name != DEFAULTS["verify"]]

@@ -13,6 +13,7 @@ from phasewise.engine.limits import Limits
 from phasewise.options import parse
 from phasewise.recipe import Builder
 from phasewise.request.params import Params
+from phasewise.verbs.host import Host
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Context, Dist, Sample
 from tests import tiny
@@ -26,6 +27,9 @@ class Recording:
 
     plain: Sample
     gaps: dict[tuple[str, int], float] = field(default_factory=dict)  # by request and position
+
+    def bind(self, host: Host) -> Recording:
+        return Recording(host.bind(self.plain), self.gaps)
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         best = logits.topk(2, -1).values

@@ -34,6 +34,12 @@ def options(verb: str, name: str, knobs: dict[str, Any] | None = None) -> dict[s
     return given
 
 
+def slow(verb: str, name: str) -> dict[str, str]:
+    """Verb options at which a method is its own slow reference; empty if plain decoding is."""
+    knobs = getattr(catalog.method(verb, name), "reference", None)
+    return {} if knobs is None else options(verb, name, knobs)
+
+
 def discovered() -> list[tuple[str, str]]:
     return [(verb, name) for verb, name, _ in catalog.every()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -19,11 +20,10 @@ from phasewise.verbs.draft import Draft
 from phasewise.verbs.place import Placed
 from tests import tiny
 from tests.laws import axes
-from tests.laws.axes import Choice, Row
+from tests.laws.axes import Choice, Row, Verbs
 from tests.laws.compare import Reference, agree, build, reference
 
 LENGTHS, N = (41, 7, 66), 12
-Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 
 
 @cache
@@ -31,9 +31,9 @@ def alone(verbs: Verbs) -> Reference:
     return reference(dict(verbs), tiny.prompts(*LENGTHS), tiny.greedy(N))
 
 
-def lossy(row: Row) -> Verbs:
-    """What of a row changes tokens."""
-    return tuple(verb for choice in row if choice.lossy for verb in choice.verbs)
+def shaping(row: Row) -> Verbs:
+    """What of a row makes other tokens than plain decoding."""
+    return tuple(chain.from_iterable(choice.alone for choice in row))
 
 
 def composed(row: Row) -> Placed:
@@ -41,7 +41,7 @@ def composed(row: Row) -> Placed:
 
     def change(methods: dict[str, Any]) -> None:
         if script:
-            drafter, verify = Scripted(alone(lossy(row)), script == "tree"), catalog.build("verify", "match")
+            drafter, verify = Scripted(alone(shaping(row)), script == "tree"), catalog.build("verify", "match")
             methods["decode"] = catalog.method("decode", "speculative")(draft=drafter, verify=verify)
 
     return build(axes.verbs(row), change)
@@ -83,7 +83,7 @@ class Scripted:
 def test_methods_together_give_what_the_lossy_ones_give_alone(case: Row) -> None:
     """One prompt at a time, in one piece, plainly decoded, in one engine: so X is met first. Then all together, in the
     row's steps and places, with its guesses, of which some hold and some do not: rows really come and go."""
-    want = alone(lossy(case))
+    want = alone(shaping(case))
     placed = composed(case)
     want.check(tiny.outs(tiny.run(placed, want.prompts, tiny.greedy(N))))
     if any(choice.script for choice in case):
