@@ -49,9 +49,8 @@ def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
 
 
 def matches(verifier: Any) -> Matches:
-    """What a verify method declares, or what follows from its guarantee (see `Verifier`)."""
-    exact = getattr(verifier, "guarantee", "lossy") == "exact"
-    declared: Matches = getattr(verifier, "matches", "all" if exact else "none")
+    """What a verify method declares (see `Verifier`)."""
+    declared: Matches = getattr(verifier, "matches", "none")
     return declared
 
 

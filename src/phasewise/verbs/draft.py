@@ -88,7 +88,7 @@ class Drafter(Protocol):
     `Speculation` (speculation/loop.py) for what hangs on what is optional.
 
     Optional:
-        draws(request: Request) -> bool  -- whether the guesses of a request are drawn; without it all count as drawn
+        draws(request: Request) -> bool  -- whether guesses for it may be drawn, with a `q`; without it all may be
         companion: Companion  -- its second model, if it has one
     """
 

@@ -19,9 +19,9 @@ class Random(Protocol):
 class Verifier(Protocol):
     """verify: which guesses stay? Pure: no model, no cache.
 
-    `matches` (optional) tells under which drafts its tokens are plain decoding's, random number by random number,
-    whatever was guessed: "all", those whose guesses were chosen ("point"), or "none". By default "all" if its
-    guarantee is exact, else "none".
+    Optional:
+        matches: str  -- the drafts under which its tokens are plain decoding's, random number by random number,
+            whatever was guessed: "all", those whose guesses were chosen ("point"), or "none", as without it
     """
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from phasewise.speculation.loop import Matches
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist, Purpose
 from phasewise.verbs.verify import Random
@@ -20,6 +21,7 @@ class Match:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    matches: ClassVar[Matches] = "all"
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path: list[int] = []
