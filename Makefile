@@ -12,7 +12,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types lines rooms readme pocket clean
+.PHONY: help serve test test-all lint types lines rooms readme pocket clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocke
 
 test: $(VENV)/.test ## Run all tests
 	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20 $(ARGS)
+
+test-all: test ## Run all tests, then the laws over all pairs of methods (long)
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all-pairs tests/laws
 
 lint: $(VENV)/.dev ## Check style and format with ruff
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"

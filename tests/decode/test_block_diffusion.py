@@ -80,7 +80,7 @@ def test_equals_the_uncached_twin_at_every_step(name: str, fuse: bool) -> None:
         calls = recorded(placed)
         want = slow.run(prompt, N)
         assert tiny.outs(tiny.run(placed, [prompt], tiny.greedy(N)))[0] == want
-        assert len(calls) <= len(slow.steps)
+        assert len(slow.steps) - len(calls) in (0, 1), "the engine stores no last block"
         for mine, its in zip(calls, slow.steps):
             assert mine.keys() == its.keys()
             for position, row in mine.items():

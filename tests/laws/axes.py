@@ -79,15 +79,19 @@ def methods(verb: str, neutral: bool = False) -> list[Choice]:
     return [PLAIN, *((Choice.neutral if neutral else Choice.of)(verb, name) for name in others)]
 
 
-def decoders(neutral: bool = False) -> list[Choice]:
-    """Ways to decode: plainly, other decode methods that need no drafter, every drafter, every verifier."""
-    alone = [name for name in catalog.names("decode") if not catalog.slots_of(catalog.method("decode", name))]
-    other = [(Choice.neutral if neutral else Choice.of)("decode", n) for n in alone if n != DEFAULTS["decode"]]
+def decoding(neutral: bool = False) -> list[Choice]:
+    """Decode methods that need no drafter."""
+    names = [name for name in catalog.names("decode") if not catalog.slots_of(catalog.method("decode", name))]
+    make = Choice.neutral if neutral else Choice.of
+    return [PLAIN, *(make("decode", name) for name in names if name != DEFAULTS["decode"])]
+
+
+def decoders() -> list[Choice]:
+    """Ways to decode: without a drafter, with every drafter, every verifier, and drafters that know the answer."""
     drafted = [Choice((("draft", spell("draft", name, tight("draft", name))),)) for name in catalog.names("draft")]
     exact = [name for name in catalog.names("verify") if guarantee("verify", name) != "lossy"]
     judged = [Choice(tuple(options("verify", name).items())) for name in exact if name != DEFAULTS["verify"]]
-    scripted = [] if neutral else [Choice(script="chain"), Choice(script="tree")]
-    return [PLAIN, *other, *drafted, *judged, *scripted]
+    return [*decoding(), *drafted, *judged, Choice(script="chain"), Choice(script="tree")]
 
 
 def schedulers() -> list[str]:
@@ -107,11 +111,12 @@ def compositions(full: bool) -> list[Row]:
 
 
 def neutrals(full: bool) -> list[Row]:
-    """The same at neutral knobs; in full, one method at a time with every way to decode."""
-    others = [methods(verb, neutral=True) for verb in (*DRIVING, *SHAPING)]
+    """The same at neutral knobs; in full, any two by themselves. (Drafters have nothing to be neutral to.)"""
+    factors = [decoding(neutral=True)] + [methods(verb, neutral=True) for verb in (*DRIVING, *SHAPING)]
     if not full:
-        return covering([decoders(neutral=True), *others], allowed)
-    return [(a, b) for a in decoders(neutral=True) for b in dict.fromkeys(chain.from_iterable(others)) if allowed(a, b)]
+        return covering(factors, allowed)
+    every = [pair for f, g in combinations(factors, 2) for pair in product(f, g) if allowed(*pair)]
+    return list({label(pair): pair for pair in every}.values())
 
 
 Single = tuple[str, str, str]  # verb, name, schedule

@@ -111,7 +111,8 @@ def test_chunks_change_next_to_nothing() -> None:
     for sizes in ([1], [3], [7], [64, 5]):
         one = Walk(tiny.model(), tokens, codec=CODEC)
         got = torch.cat([one.feed(piece) for piece in cuts(tokens, sizes)])
-        assert float((got - logits).abs().max()) < 0.3
+        moved = (got - logits).abs()
+        assert float(moved.max()) < 0.2 and float(moved.median()) < 0.01  # of logits that spread by 6
         for a, b in zip(planes[::2], one.kv.dump()[0]["planes"][::2]):
             assert int((a.int() - b.int()).abs().max()) <= 1 and float((a != b).float().mean()) < 1e-3
 

@@ -1,0 +1,70 @@
+"""The laws scale: rows in which any two methods meet are few, and a hundred methods have their laws within minutes."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.laws import axes, growth
+from tests.laws.covering import covering
+
+SIZES = [
+    (3, 3, 3, 3),
+    (2,) * 10,
+    (5, 4, 9, 3, 3, 3, 2),
+    (20, 20, 20, 20),
+    (8, 6, 34, 18, 14, 10, 10),
+    (7, 1),
+    (1, 1, 1),
+]
+
+
+def factors(sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+    return [[(f, value) for value in range(size)] for f, size in enumerate(sizes)]
+
+
+def pairs(values: list[list[tuple[int, int]]]) -> set[frozenset[tuple[int, int]]]:
+    return {frozenset(pair) for f, g in combinations(values, 2) for pair in product(f, g)}
+
+
+def met(rows: list[tuple[tuple[int, int], ...]]) -> set[frozenset[tuple[int, int]]]:
+    return {frozenset(pair) for row in rows for pair in combinations(row, 2)}
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_pair_is_covered_by_hardly_more_rows_than_there_must_be(sizes: tuple[int, ...]) -> None:
+    rows = covering(factors(sizes))
+    assert met(rows) == pairs(factors(sizes))
+    first, second = sorted(sizes)[-2:]
+    assert first * second <= len(rows) <= 1.25 * first * second + 5
+    assert rows == covering(factors(sizes)), "the same every time"
+
+
+def test_a_row_less_covers_less() -> None:
+    """No row is there for nothing, at least not the last ones."""
+    rows = covering(factors((5, 4, 9, 3, 3, 3, 2)))
+    assert met(rows[:-1]) < met(rows)
+
+
+def test_what_is_excluded_is_in_no_row_and_all_else_is() -> None:
+    values = factors((4, 5, 3))
+    banned = {frozenset({(0, 1), (1, 2)}), frozenset({(0, 3), (2, 1)}), frozenset({(1, 4), (2, 2)})}
+    rows = covering(values, lambda a, b: frozenset((a, b)) not in banned)
+    assert met(rows) == pairs(values) - banned
+    with pytest.raises(ValueError, match="the first of a factor goes with all"):
+        covering(values, lambda a, b: {a, b} != {(0, 0), (1, 2)})
+
+
+@pytest.mark.parametrize("methods", [60, 100])
+def test_cases_per_method_stay_few(monkeypatch: pytest.MonkeyPatch, methods: int) -> None:
+    """Minutes on two cores at a hundred methods; what they are here, `scripts/law_growth.py --measure` says."""
+    growth.grow(monkeypatch, methods - len(growth.discovered()))
+    assert len(growth.discovered()) == methods
+    found = growth.count()
+    assert found.single <= 10 * methods
+    assert found.together <= 0.1 * methods**2, "rows go with the two largest verbs"
+    assert found.single + found.together <= 18 * methods
+    names = {choice.name for row in axes.compositions(full=False) for choice in row}
+    verbs = set(growth.SHARES) - ({"place", "verify"} if methods >= 100 else {"place", "verify", "schedule", "sample"})
+    assert all(any(f"{verb}.made" in name for name in names) for verb in verbs), "the dummies take part"
