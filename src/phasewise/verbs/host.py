@@ -27,6 +27,7 @@ class Method(Protocol):
     Optional:
         bind(host: Host) -> runtime  -- what works in its place in one engine; without it the method works itself
         phases: tuple  -- the phases it acts in, "prefill", "decode" or both; its verb's default acts in others
+        shares_prefix: bool  -- False: its prompts' rows are of no use to others, and no prefix is shared
         slots: tuple  -- of a method that fills several of attend, evict and skip with one runtime: these verbs, its own
             first (engine/binding.py)
         tight: dict  -- knob values at which it bites within a few dozen tokens: the laws are tested there
