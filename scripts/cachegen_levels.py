@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from phasewise.bench import quality
+from phasewise.builder import Builder
 from phasewise.cli.progress import counting
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
@@ -26,7 +27,6 @@ from phasewise.kv.wire import Dump, Origin
 from phasewise.llm import LLM
 from phasewise.load import load_model
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.train.tasks import example

@@ -33,13 +33,13 @@ from phasewise.bench.prompts import random_prompts
 from phasewise.bench.rounds import order
 from phasewise.cli.options import parse_bytes
 from phasewise.cli.progress import counting, working
+from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.load import model_path
 from phasewise.model.hub import resolve
 from phasewise.model.model import Model
-from phasewise.recipe import kv_shapes
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed

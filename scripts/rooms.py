@@ -31,7 +31,7 @@ ALONE = {
     "spelling": "catalog",
     "__main__": "cli",
 }  # files at the root
-DOORS = ("llm", "load", "options", "recipe")
+DOORS = ("llm", "load", "options", "builder", "recipes")
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
 SHARED = ("host",)  # files of verbs/ that belong to no verb: what any method may ask for
 # upward, for annotations: contracts may be named from below, and what is held or handed over by whoever holds it

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.model import Model
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.forward import forward

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed

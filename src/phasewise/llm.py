@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.load import model_path
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.tokenizer import Tokenizer
-from phasewise.recipe import build
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
@@ -41,7 +41,9 @@ class LLM:
     """A model with one method per verb, run in the calling thread.
 
     `model`: a directory, a hub id, or "pocket". Verbs are given as `draft="prompt_lookup:k=6"`; the others keep their
-    defaults. Raises UserError naming whatever does not fit.
+    defaults. `recipes` are other choices, by name, that single requests may ask for: {"fast": {"draft":
+    "prompt_lookup:k=6"}}; verbs that a recipe does not name are as given here. Raises UserError naming whatever does
+    not fit.
 
         llm = LLM("pocket", draft="prompt_lookup", evict="snapkv:keep=0.5")
         for output in llm.generate(["def add(", "import os"], Params(max_tokens=32)):
@@ -58,13 +60,16 @@ class LLM:
         dtype: str | None = None,
         device: str = "cpu",
         limits: Limits | None = None,
+        recipes: Mapping[str, Mapping[str, str | None]] | None = None,
         **verbs: str | None,
     ) -> None:
         self.name = model
         self.limits = limits or Limits()
-        builder = build(EngineSpec(model, self.limits, dtype, device, verbs))
+        texts = {name: dict(own) for name, own in (recipes or {}).items()}
+        builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
         self.model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
+        self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
         self.engine: Placed = builder.build()
 
     @cached_property
@@ -80,17 +85,23 @@ class LLM:
         *,
         stop: Stop = (),
         progress: Callable[[int], Any] | None = None,
+        recipe: str | Sequence[str] = "",
     ) -> list[Output]:
         """One output per prompt (text or token ids), in order; all of them run together.
 
-        `params`: for all, or one for each. `stop`: a string that ends the text, or several. `progress` is told how many
-        requests have left, whenever it is more. Look at `Output.left`: a request that failed does not raise.
+        `params` and `recipe`: for all, or one for each. `stop`: a string that ends the text, or several. `progress` is
+        told how many requests have left, whenever it is more. Look at `Output.left`: a request that failed does not
+        raise.
         """
         each = _several(prompts)
         settings = list(params) if isinstance(params, Sequence) else [params or Params()] * len(each)
-        if len(settings) != len(each):
-            raise UserError(f"{len(settings)} params for {len(each)} prompts: give one, or one for each")
-        requests = [self.request(self.encode(prompt), p, stop) for prompt, p in zip(each, settings)]
+        recipes = [recipe] * len(each) if isinstance(recipe, str) else list(recipe)
+        for given, what in ((settings, "params"), (recipes, "recipes")):
+            if len(given) != len(each):
+                raise UserError(f"{len(given)} {what} for {len(each)} prompts: give one, or one for each")
+        requests = [
+            self.request(self.encode(prompt), p, stop, recipe=name) for prompt, p, name in zip(each, settings, recipes)
+        ]
         try:
             for request in requests:
                 self.engine.add(request)
@@ -101,22 +112,28 @@ class LLM:
         return [self._output(request, stop) for request in requests]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: Params | None = None, *, stop: Stop = ()
+        self, prompt: Prompt | Sequence[Message], params: Params | None = None, *, stop: Stop = (), recipe: str = ""
     ) -> Iterator[str]:
         """Text as it comes, never half a character; `prompt` may be a conversation. Leaving the loop early cancels.
 
         Raises PhasewiseError if the request fails on the way.
         """
-        return self._pieces(self.request(self._ids(prompt), params or Params(), stop), stop)
+        return self._pieces(self.request(self._ids(prompt), params or Params(), stop, recipe=recipe), stop)
 
     def chat(
-        self, messages: Sequence[Message], params: Params | None = None, *, stop: Stop = (), **extra: Any
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        stop: Stop = (),
+        recipe: str = "",
+        **extra: Any,
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages.
 
         `extra` are variables for the chat template. Raises UserError if the model has none.
         """
-        return self.generate([self.encode_chat(messages, **extra)], params, stop=stop)[0]
+        return self.generate([self.encode_chat(messages, **extra)], params, stop=stop, recipe=recipe)[0]
 
     def close(self) -> None:
         """Dismiss workers in other processes, if there are any."""
@@ -131,9 +148,12 @@ class LLM:
         """The token ids of a conversation, up to where the assistant's answer begins."""
         return self.tokenizer.encode(self.template.render(messages, **extra), add_special=False)
 
-    def request(self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None) -> Request:
+    def request(
+        self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""
+    ) -> Request:
         """A request that ends at a stop string as well."""
-        return Request(ids, params, slo=slo, watch=self.text(params, stop).watch if stop else None)
+        watch = self.text(params, stop).watch if stop else None
+        return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
     def text(self, params: Params, stop: Stop = ()) -> Text:
         """A writer of the text of one output drawn with `params`."""

@@ -8,6 +8,7 @@ from typing import Any
 from phasewise import catalog
 from phasewise.engine.binding import SHARED, settle
 from phasewise.errors import UserError
+from phasewise.recipes import PARTS_OF_DECODE, Verbs, check, texts
 
 DEFAULTS = {
     "place": "colocated",
@@ -21,7 +22,6 @@ DEFAULTS = {
     "sample": "standard",
 }
 CLUSTERS = ("auto", "inline", "processes", "ray")
-PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
 WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
 
 
@@ -61,3 +61,15 @@ def spell(methods: Mapping[str, Any]) -> dict[str, str]:
 def defaults() -> dict[str, Any]:
     """The methods that phases have where nothing is chosen, by verb."""
     return {verb: catalog.build(verb, DEFAULTS[verb]) for verb in SHARED}
+
+
+def parse_recipes(options: Verbs, recipes: Mapping[str, Verbs]) -> dict[str, dict[str, Any]]:
+    """{recipe: {verb: method}}: what `parse` makes of `options` with each recipe's own verbs. Raises UserError."""
+    check(recipes)
+    parsed = {}
+    for name, own in recipes.items():
+        try:
+            parsed[name] = parse(texts(options, own, WITH_DRAFT))
+        except UserError as error:
+            raise UserError(f"recipe {name!r}: {error}") from error
+    return parsed

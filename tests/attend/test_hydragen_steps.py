@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Sharing, Store
@@ -17,7 +18,6 @@ from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.hydragen import Hydragen
 from phasewise.model.model import Model
 from phasewise.ops import native
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request

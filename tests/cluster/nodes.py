@@ -16,12 +16,12 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.engine.limits import Limits
-from phasewise.recipe import build
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
@@ -34,13 +34,15 @@ PROMPTS = tiny.prompts(
 )  # the KV of long ones goes through shared memory, that of short ones does not
 SLOW = {"schedule": "sarathi:budget=16"}  # prompts take long enough to die in
 HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 6, "health_check_initial_delay_ms": 0}
+RECIPES = {"small": {"store": "int8"}, "long": {"evict": "streaming:sinks=2,window=30"}}
 LONG = 180.0  # seconds for anything that must happen at all
 HIDDEN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_AUTH_MODE")  # of a Ray that this machine may run
 
 
 def start(cluster: str = "ray", **verbs: str) -> Placed:
     limits = Limits(kv_bytes=64 << 20, cluster=cluster)
-    return build(EngineSpec(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs})).build()
+    spec = EngineSpec(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs}, recipes=RECIPES)
+    return build(spec).build()
 
 
 class Nodes:
@@ -130,8 +132,8 @@ class Stage:
         return {flight.handle for flight in self.router._flights.values()}
 
     # ---- what happens
-    def start(self, params: Sequence[Params]) -> list[Request]:
-        requests = [Request(prompt, p) for prompt, p in zip(PROMPTS, params)]
+    def start(self, params: Sequence[Params], recipes: Sequence[str] = ("",) * len(PROMPTS)) -> list[Request]:
+        requests = [Request(prompt, p, recipe=name) for prompt, p, name in zip(PROMPTS, params, recipes)]
         for request in requests:
             self.router.add(request)
         return requests

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.process import ForkServer, ProcessLauncher
@@ -16,7 +17,6 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.cluster.transfer_buffer import folder
 from phasewise.engine.limits import Limits
-from phasewise.recipe import build
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request

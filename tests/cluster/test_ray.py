@@ -14,6 +14,7 @@ import torch
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install phasewise[cluster]")
 
+from phasewise.builder import build  # noqa: E402
 from phasewise.cluster import ray_backend as rays  # noqa: E402
 from phasewise.cluster.engine_spec import EngineSpec  # noqa: E402
 from phasewise.cluster.ray_buffer import RayBuffer  # noqa: E402
@@ -22,7 +23,6 @@ from phasewise.cluster.transfer_buffer import Lost  # noqa: E402
 from phasewise.engine.limits import Limits  # noqa: E402
 from phasewise.errors import PhasewiseError, UserError  # noqa: E402
 from phasewise.kv.handoff import State  # noqa: E402
-from phasewise.recipe import build  # noqa: E402
 from phasewise.request.params import Params  # noqa: E402
 from phasewise.request.request import Request  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -118,6 +118,17 @@ def test_kv_moves_between_two_nodes_and_tokens_stay_the_same(stage: Stage) -> No
     (far,) = stage.near()
     assert far.state["counters"]["handoffs"], "nothing has crossed from node to node"
     assert len({pid(handle) for handle in stage.router.handles}) == 3
+
+
+def test_recipes_cross_between_nodes(stage: Stage) -> None:
+    names, params = ["small", "long", "", "small", "long"], [tiny.greedy(20)] * len(on.PROMPTS)
+    want = []
+    for prompt, name in zip(on.PROMPTS, names):
+        want += tiny.outs(tiny.run(tiny.engine(on.RECIPES.get(name)), [prompt], params[0]))
+    before = stage.router.counters
+    assert stage.finish(stage.start(params, names)) == want
+    assert stage.router.counters.handoffs - before.handoffs == len(names)
+    assert want != colocated(params), "the recipes cannot be told apart"
 
 
 def test_tensors_cross_between_nodes_as_they_are(stage: Stage) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.process import ProcessLauncher
@@ -18,7 +19,6 @@ from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import folder
 from phasewise.engine.limits import Limits
 from phasewise.kv.handoff import State
-from phasewise.recipe import build
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.processes import go_on, kill, stop

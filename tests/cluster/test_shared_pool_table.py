@@ -17,6 +17,7 @@ from threading import BrokenBarrierError
 import pytest
 import torch
 
+from phasewise.builder import Builder
 from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import Lost, folder, sweep
 from phasewise.engine.limits import Limits
@@ -26,7 +27,6 @@ from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.pool import ROWS, Account, Table
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.counters import Counters
 from tests import tiny
 

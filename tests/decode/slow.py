@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.model.model import Model
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request

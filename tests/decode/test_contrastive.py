@@ -71,7 +71,7 @@ def test_a_request_is_its_own_in_any_company() -> None:
 
 def test_the_amateur_reads_every_row_once_and_in_the_same_slices() -> None:
     placed = engine(schedule="sarathi:budget=16", prefix_cache=False)
-    amateur = placed.parts.companions[0]
+    amateur = placed.recipes[""].companions[0]
     request = Request(tiny.prompts(100)[0], tiny.greedy(N))
     placed.add(request)
     while request.left is None:
@@ -88,7 +88,7 @@ def test_the_amateurs_kv_counts_and_goes_back() -> None:
     placed.add(request)
     for _ in range(3):
         placed.step()
-    amateur = placed.parts.companions[0]
+    amateur = placed.recipes[""].companions[0]
     assert request.kv is not None
     assert placed.kv_bytes == request.kv.bytes + request.state["contrastive"].kv.bytes
     assert request.state["contrastive"].kv.bytes == amateur.store.cost(70 + 3)
@@ -119,7 +119,7 @@ def test_siblings_share_the_amateurs_prompt() -> None:
     for request in family:
         placed.add(request)
     tiny.finish(placed, family)
-    assert placed.parts.companions[0].own.rows == 50 + 3 * (N - 1)
+    assert placed.recipes[""].companions[0].own.rows == 50 + 3 * (N - 1)
     for request in family:
         assert request.out == alone(prompt, request.params)
 

@@ -17,7 +17,7 @@ PROMPTS = tiny.prompts(30, 7, 55)
 
 
 def companion(placed: Placed) -> Companion:
-    (only,) = placed.parts.companions
+    (only,) = placed.recipes[""].companions
     return only
 
 

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from phasewise import catalog
+from phasewise.builder import Builder
 from phasewise.engine.binding import Bindings, settle
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -18,7 +19,6 @@ from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.skip.unified import Unified
 from phasewise.options import defaults, parse, spell
-from phasewise.recipe import Builder
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
@@ -96,7 +96,9 @@ class Owner:
 
     def bind(self, host: Host) -> _Owner:
         seen.append(self)
-        return _Owner(host.bind(Autoregressive()), {"attend": Quest(4, 12, 0), "skip": host.bind(Unified())})
+        return _Owner(
+            host.bind(Autoregressive()), {"attend": Quest(4, 12, 0), "skip": host.bind(Unified(weights="none"))}
+        )
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,9 @@ def tokens(options: dict[str, str]) -> list[list[int]]:
 # ---- one runtime in several slots
 def test_one_object_fills_both_slots_of_all_phases() -> None:
     placed: Any = tiny.engine({"attend": "window"})
-    runtimes = {id(slot) for phase in placed.parts.phases for slot in (phase.attend, phase.evict)}
+    runtimes = {id(slot) for phase in placed.parts.recipes[""].phases for slot in (phase.attend, phase.evict)}
     assert len(runtimes) == 1 and seen == [Window()]
-    assert isinstance(placed.parts.phases[0].attend, _Window)
+    assert isinstance(placed.parts.recipes[""].phases[0].attend, _Window)
 
 
 def test_it_does_the_work_of_both() -> None:
@@ -165,7 +167,7 @@ def test_it_does_the_work_of_both() -> None:
 def test_in_a_phase_it_leaves_alone_it_only_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Window, "phases", ("decode",))
     placed: Any = tiny.engine({"attend": "window"})
-    first, last = placed.parts.phases
+    first, last = placed.parts.recipes[""].phases
     assert last.attend is last.evict is first.evict and first.attend == catalog.build("attend", "dense")
 
 
@@ -200,26 +202,29 @@ def test_phases_settle_methods_that_no_text_named() -> None:
 # ---- a decode method that brings its own
 def test_what_it_brings_is_used_in_its_phases() -> None:
     placed: Any = tiny.engine({"decode": "owner"})
-    first, last = placed.parts.phases
+    first, last = placed.parts.recipes[""].phases
     assert last.decode is first.decode and seen == [Owner()]
     assert last.attend is last.decode.own["attend"] and last.skip is last.decode.own["skip"]
     assert first.attend == catalog.build("attend", "dense") and first.skip is None
     assert last.decode.chosen == [("attend", None), ("skip", None)]
-    want = tokens({"attend": "quest:page=4,budget=12,dense_layers=0", "skip": "unified"})
+    want = tokens({"attend": "quest:page=4,budget=12,dense_layers=0", "skip": "unified:weights=none"})
     assert tokens({"decode": "owner"}) == want != tokens({})
 
 
 def test_without_phases_it_is_used_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Owner, "phases")
     placed: Any = tiny.engine({"decode": "owner"})
-    first, last = placed.parts.phases
+    first, last = placed.parts.recipes[""].phases
     assert first.attend is last.attend is last.decode.own["attend"] and first.skip is last.skip is not None
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"decode": "owner", "skip": "unified"}, "decode owner brings its own skip: leave out --skip unified"),
+        (
+            {"decode": "owner", "skip": "unified:weights=none"},
+            "decode owner brings its own skip: leave out --skip unified",
+        ),
         ({"decode": "owner", "attend": "quest"}, "decode owner brings its own attend: leave out --attend quest"),
         ({"decode": "owner", "attend": "window"}, "decode owner brings its own attend: leave out --attend window"),
         ({"decode": "composer", "attend": "quest"}, "decode composer brings its own attend: leave out --attend quest"),
@@ -231,13 +236,15 @@ def test_what_the_user_chose_beside_it_is_refused(options: dict[str, str], why: 
 
 
 def test_knobs_may_decide_whether_it_brings_anything() -> None:
-    assert tokens({"decode": "owner:own=no", "skip": "unified"}) == tokens({"skip": "unified"})
+    assert tokens({"decode": "owner:own=no", "skip": "unified:weights=none"}) == tokens(
+        {"skip": "unified:weights=none"}
+    )
     assert tokens({"decode": "owner", "skip": "all", "attend": "dense"}) == tokens({"decode": "owner"})
 
 
 def test_it_composes_what_it_says_it_composes() -> None:
-    placed: Any = tiny.engine({"decode": "composer", "skip": "unified:speedup=4"})
-    last = placed.parts.phases[-1]
+    placed: Any = tiny.engine({"decode": "composer", "skip": "unified:speedup=4,weights=none"})
+    last = placed.parts.recipes[""].phases[-1]
     assert isinstance(last.skip, Either) and last.skip.both[0] is last.decode.own["skip"]
     assert last.skip.both[1].skipped == frozenset({1, 2}) and last.decode.chosen[0] == ("attend", None)
     assert tokens({"decode": "composer"}) == tokens({"decode": "owner"})
@@ -280,8 +287,8 @@ def test_equal_methods_share_a_runtime() -> None:
 
 def test_equality_asks_for_the_class_too() -> None:
     bound = bindings()
-    a, b = bound.bind(Unified(4.0)), bound.bind(Half(4.0))
-    assert a is not b and a is bound.bind(Unified(4))
+    a, b = bound.bind(Unified(4.0, "none")), bound.bind(Half(4.0, "none"))
+    assert a is not b and a is bound.bind(Unified(4, "none"))
 
 
 def test_what_cannot_be_hashed_is_told_apart_by_identity() -> None:
@@ -297,7 +304,11 @@ def test_recipes_share_what_they_have_in_common() -> None:
         for options in (
             {"decode": "block_diffusion:selector=static", "evict": "streaming"},
             {"decode": "block_diffusion:selector=(static)", "evict": "streaming", "skip": "all"},
-            {"decode": "block_diffusion:selector.threshold=0.5", "evict": "streaming:window=9", "skip": "unified"},
+            {
+                "decode": "block_diffusion:selector.threshold=0.5",
+                "evict": "streaming:window=9",
+                "skip": "unified:weights=none",
+            },
         )
     )
     for a, b, c in zip(plain, again, other):
@@ -325,7 +336,7 @@ def test_nested_methods_work_in_every_placement() -> None:
         {"draft": "draft_model:k=3,drawn=iid", "verify": "match", "store": "int8", "schedule": "sarathi:budget=7"},
         {"attend": "window:window=9", "place": "disaggregated:share=0.25"},
         {"decode": "block_diffusion:selector=local_leap,selector.radius=2,steps=none", "evict": "streaming"},
-        {"decode": "composer:own=no", "skip": "half:speedup=4"},
+        {"decode": "composer:own=no", "skip": "half:speedup=4,weights=none"},
     ],
     ids=str,
 )
@@ -338,7 +349,8 @@ def test_a_recipe_can_be_sent_as_text(options: dict[str, str]) -> None:
 
 def test_prefixes_are_known_by_the_parts_that_shaped_them() -> None:
     def key(decode: str) -> str:
-        return Builder(tiny.model(), parse({"decode": decode}), Limits(), load=tiny.load)._prefix_key()
+        placed: Any = Builder(tiny.model(), parse({"decode": decode}), Limits(), load=tiny.load).build()
+        return str(placed.store.sharing.prefix_key)
 
     assert key("block_diffusion") == key("block_diffusion:selector=dynamic,selector.threshold=0.9")
     different = ["", ":selector=static", ":selector=sequential", ":selector.threshold=0.5", ":selector=local_leap"]

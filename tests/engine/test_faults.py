@@ -109,11 +109,11 @@ def test_a_drafter_that_raises(verb: str, options: dict[str, str]) -> None:
 
 def test_a_draft_model_whose_pass_fails_once_starts_again() -> None:
     engine = tiny.engine({"draft": "draft_model:model=tiny-draft", "verify": "match"})
-    (companion,) = engine.parts.companions
+    (companion,) = engine.recipes[""].companions
     layer, left = companion.model.layer, [1]
 
-    def shaky(i: int, x: object, ctx: object) -> object:
-        result = layer(i, x, ctx)
+    def shaky(i: int, x: object, ctx: object, deltas: object) -> object:
+        result = layer(i, x, ctx, deltas)
         if i == 1 and left[0]:
             left[0] -= 1
             raise Boom("passing")

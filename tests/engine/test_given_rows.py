@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from phasewise.engine.engine import Engine
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.model.model import Model
 from phasewise.ops import native
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
@@ -85,7 +83,7 @@ class Gives:
 
 def run(model: Model, give: Callable[[Span], None], schedule: str = "sarathi") -> Request:
     engine = tiny.engine({"schedule": schedule}, of=model, prefix_cache=False)
-    for phase in engine.parts.phases:  # type: ignore[attr-defined]
+    for phase in engine.parts.recipes[""].phases:  # type: ignore[attr-defined]
         object.__setattr__(phase, "decode", Gives(phase.decode, give))
     [request] = tiny.run(engine, tiny.prompts(9), tiny.greedy(6))
     return request
@@ -121,10 +119,3 @@ def test_a_depth_that_a_method_sets_is_refused(model: Model) -> None:
 def test_given_states_are_refused_where_the_schedule_splits_the_depth(model: Model) -> None:
     request = run(model, embedded(model), "layered:rows_per_group=4")
     assert request.left is not None and request.left.how == "failed" and "which layers run" in request.left.reason
-
-
-def test_a_third_phase_is_refused() -> None:
-    parts = tiny.engine().parts  # type: ignore[attr-defined]
-    for phases in ([], [*parts.phases, parts.phases[0]]):
-        with pytest.raises(ValueError, match=f"{len(phases)} phases"):
-            Engine(replace(parts, phases=phases))

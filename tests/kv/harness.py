@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phasewise.builder import Builder
+from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.cache import KV
@@ -25,7 +27,6 @@ from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
 from phasewise.options import parse
-from phasewise.recipe import Builder, kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from phasewise.kv import layer_kv
 from phasewise.kv.buffer import KVShape, Ledger, Raw
-from phasewise.kv.prefix import BLOCK, PrefixTree, chain
+from phasewise.kv.prefix import BLOCK, PrefixCache, PrefixTree, chain
 from phasewise.kv.store import Sharing, Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
@@ -76,7 +76,7 @@ class Requests(RuleBasedStateMachine):
     @rule(n=st.integers(0, 30))
     def shrink(self, n: int) -> None:
         used, idle = self.tree.bytes, self.idle_bytes()
-        freed = self.tree.shrink(n * BLOCK * ROW)
+        freed = self.store.prefixes.shrink(n * BLOCK * ROW)
         assert freed == used - self.tree.bytes
         assert freed >= min(n * BLOCK * ROW, idle), "every block nobody holds can be had"
 
@@ -110,7 +110,7 @@ class Requests(RuleBasedStateMachine):
         for request in getattr(self, "live", ()):
             request.release()
         if hasattr(self, "store"):
-            self.tree.clear()
+            self.store.prefixes.clear()
             assert self.ledger.used == self.tree.bytes == 0 and not self.tree.nodes()
 
 
@@ -142,7 +142,7 @@ def test_least_recently_used_leaves_go_first() -> None:
     served(store, a)
     served(store, b)
     assert served(store, a) == 2 * BLOCK, "touched last"
-    store.tree.shrink(1)
+    store.prefixes.shrink(1)
     assert served(store, a) == 2 * BLOCK and served(store, b) == BLOCK, "b lost its leaf, not its root"
 
 
@@ -193,3 +193,23 @@ def test_an_allocation_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MemoryError):
         store.open(Request([1, 2, 3]), 4)
     assert store.ledger.used == 0
+
+
+def test_trees_under_one_ledger_make_way_in_the_order_of_use() -> None:
+    shape, ledger = KVShape(HEADS, DIM, torch.float32), Ledger(100 * BLOCK * ROW)
+    cache = PrefixCache(ledger)
+
+    def store(key: str) -> Store:
+        return Store([shape] * LAYERS, Raw(), ledger=ledger, counters=Counters(), sharing=Sharing(key, prefixes=cache))
+
+    one, two, twin = store("one"), store("two"), store("one")
+    assert one.tree is twin.tree is not two.tree
+    prompt = [1] * (BLOCK + 1)
+    served(one, prompt)
+    served(two, prompt)
+    assert served(twin, prompt) == BLOCK, "the same key, the same tree; touched last"
+    assert cache.bytes == ledger.used == 2 * BLOCK * ROW
+    two.prefixes.shrink(1)
+    assert one.tree is not None and two.tree is not None
+    assert (one.tree.bytes, two.tree.bytes) == (BLOCK * ROW, 0)
+    assert two.room(100 * BLOCK * ROW) and cache.bytes == ledger.used == 0, "another store's prefixes make way"

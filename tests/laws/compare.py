@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.params import Params
 from phasewise.verbs.host import Host
 from phasewise.verbs.place import Placed

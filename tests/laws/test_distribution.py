@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
+from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.params import Params
 from phasewise.speculation.loop import matches
 from phasewise.verbs.draft import Draft, Drawn

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from phasewise import catalog
+from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.draft import Draft

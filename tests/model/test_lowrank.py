@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
@@ -16,7 +17,6 @@ from phasewise.model.artefacts import Artefact
 from phasewise.model.lowrank import Delta, Deltas, shapes
 from phasewise.model.model import Model
 from phasewise.ops import native
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.forward import forward

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise import catalog
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
@@ -18,7 +19,6 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native.stack import SLICE
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from phasewise.builder import Builder
 from phasewise.cluster.launcher import Launcher
 from phasewise.cluster.router import Router
 from phasewise.cluster.transfer_buffer import InlineBuffer
@@ -13,7 +14,6 @@ from phasewise.engine.invariants import check
 from phasewise.engine.limits import Limits
 from phasewise.kv.handoff import State
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, Faulty

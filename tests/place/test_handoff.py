@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.handoff import Misfit, State, advance, exactness, landing, layout, pack, unpack
 from phasewise.kv.store import Store
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.header import header_of, request_of
 from phasewise.request.params import SLO, Params
@@ -64,7 +64,8 @@ def test_the_header_is_plain_and_complete() -> None:
     params = Params(
         max_tokens=9, temperature=0.7, seed=2**62, logit_bias={5: -1.5, 40: 2.0}, stop_tokens=(3, 9), top_k=12
     )
-    request = Request([4, 5, 6], params, id="me", slo=SLO(0.5, 0.01), now=12.25)
+    request = Request([4, 5, 6], params, id="me", slo=SLO(0.5, 0.01))
+    request.trace.arrived = 12.25
     request.tokens.append(11)
     request.computed = request.high_water = 3
     request.trace.emitted(12.75, 1)

@@ -271,7 +271,7 @@ def test_nobody_overtakes_requests_that_wait_for_room() -> None:
 def test_a_worker_that_is_full_after_all_says_so_and_is_spared() -> None:
     placed = pushing(prefix_cache=False)
     (worker,) = workers(placed, "decode")
-    fits, worker._inbox.fits = worker._inbox.fits, lambda tokens: False
+    fits, worker._inbox.fits = worker._inbox.fits, lambda store, tokens: False
     requests = together(placed, MIXED)
     placed.step()
     assert all(flight.move is None for flight in placed._flights.values())
@@ -341,9 +341,9 @@ def test_a_word_about_missing_room_that_is_lost_late_or_doubled_costs_no_token(
     worker = workers(placed)[-1]
     fits, asked = worker._inbox.fits, []
 
-    def full_at_first(tokens: int) -> bool:
+    def full_at_first(store: object, tokens: int) -> bool:
         asked.append(tokens)
-        return len(asked) > 3 and fits(tokens)
+        return len(asked) > 3 and fits(store, tokens)
 
     worker._inbox.fits = full_at_first
     requests = together(placed, [sampled(8, seed=i) for i in range(5)])

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise import catalog
+from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.load import weigh
 from phasewise.cluster.phase_pools import pool
@@ -14,7 +15,6 @@ from phasewise.cluster.router import Router
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.place.splitwise import Splitwise
-from phasewise.recipe import build
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.faulty import HEARD, TOLD, Fate, unsteady

@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from phasewise import catalog
+from phasewise.builder import Builder, say_nothing_travels
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.options import parse
-from phasewise.recipe import Builder, say_nothing_travels
 from tests import tiny
 
 PLACES = list(catalog.names("place"))

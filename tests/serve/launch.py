@@ -47,9 +47,9 @@ def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -
 def main(model: str, text: str) -> None:
     options = json.loads(text)
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
-    verbs = options.pop("verbs", {})
+    verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
     try:
-        run(lambda: faulty(LLM(model, limits=Limits(**limits), **verbs), **faults), **options)
+        run(lambda: faulty(LLM(model, limits=Limits(**limits), recipes=recipes, **verbs), **faults), **options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phasewise.engine.assembly import kv_shapes
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
-from phasewise.recipe import kv_shapes
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.companion import Companion, common

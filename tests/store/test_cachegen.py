@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
 from phasewise.engine.invariants import check
 from phasewise.engine.limits import Limits
@@ -19,7 +20,6 @@ from phasewise.kv.handoff import Header, Misfit, layout, pack, unpack
 from phasewise.methods.store.cachegen import CacheGen
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.header import request_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request

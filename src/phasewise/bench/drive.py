@@ -12,11 +12,11 @@ import torch
 
 from phasewise.bench.latency import Served
 from phasewise.bench.workloads import Shot
+from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.request.counters import Counters
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request

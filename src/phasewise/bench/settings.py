@@ -14,7 +14,8 @@ from phasewise.bench.rounds import agreement, median, order, ratio
 from phasewise.bench.workloads import Shot
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError, near
-from phasewise.options import DEFAULTS, PARTS_OF_DECODE
+from phasewise.options import DEFAULTS
+from phasewise.recipes import PARTS_OF_DECODE
 from phasewise.verbs.place import Placed
 
 DEFAULT = "default"

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,14 +100,14 @@ class EngineOptions:
             if name not in catalog.names(verb):
                 catalog.method(verb, name)
 
-    def llm(self) -> LLM:
-        """The model with its methods. Raises UserError naming whatever does not fit."""
+    def llm(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> LLM:
+        """The model with its methods, and with recipes. Raises UserError naming whatever does not fit."""
         self.check()
         from phasewise.cli.progress import working
         from phasewise.llm import LLM
 
         with working(f"loading {self.model}"):
-            return LLM(self.model, dtype=self.dtype, limits=self.limits(), **self.verbs)
+            return LLM(self.model, dtype=self.dtype, limits=self.limits(), recipes=recipes, **self.verbs)
 
     def arguments(self) -> list[str]:
         """The same options as command-line words, for a process of its own."""

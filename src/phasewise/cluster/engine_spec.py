@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A model by name and a method per verb as text, under limits; plain data as `asdict` gives it."""
+    """A model by name and a method per verb as text, under limits; plain data as `asdict` gives it. `recipes`: the
+    verbs that each recipe has of its own."""
 
     model: str
     limits: Limits
     dtype: str | None = None
     device: str = "cpu"
     verbs: Mapping[str, str | None] = field(default_factory=dict)
+    recipes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -25,6 +25,7 @@ class WorkerHandle:
         self.decoding = 0  # tokens of the requests that generate here, or are on their way here
         self.promised = 0  # bytes of KV on their way here
         self.coming = 0  # requests on their way here
+        self.shape = b""  # of the prompt that is being placed: the key under which its prefixes are cached
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -53,16 +54,16 @@ class WorkerHandle:
     def cached(self, tokens: Sequence[int]) -> int:
         """Tokens at the start of a prompt that it has probably cached."""
         found = 0
-        for key in _keys(tokens):
+        for key in _keys(self.shape, tokens):
             if key not in self._blocks:
                 break
             self._blocks.move_to_end(key)
             found += BLOCK
         return found
 
-    def remember(self, tokens: Sequence[int]) -> None:
+    def remember(self, tokens: Sequence[int], shape: bytes = b"") -> None:
         """It was given a prompt."""
-        for key in _keys(tokens):
+        for key in _keys(shape, tokens):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
         while len(self._blocks) > REMEMBERED:
@@ -72,8 +73,8 @@ class WorkerHandle:
         self._blocks.clear()
 
 
-def _keys(tokens: Sequence[int]) -> list[bytes]:
-    keys, key = [], b""
+def _keys(shape: bytes, tokens: Sequence[int]) -> list[bytes]:
+    keys, key = [], shape
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = chain(key, tokens[start : start + BLOCK])
         keys.append(key)

@@ -117,7 +117,7 @@ class InFlight:
     @property
     def departs(self) -> bool:
         """Whether it leaves its worker when its prompt is done."""
-        return self.move is not None or len(self.handle.spec.phases) == 1
+        return self.move is not None or not self.handle.spec.decodes
 
     @property
     def computing(self) -> bool:

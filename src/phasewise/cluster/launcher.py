@@ -31,8 +31,13 @@ class WorkerSpec:
     pooled: bool = False
 
     @property
+    def decodes(self) -> bool:
+        """Whether requests go on there when their prompts are done. Where they do not, all of them depart."""
+        return "decode" in self.phases
+
+    @property
     def yields(self) -> bool:
-        return len(self.phases) == 1
+        return not self.decodes
 
     @classmethod
     def of(cls, plain: Message) -> WorkerSpec:

@@ -9,16 +9,18 @@ from collections.abc import Iterable, Sequence
 
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.in_flight import InFlight
-from phasewise.engine.engine import Parts
+from phasewise.engine.runtime import Parts
 from phasewise.kv.layer_kv import ROUND
 from phasewise.request.request import Request
 
 
-def weigh(handles: Sequence[WorkerHandle], flights: Iterable[InFlight], but: Request | None = None) -> None:
+def weigh(
+    handles: Sequence[WorkerHandle], flights: Iterable[InFlight], but: Request | None = None, shape: bytes = b""
+) -> None:
     """Bring the handles' loads up to date: what they prefill, and what they decode or will decode, as far as that is
-    decided; all requests `but` one."""
+    decided; all requests `but` one. `shape`: of the prompt that is to be placed."""
     for handle in handles:
-        handle.prefilling = handle.decoding = 0
+        handle.prefilling, handle.decoding, handle.shape = 0, 0, shape
     for flight in flights:
         if flight.caller is but:
             continue
@@ -29,25 +31,26 @@ def weigh(handles: Sequence[WorkerHandle], flights: Iterable[InFlight], but: Req
             goes_on.decoding += flight.caller.known
 
 
-def may_keep(handle: WorkerHandle, parts: Parts, waiting: Sequence[int], room: int) -> bool:
-    """Whether a worker seems to have `room` bytes besides what those that run there, and those of so many tokens that
-    wait there, may take. It may say no."""
-    if len(handle.spec.phases) == 1 or not handle.state:
+def may_keep(handle: WorkerHandle, parts: Parts, waiting: Sequence[Request], room: int) -> bool:
+    """Whether a worker seems to have `room` bytes besides what those that run there, and those that wait there, may
+    take. It may say no."""
+    if not handle.spec.decodes or not handle.state:
         return False
     running = handle.state["running"] + handle.coming
-    taken = sum(map(parts.store.cost, waiting)) + running * ROUND * parts.store.row_bytes
+    taken = sum(parts.recipes[request.recipe].store.cost(request.known) for request in waiting)
+    taken += running * ROUND * parts.row_bytes
     return bool(running + len(waiting) < parts.max_running and handle.free >= room + taken)
 
 
 def has_room(handle: WorkerHandle, parts: Parts, n_bytes: int) -> bool:
     """Whether a worker has so many bytes for a request. Those that wait for memory there go first, and those that run
     may grow a bit. What is lent needs no room: a lone request that cannot grow even wants company to take it from."""
-    if len(handle.spec.phases) == 1 or not handle.state:
+    if not handle.spec.decodes or not handle.state:
         return False
     running = handle.state["running"] + handle.coming
     if not n_bytes:
         return bool(running < parts.max_running or (running == 1 and handle.state["wish"]))
     if handle.state["waiting"] or handle.state["arrivals"]:
         return False
-    growth = running * ROUND * parts.store.row_bytes
+    growth = running * ROUND * parts.row_bytes
     return bool(running < parts.max_running and handle.free >= n_bytes + growth)

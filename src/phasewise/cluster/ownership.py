@@ -17,8 +17,7 @@ from torch import Tensor
 from phasewise.cluster.shared_pool import SharedPool
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
 from phasewise.kv.cache import KV
-from phasewise.kv.handoff import Header, pack_lent, unpack
-from phasewise.kv.layer_kv import ROUND, rounded
+from phasewise.kv.handoff import Header, Layouts, pack_lent, unpack
 from phasewise.kv.pool import Account
 
 if TYPE_CHECKING:
@@ -52,43 +51,40 @@ class OwnershipBuffer:
 class OwnershipTransfer:
     """What a worker does with its engine's account in a pool."""
 
-    def __init__(self, engine: Engine, account: Account, transfer_buffer: TransferBuffer, layout: str) -> None:
+    def __init__(self, engine: Engine, account: Account, transfer_buffer: TransferBuffer, layouts: Layouts) -> None:
         self.engine, self.account, self.transfer_buffer = engine, account, transfer_buffer
-        self._layout = layout
+        self._layouts = layouts
 
     @classmethod
-    def of(cls, engine: Engine, transfer_buffer: TransferBuffer, layout: str) -> OwnershipTransfer | None:
+    def of(cls, engine: Engine, transfer_buffer: TransferBuffer, layouts: Layouts) -> OwnershipTransfer | None:
         """None if the engine has a budget of its own."""
-        account = engine.store.ledger
-        return cls(engine, account, transfer_buffer, layout) if isinstance(account, Account) else None
+        account = engine.ledger
+        return cls(engine, account, transfer_buffer, layouts) if isinstance(account, Account) else None
 
     # ---- memory
     def balance(self) -> None:
         """Keep what the engine's requests need to grow, and the first that waits to start; let go of the rest."""
-        tree = self.engine.store.tree
         self.account.settle(self._headroom())
-        if self.account.wish and tree is not None and tree.shrink(self.account.wish):
+        if self.account.wish and self.engine.prefixes.shrink(self.account.wish):
             self.account.settle(self._headroom())
 
     def _headroom(self) -> int:
         if self.account.yields:
             return 0
         engine = self.engine
-        unit = engine.room.need(ROUND)
-        each = [(request.kv, max(1, request.rows)) for request in engine.running]
-        grow = sum(max(rounded(rows) // ROUND * unit, kv.growth(rows)) for kv, rows in each if kv is not None)
-        return grow + sum(engine.room.need(request.known + 1) for request in engine.waiting[:1])
+        each = [(engine.runtime(request), request.kv, max(1, request.rows)) for request in engine.running]
+        grow = sum(max(runtime.need(rows), kv.growth(rows)) for runtime, kv, rows in each if kv is not None)
+        return grow + sum(engine.runtime(request).need(request.known + 1) for request in engine.waiting[:1])
 
     def spare(self, n_bytes: int) -> None:
         """Give up unused prefixes for somebody else."""
-        if self.engine.store.tree is not None:
-            self.engine.store.tree.shrink(n_bytes)
+        self.engine.prefixes.shrink(n_bytes)
 
     # ---- handing on
     def fits(self, request: Request) -> bool:
         """Whether there is room for what siblings no longer share with it."""
         assert request.kv is not None
-        return self.engine.store.room(request.kv.shared)
+        return self.engine.prefixes.room(request.kv.shared)
 
     def put(self, request: Request, attempt: int) -> tuple[Header, Parcel]:
         """Give a request's KV up for another worker to take."""
@@ -96,7 +92,7 @@ class OwnershipTransfer:
         assert kv is not None
         kv.settle()  # the values that it would have here: they change no more
         kv.unshare()
-        packed, tensors = pack_lent(request, self._layout, attempt)
+        packed, tensors = pack_lent(request, self._layouts.of(request.recipe)[1], attempt)
         parcel = self.transfer_buffer.put(tensors)
         try:
             parcel["loan"] = self.account.lend(kv)
@@ -109,7 +105,7 @@ class OwnershipTransfer:
         """The KV and the drawers of a request that another worker has given up. Raises if they are gone."""
         tensors = self.transfer_buffer.get(parcel)
         self.account.adopt(parcel["loan"])
-        return unpack(packed, tensors, self.engine.store, self._layout)
+        return unpack(packed, tensors, *self._layouts.of(packed["request"]["recipe"]))
 
     def welcome(self) -> bool:
         """Whether one more may run. It brings its memory along; where a lone request cannot grow, it gives it up."""

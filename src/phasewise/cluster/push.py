@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
-from phasewise.kv.handoff import Header, drawers, fits, unpack
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.handoff import Header, Layouts, drawers, fits, unpack
 from phasewise.kv.segments import Block, Landing, Sent, cut, size
 from phasewise.request.header import request_of
 from phasewise.request.request import Request
 
 if TYPE_CHECKING:
     from phasewise.engine.engine import Engine
+    from phasewise.kv.store import Store
 
 log = logging.getLogger(__name__)
 Message = dict[str, Any]
@@ -49,8 +49,6 @@ class Outbox:
         self.engine, self.transfer_buffer, self.lease = engine, transfer_buffer, lease
         self._post = post
         self._sending: dict[str, _Sending] = {}
-        # whoever evicts rewrites the rows of a prompt sooner or later: what was sent early would be sent in vain
-        self._early = engine.parts.phases[0].evict is None
 
     @property
     def bytes(self) -> int:
@@ -65,14 +63,16 @@ class Outbox:
 
     def send(self) -> None:
         """Put down what the step has made final, as far as the budget allows; the rest goes with a later piece."""
-        if not self._early:
-            return
         engine = self.engine
         for sending in self._sending.values():
             request = sending.request
             if request not in engine.queues or request in engine.departed:
                 continue
-            blocks = sending.sent.more(request, engine.store.shareable(request))
+            runtime = engine.runtime(request)
+            # whoever evicts rewrites the rows of a prompt sooner or later: what was sent early would be sent in vain
+            if any(phase.evict is not None for phase in runtime.phases):
+                continue
+            blocks = sending.sent.more(request, runtime.store.shareable(request))
             if not blocks or request.kv is None or not engine.room.promise(n := size(request.kv, blocks)):
                 continue
             try:
@@ -151,10 +151,10 @@ class Inbox:
         engine: Engine,
         transfer_buffer: TransferBuffer,
         post: Post,
-        layout: str,
+        layouts: Layouts,
         own: Callable[[Request, int], None],
-    ):
-        self.engine, self.transfer_buffer, self.layout = engine, transfer_buffer, layout
+    ) -> None:
+        self.engine, self.transfer_buffer, self.layouts = engine, transfer_buffer, layouts
         self._post, self._own = post, own
         self._coming: dict[str, _Coming] = {}
 
@@ -168,20 +168,21 @@ class Inbox:
     def bytes(self) -> int:
         return sum(coming.landing.bytes for coming in self._coming.values())
 
-    def fits(self, tokens: int) -> bool:
+    def fits(self, store: Store, tokens: int) -> bool:
         """Whether a request of so many tokens has room besides those that wait, and those that run and may grow."""
-        engine, store = self.engine, self.engine.store
+        engine = self.engine
         if len(engine.running) + len(engine.waiting) + len(self) >= engine.parts.max_running:
             return False
-        waiting = sum(engine.room.need(request.known + 1) for request in engine.waiting)
-        return store.room(store.cost(tokens) + waiting + len(engine.running) * ROUND * store.row_bytes)
+        waiting = sum(engine.runtime(request).need(request.known + 1) for request in engine.waiting)
+        return store.room(store.cost(tokens) + waiting + engine.growth)
 
     def expect(self, command: Message, until: float) -> bool:
         """Take room for a request of so many tokens; False if there is none."""
-        if not self.fits(command["tokens"]):
+        store = self.engine.recipes[command["recipe"]].store
+        if not self.fits(store, command["tokens"]):
             return False
         try:
-            landing = Landing(self.engine.store, command["tokens"])
+            landing = Landing(store, command["tokens"])
         except Exception as error:  # the machine has less memory than the budget says
             log.warning("no room could be taken for %s: %s", command["id"], error)
             return False
@@ -220,7 +221,7 @@ class Inbox:
         seconds = clock() - began
         blocks, rows = command["blocks"], tensors
         if "packed" in command:
-            fits(command["packed"], self.engine.store, self.layout)
+            fits(command["packed"], *self.layouts.of(command["packed"]["request"]["recipe"]))
             first = len(tensors) if blocks is None else command["rows_at"]
             coming.last, rows = (command["packed"], tensors[:first]), tensors[first:]
         if blocks is not None:
@@ -236,7 +237,7 @@ class Inbox:
         header, tensors = coming.last
         request = request_of(header["request"])
         if not coming.landing.layers:
-            request.kv, request.state = unpack(header, tensors, self.engine.store, self.layout)
+            request.kv, request.state = unpack(header, tensors, *self.layouts.of(request.recipe))
         elif coming.landing.covers(request.computed):
             request.state = drawers(header, tensors)
             self.engine.room.promised -= coming.landing.bytes

@@ -187,13 +187,18 @@ class Router:
     # ---- starting
     def _start_of(self, request: Request) -> WorkerHandle:
         """Where a request starts; one that has emitted starts again where it can go on."""
-        weigh(self.handles, self._flights.values(), but=request)
+        weigh(self.handles, self._flights.values(), request, self._shape(request))
         seated = self.supervisor.seated
         if not request.n_out:
             return self.policy.start(request.tokens, seated)
-        handle = self.policy.go_on(request.known, [handle for handle in seated if len(handle.spec.phases) > 1])
+        handle = self.policy.go_on(request.known, [handle for handle in seated if handle.spec.decodes])
         assert handle is not None
         return handle
+
+    def _shape(self, request: Request) -> bytes:
+        """The key under which workers cache the request's prompt: recipes that shape it alike have the same."""
+        tree = self.fronts[0].runtime(request).store.tree
+        return b"" if tree is None else tree.root.key
 
     def _begin(self, flight: InFlight, parent: Request | None = None) -> None:
         """Hand a request's tokens to its worker."""
@@ -204,7 +209,7 @@ class Router:
         command["push"] = flight.move is not None
         if parent is not None:
             command["parent"] = parent.id
-        flight.handle.remember(caller.prompt)
+        flight.handle.remember(caller.prompt, self._shape(caller))
         flight.handle.tell(command)
 
     def _restart(self, flight: InFlight, why: str) -> None:
@@ -340,10 +345,10 @@ class Router:
     def _meet(self, flight: InFlight, policy: Pairing) -> None:
         """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
         requests that wait for room."""
-        weigh(self.handles, self._flights.values(), but=flight.caller)
+        weigh(self.handles, self._flights.values(), flight.caller, self._shape(flight.caller))
         tokens = flight.caller.known + 1
         parts = self.fronts[-1].parts
-        room = parts.store.cost(tokens)
+        room = parts.recipes[flight.caller.recipe].store.cost(tokens)
         queued = any(other.homeless for other in self._flights.values() if other is not flight)
         views = (
             [] if queued else [handle for handle in self.handles if may_keep(handle, parts, self._known(handle), room)]
@@ -353,11 +358,12 @@ class Router:
             self._unmet += 1
         elif target is not flight.handle:
             flight.move = Transfer()
-            flight.move.expect(target, {"id": flight.caller.id, "attempt": flight.attempt, "tokens": tokens}, room)
+            order = {"id": flight.caller.id, "attempt": flight.attempt}
+            flight.move.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
 
-    def _known(self, handle: WorkerHandle) -> list[int]:
-        """Tokens of the requests that wait there for memory."""
-        return [self._flights[name].caller.known for name in handle.state.get("waiting", ()) if name in self._flights]
+    def _known(self, handle: WorkerHandle) -> list[Request]:
+        """The requests that wait there for memory."""
+        return [self._flights[name].caller for name in handle.state.get("waiting", ()) if name in self._flights]
 
     def _part(self, flight: InFlight) -> None:
         """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""

@@ -2,7 +2,7 @@
 
     command  add      {request, attempt, parent?, push} start (or start again) from tokens; push: KV leaves in pieces
              take     {id, attempt, packed, parcel}     go on with a request whose KV is in the transfer buffer
-             expect   {id, attempt, tokens}             set room aside for a request whose KV will come in pieces
+             expect   {id, attempt, recipe, tokens}     set room aside for a request whose KV will come in pieces
              piece    {id, attempt, piece, blocks, parcel, packed?}  some of its rows; the last one brings the rest too
              release  {id, attempt, pieces?, seconds?}  its KV (or these pieces) was taken over, or is no longer wanted
              keep     {id, attempt}                     nobody expects it any more
@@ -38,9 +38,9 @@ from torch import Tensor
 from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.push import Inbox, Outbox
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
-from phasewise.kv.handoff import landing, layout, pack, unpack
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.handoff import Layouts, landing, pack, unpack
 from phasewise.kv.segments import cut
+from phasewise.kv.wire import Wire
 from phasewise.request.header import request_of
 from phasewise.request.request import Left, Request
 
@@ -69,6 +69,7 @@ class _Offer:
     parcel: Parcel
     n_bytes: int
     until: float
+    wire: Wire | None  # that it was written with
 
 
 class Worker:
@@ -81,13 +82,14 @@ class Worker:
     ) -> None:  # fmt: skip
         self.engine, self.transfer_buffer, self.lease = engine, transfer_buffer, lease
         self._post, self._settle = post, settle
-        self._layout = layout(engine.model.config, engine.store)
-        self._lender = OwnershipTransfer.of(engine, transfer_buffer, self._layout)
+        stores = {name: runtime.store for name, runtime in engine.recipes.items()}
+        self._layouts = Layouts(engine.model.config, stores)
+        self._lender = OwnershipTransfer.of(engine, transfer_buffer, self._layouts)
         self._jobs: dict[str, _Job] = {}
         self._offers: dict[str, _Offer] = {}
         self._arrivals: dict[str, Message] = {}  # to be taken, in order, once there is room
         self._outbox = Outbox(engine, transfer_buffer, post, lease)
-        self._inbox = Inbox(engine, transfer_buffer, post, self._layout, self._resume)
+        self._inbox = Inbox(engine, transfer_buffer, post, self._layouts, self._resume)
         self._heard = 0
         self._verbs: dict[str, Callable[[Message], None]] = {
             "add": self._add, "take": self._take, "expect": self._expect, "piece": self._inbox.piece,
@@ -150,9 +152,9 @@ class Worker:
 
     def _release(self, command: Message) -> None:
         if "pieces" not in command:
-            offer, wire = self._offers.get(command["id"]), self.engine.store.wire
-            if offer is not None and wire is not None and offer.attempt == command["attempt"]:
-                wire.delivered(offer.n_bytes, command["seconds"])
+            offer = self._offers.get(command["id"])
+            if offer is not None and offer.wire is not None and offer.attempt == command["attempt"]:
+                offer.wire.delivered(offer.n_bytes, command["seconds"])
             self._give_up(command["id"], command["attempt"])
         self._outbox.release(command["id"], command["attempt"], command.get("pieces"))
 
@@ -253,7 +255,7 @@ class Worker:
             return self._lender.fits(request)
         buffers = [slab.buffer for layer in request.kv.layers for slab in layer.slabs]
         more = request.kv.live_bytes - sum(buffer.bytes for buffer in buffers if buffer.refs == 1)
-        return more <= 0 or self.engine.store.room(more)
+        return more <= 0 or self.engine.prefixes.room(more)
 
     def _offer(self, request: Request) -> None:
         """A prompt is done: its KV goes to the transfer buffer, where the decoding side can have it at any time."""
@@ -271,7 +273,8 @@ class Worker:
         self.engine.counters.kv_bytes_sent += n_bytes
         self.engine.counters.kv_bytes_exposed += n_bytes
         until = self.engine.parts.clock() + self.lease
-        self._offers[request.id] = _Offer(job.attempt, parcel, n_bytes, until)
+        wire = self.engine.runtime(request).store.wire
+        self._offers[request.id] = _Offer(job.attempt, parcel, n_bytes, until, wire)
         self._post({"event": "offer", "id": request.id, "attempt": job.attempt, "parcel": parcel} | offer)
 
     def _deposit(self, request: Request, attempt: int) -> tuple[Message, Parcel, int]:
@@ -289,11 +292,12 @@ class Worker:
 
     def _packed(self, request: Request, attempt: int) -> tuple[Message, list[Tensor]]:
         """What another worker needs to go on with a request, but for rows that were sent before."""
+        layout = self._layouts.of(request.recipe)[1]
         if not self._outbox.pushes(request.id):
-            packed, tensors = pack(request, self._layout, attempt)
+            packed, tensors = pack(request, layout, attempt)
             return {"packed": packed}, tensors
         number, blocks = self._outbox.last(request.id)
-        packed, tensors = pack(request, self._layout, attempt, rows=blocks is None)
+        packed, tensors = pack(request, layout, attempt, rows=blocks is None)
         push = {"packed": packed, "piece": number, "blocks": None}
         if blocks is None or request.kv is None:
             return push, tensors
@@ -310,7 +314,7 @@ class Worker:
     def _hold(self, n_bytes: int) -> None:
         """Count what lies in the transfer buffer against the budget: it was this engine's a moment ago."""
         self.engine.room.promised += n_bytes
-        self.engine.store.ledger.add(n_bytes)
+        self.engine.ledger.add(n_bytes)
 
     def _expire(self) -> None:
         now = self.engine.parts.clock()
@@ -346,7 +350,7 @@ class Worker:
             return self._lender.welcome()
         if engine.waiting or len(engine.running) + len(self._inbox) >= engine.parts.max_running:
             return False
-        return engine.store.room(n_bytes + len(engine.running) * ROUND * engine.store.row_bytes)
+        return engine.prefixes.room(n_bytes + engine.growth)
 
     def _go_on(self, command: Message) -> float:
         """-> seconds that the transfer buffer took to bring the rows here"""
@@ -357,7 +361,7 @@ class Worker:
         else:
             tensors = self.transfer_buffer.get(command["parcel"])
             seconds = clock() - began
-            request.kv, request.state = unpack(packed, tensors, self.engine.store, self._layout)
+            request.kv, request.state = unpack(packed, tensors, *self._layouts.of(request.recipe))
         self._resume(request, command["attempt"])
         return seconds
 
@@ -377,9 +381,9 @@ class Worker:
             "event": "state",
             "heard": self._heard,
             "counters": engine.counters.as_dict(),
-            "kv_bytes": engine.store.ledger.held,
+            "kv_bytes": engine.ledger.held,
             "prefix_bytes": prefix,
-            "free": engine.store.ledger.free + prefix + self._inbox.bytes,  # which the router has promised
+            "free": engine.ledger.free + prefix + self._inbox.bytes,  # which the router has promised
             "running": len(engine.running),
             "wish": self._wish,
             "waiting": [request.id for request in engine.waiting],

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phasewise.engine.queues import Queues
-    from phasewise.kv.store import Store
+    from phasewise.engine.runtime import Runtime
     from phasewise.request.counters import Counters
     from phasewise.request.request import Request
-    from phasewise.speculation.companion import Companion
     from phasewise.verbs.schedule import Work
 
 log = logging.getLogger(__name__)
@@ -24,16 +23,17 @@ class Admission:
     """
 
     def __init__(
-        self, store: Store, companions: Sequence[Companion], queues: Queues, counters: Counters,
+        self,
+        recipes: Mapping[str, Runtime],
+        queues: Queues,
+        counters: Counters,
         give_up: Callable[[Request], None],
-    ) -> None:  # fmt: skip
-        self.store, self.companions, self.queues, self.counters = store, companions, queues, counters
+    ) -> None:
+        self.recipes, self.queues, self.counters = recipes, queues, counters
+        self.store = recipes[""].store  # all stores share its ledger and its prefix cache
         self.promised = 0  # bytes set aside for requests on their way here
         self._give_up = give_up
-
-    def need(self, tokens: int) -> int:
-        """Bytes of KV for `tokens` tokens of one request, companions included."""
-        return self.store.cost(tokens) + sum(c.store.cost(tokens) for c in self.companions)
+        self._followed = any(runtime.companions for runtime in recipes.values())
 
     def promise(self, n_bytes: int) -> bool:
         """Set bytes aside for a request on its way here; False if there is no room. `promise(-n)` takes it back."""
@@ -46,7 +46,7 @@ class Admission:
     def reserve(self, works: Sequence[Work]) -> list[Work]:
         """The work that has room now, most important first."""
         ordered = self.queues.ordered(works)
-        if not self.companions and _spared(ordered):
+        if not (self._followed and self._any_followed(ordered)) and _spared(ordered):
             return ordered
         kept: list[Work] = []
         owed = wished = 0  # bytes that companions will take while proposing, and that optional ones would
@@ -104,16 +104,21 @@ class Admission:
         self.counters.preemptions += 1
         self.queues.move(request, self.queues.waiting)
 
+    def _any_followed(self, works: Sequence[Work]) -> bool:
+        """Whether a companion may take memory for some of them."""
+        return any(self.recipes[work.job.recipe].companions for work in works)
+
     def _companion_growth(self, request: Request, rows: int) -> tuple[int, int]:
         """Bytes that companions may take in a step that brings `rows` rows, siblings that fork in it included: those
         that must have them, and optional ones."""
-        if not self.companions:
+        companions = self.recipes[request.recipe].companions
+        if not companions:
             return 0, 0
         copies = 1
         if request.prefilling and request.computed + rows >= request.prompt_len:
             copies += sum(sibling.parent is request for sibling in self.queues.waiting)
         must = optional = 0
-        for companion in self.companions:
+        for companion in companions:
             spared = companion.optional(request)
             brought = rows if spared or request.prefilling else request.rows  # what must be is not cut by a scheduler
             growth = companion.growth(request, max(request.known, request.computed + brought)) * copies

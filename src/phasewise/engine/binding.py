@@ -12,19 +12,26 @@ Three kinds of methods say more than their verb:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.step.phase import Phase
 from phasewise.verbs.host import Host
 
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.speculation.companion import Companion
+
 SLOTS = ("decode", "attend", "evict", "skip")  # of a phase
 SHARED = ("attend", "evict", "skip")  # those that a method of another verb may fill
+HOLDS = {"prefill": attrgetter("prefilling")}  # which requests a phase holds; one that says nothing holds all others
+Methods = Mapping[str, Any]  # a method per verb
 
 
-def settle(methods: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def settle(methods: Methods, defaults: Methods) -> dict[str, Any]:
     """The methods with those that fill several slots put into all of them. Raises UserError, naming both, where a slot
     is claimed twice: by another method than the default, or by what a decode method brings and does not compose."""
     settled = dict(methods)
@@ -71,7 +78,15 @@ def name(verb: str, method: Any) -> str:
         return type(method).__name__
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Bound:
+    """A method, its runtime, and the second models it asked for."""
+
+    method: Any
+    runtime: Any
+    companions: tuple[Companion, ...]
+
+
 class Bindings:
     """The runtimes of one engine, and the phases made of them. `defaults` holds a method per verb.
 
@@ -82,27 +97,49 @@ class Bindings:
     (another sample method, say) needs bindings of its own.
     """
 
-    host: Host
-    defaults: Mapping[str, Any]
-    _bound: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # {key: (method, runtime)}
+    def __init__(self, host: Host, defaults: Methods) -> None:
+        self.host, self.defaults = host, defaults
+        self._bound: dict[Any, _Bound] = {}
+        self._phases: dict[tuple[str, int, int, int, int], Phase] = {}
+        self._asked: list[Companion] = []  # every second model, in order
+        ask = host.companion
+
+        def companion(name: str, model: Model) -> Companion:
+            self._asked.append(ask(name, model))
+            return self._asked[-1]
+
+        host.companion = companion
 
     def bind(self, method: Any) -> Any:
         """The runtime of a method; the same one for an equal method."""
+        return self._find(method).runtime
+
+    def _find(self, method: Any) -> _Bound:
         try:
             hash(method)
             key: Any = (type(method), method)
         except TypeError:
             key = id(method)  # which stays its own: the method is kept
         if key not in self._bound:
-            self._bound[key] = (method, self.host.bind(method))
-        return self._bound[key][1]
+            before = len(self._asked)
+            runtime = self.host.bind(method)
+            self._bound[key] = _Bound(method, runtime, tuple(self._asked[before:]))
+        return self._bound[key]
 
-    def phases(self, methods: Mapping[str, Any], names: Sequence[str]) -> list[Phase]:
-        """One recipe's phases of these names. Raises UserError where methods do not go together (see `settle`)."""
+    def companions(self, methods: Methods, names: Sequence[str]) -> list[Companion]:
+        """The second models that follow the requests of a recipe with these phases."""
+        methods = settle(methods, self.defaults)
+        used = [methods["decode"], methods["evict"]]
+        used += [in_phase(methods[verb], name, self.defaults[verb]) for verb in ("attend", "skip") for name in names]
+        return list(dict.fromkeys(companion for method in used for companion in self._find(method).companions))
+
+    def phases(self, methods: Methods, names: Sequence[str]) -> list[Phase]:
+        """One recipe's phases of these names; the same objects for equal ones. Raises UserError where methods do not go
+        together (see `settle`)."""
         methods = settle(methods, self.defaults)
         return [self._phase(methods, name) for name in names]
 
-    def _phase(self, methods: Mapping[str, Any], phase: str) -> Phase:
+    def _phase(self, methods: Methods, phase: str) -> Phase:
         decode = methods["decode"]
         runtime = self.bind(decode)
         slots = {"evict": self.bind(methods["evict"])}
@@ -113,4 +150,8 @@ class Bindings:
             assert verb in SHARED, f"a decode method brings {', '.join(SHARED)}, not {verb}"
             chosen = in_phase(methods[verb], phase, self.defaults[verb])
             slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
-        return Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"])
+        key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
+        if key not in self._phases:
+            made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase))
+            self._phases[key] = made
+        return self._phases[key]

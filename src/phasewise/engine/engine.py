@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,19 +19,18 @@ import torch
 from phasewise.engine.admission import Admission
 from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
-from phasewise.errors import UserError
+from phasewise.engine.runtime import Parts, Runtime
+from phasewise.errors import UserError, near
 from phasewise.kv.layer_kv import ROUND
-from phasewise.kv.store import Store
-from phasewise.request.counters import Counters
 from phasewise.request.request import Left, Request
-from phasewise.speculation.companion import Companion
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.schedule import Scheduler, Work
+from phasewise.verbs.schedule import Work
 
 if TYPE_CHECKING:
-    from phasewise.model.model import Model
+    from phasewise.kv.buffer import Ledger
+    from phasewise.kv.prefix import PrefixCache
 
 log = logging.getLogger(__name__)
 MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts, blocks
@@ -41,36 +40,21 @@ _DEPTH = (
 )
 
 
-@dataclass
-class Parts:
-    """What an engine is made of. `phases`: the first computes prompts, the second everything after them; with one
-    phase only, all requests depart when their prompt is done (a prefill engine of a placement)."""
-
-    model: Model
-    phases: Sequence[Phase]
-    schedule: Scheduler
-    store: Store
-    counters: Counters
-    clock: Callable[[], float]
-    max_running: int = 64
-    companions: list[Companion] = field(default_factory=list)
-    taps: set[int] = field(default_factory=set)
-
-
 class Engine:
     """add / cancel / step. Single-threaded: one thread owns it; see serve/loop.py for the server's."""
 
     def __init__(self, parts: Parts) -> None:
-        if not 1 <= len(parts.phases) <= 2:
-            raise ValueError(f"{len(parts.phases)} phases: an engine runs prompts and what follows, or prompts only")
         self.parts = parts
-        self.model, self.store, self.counters = parts.model, parts.store, parts.counters
+        self.model, self.recipes, self.counters = parts.model, parts.recipes, parts.counters
+        self.store = parts.store  # of the default recipe
+        self.ledger: Ledger = self.store.ledger
+        self.prefixes: PrefixCache = self.store.prefixes
         self.queues = Queues()
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self.departed = self.queues.departed  # prompts done, for a placement to carry on
-        self.room = Admission(parts.store, parts.companions, self.queues, parts.counters, self._no_room)
+        self.room = Admission(parts.recipes, self.queues, parts.counters, self._no_room)
         self._turn = StepAttempt(parts.model, parts.counters, parts.taps)
-        self._departs = len(parts.phases) == 1  # all requests leave for another engine when their prompt is done
+        self._departs = parts.departs
         self._inference = torch.inference_mode()
         self._progressed: list[Request] = []
 
@@ -82,24 +66,36 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """KV bytes in use now, prefix cache and companions included."""
-        return self.store.ledger.used
+        return self.ledger.used
 
     @property
     def prefix_bytes(self) -> int:
         """Of these, the bytes of the prefix cache."""
-        return 0 if self.store.tree is None else self.store.tree.bytes
+        return self.prefixes.bytes
+
+    @property
+    def growth(self) -> int:
+        """KV bytes that let every running request grow a bit."""
+        return sum(ROUND * self.runtime(request).store.row_bytes for request in self.running)
 
     @property
     def workers(self) -> dict[str, int]:
         """Everything is in this engine."""
         return {}
 
+    def runtime(self, request: Request) -> Runtime:
+        """What the request is computed with."""
+        return self.recipes[request.recipe]
+
     def check(self, request: Request) -> None:
         """Raise UserError if the request can never run here. A `max_tokens` beyond the model's context means as many as
         fit, in the context and in the KV budget: it is cut to that."""
-        config, limit = self.model.config, self.store.ledger.limit
+        config, limit = self.model.config, self.ledger.limit
         if request.left is not None:
             raise UserError(f"request {request.id!r} has already left: make a new Request to run it again")
+        if request.recipe not in self.recipes:
+            raise UserError(f"unknown recipe {request.recipe!r}. {near(request.recipe, filter(None, self.recipes))}")
+        runtime = self.runtime(request)
         if not request.prompt_len:
             raise UserError("the prompt is empty: give at least one token")
         bad = next((t for t in request.tokens if not 0 <= t < config.vocab), None)
@@ -114,18 +110,18 @@ class Engine:
                 f"shorten it to at most {config.max_positions - 1}"
             )
         if request.limit > config.max_positions:
-            most = config.max_positions if self._departs else self._longest()
+            most = config.max_positions if self._departs else self._longest(runtime)
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
         tokens = (request.prompt_len if self._departs else request.limit) + MARGIN
-        if self.room.need(tokens) > limit:
+        if runtime.need(tokens) > limit:
             raise UserError(
-                f"the request may need {self.room.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
+                f"the request may need {runtime.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
 
-    def _longest(self) -> int:
+    def _longest(self, runtime: Runtime) -> int:
         """Tokens one request may hold: the model's context, or fewer where the KV budget ends."""
-        fit = self.store.ledger.limit // self.room.need(ROUND) * ROUND - MARGIN
+        fit = self.ledger.limit // runtime.need(ROUND) * ROUND - MARGIN
         return min(self.model.config.max_positions, fit)
 
     def add(self, request: Request) -> None:
@@ -138,7 +134,7 @@ class Engine:
         self.queues.join(request, self.waiting)
 
     def resume(self, request: Request) -> None:
-        """Take over a request whose KV is already loaded (hand-off). Its KV must come from this engine's store."""
+        """Take over a request whose KV is already loaded (hand-off), in the store of its recipe here."""
         assert request.kv is not None and request not in self.queues
         request.trace.enter(self.parts.clock())
         request.layers = self.model.config.layers
@@ -174,8 +170,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache as far as no request holds it."""
-        if self.store.tree is not None:
-            self.store.tree.clear()
+        self.prefixes.clear()
 
     def close(self) -> None:
         """Everything is in this process and goes with it."""
@@ -190,11 +185,11 @@ class Engine:
             if request.parent is not None and self._may_fork(request.parent):
                 continue
             request.parent, request.computed = None, 0
-            tokens = request.known + 1
-            if len(self.running) >= self.parts.max_running or not self.store.room(self.room.need(tokens)):
+            tokens, runtime = request.known + 1, self.runtime(request)
+            if len(self.running) >= self.parts.max_running or not self.prefixes.room(runtime.need(tokens)):
                 return
             try:
-                request.kv = self.store.open(request, tokens)
+                request.kv = runtime.store.open(request, tokens)
             except Exception as error:
                 self._fail(request, error)
                 continue
@@ -209,15 +204,15 @@ class Engine:
             request.trace.admitted = self.parts.clock()
         self.queues.move(request, self.running)
 
-    def _phase(self, request: Request) -> Phase:
-        return self.parts.phases[0 if request.prefilling else -1]
-
     def _measure(self) -> None:
         """Ask every running request how many rows it would bring."""
         for request in list(self.running):
             try:
                 under_way = request.slice
-                request.rows = self._phase(request).decode.rows(request) if under_way is None else under_way.rows
+                if under_way is None:
+                    request.rows = self.recipes[request.recipe].phase(request).decode.rows(request)
+                else:
+                    request.rows = under_way.rows
             except Exception as error:
                 self._fail(request, error)
 
@@ -231,7 +226,7 @@ class Engine:
                 under_way.layers = work.layers
                 spans.append(under_way)
             else:
-                phase = self._phase(work.job)
+                phase = self.recipes[work.job.recipe].phase(work.job)
                 fresh.setdefault(id(phase), (phase, []))[1].append(work)
         for phase, group in fresh.values():
             still = [work for work in group if work.job.kv is not None] if spans else group
@@ -319,8 +314,10 @@ class Engine:
             request.high_water = request.computed
         counters.drafted += outcome.drafted
         counters.accepted += outcome.accepted
-        if was_prefilling and before < self.store.shareable(request) <= request.computed:
-            self.store.remember(request)
+        if was_prefilling:
+            store = self.runtime(request).store
+            if before < store.shareable(request) <= request.computed:
+                store.remember(request)
         evict = span.phase.evict
         if evict is not None and evict.due(request):
             for layer in range(len(span.kv.layers)):
@@ -333,9 +330,11 @@ class Engine:
                 span.kv.settle()
 
     def _enter(self, request: Request) -> None:
-        """A request begins its second phase: KV that no row will read again is freed."""
-        skip = self._phase(request).skip
-        if skip is not None and request.kv is not None and not self._goes(request):
+        """A request goes on here after its prompt: KV that no row will read again is freed."""
+        if self._goes(request):
+            return
+        skip = self.runtime(request).phase(request).skip
+        if skip is not None and request.kv is not None:
             for layer in skip.unused(len(request.kv.layers)):
                 request.kv.free(layer)
 

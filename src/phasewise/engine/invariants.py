@@ -33,7 +33,7 @@ def check(engine: Engine) -> None:
         assert request.kv is not None, f"{request} runs without KV"
         under_way = request.slice.rows if request.slice is not None else 0
         assert all(layer.fresh in (0, under_way) for layer in request.kv.layers), f"{request} has uncommitted rows"
-    ledger = engine.store.ledger
+    ledger = engine.ledger
     held = engine.room.promised + engine.prefix_bytes + _bytes(request.kv for request in everyone)
     assert 0 <= held <= ledger.used <= ledger.limit, f"held {held}, used {ledger.used}, limit {ledger.limit}"
     if not any(request.state for request in everyone):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from phasewise.engine.assembly import kv_shapes as kv_shapes
+
 
 def memory_default() -> int:
     """A quarter of the machine's memory, at most 4 GiB."""

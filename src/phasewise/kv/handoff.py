@@ -64,6 +64,19 @@ def layout(config: object, store: Store) -> str:
     return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
 
+class Layouts:
+    """The stores of an engine by recipe, each with the layout of its rows."""
+
+    def __init__(self, config: object, stores: Mapping[str, Store]) -> None:
+        self._known = {name: (store, layout(config, store)) for name, store in stores.items()}
+
+    def of(self, recipe: str) -> tuple[Store, str]:
+        """Raises Misfit for a recipe that is not known here."""
+        if recipe not in self._known:
+            raise Misfit(f"recipe {recipe!r} is not known here")
+        return self._known[recipe]
+
+
 def exactness(kv: KV) -> str:
     """How true the rows are: as the codec keeps them, quantised by a lossy wire, or sparse once some were given up."""
     if any(slab.positions is not None for layer in kv.layers for slab in layer.slabs):

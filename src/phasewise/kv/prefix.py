@@ -8,9 +8,10 @@ rows (model, store, prefill methods). Blocks own their memory; a request copies 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -47,24 +48,25 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixTree:
-    """`unit`: rows of one unit depend on each other's tokens, so only whole units may be shared."""
+    """`unit`: rows of one unit depend on each other's tokens, so only whole units may be shared. `ticks` say in which
+    order blocks are used, of all trees that make way for one another."""
 
-    def __init__(self, key: str, ledger: Ledger, unit: int = 1) -> None:
+    def __init__(self, key: str, ledger: Ledger, unit: int = 1, ticks: Iterator[int] | None = None) -> None:
         self.block = math.lcm(BLOCK, unit)
         self.root = Node(hashlib.blake2b(key.encode(), digest_size=16).digest(), None, [], 0)
         self.ledger = ledger
-        self.clock = 0
         self.bytes = 0
+        self._ticks = ticks or itertools.count()
 
     def match(self, tokens: Sequence[int]) -> list[Node]:
         """The longest chain of cached blocks that `tokens` starts with; each node is held for the caller."""
-        self.clock += 1
+        now = next(self._ticks)
         node, path = self.root, []
         for start in range(0, len(tokens) - self.block + 1, self.block):
             child = node.children.get(chain(node.key, tokens[start : start + self.block]))
             if child is None:
                 break
-            child.used = self.clock
+            child.used = now
             path.append(child.hold())
             node = child
         return path
@@ -87,7 +89,7 @@ class PrefixTree:
 
         Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends.
         """
-        self.clock += 1
+        now = next(self._ticks)
         block = self.block
         node = held[-1] if held else self.root
         path, moved = list(held), 0
@@ -104,7 +106,7 @@ class PrefixTree:
                 self.ledger.add(child.bytes)
                 self.bytes += child.bytes
                 moved += child.bytes
-            child.used = self.clock
+            child.used = now
             path.append(child.hold())
             node = child
         return path, moved
@@ -117,15 +119,55 @@ class PrefixTree:
             found.append(node)
         return found[1:]
 
+    def unheld(self) -> list[Node]:
+        """Blocks that could go now: nobody holds them, and none follows them."""
+        return [node for node in self.nodes() if not node.children and not node.refs]
+
+    def remove(self, node: Node) -> int:
+        """Give an unheld block back. -> bytes"""
+        assert node.parent is not None and not node.children and not node.refs
+        del node.parent.children[node.key]
+        self.ledger.add(-node.bytes)
+        self.bytes -= node.bytes
+        return node.bytes
+
+
+class PrefixCache:
+    """All that is cached of prompts under one ledger: a tree per key, and whoever needs room may have unused blocks of
+    any of them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.trees: dict[str, PrefixTree] = {}
+        self._ticks = itertools.count()
+
+    def tree(self, key: str, unit: int = 1) -> PrefixTree:
+        """The tree of a key, which names all that shapes rows besides their tokens, `unit` included: whoever says the
+        same shares it."""
+        if key not in self.trees:
+            self.trees[key] = PrefixTree(key, self.ledger, unit, self._ticks)
+        return self.trees[key]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tree.bytes for tree in self.trees.values())
+
+    def room(self, n_bytes: int) -> bool:
+        """Whether `n_bytes` can be had now, giving up unused blocks for them if need be."""
+        if self.ledger.room(n_bytes):
+            return True
+        self.shrink(n_bytes - self.ledger.free)
+        return self.ledger.room(n_bytes)
+
     def shrink(self, n_bytes: int) -> int:
         """Give back at least `n_bytes` if unheld blocks allow it, least recently used leaves first. -> bytes."""
         freed = 0
         while freed < n_bytes:
-            leaves = [node for node in self.nodes() if not node.children and not node.refs]
+            leaves = [(tree, node) for tree in self.trees.values() for node in tree.unheld()]
             if not leaves:
                 break
-            for node in sorted(leaves, key=lambda leaf: leaf.used):
-                freed += self._remove(node)
+            for tree, node in sorted(leaves, key=lambda leaf: leaf[1].used):
+                freed += tree.remove(node)
                 if freed >= n_bytes:
                     break
         return freed
@@ -133,10 +175,3 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget every block nobody holds."""
         self.shrink(self.bytes)
-
-    def _remove(self, node: Node) -> int:
-        assert node.parent is not None and not node.children and not node.refs
-        del node.parent.children[node.key]
-        self.ledger.add(-node.bytes)
-        self.bytes -= node.bytes
-        return node.bytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
-from phasewise.kv.prefix import PrefixTree
+from phasewise.kv.prefix import PrefixCache
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
 
@@ -31,6 +31,7 @@ class Sharing:
     prefix_key: str | None = None
     private: int = 1
     unit: int = 1
+    prefixes: PrefixCache | None = None  # of all stores under one ledger; None: the store has its own
 
 
 class Store:
@@ -56,24 +57,17 @@ class Store:
         self.ledger = ledger
         self.sharing = sharing or Sharing()
         key, unit = self.sharing.prefix_key, self.sharing.unit
-        self.tree = PrefixTree(key, self.ledger, unit) if key is not None else None
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return sum(entry_bytes(self.codec, shape) * shape.heads for shape in self.shapes)
+        self.prefixes = self.sharing.prefixes or PrefixCache(ledger)
+        self.tree = self.prefixes.tree(key, unit) if key is not None else None
+        self.row_bytes = sum(entry_bytes(codec, shape) * shape.heads for shape in self.shapes)  # of a token, all layers
 
     def cost(self, tokens: int) -> int:
         """Bytes that `open` takes for a request of `tokens` tokens."""
         return rounded(tokens) * self.row_bytes
 
     def room(self, n_bytes: int) -> bool:
-        """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be."""
-        if self.ledger.room(n_bytes):
-            return True
-        if self.tree is not None:
-            self.tree.shrink(n_bytes - self.ledger.free)
-        return self.ledger.room(n_bytes)
+        """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be, whoever's they are."""
+        return self.prefixes.room(n_bytes)
 
     def open(self, request: Request, tokens: int) -> KV:
         """A KV with room for `tokens` rows, already holding the longest cached prefix of the request's prompt.

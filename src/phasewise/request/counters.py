@@ -10,7 +10,7 @@ class Counters:
     """Work done since start. None of these depend on the machine's speed, so tests and comparisons may rely on them."""
 
     steps: int = 0
-    forwards: int = 0  # passes of the target model
+    forwards: int = 0  # passes of the target model; two where a step takes both ways through it (forward.py)
     draft_forwards: int = 0  # passes of companion models (draft, amateur, ...)
     rows: int = 0  # token rows that entered the target model's first layer
     row_layers: int = 0  # (row, layer) pairs of the target model

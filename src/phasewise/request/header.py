@@ -21,6 +21,7 @@ def header_of(request: Request) -> dict[str, Any]:
         "high_water": request.high_water,
         "params": params,
         "slo": [request.slo.ttft, request.slo.tpot],
+        "recipe": request.recipe,
         "arrived": request.trace.arrived,
         "emitted": [list(pair) for pair in zip(request.trace.tokens, request.trace.counts)],
     }
@@ -37,8 +38,9 @@ def request_of(header: dict[str, Any], watch: Callable[[int], bool] | None = Non
         id=header["id"],
         slo=SLO(*header["slo"]),
         watch=watch,
-        now=header["arrived"],
+        recipe=header["recipe"],
     )
+    request.trace.arrived = header["arrived"]
     request.prompt_len = header["prompt_len"]
     request.computed = header["computed"]
     request.high_water = header["high_water"]

@@ -34,7 +34,8 @@ class Request:
     `tokens` is everything known (prompt, then output); `computed` of them are in the KV. `state` is a drawer per
     method, emptied when the request is preempted or leaves; drawers of plain data and tensors move with the KV to
     another engine, others are left behind like at a preemption. `watch`, if given, is told each emitted token and
-    answers True where the text has to stop (stop strings).
+    answers True where the text has to stop (stop strings). `recipe` names the methods it is computed with; "" = the
+    engine's own.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Request:
         id: str | None = None,
         slo: SLO | None = None,
         watch: Callable[[int], bool] | None = None,
-        now: float = 0.0,
+        recipe: str = "",
     ) -> None:
         self.id = id if id is not None else f"r{next(_ids)}"
         self.params = params or Params()
         self.slo = slo or SLO()
+        self.recipe = recipe
         self.watch = watch
         self.tokens: list[int] = list(prompt)
         self.prompt_len = len(self.tokens)
@@ -64,7 +66,7 @@ class Request:
         self.departs = False  # leaves for another engine when its prompt is done, even if this one could go on
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
         self.left: Left | None = None
-        self.trace = Trace(now)
+        self.trace = Trace()
 
     # ---- the only truth about progress
     @property
@@ -129,9 +131,9 @@ class Request:
             replace(self.params, seed=(self.params.seed + 0x9E3779B97F4A7C15 * index) & (2**63 - 1)),
             id=f"{self.id}.{index}",
             slo=self.slo,
-            now=self.trace.arrived,
+            recipe=self.recipe,
         )
-        twin.parent = self
+        twin.parent, twin.trace.arrived = self, self.trace.arrived
         return twin
 
     def adopt(self, other: Request) -> None:

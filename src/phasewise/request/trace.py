@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Trace:
     """Time stamps (seconds of the engine's clock) of one request; latencies are derived, never stored."""
 
-    arrived: float
+    arrived: float = 0.0
     admitted: float | None = None
     sent: float | None = None  # its KV set out for another engine ...
     owned: float | None = None  # ... which went on with it, or starts it anew

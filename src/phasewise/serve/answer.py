@@ -71,6 +71,7 @@ class Order:
     leads: Sequence[str] = ()
     stream: bool = False
     slo: SLO | None = None
+    recipe: str = ""
 
 
 class Answer:
@@ -148,7 +149,7 @@ class Answer:
 
 def _samples(llm: LLM, prompt: Sequence[int], order: Order) -> list[Request]:
     """The request for a prompt's first sample, and siblings that share its prefill."""
-    first = llm.request(prompt, order.params, order.stop, order.slo)
+    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe)
     others = [first.sibling(i) for i in range(1, order.n)]
     for other in others:
         other.watch = llm.text(order.params, order.stop).watch if order.stop else None

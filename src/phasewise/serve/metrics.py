@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from phasewise.recipes import DEFAULT
 from phasewise.serve.loop import Feed, Snapshot
 
 SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -20,8 +21,8 @@ LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.
 class Histogram:
     """Counts per bucket; seconds. Plain lists, since one request may bring thousands of latencies."""
 
-    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
-        self.name, self.help, self.bounds = name, help, bounds
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
@@ -31,32 +32,23 @@ class Histogram:
             self.counts[bisect_left(self.bounds, seconds)] += 1
             self.sum += seconds
 
-    def family(self) -> Metric:
-        edges = [*map(str, self.bounds), "+Inf"]
-        family = HistogramMetricFamily(self.name, self.help)
-        family.add_metric([], list(zip(edges, accumulate(self.counts))), self.sum)
-        return family
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper edge, how many are below it)."""
+        return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts)))
 
 
-class Metrics(Collector):
-    """What `/metrics` shows. Latencies begin when the server had read the request, as the client sees them."""
+class Tally:
+    """What is counted of the requests of one recipe. Latencies begin when the server had read the request, as the
+    client sees them."""
 
-    def __init__(self, kv_limit: int) -> None:
-        self.kv_limit = kv_limit
-        self.snapshot = Snapshot()
-        self.ways: Counter[str] = Counter()  # finished requests by how they left
-        self.errors: Counter[int] = Counter()  # HTTP errors by status
+    def __init__(self) -> None:
+        self.ways: Counter[str] = Counter()  # requests that have left, by how
         self.accepted = 0
         self.prompt_tokens = 0
-        self.ttft = Histogram("phasewise_time_to_first_token_seconds", "Arrival to first token", LONG)
-        self.tpot = Histogram("phasewise_time_per_output_token_seconds", "Mean per request, after the first", SHORT)
-        self.itl = Histogram("phasewise_inter_token_latency_seconds", "Gaps between emissions", SHORT)
-        self.e2e = Histogram("phasewise_request_seconds", "Arrival to end of each request", LONG)
-        self.queued = Histogram("phasewise_queue_seconds", "Arrival to admission", LONG)
-        self.handoff = Histogram("phasewise_handoff_seconds", "Prompt done to its KV taken over by a worker", LONG)
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        ProcessCollector(registry=self.registry)
+        self.output_tokens = 0  # of requests that have left
+        self.ttft, self.tpot, self.itl = Histogram(LONG), Histogram(SHORT), Histogram(SHORT)
+        self.e2e, self.queued, self.handoff = Histogram(LONG), Histogram(LONG), Histogram(LONG)
 
     def left(self, feed: Feed) -> None:
         """A request has left; its latencies and its way out are counted."""
@@ -64,6 +56,7 @@ class Metrics(Collector):
         finished = feed.left.how == "finished"
         self.ways[feed.left.reason if finished else feed.left.how] += 1
         trace = feed.trace
+        self.output_tokens += sum(trace.counts)
         if trace.tokens:
             self.ttft.observe(trace.tokens[0] - feed.arrived)
         if trace.admitted is not None:
@@ -75,6 +68,44 @@ class Metrics(Collector):
         if finished and trace.left is not None:
             self.e2e.observe(trace.left - feed.arrived)
 
+
+HISTOGRAMS = (
+    ("ttft", "phasewise_time_to_first_token_seconds", "Arrival to first token"),
+    ("tpot", "phasewise_time_per_output_token_seconds", "Mean per request, after the first"),
+    ("itl", "phasewise_inter_token_latency_seconds", "Gaps between emissions"),
+    ("e2e", "phasewise_request_seconds", "Arrival to end of each request"),
+    ("queued", "phasewise_queue_seconds", "Arrival to admission"),
+    ("handoff", "phasewise_handoff_seconds", "Prompt done to its KV taken over by a worker"),
+)
+TOTALS = (
+    ("accepted", "phasewise_requests_accepted", "Requests, each sample one"),
+    ("prompt_tokens", "phasewise_prompt_tokens", "Prompt tokens accepted"),
+    ("output_tokens", "phasewise_output_tokens", "Output tokens of requests that have left"),
+)
+
+
+class Metrics(Collector):
+    """What `/metrics` shows. Where there are recipes, what is counted of requests has a label `recipe`: its name, or
+    "default" for requests that name none."""
+
+    def __init__(self, kv_limit: int, recipes: Sequence[str] = ()) -> None:
+        self.kv_limit = kv_limit
+        self.snapshot = Snapshot()
+        self.errors: Counter[int] = Counter()  # HTTP errors by status
+        self.tallies = {name: Tally() for name in ("", *recipes)}
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def took(self, recipe: str, requests: int, prompt_tokens: int) -> None:
+        """The engine has accepted so many requests."""
+        self.tallies[recipe].accepted += requests
+        self.tallies[recipe].prompt_tokens += prompt_tokens
+
+    def left(self, feed: Feed) -> None:
+        """A request has left."""
+        self.tallies[feed.request.recipe].left(feed)
+
     def render(self, snapshot: Snapshot) -> bytes:
         """The exposition text."""
         self.snapshot = snapshot
@@ -82,13 +113,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self.snapshot
-        yield from (h.family() for h in (self.ttft, self.tpot, self.itl, self.e2e, self.queued, self.handoff))
-        yield CounterMetricFamily("phasewise_requests_accepted", "Requests, each sample one", self.accepted)
-        requests = CounterMetricFamily("phasewise_requests", "Requests that have left, by how", labels=["how"])
-        yield _labelled(requests, self.ways)
+        yield from self._of_requests()
         errors = CounterMetricFamily("phasewise_http_errors", "Error responses, by status", labels=["status"])
         yield _labelled(errors, self.errors)
-        yield CounterMetricFamily("phasewise_prompt_tokens", "Prompt tokens accepted", self.prompt_tokens)
         for name, value in now.counters.items():
             yield CounterMetricFamily(f"phasewise_{name}", f"The engine's counter `{name}`", value)
         workers = GaugeMetricFamily("phasewise_workers", "Workers that are alive and ready, by role", labels=["role"])
@@ -99,6 +126,26 @@ class Metrics(Collector):
         yield GaugeMetricFamily("phasewise_kv_live_bytes", "KV bytes of requests", live)
         yield GaugeMetricFamily("phasewise_kv_prefix_bytes", "KV bytes of the prefix cache", now.prefix_bytes)
         yield GaugeMetricFamily("phasewise_kv_limit_bytes", "The KV budget, prefix cache included", self.kv_limit)
+
+    def _of_requests(self) -> Iterator[Metric]:
+        """What every recipe has a tally of; without a label where there is only one."""
+        label = ["recipe"] if len(self.tallies) > 1 else []
+        tallies = [([name or DEFAULT] if label else [], tally) for name, tally in self.tallies.items()]
+        for field, name, help in HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, help, labels=label)
+            for values, tally in tallies:
+                histogram.add_metric(values, getattr(tally, field).buckets, getattr(tally, field).sum)
+            yield histogram
+        for field, name, help in TOTALS:
+            total = CounterMetricFamily(name, help, labels=label)
+            for values, tally in tallies:
+                total.add_metric(values, getattr(tally, field))
+            yield total
+        requests = CounterMetricFamily("phasewise_requests", "Requests that have left, by how", labels=["how", *label])
+        for values, tally in tallies:
+            for how, count in tally.ways.items():
+                requests.add_metric([how, *values], count)
+        yield requests
 
 
 def _labelled(family: CounterMetricFamily | GaugeMetricFamily, counts: Mapping[str, int] | Mapping[int, int]) -> Metric:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phasewise.engine.limits import memory_default
-from phasewise.errors import UserError
+from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
@@ -29,7 +29,8 @@ A = TypeVar("A", bound=Ask)
 
 
 class Service:
-    """A model behind HTTP. `name` is what clients call it; at most `queue` requests wait beside those that run.
+    """A model behind HTTP. `name` is what clients call it, and `name@recipe` where they want one of its recipes; at
+    most `queue` requests wait beside those that run.
 
     `slo`: the targets of requests that name none.
     """
@@ -38,7 +39,8 @@ class Service:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
-        self.metrics = Metrics(memory_default() if limit is None else limit)
+        self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
+        self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
         self._bodies = Bodies()
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
@@ -61,18 +63,18 @@ class Service:
         return Response(self.metrics.render(snapshot), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Response:
-        """The one model, as a list."""
-        return json_response({"object": "list", "data": [self._card()]})
+        """The one model, by itself and with each of its recipes."""
+        return json_response({"object": "list", "data": [self._card(name) for name in self.names]})
 
     async def model(self, name: str) -> Response:
-        """The model, if that is its name."""
-        self._check_name(name)
-        return json_response(self._card())
+        """The model, if that is one of its names."""
+        self._recipe(name)
+        return json_response(self._card(name))
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
         ask = await self._read(CompletionAsk, request)
-        self._check_name(ask.model)
+        self._recipe(ask.model)
         prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
         leads: Sequence[str] = ()
         if ask.echo:
@@ -82,7 +84,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
         ask = await self._read(ChatAsk, request)
-        self._check_name(ask.model)
+        self._recipe(ask.model)
         size = sum(len(message["content"]) for message in ask.messages)
         extra = ask.chat_template_kwargs or {}
         try:
@@ -110,9 +112,10 @@ class Service:
     async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
         answer = Answer(self.llm, self.engine, order)
         await answer.start()
-        self.metrics.accepted += len(answer.choices)
-        self.metrics.prompt_tokens += answer.prompt_tokens
-        wire = Wire(format, self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats"))
+        self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
+        wire = Wire(
+            format, ask.model or self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats")
+        )
         if order.stream:
             return EventStream(answer, wire)
         async with answer.attended(request.receive):
@@ -131,12 +134,16 @@ class Service:
             )  # fmt: skip
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_tokens)
-        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), ask.targets(self.slo))
+        slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
+        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe)
 
-    def _check_name(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            message = f"there is no model {name!r}; this server has {self.name!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+    def _recipe(self, name: str | None) -> str:
+        """The recipe that a model's name asks for. Raises ApiError for any other name."""
+        recipe = "" if name is None else self.names.get(name)
+        if recipe is not None:
+            return recipe
+        has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
+        raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")
 
     def _check_tokens(self, param: str, tokens: Any) -> None:
         vocab = self.llm.model.config.vocab
@@ -144,9 +151,9 @@ class Service:
         if bad is not None:
             raise ApiError(400, f"{param}: token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         context = self.llm.model.config.max_positions
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "phasewise",
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
                 "max_model_len": context}  # fmt: skip
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:

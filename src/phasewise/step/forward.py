@@ -43,32 +43,38 @@ class Step:
 
     def _use(self, entries: list[_Entry], rotary: Any) -> None:
         self.rotary = rotary
-        groups: dict[int, tuple[Phase, list[_Entry]]] = {}
+        groups: dict[tuple[int, int], tuple[Phase, list[_Entry]]] = {}  # phases that read alike read together
         for entry in entries:
-            groups.setdefault(id(entry.span.phase), (entry.span.phase, []))[1].append(entry)
+            phase = entry.span.phase
+            groups.setdefault((id(phase.attend), id(phase.evict)), (phase, []))[1].append(entry)
         self._groups = list(groups.values())
-        tuned = [(phase.delta, some) for phase, some in self._groups if phase.delta is not None]
-        self.deltas = self._deltas(tuned, whole=len(self._groups) == 1) if tuned else None
+        tuned = [entry for entry in entries if entry.span.phase.delta is not None]
+        self.deltas = self._deltas(tuned, whole=len(tuned) == len(entries)) if tuned else None
 
-    def _deltas(self, tuned: list[tuple[Delta, list[_Entry]]], whole: bool) -> Deltas:
-        """Which rows of the next call run with which low-rank weights."""
-        if whole:
-            return Deltas([(tuned[0][0], None)])
-        rows = ([r for entry in entries for r in range(entry.at.start, entry.at.stop)] for _, entries in tuned)
-        device = self.model.device
-        return Deltas([(delta, torch.tensor(some, device=device)) for (delta, _), some in zip(tuned, rows)])
+    def _deltas(self, tuned: list[_Entry], whole: bool) -> Deltas:
+        """Which rows of the next call run with which low-rank weights; `whole`: every row has some."""
+        groups: dict[int, tuple[Delta, list[int]]] = {}
+        for entry in tuned:
+            delta = entry.span.phase.delta
+            assert delta is not None
+            groups.setdefault(id(delta), (delta, []))[1].extend(range(entry.at.start, entry.at.stop))
+        if whole and len(groups) == 1:
+            return Deltas([(delta, None) for delta, _ in groups.values()])
+        return Deltas([(delta, torch.tensor(rows, device=self.model.device)) for delta, rows in groups.values()])
 
     # ---- what the model's layers call
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]; every span's rows go through its phase's attend method."""
         out = torch.empty_like(q)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
-        first = self.batch.spans[0].kv.layers[layer]
-        self.counters.kv_bytes_written += q.shape[0] * entry_bytes(first.codec, first.shape) * first.shape.heads
+        form, width = None, 0  # of the last entry's rows: their codec, and the bytes of one
         for phase, entries in self._groups:
             reads: list[Read] = []
             for entry in entries:
                 cache = entry.span.kv.layers[layer]
+                if cache.codec is not form:
+                    form, width = cache.codec, entry_bytes(cache.codec, cache.shape) * cache.shape.heads
+                self.counters.kv_bytes_written += (entry.at.stop - entry.at.start) * width
                 cache.append(k[:, entry.at], v[:, entry.at], entry.positions, entry.ids)
                 reads.extend(self._reads(layer, entry, q[entry.at]))
             if phase.evict is not None:
@@ -181,6 +187,28 @@ def forward(
     for span in spans:
         if span.layers is None or span.layers[0] == 0:
             counters.rows += span.rows
-    batch = Batch(spans, model.device)
-    whole = None if taps else run_fused(model, batch, counters, room or Scratch())
-    return Step(model, batch, counters, taps or set()).run() if whole is None else Hidden(whole, batch.rows)
+    batch, room, inside = Batch(spans, model.device), room or Scratch(), list[Span]()
+    whole = None if taps else run_fused(model, batch, counters, room, inside)
+    if whole is not None:
+        return Hidden(whole, batch.rows)
+    if 0 < len(inside) < len(spans):
+        return _apart(model, batch, counters, room, inside)
+    return Step(model, batch, counters, taps or set()).run()
+
+
+def _apart(model: Model, batch: Batch, counters: Counters, room: Scratch, inside: list[Span]) -> Hidden:
+    """Spans that need to see `inside` a layer beside such that do not. In 16 bits the two ways round differently, and
+    which way a request goes must not depend on its mates: so each goes its own, which takes a second forward."""
+    rest = [span for span in batch.spans if span not in inside]
+    first = Batch(rest, model.device)
+    whole = run_fused(model, first, counters, room, [])
+    if whole is None:  # too many rows
+        return Step(model, Batch(batch.spans, model.device), counters, set()).run()
+    counters.forwards += 1
+    opened = Step(model, Batch(inside, model.device), counters, set()).run().x
+    x, start = whole.new_empty((batch.rows, whole.shape[1])), 0
+    for span in batch.spans:  # back in order
+        here, span.start = span.slice, start
+        x[span.slice] = (opened if span in inside else whole)[here]
+        start += span.rows
+    return Hidden(x, batch.rows)

@@ -39,37 +39,43 @@ class Scratch:
         return self._x
 
 
-def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch) -> Tensor | None:
-    """The rows after all layers [T, d], their keys and values appended; None, and nothing done, if one needs more."""
+def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, open_: list[Span]) -> Tensor | None:
+    """The rows after all layers [T, d], their keys and values appended. None, and nothing done, if there are too many
+    rows, or if some spans need more: those are added to `open_`."""
     stack, spans, rows = model.stack, batch.spans, batch.rows
-    if stack is None or rows > MOST:
+    if stack is None:
         return None
     windows = [spec.window for spec in model.config.attention if spec.window is not None] if stack.windowed else []
     parts: list[StackSpan] = []
-    read = row_bytes = 0  # rows read by all spans, and what one of them takes in all layers
+    read = written = 0  # bytes of KV
     for span in spans:
         whole = span.layers is None and span.hidden is None  # all layers, from the tokens on
         plain = whole and span.phase.plain and (span.sees is None or not windows)
         flat = span.kv.flat() if plain else None
         if flat is None:
-            return None
+            open_.append(span)
+            continue
         end, sees = flat.n + span.rows, span.sees
         if span.rows > SLICE and (sees is not None or any(end > window for window in windows)):
-            return None
-        read, row_bytes = read + end, flat.row_bytes
+            open_.append(span)
+            continue
+        read += end * flat.row_bytes
+        written += span.rows * flat.row_bytes
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
+    if open_ or rows > MOST:
+        return None
     commons: Sequence[Common] = ()
     if len(spans) > 1:
         commons = _commons(spans, max([part.n for part in parts]), windows)
         for common in commons:
-            read -= common.saved
+            read -= common.saved * spans[common.members[0]].kv.flat().row_bytes  # type: ignore[union-attr]
     x = room.take(rows, stack.hidden)
     stack(batch.numbers, model.turns(batch.end), parts, x, commons)
     for span in spans:
         span.kv.written(span.positions)
     counters.row_layers += rows * len(spans[0].kv.layers)
-    counters.kv_bytes_read += read * row_bytes
-    counters.kv_bytes_written += rows * row_bytes
+    counters.kv_bytes_read += read
+    counters.kv_bytes_written += written
     return x
 
 

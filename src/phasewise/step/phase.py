@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
+    from phasewise.request.request import Request
     from phasewise.verbs.attend import Attend
     from phasewise.verbs.decode import Decode
     from phasewise.verbs.evict import Evict
@@ -43,6 +45,7 @@ class Phase:
     attend: Attend
     evict: Evict | None = None
     skip: Skip | None = None
+    holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
     delta: Delta | None = field(init=False)  # low-rank weights that the rows of this phase, and no others, run with
     plain: bool = field(init=False)  # rows run through all layers, read all before them, and show nobody anything
 

@@ -36,6 +36,8 @@ class Decode(Protocol):
 
     Optional:
         unit: int  -- rows of a block, where rows see later rows of their own block: prefixes are shared in whole blocks
+        plain_prompts: bool  -- of a method that computes prompts as plain causal slices: recipes that differ in such a
+            decode method alone share cached prefixes
         brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's
             `bring(verb, chosen)` gives them (engine/binding.py)
         composes: tuple  -- of these, the verbs for which it takes what the user chose as `chosen`

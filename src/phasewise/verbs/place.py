@@ -69,7 +69,8 @@ class Placed(Protocol):
 class Plan(Protocol):
     """What a placement builds from: a recipe bound to a model, from which engines for some phases can be made."""
 
-    clock: Callable[[], float]
+    @property
+    def clock(self) -> Callable[[], float]: ...
 
     @property
     def budget(self) -> int:

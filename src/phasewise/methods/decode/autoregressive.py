@@ -21,6 +21,7 @@ class Autoregressive:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    plain_prompts: ClassVar[bool] = True
 
     def bind(self, host: Host) -> _Autoregressive:
         return _Autoregressive(host)

@@ -40,6 +40,7 @@ class Contrastive:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "second model"
     neutral: ClassVar[dict[str, object]] = {"beta": 0.0, "alpha": 0.0}
+    plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

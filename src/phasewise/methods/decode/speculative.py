@@ -25,6 +25,7 @@ class Speculative:
     guarantee: ClassVar[str] = "distribution"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    plain_prompts: ClassVar[bool] = True
 
     def bind(self, host: Host) -> Speculation:
         return Speculation(host, host.bind(self.draft), host.bind(self.verify), matches(self.verify))

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +14,15 @@ from phasewise import catalog
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.inline import InlineLauncher
 from phasewise.cluster.launcher import Launcher
-from phasewise.engine.binding import Bindings, in_phase
-from phasewise.engine.engine import Engine, Parts
+from phasewise.engine.assembly import Assembly, kv_shapes
+from phasewise.engine.engine import Engine
+from phasewise.engine.runtime import Parts
 from phasewise.errors import UserError, near
-from phasewise.kv.buffer import KVShape, Ledger, Raw
-from phasewise.kv.store import Sharing, Store
-from phasewise.kv.wire import Wire
+from phasewise.kv.buffer import Ledger
 from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
-from phasewise.options import CLUSTERS, DEFAULTS, defaults, parse
+from phasewise.options import CLUSTERS, defaults, parse, parse_recipes
 from phasewise.request.counters import Counters
-from phasewise.speculation.companion import Companion
-from phasewise.step.phase import Phase
-from phasewise.verbs.host import Host
 from phasewise.verbs.place import Placed
 
 if TYPE_CHECKING:
@@ -34,23 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Builder:
-    """A recipe bound to a model: what placements make their engines from."""
+    """Recipes bound to a model: what placements make their engines from. `methods` are those of requests that name no
+    recipe."""
 
-    def __init__(
-        self,
-        model: Model,
-        methods: Mapping[str, Any],
-        limits: Limits,
-        *,
-        load: Callable[[str], Model],
-        clock: Callable[[], float] = time.monotonic,
-        spec: EngineSpec | None = None,
-    ) -> None:
-        self.model, self.methods, self.limits, self.clock, self.spec = model, methods, limits, clock, spec
-        self._load = load
+    model: Model
+    methods: Mapping[str, Any]
+    limits: Limits
+    _: KW_ONLY
+    load: Callable[[str], Model]  # finds second models, each once
+    clock: Callable[[], float] = time.monotonic
+    spec: EngineSpec | None = None
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by name, as `parse_recipes` gives them
+
+    def __post_init__(self) -> None:
+        self.load = cache(self.load)  # shared by all engines of a placement
         self._launches = False  # whether the placement has asked for workers
-        self._loaded: dict[str, Model] = {}  # companions' models, shared by all engines of a placement
 
     def build(self) -> Placed:
         """The placement, ready for requests."""
@@ -59,14 +56,11 @@ class Builder:
             return placed
         if self.limits.cluster not in ("auto", "inline"):
             raise UserError(f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. {_workers()}")
-        if self._wire(1) is not None:
-            say_nothing_travels(type(self.methods["store"]).__module__.rpartition(".")[2])
+        for methods in (self.methods, *self.recipes.values()):
+            store = methods["store"]
+            if hasattr(store, "wire") and store.wire(kv_shapes(self.model), 1) is not None:
+                say_nothing_travels(type(store).__module__.rpartition(".")[2])
         return placed
-
-    def load(self, name: str) -> Model:
-        if name not in self._loaded:
-            self._loaded[name] = self._load(name)
-        return self._loaded[name]
 
     @property
     def budget(self) -> int:
@@ -74,34 +68,16 @@ class Builder:
 
     def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:
         """A new engine for these phases, with counters and companions of its own. It has `share` of the KV budget, or
-        the part of a pool that `ledger` keeps account of."""
+        the part of a pool that `ledger` keeps account of. All recipes run in it."""
         counters = Counters()
         ledger = ledger or Ledger(int(self.budget * share))
-        companions: list[Companion] = []
-
-        def companion(name: str, model: Model) -> Companion:
-            store = Store(kv_shapes(model), Raw(), ledger=ledger, counters=counters)
-            plain = Phase(name, decode=self.methods["decode"], attend=catalog.build("attend", DEFAULTS["attend"]))
-            companions.append(Companion(name, model, store, plain, counters))
-            return companions[-1]
-
-        host = Host(self.model, self.methods["sample"], counters, self.load, companion)
-        bindings = Bindings(host, defaults())
-        host.sample = bindings.bind(self.methods["sample"])
-        made = bindings.phases(self.methods, phases)
-        decode, evict = made[0].decode, made[0].evict
-        key, unit = self._prefix_key() if self.limits.prefix_cache else None, getattr(decode, "unit", 1)
-        store = Store(
-            kv_shapes(self.model),
-            self.methods["store"].codec(),
-            ledger=ledger,
-            counters=counters,
-            sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit),
-            wire=self._wire(unit),
-        )
-        schedule = host.bind(self.methods["schedule"])
+        assembly = Assembly(self.model, ledger, counters, defaults(), self.load, self.limits.prefix_cache)
+        every = {"": self.methods, **self.recipes}
+        recipes = {name: assembly.runtime(methods, phases) for name, methods in every.items()}
+        schedule = assembly.bind(self.methods, "schedule")
+        departs = "decode" not in phases
         parts = Parts(
-            self.model, made, schedule, store, counters, self.clock, self.limits.max_running, companions, host.taps
+            self.model, recipes, schedule, counters, self.clock, self.limits.max_running, departs, assembly.taps
         )
         return Engine(parts)
 
@@ -132,24 +108,6 @@ class Builder:
             raise UserError("cluster ray needs Ray, which is not installed: pip install phasewise[cluster]") from error
         return RayLauncher(self.spec, build, catalog.configure(RayPlacement, knobs, "cluster ray"))
 
-    def _for(self, verb: str, phase: str) -> Any:
-        """The method of a verb in one phase: a method that leaves a phase alone is replaced by the default there."""
-        return in_phase(self.methods[verb], phase, catalog.build(verb, DEFAULTS[verb]))
-
-    def _wire(self, unit: int) -> Wire | None:
-        """In what form rows travel, if the store method has a say in it."""
-        store = self.methods["store"]
-        return store.wire(kv_shapes(self.model), unit) if hasattr(store, "wire") else None
-
-    def _prefix_key(self) -> str | None:
-        """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10); None if a method says that what it
-        makes of a prompt is of no use to others (`shares_prefix = False`)."""
-        if not all(getattr(method, "shares_prefix", True) for method in self.methods.values()):
-            return None
-        shaping = [self.methods[verb] for verb in ("store", "evict", "decode")]
-        shaping += [self._for("attend", "prefill"), self._for("skip", "prefill")]
-        return repr((self.model.config, self.model.dtype, shaping))
-
 
 def _workers() -> str:
     """Which placements have any."""
@@ -173,12 +131,6 @@ def build(spec: EngineSpec) -> Builder:
     def load(name: str) -> Model:
         return load_model(name, dtype=model.dtype, device=spec.device)
 
-    methods = parse(spec.verbs)
+    methods, recipes = parse(spec.verbs), parse_recipes(spec.verbs, spec.recipes)
     model = load_model(spec.model, dtype=dtype_of(spec.dtype), device=spec.device)
-    return Builder(model, methods, spec.limits, load=load, spec=spec)
-
-
-def kv_shapes(model: Model) -> list[KVShape]:
-    config = model.config
-    shape = KVShape(config.kv_heads, config.head_dim, model.dtype, str(model.device))
-    return [shape] * config.layers
+    return Builder(model, methods, spec.limits, load=load, spec=spec, recipes=recipes)

@@ -1,0 +1,106 @@
+"""From recipes to the runtimes of one engine. Methods that are equal are bound once, whoever names them, so that steps
+of mixed recipes group well and second models follow a request once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from phasewise.engine.binding import Bindings, Methods, in_phase
+from phasewise.engine.runtime import Runtime
+from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.prefix import PrefixCache
+from phasewise.kv.store import Sharing, Store
+from phasewise.kv.wire import Wire
+from phasewise.speculation.companion import Companion
+from phasewise.step.phase import Phase
+from phasewise.verbs.host import Host
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.request.counters import Counters
+    from phasewise.verbs.store import Codec
+
+
+class Assembly:
+    """Puts the runtimes of one engine together. `defaults`: what phases have where nothing is chosen, by verb; `load`
+    finds second models; `caching`: whether prompts share prefixes."""
+
+    def __init__(
+        self, model: Model, ledger: Ledger, counters: Counters, defaults: Methods, load: Callable[[str], Model],
+        caching: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.ledger, self.counters, self.defaults, self.caching = model, ledger, counters, defaults, caching
+        self.taps: set[int] = set()
+        self.prefixes = PrefixCache(ledger)
+        self._load = load
+        self._bindings: list[tuple[Any, Bindings]] = []  # by sample method: a host has one
+        self._forms: list[tuple[Any, int, Codec, Wire | None]] = []
+
+    def bind(self, methods: Methods, verb: str) -> Any:
+        """The runtime of a recipe's method, bound for its sample method."""
+        return self._of(methods["sample"]).bind(methods[verb])
+
+    def runtime(self, methods: Methods, names: Sequence[str]) -> Runtime:
+        """What a recipe's requests run with in the phases of these names."""
+        bindings = self._of(methods["sample"])
+        phases = bindings.phases(methods, names)
+        decode, evict = phases[0].decode, phases[0].evict
+        unit = getattr(decode, "unit", 1)
+        codec, wire = self._form(methods["store"], unit)
+        key = self._prefix_key(methods, names[0]) if self.caching else None
+        store = Store(
+            kv_shapes(self.model),
+            codec,
+            ledger=self.ledger,
+            counters=self.counters,
+            sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
+            wire=wire,
+        )
+        return Runtime(phases, store, bindings.companions(methods, names))
+
+    def _of(self, sample: Any) -> Bindings:
+        for known, bindings in self._bindings:
+            if _same(known, sample):
+                return bindings
+        host = Host(self.model, sample, self.counters, self._load, self._companion, self.taps)
+        bindings = Bindings(host, self.defaults)
+        host.sample = bindings.bind(sample)
+        self._bindings.append((sample, bindings))
+        return bindings
+
+    def _companion(self, name: str, model: Model) -> Companion:
+        store = Store(kv_shapes(model), Raw(), ledger=self.ledger, counters=self.counters)
+        phase = Phase(name, decode=None, attend=self.defaults["attend"])  # type: ignore[arg-type]  # nobody decodes with it
+        return Companion(name, model, store, phase, self.counters)
+
+    def _form(self, method: Any, unit: int) -> tuple[Codec, Wire | None]:
+        """In what form a store method keeps rows, and in what form they travel, if it has a say in that."""
+        for known, of_unit, codec, wire in self._forms:
+            if _same(known, method) and of_unit == unit:
+                return codec, wire
+        wire = method.wire(kv_shapes(self.model), unit) if hasattr(method, "wire") else None
+        self._forms.append((method, unit, codec := method.codec(), wire))
+        return codec, wire
+
+    def _prefix_key(self, methods: Methods, first: str) -> str | None:
+        """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10), `first` being the phase of prompts;
+        None if a method says that what it makes of a prompt is of no use to others (`shares_prefix = False`)."""
+        if not all(getattr(method, "shares_prefix", True) for method in methods.values()):
+            return None
+        shaping = [methods[verb] for verb in ("store", "evict")]
+        shaping += [in_phase(methods[verb], first, self.defaults[verb]) for verb in ("attend", "skip")]
+        if not getattr(methods["decode"], "plain_prompts", False):
+            shaping.append(methods["decode"])
+        return repr((self.model.config, self.model.dtype, shaping))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+def kv_shapes(model: Model) -> list[KVShape]:
+    """What each layer of a model caches for one token."""
+    config = model.config
+    shape = KVShape(config.kv_heads, config.head_dim, model.dtype, str(model.device))
+    return [shape] * config.layers

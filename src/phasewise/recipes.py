@@ -1,0 +1,77 @@
+"""Recipes as text: named choices of methods for requests to pick from, the server's own but for the verbs they name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from phasewise import catalog
+from phasewise.errors import UserError, near
+
+Verbs = Mapping[str, str | None]
+ENGINE_WIDE = {
+    "place": "it says where the engine's workers run",
+    "schedule": "it shares each step out among the requests of all recipes",
+}  # verbs that all recipes have in common, and why
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
+DEFAULT = "default"  # what metrics call the recipe of requests that name none
+
+
+def read(items: Iterable[str]) -> dict[str, dict[str, str]]:
+    """{recipe: {verb: method}} from `NAME=VERB=METHOD ...`, verbs apart by spaces or semicolons. Raises UserError."""
+    found: dict[str, dict[str, str]] = {}
+    for item in items:
+        name, equals, rest = item.partition("=")
+        name, verbs = name.strip(), {}
+        for part in re.split(r"[\s;]+", rest.strip()):
+            verb, given, method = part.partition("=")
+            if not (equals and given and method):
+                raise UserError(
+                    f"recipe {item!r} is not of the form NAME=VERB=METHOD, with more VERB=METHOD after spaces: "
+                    "quote it as a whole; `phasewise methods` lists verbs and methods"
+                )
+            if verb in verbs:
+                raise UserError(f"recipe {name!r} names {verb} twice")
+            verbs[verb] = method
+        if name in found:
+            raise UserError(f"there are two recipes {name!r}: give each a name of its own")
+        found[name] = verbs
+    check(found)
+    return found
+
+
+def check(recipes: Mapping[str, Verbs]) -> None:
+    """Raise UserError for what can be seen without importing a method: names, verbs, names of methods."""
+    for name, verbs in recipes.items():
+        if not NAME.fullmatch(name) or name == DEFAULT:
+            why = "is what requests get that name none" if name == DEFAULT else "is not a name"
+            raise UserError(f"recipe {name!r} {why}: take letters, digits, '.', '_' and '-', as in fast or long-2")
+        for verb, text in verbs.items():
+            if verb in ENGINE_WIDE:
+                why = ENGINE_WIDE[verb]
+                raise UserError(f"recipe {name!r} cannot have a {verb} of its own, for {why}: give --{verb} by itself")
+            if verb not in catalog.VERBS:
+                choices = set(catalog.VERBS) - ENGINE_WIDE.keys()
+                raise UserError(f"recipe {name!r} names an unknown verb {verb!r}. {near(verb, choices)}")
+            if text is not None:
+                method = text.partition(":")[0].strip()
+                if method not in catalog.names(verb):
+                    catalog.method(verb, method)
+
+
+def texts(given: Verbs, own: Verbs, defaults: Mapping[str, str]) -> dict[str, str]:
+    """The verbs of one recipe: its `own` over those `given` to the server. What the server was given for a method that
+    the recipe does not use makes way: a drafter for one that does not draft, a decode method for a drafter's.
+    `defaults` are those of a drafter's."""
+    mine = {verb: text for verb, text in own.items() if text}
+    both = {verb: text for verb, text in given.items() if text} | mine
+    if "draft" in mine and "decode" not in mine and "draft" not in _slots(both.get("decode")):
+        both |= defaults
+    slots = _slots(both.get("decode") or ("" if "draft" not in both else defaults["decode"]))
+    return {verb: text for verb, text in both.items() if verb in mine or verb not in PARTS_OF_DECODE or verb in slots}
+
+
+def _slots(decode: str | None) -> list[str]:
+    """The verbs whose methods a decode method holds; none of the default's."""
+    return catalog.slots_of(catalog.method("decode", decode.partition(":")[0].strip())) if decode else []
