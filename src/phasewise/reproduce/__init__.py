@@ -1,0 +1,1 @@
+"""What published systems claim, held against what is measured here: one declarative file per system, one runner."""

@@ -1,0 +1,92 @@
+"""Where systems are tried: models by name, an engine per contender, loads played and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.engine.limits import Limits
+from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.load import dtype_of
+from phasewise.model.model import Model
+from phasewise.options import parse
+from phasewise.recipe import Builder, kv_shapes
+from phasewise.reproduce.models import Shelf
+from phasewise.reproduce.play import Entry, Run, play
+from phasewise.reproduce.system import Case, Load, Setting
+from phasewise.reproduce.workload import Asked
+from phasewise.verbs.place import Placed
+
+TINY = {"random-experts": "tiny-experts", "random-dense": "tiny-dense"}  # stand-ins in a quick run
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is done. None: as much as the system asks for."""
+
+    examples: int | None = None
+    rounds: int = 5
+    seed: int = 0
+    time: bool = True
+    quick: bool = False
+
+
+class Lab:
+    """Models are loaded once; what is made of them lies under `room`."""
+
+    def __init__(self, room: Path, scale: Scale) -> None:
+        self.scale, self.shelf = scale, Shelf(room)
+        self._models: dict[tuple[str, str | None], Model] = {}
+
+    def model(self, name: str, dtype: str | None = None) -> Model:
+        name = self.real(name)
+        if (name, dtype) not in self._models:
+            self._models[name, dtype] = Model.load(self.shelf.path(name), dtype=dtype_of(dtype))
+        return self._models[name, dtype]
+
+    def real(self, name: str) -> str:
+        """The model that stands for `name` at this scale."""
+        return TINY.get(name, name) if self.scale.quick else name
+
+    def asked(self, name: str, number: int = 0) -> Asked:
+        """What round `number` is made of; no prompt comes twice."""
+        vocab = self.model(name).config.vocab
+        return Asked(vocab, self.scale.seed * 1000 + number, self.scale.quick)
+
+    @contextmanager
+    def engine(
+        self, setting: Setting, name: str = "pocket", dtype: str | None = None, **objects: Any
+    ) -> Iterator[Placed]:
+        """A fresh engine, dismissed at the end. Raises UserError for what does not fit."""
+        model = self.model(name, dtype)
+        limits = Limits(max_running=setting.most, prefix_cache=setting.prefix_cache, cluster=setting.cluster)
+        methods = {**parse(setting.verbs), **setting.objects, **objects}
+        source = EngineSpec(self.shelf.path(self.real(name)), limits, dtype, verbs=dict(setting.verbs))
+
+        def second(wanted: str) -> Model:
+            return self.model(wanted, dtype)
+
+        engine = Builder(model, methods, limits, load=second, source=source).build()
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def play(self, setting: Setting, entries: Sequence[Entry], name: str, dtype: str | None = None) -> Run:
+        """A load on an engine of its own, every step watched."""
+        with self.engine(setting, name, dtype) as engine:
+            return play(engine, entries)
+
+    def case(self, settings: dict[str, Setting], load: Load, name: str, dtype: str | None = None) -> Case:
+        """The load for every setting by role; one that has a load of its own gets that."""
+        runs = {
+            role: self.play(setting, (setting.load or load)(self.asked(name)), name, dtype)
+            for role, setting in settings.items()
+        }
+        model = self.model(name, dtype)
+        row = sum(entry_bytes(Raw(), shape) * shape.heads for shape in kv_shapes(model))
+        return Case(runs, model.config, row)

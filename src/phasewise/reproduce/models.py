@@ -1,0 +1,150 @@
+"""The models that systems are tried on, by name: the pocket models, and checkpoints made from them or at random.
+
+`pocket-wide` is the pocket model padded with zeros to four times its width: the same tokens, at the price of a model
+with sixteen times the weights. Random ones are for what text does not decide: expert loads, and bytes of KV.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from phasewise.errors import UserError, near
+from phasewise.load import model_path
+
+WIDER = 4  # a power of four: the square root that goes into the norms is then exact in bfloat16
+VOCAB = 512  # of random models
+
+
+def widened(source: Path, target: Path, factor: int) -> None:
+    """The Llama checkpoint at `source` with every width `factor` times as large and zeros in all that is new.
+
+    A norm divides by the root mean square over its width, which falls by sqrt(factor) among zeros: its weights take
+    that up, and its epsilon falls by `factor`. New heads and inner units write zeros only.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["head_dim"] = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        config[name] *= factor
+    config["rms_norm_eps"] /= factor
+    tensors = load_file(str(source / "model.safetensors"))
+    unpadded = ("embed_tokens.weight", "lm_head.weight")  # their rows are the vocabulary
+    made = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            made[name] = padded(tensor / factor**0.5, (tensor.shape[0] * factor,))
+        else:
+            rows = tensor.shape[0] * (1 if name.endswith(unpadded) else factor)
+            made[name] = padded(tensor, (rows, tensor.shape[1] * factor))
+    _write(target, config, made, source)
+
+
+def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor at the beginning of zeros of that shape."""
+    wide = tensor.new_zeros(shape)
+    wide[tuple(slice(n) for n in tensor.shape)] = tensor
+    return wide
+
+
+def untrained(source: Path, target: Path, factor: int = 1) -> None:
+    """The checkpoint at `source` with every matrix drawn anew, as large as it was."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    gen = torch.Generator().manual_seed(0)
+    made = {}
+    for name, tensor in load_file(str(source / "model.safetensors")).items():
+        if tensor.ndim > 1:
+            deviation = tensor.float().std()
+            tensor = (torch.randn(tensor.shape, generator=gen) * deviation).to(tensor.dtype)
+        made[name] = tensor
+    _write(target, config, made, source)
+
+
+def random_llama(target: Path, *, layers: int, hidden: int, context: int, experts: int = 0) -> None:
+    """Random weights, bfloat16: a Llama, or with experts (two of them per token) a Mixtral."""
+    gen = torch.Generator().manual_seed(0)
+    heads, kv_heads = hidden // 64, max(1, hidden // 128)
+    inner = hidden * (1 if experts else 2)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=gen) / columns**0.5).to(torch.bfloat16)
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    made = {"model.embed_tokens.weight": matrix(VOCAB, hidden), "model.norm.weight": ones.clone()}
+    made["lm_head.weight"] = matrix(VOCAB, hidden)
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        made[at + "input_layernorm.weight"] = ones.clone()
+        made[at + "post_attention_layernorm.weight"] = ones.clone()
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            made[at + f"self_attn.{name}_proj.weight"] = matrix(rows * 64, hidden)
+        made[at + "self_attn.o_proj.weight"] = matrix(hidden, heads * 64)
+        if experts:
+            made[at + "block_sparse_moe.gate.weight"] = matrix(experts, hidden)
+            for e in range(experts):
+                for name, shape in (("w1", (inner, hidden)), ("w3", (inner, hidden)), ("w2", (hidden, inner))):
+                    made[at + f"block_sparse_moe.experts.{e}.{name}.weight"] = matrix(*shape)
+        else:
+            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+                made[at + f"mlp.{name}_proj.weight"] = matrix(*shape)
+    config: dict[str, Any] = {
+        "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
+        "model_type": "mixtral" if experts else "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner,
+        "vocab_size": VOCAB, "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    if experts:
+        config |= {"num_local_experts": experts, "num_experts_per_tok": 2, "sliding_window": None}
+    _write(target, config, made, None)
+
+
+def _write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], beside: Path | None) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(target / "model.safetensors"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if beside is not None and (beside / name).is_file():
+            shutil.copy(beside / name, target / name)
+
+
+def _from_pocket(make: Callable[[Path, Path, int], None], name: str, target: Path) -> None:
+    make(Path(model_path(name)), target, WIDER)
+
+
+MADE: dict[str, Callable[[Path], None]] = {
+    "pocket-wide": partial(_from_pocket, widened, "pocket"),
+    "pocket-draft-wide": partial(_from_pocket, widened, "pocket-draft"),
+    "untrained-draft": partial(_from_pocket, untrained, "pocket-draft"),
+    "random-experts": partial(random_llama, layers=8, hidden=256, context=4096, experts=16),
+    "random-dense": partial(random_llama, layers=8, hidden=512, context=32768),
+    "tiny-experts": partial(random_llama, layers=4, hidden=128, context=1024, experts=8),
+    "tiny-dense": partial(random_llama, layers=4, hidden=128, context=4096),
+}
+"""Name -> who writes it into a directory."""
+
+
+class Shelf:
+    """Directories of models by name; what has to be made is made once, under `room`."""
+
+    def __init__(self, room: Path) -> None:
+        self.room = room
+
+    def path(self, name: str) -> str:
+        """Raises UserError for an unknown name."""
+        if name in ("pocket", "pocket-draft"):
+            return model_path(name)
+        if name not in MADE:
+            raise UserError(f"unknown model {name!r}. {near(name, ('pocket', 'pocket-draft', *MADE))}")
+        target = self.room / name
+        if not (target / "config.json").is_file():
+            MADE[name](target)
+        return str(target)

@@ -1,0 +1,151 @@
+"""Playing a load on an engine, and keeping what every step did."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phasewise.errors import UserError
+from phasewise.request.counters import Counters
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.verbs.place import Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request that is made once the first one has emitted `after` tokens; the end token is ignored.
+
+    The first `shared` tokens of its prompt have been asked for before.
+    """
+
+    prompt: list[int]
+    new: int
+    after: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: rows run, rows that requests wanted to bring, streams (requests that decode) and those that got on."""
+
+    rows: int
+    wanted: int
+    streams: int
+    advanced: int
+    kv: int  # bytes of the committed rows of all requests
+    read: int  # bytes of KV
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load as it was played."""
+
+    entries: Sequence[Entry]
+    requests: Sequence[Request]
+    work: Counters
+    seconds: float
+    peak_kv: int
+    steps: Sequence[Step]  # empty unless they were watched
+
+    @property
+    def outs(self) -> list[list[int]]:
+        return [request.out for request in self.requests]
+
+    @property
+    def early(self) -> list[Request]:
+        """Requests that were there from the start."""
+        return [request for request, entry in zip(self.requests, self.entries) if not entry.after]
+
+    @property
+    def late(self) -> list[Request]:
+        """Those that came later."""
+        return [request for request, entry in zip(self.requests, self.entries) if entry.after]
+
+    @property
+    def decoding(self) -> list[Step]:
+        """Steps in which all requests decode, each with one row."""
+        return [step for step in self.steps if step.streams == step.rows == len(self.requests)]
+
+    def stall(self) -> int:
+        """The most rows that were run between two tokens of any stream."""
+        most = held = 0
+        for step in self.steps:
+            held += step.rows
+            if step.advanced >= step.streams > 0:
+                most, held = max(most, held), 0
+            elif not step.streams:
+                held = 0
+        return most
+
+
+def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int = 200_000) -> Run:
+    """Run all of them to their end, greedily. Raises UserError if one of them fails."""
+    _ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
+    requests = [Request(entry.prompt, Params(max_tokens=entry.new, ignore_eos=True)) for entry in entries]
+    before, peak, steps = copy.copy(engine.counters), 0, list[Step]()
+    pending = sorted(zip(entries, requests), key=lambda pair: pair[0].after)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(most):
+            while pending and requests[0].n_out >= pending[0][0].after:
+                engine.add(pending.pop(0)[1])
+            if all(request.left is not None for request in requests):
+                break
+            if watch:
+                steps.append(_watched(engine, requests))
+            else:
+                engine.step()
+            peak = max(peak, engine.kv_bytes)
+    seconds = time.perf_counter() - start
+    for request in requests:
+        if request.left is None or request.left.how != "finished":
+            raise UserError(f"a request did not finish: {request.left and request.left.reason}")
+    settle(engine)
+    return Run(entries, requests, engine.counters - before, seconds, peak, steps)
+
+
+def _watched(engine: Placed, requests: Sequence[Request]) -> Step:
+    here = [request for request in requests if request.left is None and request.layers]
+    streams = {request.id: request.n_out for request in here if not request.prefilling and request.n_out}
+    wanted = sum(request.prompt_len - request.computed if request.prefilling else 1 for request in here)
+    rows, read = engine.counters.rows, engine.counters.kv_bytes_read
+    engine.step()
+    advanced = sum(request.n_out > streams.get(request.id, request.n_out) for request in here)
+    kv = sum(request.kv.live_bytes for request in requests if request.kv is not None)
+    now = engine.counters
+    return Step(now.rows - rows, wanted, len(streams), advanced, kv, now.kv_bytes_read - read)
+
+
+def settle(engine: Placed, most: int = 1000) -> None:
+    """Let workers elsewhere say what is left to be said."""
+    for _ in range(most):
+        if engine.idle:
+            break
+        engine.step()
+
+
+def _ask(engine: Placed, beginnings: set[tuple[int, ...]]) -> None:
+    asked = [Request(beginning, Params(max_tokens=1, ignore_eos=True)) for beginning in sorted(beginnings)]
+    for request in asked:
+        engine.add(request)
+    while any(request.left is None for request in asked):
+        engine.step()
+
+
+def finish(engine: Placed, requests: Sequence[Request], tell: Callable[[int], object] = lambda done: None) -> None:
+    """Add requests and step until all have left. Raises UserError if one of them fails."""
+    for request in requests:
+        engine.add(request)
+    with torch.inference_mode():
+        while (done := sum(request.left is not None for request in requests)) < len(requests):
+            engine.step()
+            tell(done)
+    failed = next((r.left for r in requests if r.left is not None and r.left.how != "finished"), None)
+    if failed is not None:
+        raise UserError(f"a request failed: {failed.reason}")
+    tell(len(requests))

@@ -1,0 +1,172 @@
+"""What was found about a system: Markdown for people, plain data for programs, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phasewise.bench.quality import Row
+from phasewise.bench.report import markdown, milliseconds
+from phasewise.bench.rounds import Ratio
+from phasewise.reproduce.lab import Scale
+from phasewise.reproduce.system import System
+from phasewise.reproduce.verdict import Check, Verdict
+
+MARK = {True: "yes", False: "**no**", None: "not examined"}
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What one contender got in one row of tasks."""
+
+    role: str
+    row: Row
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Median seconds of the method and of another, and the paired ratio."""
+
+    name: str
+    against: str
+    method: float
+    other: float
+    faster: Ratio
+
+
+@dataclass(frozen=True)
+class Report:
+    """One system as it was found. `settings` are the contenders by role, as words."""
+
+    name: str
+    title: str
+    paper: str
+    claim: str
+    conditions: tuple[str, ...]
+    settings: dict[str, str]
+    control_is: str
+    model: str
+    note: str
+    scale: Scale
+    checks: tuple[Check, ...]
+    grades: tuple[Grade, ...]
+    speeds: tuple[Speed, ...]
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, name: str, system: System, model: str, scale: Scale, **found: Any) -> Report:
+        """What a system says of itself, with what was found."""
+        settings = {str(role): str(setting) for role, setting in system.roles.items()}
+        return cls(
+            name, system.title, str(system.paper), system.claim, system.conditions, settings, system.control_is, model,
+            system.note, scale, **found,
+        )  # fmt: skip
+
+    def plain(self) -> dict[str, Any]:
+        """As data that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Report:
+        """What `plain` gave, also after a way through JSON."""
+        speeds = tuple(Speed(**{**one, "faster": Ratio(**one["faster"])}) for one in data["speeds"])
+        return cls(**{
+            **data,
+            "conditions": tuple(data["conditions"]),
+            "scale": Scale(**data["scale"]),
+            "checks": tuple(Check(**check) for check in data["checks"]),
+            "grades": tuple(Grade(one["role"], Row(**one["row"])) for one in data["grades"]),
+            "speeds": speeds,
+            "verdict": Verdict(data["verdict"]["word"], tuple(data["verdict"]["reasons"])),
+        })  # fmt: skip
+
+    def markdown(self, level: int = 2) -> str:
+        """A section about the system."""
+        blocks = [
+            f"{'#' * level} {self.title}: {self.verdict.word}",
+            f"{self.paper}. **Claim**: {self.claim}",
+            "**Measured there under**: " + "; ".join(self.conditions) + f". **Here**: {self._here()}",
+            _bullets([f"{role}: `{setting}`" for role, setting in self.settings.items()], self.control_is),
+            _checks(self.checks),
+        ]
+        if self.grades:
+            blocks.append(_grades(self.grades))
+        if self.speeds:
+            blocks.append(_speeds(self.speeds))
+        if self.verdict.reasons:
+            blocks.append(f"**Verdict: {self.verdict.word}**, because:\n\n" + _list(self.verdict.reasons))
+        else:
+            blocks.append(f"**Verdict: {self.verdict.word}.** Every check passes, and the control loses.")
+        if self.note:
+            blocks.append(f"*Note.* {self.note}")
+        return "\n\n".join(blocks)
+
+    def _here(self) -> str:
+        words = [f"the model `{self.model}`", f"seed {self.scale.seed}"]
+        words += [f"{self.scale.rounds} rounds"] * bool(self.speeds)
+        words += ["a quick run: samples too small for conclusions"] * self.scale.quick
+        return ", ".join(words) + "."
+
+
+def _bullets(settings: Sequence[str], control_is: str) -> str:
+    *others, control = settings
+    return _list([*others, f"{control}, {control_is}"])
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _checks(checks: Sequence[Check]) -> str:
+    body = [[c.name, c.part, c.measured, c.expected, MARK[c.passed]] for c in checks]
+    return _table(["check", "part", "measured", "expected", "passes"], body)
+
+
+def _grades(grades: Sequence[Grade]) -> str:
+    body = []
+    for grade in grades:
+        row, exact = grade.row, grade.row.unit == "exact"
+        value = f"{row.value:.1%} right" if exact else f"{row.value:.3f} {row.unit}"
+        span = f"{row.low:.1%} to {row.high:.1%}" if exact else f"{row.low:.3f} to {row.high:.3f}"
+        body.append([row.name, grade.role, value, span, str(row.n)])
+    return markdown(["task", "who", "value", "95 % interval", "n"], body)
+
+
+def _speeds(speeds: Sequence[Speed]) -> str:
+    body = [
+        [s.name, milliseconds(s.method), f"{s.against} {milliseconds(s.other)}", str(s.faster), str(s.faster.n)]
+        for s in speeds
+    ]
+    return markdown(["time", "method", "other", "times as fast (range)", "rounds"], body)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def overview(reports: Sequence[Report]) -> str:
+    """A row per system: the verdict and its first reason."""
+    body = []
+    for report in reports:
+        reasons = report.verdict.reasons
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        body.append([report.title, f"**{report.verdict.word}**", reasons[0] + more if reasons else ""])
+    return _table(["system", "verdict", "why no more"], body)
+
+
+HEAD = """# Reproduced
+
+Generated by `{command}`; do not edit. What published systems claim, held against what is measured here: counters against
+their closed forms, answers to checkable tasks with paired 95 % intervals, a control that must lose, and paired time. The
+verdict follows from the checks by rule (`src/phasewise/reproduce/verdict.py`); [measuring.md](measuring.md) says how.
+
+{machine}"""
+
+
+def document(reports: Sequence[Report], command: str, machine: str) -> str:
+    """docs/reproduced.md."""
+    parts = [HEAD.format(command=command, machine=machine), overview(reports)]
+    return "\n\n".join([*parts, *(report.markdown() for report in reports)]) + "\n"

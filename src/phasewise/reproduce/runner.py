@@ -1,0 +1,124 @@
+"""Running one system: counters, savings, answers, attempts, time; then the verdict that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from phasewise.bench.rounds import agreement
+from phasewise.errors import UserError
+from phasewise.reproduce import answers, clock
+from phasewise.reproduce.lab import Lab, Scale
+from phasewise.reproduce.report import Grade, Report, Speed
+from phasewise.reproduce.system import Attempt, Case, Counter, Saving, System, Tried, Value
+from phasewise.reproduce.verdict import Check, judge
+
+Tell = Callable[[str], object]
+
+
+def reproduce(name: str, system: System, scale: Scale, tell: Tell = lambda what: None) -> Report:
+    """Everything that `system` declares, measured; `tell` hears of each stage before it starts."""
+    with TemporaryDirectory(prefix="phasewise-reproduce-") as room:
+        return _report(name, system, Lab(Path(room), scale), tell)
+
+
+def stages(system: System, scale: Scale) -> int:
+    """How many stages `reproduce` will tell of."""
+    own = sum(counter.load is not None for counter in system.counters)
+    timings = len(system.timings) if scale.time else 0
+    return 3 + own + 3 * (system.quality is not None) + len(system.attempts) + timings
+
+
+def _report(name: str, system: System, lab: Lab, tell: Tell) -> Report:
+    case = _case(lab, system, tell)
+    checks = [_same_tokens(case)] if system.exact else []
+    checks += [_counted(counter, _own(lab, system, counter, case, tell)) for counter in system.counters]
+    checks += [_saved(saving, case) for saving in system.savings]
+    grades: list[Grade] = []
+    if system.quality is not None:
+        contenders = {**system.roles, "baseline": system.quality.baseline or system.baseline}
+        found = answers.graded(lab, system.quality, contenders, tell)
+        grades = [Grade(role, row) for role, row in found.rows()]
+        checks += answers.quality_checks(system.quality, found)
+    for attempt in system.attempts:
+        tell(attempt.name)
+        checks.append(_tried(attempt, lab))
+    speeds: list[Speed] = []
+    for timing in system.timings:
+        timed = clock.timed(lab, system, timing, tell) if lab.scale.time else None
+        if not timing.price:
+            checks.append(clock.time_check(timing, timed))
+        if timed is not None:
+            speeds.append(Speed(timing.name, timing.against, timed.method, timed.other, timed.faster))
+    verdict = judge(checks, system.missing)
+    return Report.of(
+        name, system, lab.real(system.model), lab.scale,
+        checks=tuple(checks), grades=tuple(grades), speeds=tuple(speeds), verdict=verdict,
+    )  # fmt: skip
+
+
+def _case(lab: Lab, system: System, tell: Tell) -> Case:
+    runs = {}
+    one: Case | None = None
+    for role, setting in system.roles.items():
+        tell(f"counters: {role}")
+        one = lab.case({role: setting}, system.load, system.model, system.dtype)
+        runs[role] = one.runs[role]
+    assert one is not None
+    return Case({str(role): run for role, run in runs.items()}, one.config, one.row_bytes)
+
+
+def _own(lab: Lab, system: System, counter: Counter, case: Case, tell: Tell) -> Case:
+    """The case a counter is about: the common one, or that of its own load."""
+    if counter.load is None:
+        return case
+    tell(f"counters: {counter.name}")
+    return lab.case({"method": counter.who or system.method}, counter.load, system.model, system.dtype)
+
+
+def _same_tokens(case: Case) -> Check:
+    share = agreement(case.runs["method"].outs, case.runs["baseline"].outs)
+    n = sum(map(len, case.method.outs))
+    return Check("exact", "tokens of the baseline", f"{share:.2%} of {n:,}", "100.00%", share == 1.0)
+
+
+def _counted(counter: Counter, case: Case) -> Check:
+    measured, predicted = counter.measured(case), counter.predicted(case)
+    if counter.most:
+        assert not isinstance(measured, tuple) and not isinstance(predicted, tuple)
+        passed, words = measured <= predicted, "at most "
+    else:
+        passed, words = _near(measured, predicted, counter.within), ""
+    off = f" within {counter.within:.0%}" if counter.within else ""
+    return Check("counter", counter.name, text(measured), f"{words}{text(predicted)}{off} = {counter.form}", passed)
+
+
+def _near(measured: Value, predicted: Value, within: float) -> bool:
+    if isinstance(measured, tuple) or isinstance(predicted, tuple):
+        return measured == predicted
+    return abs(measured - predicted) <= within * abs(predicted)
+
+
+def _saved(saving: Saving, case: Case) -> Check:
+    ours, theirs = (saving.cost(case, case.runs[role]) for role in ("method", saving.against))
+    factor = f"{theirs / ours:.2f} times" if ours else "without bound" if theirs else "neither has any"
+    part = "claim" if saving.against == "baseline" else "control"
+    measured = f"{text(ours)} against the {saving.against}'s {text(theirs)} ({factor})"
+    passed = theirs > 0 and theirs >= saving.least * ours
+    return Check(part, saving.name, measured, f"at least {saving.least:g} times less", passed)
+
+
+def _tried(attempt: Attempt, lab: Lab) -> Check:
+    try:
+        tried = attempt.run(lab)
+    except UserError as error:
+        tried = Tried(False, f"refused: {error}")
+    return Check(attempt.part, attempt.name, tried.measured, attempt.expected, tried.passed)
+
+
+def text(value: Value) -> str:
+    """A number for people: whole ones in full, others to four digits."""
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(text, value)) + ")"
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.4g}"

@@ -1,0 +1,56 @@
+"""Prompt lookup: what followed the last time is guessed, and verified."""
+
+from __future__ import annotations
+
+from phasewise.methods.decode.speculative import Speculative
+from phasewise.methods.verify.match import Match
+from phasewise.reproduce import loads
+from phasewise.reproduce.controls import RandomGuess
+from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.workload import Asked
+
+K, VOCAB = 8, 4096
+METHOD = Setting({"draft": f"prompt_lookup:k={K}"}, most=1)
+
+
+def passes(case: Case, run: Run) -> float:
+    """Per token."""
+    return run.work.forwards / run.work.emitted
+
+
+def repeating(asked: Asked) -> list[Entry]:
+    """A text of forty random tokens, again and again: a model that copies goes on with it."""
+    text = asked.random(40)
+    return [Entry(text * 6, 200)]
+
+
+SYSTEM = System(
+    title="Prompt lookup",
+    paper=Paper("Prompt lookup decoding", where="github.com/apoorvumang/prompt-lookup-decoding"),
+    claim="where answers repeat their prompts, copying what followed the last match is the cheapest drafter: 2.4 times "
+    "faster on summaries and questions about a text.",
+    conditions=("Mistral-7B-Instruct on one A100", "greedy, one request at a time", "CNN/DailyMail and questions in context"),
+    method=METHOD,
+    baseline=Setting(most=1),
+    control=Setting(objects={"decode": Speculative(RandomGuess(K, VOCAB), Match())}, most=1),
+    control_is="as long guesses drawn at random",
+    load=loads.answering("copy", "json", "passkey@256", n=16),
+    exact=True,
+    counters=(
+        Counter("passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
+                lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted),
+        Counter("passes over 200 tokens that repeat the prompt", "ceil(200 / (k + 1)) + 5",
+                lambda case: case.work.forwards, lambda case: -(-200 // (K + 1)) + 5, most=True, load=repeating),
+    ),
+    savings=(
+        Saving("passes per token", passes, "baseline", 1.5),
+        Saving("passes per token", passes, "control", 1.2),
+    ),
+    timings=(
+        Timing("time per token", 1.0, loads.pace),
+        Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
+    ),
+    note="The padded model gives the same tokens at the price of 90 million weights; the small one spends much of a pass "
+    "on what no drafter saves.",
+)  # fmt: skip

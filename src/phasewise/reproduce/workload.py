@@ -1,0 +1,66 @@
+"""What loads are made of: random tokens, held-out library code, generated tasks in the pocket model's own form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from phasewise.bench.prompts import Prompts, random_prompts, text_prompts
+from phasewise.bench.quality import TASKS, Text
+from phasewise.load import model_path
+from phasewise.train.corpus import sources
+from phasewise.train.tasks import Example, example
+
+SHRINK = 8  # of lengths in a quick run
+
+
+@cache
+def pocket_text() -> Text:
+    return Text.load(Path(model_path("pocket")))
+
+
+@cache
+def code_ids() -> tuple[int, ...]:
+    """All held-out library source, in the pocket model's tokens."""
+    return tuple(pocket_text().encode("\n\n".join(sources(held_out=True).values())))
+
+
+def examples(row: str, n: int, seed: int) -> list[Example]:
+    """Evaluation examples of a row of `bench.quality`, the same ones for the same seed."""
+    task, length = TASKS[row]
+    rng = Random(f"{seed} {row}")
+    return [example(task, rng, length) for _ in range(n)]
+
+
+@dataclass
+class Asked:
+    """A source of prompts for one load: seeded, small ones for a quick run."""
+
+    vocab: int
+    seed: int
+    quick: bool
+    _random: Prompts = field(init=False)
+    _code: Prompts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random_prompts(self.vocab, self.seed)
+        self._code = text_prompts(code_ids(), self.seed) if self.vocab >= max(code_ids()) else self._random
+
+    def size(self, n: int, least: int = 1) -> int:
+        """A length or number as it is, or of a quick run."""
+        return max(least, n // SHRINK) if self.quick else n
+
+    def random(self, length: int) -> list[int]:
+        """Random token ids."""
+        return self._random(length)
+
+    def code(self, length: int) -> list[int]:
+        """A stretch of held-out library source; random ids for a model with another vocabulary."""
+        return self._code(length)
+
+    def chats(self, row: str, n: int) -> list[tuple[list[int], int]]:
+        """Questions of a task as prompts, each with the tokens of its right answer."""
+        text = pocket_text()
+        return [(text.chat(e.messages), len(text.encode(e.answer))) for e in examples(row, n, self.seed)]
