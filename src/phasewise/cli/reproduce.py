@@ -33,8 +33,9 @@ def reproduce(
     no_time: Annotated[bool, typer.Option("--no-time", help="Counters and answers only.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small samples, one round: does it run?")] = False,
 ) -> None:
-    """Try a published system: its counters against closed forms, its answers and its time against an honest baseline and
-    a control that must lose. The verdict (holds, partly, not here) follows from these by rule.
+    """Try a published system: counters against closed forms, answers and time against a baseline and a control.
+
+    The control must lose. The verdict (holds, partly, not here) follows from what was measured, by rule.
 
     [bold]Examples[/]
 

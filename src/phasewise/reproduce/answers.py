@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from phasewise.bench.forced import Forced, forced_loss
+from phasewise.bench.forced import Forced
 from phasewise.bench.quality import CODE_LOSS, Row, mean, proportion
 from phasewise.reproduce import stats
 from phasewise.reproduce.lab import Lab
@@ -21,6 +22,7 @@ from phasewise.request.request import Request
 Tell = Callable[[str], object]
 ENDS = 8  # tokens beyond the right answer that a reply may have
 FEWEST = 6  # examples of a quick run
+GIVEN = 16  # tokens of a stretch of code that are its prompt
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,17 @@ def right(lab: Lab, setting: Setting, task: str, n: int) -> list[float]:
 
 
 def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
-    """Minus the loss of each of n stretches of code, nats per token."""
-    rng, ids, found, forced = Random(f"{lab.scale.seed} code"), list(code_ids()), [], Forced()
+    """Minus the loss of each of n stretches of code, nats per token: the engine is made to write them, all at once."""
+    rng, ids, forced = Random(f"{lab.scale.seed} code"), list(code_ids()), Forced()
+    requests = []
+    for _ in range(n):
+        start = rng.randrange(len(ids) - quality.window)
+        text = ids[start : start + quality.window]
+        requests.append(Request(text[:GIVEN], Params(max_tokens=quality.window - GIVEN, ignore_eos=True)))
+        forced.scripts[requests[-1].id], forced.nats[requests[-1].id] = text, {}
     with lab.engine(setting, sample=forced) as engine:
-        for _ in range(n):
-            start = rng.randrange(len(ids) - quality.window)
-            found.append(-forced_loss(engine, forced, ids[start : start + quality.window]))
-            engine.forget_prefixes()
-    return found
+        finish(engine, requests)
+    return [-statistics.fmean(forced.nats[request.id].values()) for request in requests]
 
 
 def quality_checks(quality: Quality, found: Graded) -> list[Check]:

@@ -14,7 +14,7 @@ from phasewise.bench.rounds import Ratio, order, ratio
 from phasewise.errors import UserError
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import play
-from phasewise.reproduce.system import Setting, System, Timing
+from phasewise.reproduce.system import Part, Setting, System, Timing
 from phasewise.reproduce.verdict import Check
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -35,12 +35,12 @@ class Timed:
 
 def timed(lab: Lab, system: System, timing: Timing, tell: Tell) -> Timed:
     """Measure one timing. A first, short round warms up."""
-    everybody = {**system.roles, **timing.settings}
+    everybody = {str(role): setting for role, setting in system.roles.items()} | dict(timing.settings)
     who = {role: everybody[role] for role in ("method", timing.against)}
-    name, dtype = timing.model or system.model, None if timing.model else system.dtype
+    name = timing.model or system.model
     tell(f"time: {timing.name}")
     with ExitStack() as stack:
-        engines = {role: stack.enter_context(lab.engine(setting, name, dtype)) for role, setting in who.items()}
+        engines = {role: stack.enter_context(lab.engine(setting, name)) for role, setting in who.items()}
         if timing.tokens:
             found = _decoded(lab, engines, name, timing)
         else:
@@ -105,7 +105,7 @@ def time_check(timing: Timing, found: Timed | None) -> Check:
     """Whether every round was faster by more than asked for; not examined without a time."""
     name = f"{timing.name}, method against {timing.against}"
     expected = f"above {timing.least:g} in every round"
-    part = "control" if timing.against == "control" else "claim"
+    part: Part = "control" if timing.against == "control" else "claim"
     if found is None:
         return Check(part, name, "no time was taken", expected, None)
     words = f"{found.faster} times as fast in {found.faster.n} round{'s' * (found.faster.n > 1)}"

@@ -158,7 +158,7 @@ class RandomGuess(Control):
 
 @dataclass(frozen=True)
 class Coarse(Control):
-    """store: CacheGen's way over the wire, with so many steps on either side of zero for every number of every layer."""
+    """store: CacheGen's way over the wire, with so many steps on either side of zero for every number of all layers."""
 
     steps: int
 

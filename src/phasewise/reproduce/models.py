@@ -49,7 +49,7 @@ def widened(source: Path, target: Path, factor: int) -> None:
 
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor at the beginning of zeros of that shape."""
-    wide = tensor.new_zeros(shape)
+    wide: Tensor = tensor.new_zeros(shape)
     wide[tuple(slice(n) for n in tensor.shape)] = tensor
     return wide
 
@@ -74,7 +74,8 @@ def random_llama(target: Path, *, layers: int, hidden: int, context: int, expert
     inner = hidden * (1 if experts else 2)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=gen) / columns**0.5).to(torch.bfloat16)
+        drawn = torch.randn(rows, columns, generator=gen)
+        return (drawn / columns**0.5).to(torch.bfloat16)
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     made = {"model.embed_tokens.weight": matrix(VOCAB, hidden), "model.norm.weight": ones.clone()}

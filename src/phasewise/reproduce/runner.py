@@ -11,7 +11,7 @@ from phasewise.errors import UserError
 from phasewise.reproduce import answers, clock
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.report import Grade, Report, Speed
-from phasewise.reproduce.system import Attempt, Case, Counter, Saving, System, Tried, Value
+from phasewise.reproduce.system import Attempt, Case, Counter, Part, Saving, System, Tried, Value
 from phasewise.reproduce.verdict import Check, judge
 
 Tell = Callable[[str], object]
@@ -37,7 +37,8 @@ def _report(name: str, system: System, lab: Lab, tell: Tell) -> Report:
     checks += [_saved(saving, case) for saving in system.savings]
     grades: list[Grade] = []
     if system.quality is not None:
-        contenders = {**system.roles, "baseline": system.quality.baseline or system.baseline}
+        contenders = {str(role): setting for role, setting in system.roles.items()}
+        contenders["baseline"] = system.quality.baseline or system.baseline
         found = answers.graded(lab, system.quality, contenders, tell)
         grades = [Grade(role, row) for role, row in found.rows()]
         checks += answers.quality_checks(system.quality, found)
@@ -80,16 +81,16 @@ def _own(lab: Lab, system: System, counter: Counter, case: Case, tell: Tell) -> 
 def _same_tokens(case: Case) -> Check:
     share = agreement(case.runs["method"].outs, case.runs["baseline"].outs)
     n = sum(map(len, case.method.outs))
-    return Check("exact", "tokens of the baseline", f"{share:.2%} of {n:,}", "100.00%", share == 1.0)
+    return Check("exact", "tokens of the baseline, in float32", f"{share:.2%} of {n:,}", "100.00%", share == 1.0)
 
 
 def _counted(counter: Counter, case: Case) -> Check:
     measured, predicted = counter.measured(case), counter.predicted(case)
-    if counter.most:
+    passed, words = _near(measured, predicted, counter.within), ""
+    if counter.bound is not None:
         assert not isinstance(measured, tuple) and not isinstance(predicted, tuple)
-        passed, words = measured <= predicted, "at most "
-    else:
-        passed, words = _near(measured, predicted, counter.within), ""
+        passed = measured <= predicted if counter.bound == "at most" else measured >= predicted
+        words = f"{counter.bound} "
     off = f" within {counter.within:.0%}" if counter.within else ""
     return Check("counter", counter.name, text(measured), f"{words}{text(predicted)}{off} = {counter.form}", passed)
 
@@ -103,7 +104,7 @@ def _near(measured: Value, predicted: Value, within: float) -> bool:
 def _saved(saving: Saving, case: Case) -> Check:
     ours, theirs = (saving.cost(case, case.runs[role]) for role in ("method", saving.against))
     factor = f"{theirs / ours:.2f} times" if ours else "without bound" if theirs else "neither has any"
-    part = "claim" if saving.against == "baseline" else "control"
+    part: Part = "claim" if saving.against == "baseline" else "control"
     measured = f"{text(ours)} against the {saving.against}'s {text(theirs)} ({factor})"
     passed = theirs > 0 and theirs >= saving.least * ours
     return Check(part, saving.name, measured, f"at least {saving.least:g} times less", passed)

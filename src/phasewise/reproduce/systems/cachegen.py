@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
-from phasewise.reproduce.system import Counter, Paper, Quality, Saving, Setting, System
+from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System
 
 APART = {"place": "disaggregated"}
+
+
+def scales(case: Case) -> int:
+    """Bytes of a row's scales: bfloat16, one per layer and head, for keys and for values."""
+    return 2 * 2 * case.config.layers * case.config.kv_heads
+
 
 SYSTEM = System(
     title="CacheGen",
@@ -28,7 +34,7 @@ SYSTEM = System(
                 load=loads.answering("recall@1k", n=8), who=Setting({**APART, "store": "cachegen:level=0"})),
         Counter("KV bytes sent in 8 bits", "half of them, and a bfloat16 scale per row, head, keys and values",
                 lambda case: case.work.kv_bytes_sent,
-                lambda case: loads.prompt_rows(case) * (case.row_bytes // 2 + 4 * case.config.layers * case.config.kv_heads),
+                lambda case: loads.prompt_rows(case) * (case.row_bytes // 2 + scales(case)),
                 load=loads.answering("recall@1k", n=8), who=Setting({**APART, "store": "int8"})),
     ),
     savings=(Saving("KV bytes sent", lambda case, run: run.work.kv_bytes_sent, "baseline", 3.5),),

@@ -45,7 +45,7 @@ def expected(case: Case) -> float:
 SYSTEM = System(
     title="Speculative decoding with a draft model",
     paper=Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),
-    claim="a small model's guesses, verified in one pass, give the large model's tokens sooner: 2.28 tokens per pass and "
+    claim="a small model's guesses, verified in one pass, give the large model's tokens sooner: 2.28 tokens per pass, "
     "1.52 times the speed (Spec-Bench, Vicuna-7B with a draft of 68M weights, greedy, A100).",
     conditions=("a draft with a hundredth of the target's weights", "one request at a time, fp16",
                 "text that the draft was trained for"),

@@ -44,8 +44,8 @@ ON = Setting({"attend": "hydragen"}, prefix_cache=True)
 SYSTEM = System(
     title="Hydragen",
     paper=Paper("Hydragen: High-Throughput LLM Inference with Shared Prefixes", "2402.05099"),
-    claim="attention over a shared prefix is one matrix product for the whole batch, so that its KV is read once: up to "
-    "32 times the throughput of the best baseline; going from 1K to 16K shared tokens costs less than 15 %.",
+    claim="attention over a shared prefix is one matrix product for the whole batch, so that its KV is read once: up "
+    "to 32 times the throughput of the best baseline; going from 1K to 16K shared tokens costs less than 15 %.",
     conditions=("CodeLlama-13B on eight A100", "large batches (up to 1,024) and long prefixes",
                 "the shared part is stored once, which is what makes the batch large"),
     method=ON,
@@ -57,7 +57,8 @@ SYSTEM = System(
     missing=("memory: each request keeps a copy of the shared part, so batches are not larger",
              "prefixes of 16K tokens, beyond the model's context"),
     counters=(
-        Counter("KV bytes read while all decode", "P + sum of S rows per step, instead of B P + sum of S", read, traffic),
+        Counter("KV bytes read while all decode", "P + sum of S rows per step, instead of B P + sum of S", read,
+                traffic),
     ),
     savings=(
         Saving("KV bytes read per token", per_token, "baseline", 3.0),

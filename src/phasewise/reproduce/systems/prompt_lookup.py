@@ -30,7 +30,8 @@ SYSTEM = System(
     paper=Paper("Prompt lookup decoding", where="github.com/apoorvumang/prompt-lookup-decoding"),
     claim="where answers repeat their prompts, copying what followed the last match is the cheapest drafter: 2.4 times "
     "faster on summaries and questions about a text.",
-    conditions=("Mistral-7B-Instruct on one A100", "greedy, one request at a time", "CNN/DailyMail and questions in context"),
+    conditions=("Mistral-7B-Instruct on one A100", "greedy, one request at a time",
+                "CNN/DailyMail and questions in context"),
     method=METHOD,
     baseline=Setting(most=1),
     control=Setting(objects={"decode": Speculative(RandomGuess(K, VOCAB), Match())}, most=1),
@@ -41,7 +42,7 @@ SYSTEM = System(
         Counter("passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
                 lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted),
         Counter("passes over 200 tokens that repeat the prompt", "ceil(200 / (k + 1)) + 5",
-                lambda case: case.work.forwards, lambda case: -(-200 // (K + 1)) + 5, most=True, load=repeating),
+                lambda case: case.work.forwards, lambda case: -(-200 // (K + 1)) + 5, bound="at most", load=repeating),
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
@@ -51,6 +52,6 @@ SYSTEM = System(
         Timing("time per token", 1.0, loads.pace),
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
     ),
-    note="The padded model gives the same tokens at the price of 90 million weights; the small one spends much of a pass "
-    "on what no drafter saves.",
+    note="The padded model gives the same tokens at the price of 90 million weights; the small one spends much of a "
+    "pass on what no drafter saves.",
 )  # fmt: skip

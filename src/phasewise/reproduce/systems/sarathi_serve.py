@@ -32,7 +32,7 @@ SYSTEM = System(
     missing=("capacity: the highest rate within a P99 target", "bubbles of pipelines, for there are none"),
     counters=(
         Counter("rows of a step at most", "the budget",
-                lambda case: max(step.rows for step in case.method.steps), lambda case: BUDGET, most=True),
+                lambda case: max(step.rows for step in case.method.steps), lambda case: BUDGET, bound="at most"),
         Counter("streams that missed a step", "0", loads.paused, lambda case: 0),
         Counter("rows of the steps of the worked trace", "3 decodes + 5; 3 + 5; 3 + 3 + 2; 4 + 2; 5, at budget 8",
                 lambda case: tuple(step.rows for step in case.method.steps[2:7]), lambda case: (8, 8, 8, 6, 5),

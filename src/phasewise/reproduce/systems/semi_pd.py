@@ -11,7 +11,8 @@ SYSTEM = System(
                 "2504.19867"),
     claim="phases apart without copies of KV or weights, with shares of the device that follow the targets: mean "
     "latency 1.27 to 2.58 times lower (DeepSeek), 1.55 to 1.72 times as many requests within targets (Llama).",
-    conditions=("A100 GPUs, shares of multiprocessors", "Llama-3 8B and 70B, DeepSeek-V2 and V3", "ShareGPT, LongBench"),
+    conditions=("A100 GPUs, shares of multiprocessors", "Llama-3 8B and 70B, DeepSeek-V2 and V3",
+                "ShareGPT, LongBench"),
     method=Setting({"place": "semi_pd"}, cluster="processes"),
     baseline=Setting(),
     control=Setting({"place": "disaggregated"}, cluster="processes"),

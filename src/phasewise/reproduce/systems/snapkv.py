@@ -17,8 +17,8 @@ def stay(case: Case) -> int:
 SYSTEM = System(
     title="SnapKV",
     paper=Paper("SnapKV: LLM Knows What You are Looking for Before Generation", "2404.14469"),
-    claim="a small share of a prompt's KV, chosen per head by the attention of the prompt's end, answers as well as all "
-    "of it: 3.6 times faster decoding and 8.2 times less memory at 16K tokens.",
+    claim="a small share of a prompt's KV, chosen per head by the attention of the prompt's end, answers as well as "
+    "all of it: 3.6 times faster decoding and 8.2 times less memory at 16K tokens.",
     conditions=("LWM-Text-Chat-1M, Mistral-7B and others on one A100", "LongBench, needle in a haystack up to 380K",
                 "the question stands at the end of the prompt"),
     method=Setting({"evict": f"snapkv:keep={KEEP},window={WINDOW}"}),

@@ -22,8 +22,8 @@ def runs(case: Case) -> int:
 SYSTEM = System(
     title="Unified Layer Skipping",
     paper=Paper("Accelerating Inference in Large Language Models with a Unified Layer Skipping Strategy", "2404.06954"),
-    claim="a fixed share of evenly spread layers, fine-tuned, gives the target speed-up for every token, batched or not, "
-    "and better translations and summaries than dynamic skipping at the same price (numbers in figures only).",
+    claim="a fixed share of evenly spread layers, fine-tuned, gives the target speed-up for every token, batched or "
+    "not, and better translations and summaries than dynamic skipping at the same price (numbers in figures only).",
     conditions=("Bloomz-7B and Llama on one A100", "fine-tuned for two epochs", "WMT22 and summaries"),
     method=Setting({"skip": f"unified:speedup={SPEEDUP}"}),
     baseline=Setting(),
@@ -40,9 +40,10 @@ SYSTEM = System(
                 lambda case: (loads.prompt_rows(case) + NEW - 2) * case.row_bytes * runs(case) // case.config.layers),
     ),
     savings=(Saving("(row, layer) pairs of decoded tokens",
-                    lambda case, run: run.work.row_layers - loads.prompt_rows(case) * case.config.layers, "baseline", 1.9),),
+                    lambda case, run: run.work.row_layers - loads.prompt_rows(case) * case.config.layers,
+                    "baseline", 1.9),),
     quality=Quality(("copy", "json", "recall@256"), allowed=0.1, examples=50),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512),),
-    note="The pocket model's every second layer joined late in training and does little (docs/pocket.md): what it keeps "
-    "says little about other models.",
+    note="The pocket model's every second layer joined late in training and does little (docs/pocket.md): what it "
+    "keeps says little about other models.",
 )  # fmt: skip
