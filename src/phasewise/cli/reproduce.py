@@ -14,7 +14,7 @@ from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.reproduce.lab import Scale
+    from phasewise.reproduce.lab import Lab, Scale
     from phasewise.reproduce.report import Report
 
 DOCUMENT = Path("docs/reproduced.md")
@@ -44,7 +44,7 @@ def reproduce(
       phasewise reproduce --all --json reproduced.json
     """
     from phasewise.reproduce import index
-    from phasewise.reproduce.lab import Scale
+    from phasewise.reproduce.lab import Lab, Scale
     from phasewise.reproduce.report import overview
 
     if name is None and not all_:
@@ -56,7 +56,8 @@ def reproduce(
     if name is not None:
         index.system(name)  # unknown names are refused before anything is done
     scale = Scale(examples, 1 if quick else rounds, seed, not no_time, quick)
-    reports = [_one(each, scale) for each in ([name] if name is not None else index.names())]
+    with Lab.open(scale) as lab:
+        reports = [_one(each, lab) for each in ([name] if name is not None else index.names())]
     if json_ is not None:
         json_.parent.mkdir(parents=True, exist_ok=True)
         json_.write_text(json.dumps([report.plain() for report in reports], indent=1) + "\n", encoding="utf-8")
@@ -67,13 +68,13 @@ def reproduce(
         print(f"{reports[0].markdown()}\n\n{_machine()}")
 
 
-def _one(name: str, scale: Scale) -> Report:
+def _one(name: str, lab: Lab) -> Report:
     from phasewise.reproduce import index
     from phasewise.reproduce.runner import reproduce, stages
 
     system, done = index.system(name), count()
-    with counting(name, stages(system, scale)) as bar:
-        return reproduce(name, system, scale, lambda what: bar(next(done)))
+    with counting(name, stages(system, lab.scale)) as bar:
+        return reproduce(name, system, lab, lambda what: bar(next(done)))
 
 
 def _write(out: Path, reports: list[Report], scale: Scale) -> None:

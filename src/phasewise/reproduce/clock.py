@@ -21,7 +21,8 @@ from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
 
 Tell = Callable[[str], object]
-PIECE = 32  # tokens a resident request decodes in a round
+PIECE = 32  # tokens a resident request decodes in a round ...
+MOST = 16  # ... and those that its last pass may bring on top
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _played(
 def _decoded(lab: Lab, engines: Mapping[str, Placed], name: str, timing: Timing) -> Seconds:
     asked = lab.asked(name)
     prompt, piece = asked.random(asked.size(timing.tokens)), asked.size(PIECE, 4)
-    params = Params(max_tokens=(lab.scale.rounds + 2) * (piece + 1), ignore_eos=True)
+    params = Params(max_tokens=(lab.scale.rounds + 2) * (piece + MOST), ignore_eos=True)
     requests = {role: Request(prompt, params) for role in engines}
     found: dict[str, dict[int, float]] = {role: {} for role in engines}
     with torch.inference_mode():

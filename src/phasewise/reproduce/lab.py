@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from phasewise.cluster.engine_spec import EngineSpec
@@ -36,11 +37,18 @@ class Scale:
 
 
 class Lab:
-    """Models are loaded once; what is made of them lies under `room`."""
+    """Models are loaded once; those that have to be made lie under `room`."""
 
     def __init__(self, room: Path, scale: Scale) -> None:
         self.scale, self.shelf = scale, Shelf(room)
         self._models: dict[tuple[str, str | None], Model] = {}
+
+    @classmethod
+    @contextmanager
+    def open(cls, scale: Scale) -> Iterator[Lab]:
+        """One whose models are gone in the end."""
+        with TemporaryDirectory(prefix="phasewise-reproduce-") as room:
+            yield cls(Path(room), scale)
 
     def model(self, name: str, dtype: str | None = None) -> Model:
         name = self.real(name)

@@ -7,6 +7,7 @@ with sixteen times the weights. Random ones are for what text does not decide: e
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -74,8 +75,7 @@ def random_llama(target: Path, *, layers: int, hidden: int, context: int, expert
     inner = hidden * (1 if experts else 2)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        drawn = torch.randn(rows, columns, generator=gen)
-        return (drawn / columns**0.5).to(torch.bfloat16)
+        return (torch.randn(rows, columns, generator=gen) / math.sqrt(columns)).to(torch.bfloat16)
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     made = {"model.embed_tokens.weight": matrix(VOCAB, hidden), "model.norm.weight": ones.clone()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from phasewise.bench.rounds import agreement
 from phasewise.errors import UserError
@@ -17,12 +15,6 @@ from phasewise.reproduce.verdict import Check, judge
 Tell = Callable[[str], object]
 
 
-def reproduce(name: str, system: System, scale: Scale, tell: Tell = lambda what: None) -> Report:
-    """Everything that `system` declares, measured; `tell` hears of each stage before it starts."""
-    with TemporaryDirectory(prefix="phasewise-reproduce-") as room:
-        return _report(name, system, Lab(Path(room), scale), tell)
-
-
 def stages(system: System, scale: Scale) -> int:
     """How many stages `reproduce` will tell of."""
     own = sum(counter.load is not None for counter in system.counters)
@@ -30,7 +22,8 @@ def stages(system: System, scale: Scale) -> int:
     return 3 + own + 3 * (system.quality is not None) + len(system.attempts) + timings
 
 
-def _report(name: str, system: System, lab: Lab, tell: Tell) -> Report:
+def reproduce(name: str, system: System, lab: Lab, tell: Tell = lambda what: None) -> Report:
+    """Everything that `system` declares, measured; `tell` hears of each stage before it starts."""
     case = _case(lab, system, tell)
     checks = [_same_tokens(case)] if system.exact else []
     checks += [_counted(counter, _own(lab, system, counter, case, tell)) for counter in system.counters]

@@ -53,7 +53,7 @@ SYSTEM = System(
                 bound="at most"),
     ),
     savings=(Saving("KV bytes held, at most", lambda case, run: loads.held(run), "baseline", 1.4),),
-    quality=Quality(("code",), allowed=0.1, examples=12, window=1024),
+    quality=Quality(("code",), allowed=0.1, examples=10, window=640),
     attempts=(Attempt("claim", "a text of twenty times the context", "64 further tokens", stream),),
     timings=(
         Timing("time per token, against computing the window afresh", 1.0, loads.per_token,

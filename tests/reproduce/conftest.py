@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from tests.cli.conftest import cli as cli

@@ -1,0 +1,58 @@
+"""`phasewise reproduce` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phasewise.reproduce import index
+from phasewise.reproduce.report import Report
+from tests.cli.conftest import Cli
+
+
+def test_without_a_name_it_lists_the_systems(cli: Cli) -> None:
+    said = cli("reproduce")
+    assert said.code == 0
+    assert all(f"| {name} |" in said.out for name in index.names())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("snapvk", "Did you mean snapkv"),
+        ("snapkv --all", "leave 'snapkv' out"),
+        ("snapkv --rounds 0", "--rounds"),
+        ("snapkv --examples few", "--examples"),
+    ],
+)
+def test_mistakes(cli: Cli, words: str, says: str) -> None:
+    said = cli("reproduce", *words.split())
+    assert said.code == 2 and says in said.err and said.err.count("\n") == 1
+
+
+def test_one_system_and_its_json(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "found.json"
+    said = cli("reproduce", "prompt_lookup", "--quick", "--no-time", "--json", file)
+    assert said.code == 0, said.err
+    assert said.out.startswith("## Prompt lookup: partly")
+    assert "quick run" in said.out and "not examined (no time was taken)" in said.out
+    (report,) = map(Report.from_plain, json.loads(file.read_text()))
+    assert report.markdown() in said.out
+    assert all(check.passed for check in report.checks if check.part in ("exact", "counter", "control"))
+
+
+def test_all_systems_are_written_down(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["prompt_lookup", "fastgen"])
+    out = tmp_path / "reproduced.md"
+    said = cli("reproduce", "--all", "--quick", "--no-time", "--out", out)
+    assert said.code == 0, said.err
+    page = out.read_text()
+    assert "`phasewise reproduce --all --no-time --quick`" in page
+    assert page.index("| system | verdict |") < page.index("## Prompt lookup: ") < page.index("## DeepSpeed-FastGen")
+    assert "Prompt lookup" in said.out and "## Prompt lookup" not in said.out

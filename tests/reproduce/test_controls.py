@@ -1,0 +1,98 @@
+"""Controls cost what their methods cost, and differ in the idea alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phasewise.engine.limits import Limits
+from phasewise.methods.attend.quest import Quest
+from phasewise.methods.decode.speculative import Speculative
+from phasewise.methods.evict.snapkv import SnapKV
+from phasewise.methods.skip.unified import Unified
+from phasewise.methods.verify.match import Match
+from phasewise.model.model import Model
+from phasewise.options import parse
+from phasewise.recipe import Builder
+from phasewise.reproduce.controls import Coarse, CutTwice, OneChunk, OtherLayers, RandomGuess, RandomPages, RandomRows
+from phasewise.reproduce.play import Entry, Run, play
+from tests import tiny
+
+
+def run(entries: list[Entry], of: Model | None = None, verbs: dict[str, str] | None = None, **objects: Any) -> Run:
+    limits = Limits(64 << 20, prefix_cache=False)
+    engine = Builder(of or tiny.model(), {**parse(verbs or {}), **objects}, limits, load=tiny.load).build()
+    return play(engine, entries)
+
+
+def lone(prompt: int, new: int) -> list[Entry]:
+    return [Entry(tiny.prompts(prompt)[0], new)]
+
+
+def test_random_rows_hold_and_read_as_much_as_snapkv_but_others() -> None:
+    entries = lone(200, 12)
+    chosen, drawn = (
+        run(entries, evict=evict) for evict in (SnapKV(keep=0.25, window=16), RandomRows(keep=0.25, window=16))
+    )
+    assert [(s.kv, s.read) for s in chosen.steps] == [(s.kv, s.read) for s in drawn.steps]
+    assert run(entries).outs != drawn.outs != chosen.outs
+    assert (
+        run(entries, evict=RandomRows(0.25, 16)).outs == drawn.outs != run(entries, evict=RandomRows(0.25, 16, 1)).outs
+    )
+
+
+def test_random_rows_that_keep_everything_change_nothing() -> None:
+    entries = lone(60, 12)
+    assert run(entries, evict=RandomRows(1.0, 16)).outs == run(entries).outs
+
+
+def test_random_pages_read_as_many_rows_as_quest() -> None:
+    entries, knobs = lone(150, 20), {"page": 4, "budget": 20, "dense_layers": 1}
+    chosen, drawn = run(entries, attend=Quest(**knobs)), run(entries, attend=RandomPages(**knobs))
+    assert drawn.outs != chosen.outs
+    key = tiny.engine().store.row_bytes // 4 // 2
+    for j, step in enumerate(drawn.decoding):
+        n = 151 + j
+        own = (n - 1) % 4 + 1
+        assert step.read == 2 * key * (n + 3 * ((20 - own) // 4 * 4 + own))
+
+
+def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:
+    entries = lone(40, 40)
+    guessed = run(entries, decode=Speculative(RandomGuess(4, tiny.VOCAB), Match()))
+    assert guessed.outs == run(entries).outs
+    assert guessed.work.drafted > 100 and guessed.work.accepted < 0.1 * guessed.work.drafted
+
+
+def test_one_chunk_leaves_room_that_others_want() -> None:
+    entries = [Entry(prompt, 4) for prompt in tiny.prompts(10, 10, 10)]
+    apart = run(entries, schedule=OneChunk(16))
+    assert [step.rows for step in apart.steps[:3]] == [10, 11, 12]
+    assert apart.outs == run(entries).outs
+
+
+def test_cut_twice_takes_as_many_steps_and_loads_experts_again() -> None:
+    model, entries = tiny.model(experts=8), lone(64, 1)
+    once = run(entries, model, {"schedule": "layered:rows_per_group=16"})
+    twice = run(entries, model, schedule=CutTwice(32, 2))
+    assert once.outs == twice.outs and len(once.steps) == len(twice.steps) == 4
+    assert twice.work.expert_loads > 1.5 * once.work.expert_loads
+
+
+def test_other_layers_are_as_many() -> None:
+    entries, model = lone(30, 10), tiny.model(layers=8)
+    other, unified = (run(entries, model, skip=skip) for skip in (OtherLayers(2), Unified(2)))
+    assert other.work.row_layers == unified.work.row_layers
+    assert [s.kv for s in other.steps] == [s.kv for s in unified.steps]
+    assert other.outs != unified.outs
+
+
+@pytest.mark.parametrize(("steps", "same"), [(127, True), (1, False)])
+def test_coarse_is_the_coder_with_so_many_steps(steps: int, same: bool) -> None:
+    entries = [Entry(prompt, 8) for prompt in tiny.prompts(40, 70)]
+    apart = {"place": "disaggregated"}
+    fine = run(entries, verbs={**apart, "store": "cachegen:level=1"})
+    coarse = run(entries, verbs=apart, store=Coarse(steps))
+    assert (coarse.outs == fine.outs) is same
+    assert (coarse.work.kv_bytes_sent < 0.5 * fine.work.kv_bytes_sent) is not same

@@ -1,0 +1,146 @@
+"""A system end to end: what is measured decides, and a report survives its way through JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from phasewise.reproduce import index, loads
+from phasewise.reproduce.lab import Lab, Scale
+from phasewise.reproduce.play import Run
+from phasewise.reproduce.report import Report, document
+from phasewise.reproduce.runner import reproduce, stages
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.workload import Asked
+
+QUICK = Scale(quick=True, time=False, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab.open(QUICK) as made:
+        yield made
+
+
+@pytest.fixture
+def clocked(lab: Lab) -> Iterator[Lab]:
+    """The same models, and two rounds of time."""
+    lab.scale = replace(QUICK, time=True, rounds=2)
+    yield lab
+    lab.scale = QUICK
+
+
+def passes(case: Case, run: Run) -> float:
+    return run.work.forwards / run.work.emitted
+
+
+GUESSING = System(
+    title="Guessing",
+    paper=Paper("On guessing", where="a test"),
+    claim="guesses save passes",
+    conditions=("a pocket model",),
+    method=Setting({"draft": "prompt_lookup"}, most=1),
+    baseline=Setting(most=1),
+    control=Setting({"draft": "prompt_lookup:min_match=4096"}, most=1),
+    control_is="never guesses",
+    load=loads.answering("copy", n=16),
+    exact=True,
+    counters=(
+        Counter("passes", "tokens - accepted guesses", lambda c: c.work.forwards,
+                lambda c: c.work.emitted - c.work.accepted),
+    ),
+    savings=(Saving("passes per token", passes, "baseline"), Saving("passes per token", passes, "control")),
+)  # fmt: skip
+
+
+def word(lab: Lab, system: System) -> str:
+    return reproduce("guessing", system, lab).verdict.word
+
+
+def test_it_holds_and_each_part_can_spoil_it(lab: Lab) -> None:
+    assert word(lab, GUESSING) == "holds"
+    wrong = replace(GUESSING.counters[0], predicted=lambda c: c.work.emitted)
+    assert word(lab, replace(GUESSING, counters=(wrong,))) == "partly"
+    assert word(lab, replace(GUESSING, control=GUESSING.method)) == "partly", "a control as good as the method"
+    assert word(lab, replace(GUESSING, method=GUESSING.control)) == "not here", "a method that saves nothing"
+    assert word(lab, replace(GUESSING, missing=("more",))) == "partly"
+
+
+def test_other_tokens_than_the_baselines_are_seen(lab: Lab) -> None:
+    lossy = replace(GUESSING, method=Setting({"skip": "unified"}), counters=(), savings=GUESSING.savings)
+    report = reproduce("guessing", lossy, lab)
+    assert report.verdict.word == "not here" and "tokens of the baseline" in report.verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("bound", "passed"), [(None, False), ("at most", True), ("at least", False)])
+def test_bounds(lab: Lab, bound: str | None, passed: bool) -> None:
+    loose = replace(GUESSING.counters[0], predicted=lambda c: c.work.emitted, bound=bound)  # type: ignore[arg-type]
+    report = reproduce("guessing", replace(GUESSING, counters=(loose,)), lab)
+    (check,) = (c for c in report.checks if c.part == "counter")
+    assert check.passed is passed
+
+
+def test_an_attempt_that_is_refused_has_failed_and_says_why(lab: Lab) -> None:
+    def long(lab: Lab) -> Tried:
+        lab.play(Setting(), loads.lone(3000, 1)(replace(lab.asked("pocket"), quick=False)), "pocket")
+        return Tried(True, "done")
+
+    system = replace(GUESSING, attempts=(Attempt("claim", "a long text", "done", long),))
+    (check,) = (c for c in reproduce("guessing", system, lab).checks if c.name == "a long text")
+    assert check.passed is False and "context is 2048" in check.measured
+
+
+LOSSY = replace(
+    GUESSING, method=Setting(), control=Setting({"skip": "unified:speedup=4"}), exact=False, savings=(), counters=(),
+    quality=Quality(("json",), allowed=0.5, examples=100),
+)  # fmt: skip
+
+
+def test_quality_is_paired_and_its_control_must_lose(lab: Lab) -> None:
+    report = reproduce("lossy", LOSSY, lab)
+    assert report.verdict.word == "holds"
+    assert {grade.role: grade.row.value for grade in report.grades} == {"method": 1.0, "baseline": 1.0, "control": 0.0}
+    assert word(lab, replace(LOSSY, method=LOSSY.control, control=Setting())) == "not here"
+
+
+def test_the_loss_on_code(lab: Lab) -> None:
+    system = replace(LOSSY, quality=Quality(("code",), allowed=0.2, examples=3, window=80))
+    report = reproduce("lossy", system, lab)
+    values = {grade.role: grade.row.value for grade in report.grades}
+    assert values["method"] == values["baseline"] < values["control"] - 1
+    assert report.verdict.word == "holds"
+
+
+def test_time_of_loads_and_of_resident_requests(clocked: Lab) -> None:
+    timings = (
+        Timing("a load", 0.0, loads.per_token),
+        Timing("a resident", 1e9, tokens=64),
+        Timing("a price", tokens=64, price=True, settings={"baseline": Setting({"skip": "unified"})}),
+    )
+    system = replace(GUESSING, timings=timings)
+    told: list[str] = []
+    report = reproduce("guessing", system, clocked, told.append)
+    assert len(told) == stages(system, clocked.scale)
+    assert [(s.name, s.faster.n) for s in report.speeds] == [("a load", 2), ("a resident", 2), ("a price", 2)]
+    assert all(s.method > 0 and s.other > 0 for s in report.speeds)
+    verdicts = {c.name: c.passed for c in report.checks if c.name.startswith("a ")}
+    assert verdicts == {"a load, method against baseline": True, "a resident, method against baseline": False}
+
+
+def test_a_report_comes_back_from_json_and_reads_the_same(clocked: Lab) -> None:
+    system = replace(LOSSY, timings=(Timing("a resident", tokens=64),), note="a note")
+    report = reproduce("lossy", system, clocked)
+    again = Report.from_plain(json.loads(json.dumps(report.plain())))
+    assert again == report and again.markdown() == report.markdown()
+    page = document([report], "phasewise reproduce --all", "On a machine.")
+    assert "phasewise reproduce --all" in page and "On a machine." in page
+    assert page.count("## Guessing") == 1 and "*Note.* a note" in page and "quick run" in page
+
+
+def test_seeds_ask_something_else_and_one_seed_the_same() -> None:
+    load = index.system("prompt_lookup").load
+    asked = [[entry.prompt for entry in load(Asked(4096, seed, quick=True))] for seed in (0, 0, 1)]
+    assert asked[0] == asked[1] != asked[2]

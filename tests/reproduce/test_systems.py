@@ -1,0 +1,87 @@
+"""Every system file is one, says what it must say, and its counters are their closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.options import parse
+from phasewise.reproduce import index
+from phasewise.reproduce.lab import Lab, Scale
+from phasewise.reproduce.runner import reproduce, stages
+from phasewise.reproduce.system import Setting, System
+
+NAMES = index.names()
+WANTED = {
+    "sarathi_serve", "fastgen", "layered_prefill", "distserve", "splitwise", "semi_pd", "cachegen", "hydragen",
+    "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
+}  # fmt: skip
+
+
+def test_every_system_is_found() -> None:
+    assert set(NAMES) >= WANTED
+
+
+def test_unknown_systems_are_named_with_near_ones() -> None:
+    with pytest.raises(UserError, match="unknown system 'snapvk'. Did you mean snapkv"):
+        index.system("snapvk")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_system_says_what_it_must(name: str) -> None:
+    system = index.system(name)
+    assert isinstance(system, System)
+    assert system.paper.arxiv or system.paper.where
+    assert any(c.isdigit() for c in system.claim) or "figures only" in system.claim, "a claim has numbers"
+    assert system.conditions and system.control_is and system.counters
+    assert system.savings or system.quality or system.timings, "nothing of the claim would be examined"
+    controls = [saving for saving in system.savings if saving.against == "control"]
+    controls += [timing for timing in system.timings if timing.against == "control" and not timing.price]
+    assert controls or system.quality, "nothing is held against the control"
+    assert system.control != system.method and system.control != system.baseline
+    assert all(timing.tokens or timing.seconds for timing in system.timings)
+    assert stages(system, Scale(time=False)) == stages(replace(system, timings=()), Scale())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_methods_are_in_the_catalogue_and_controls_are_not(name: str) -> None:
+    system = index.system(name)
+    for setting in system.roles.values():
+        parse(setting.verbs)
+    assert not system.method.objects and not system.baseline.objects, "what is claimed is what users can have"
+    listed = {method for _, _, method in catalog.every()}
+    assert not any(type(control) in listed for control in system.control.objects.values() if name != "prompt_lookup")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab.open(Scale(quick=True, time=False)) as made:
+        yield made
+
+
+def here(setting: Setting) -> Setting:
+    """In this thread."""
+    return replace(setting, cluster="inline")
+
+
+def counting(system: System) -> System:
+    """Counters and savings alone, all in this thread."""
+    return replace(
+        system, method=here(system.method), baseline=here(system.baseline), control=here(system.control),
+        quality=None, attempts=(), timings=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counters_are_their_closed_forms(lab: Lab, name: str) -> None:
+    """On small loads; the tokens of exact systems are compared as well, and no control saves what its method saves."""
+    system = counting(index.system(name))
+    report = reproduce(name, system, lab)
+    wrong = [str(c) for c in report.checks if c.part in ("exact", "counter", "control") and not c.passed]
+    assert not wrong
+    assert sum(c.part == "counter" for c in report.checks) == len(system.counters)
+    assert sum(c.part == "exact" for c in report.checks) == system.exact
