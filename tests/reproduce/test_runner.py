@@ -10,7 +10,7 @@ import pytest
 
 from phasewise.reproduce import index, loads
 from phasewise.reproduce.lab import Lab, Scale
-from phasewise.reproduce.play import Run
+from phasewise.reproduce.play import Entry, Run
 from phasewise.reproduce.report import Report, document
 from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
@@ -91,6 +91,12 @@ def test_an_attempt_that_is_refused_has_failed_and_says_why(lab: Lab) -> None:
     system = replace(GUESSING, attempts=(Attempt("claim", "a long text", "done", long),))
     (check,) = (c for c in reproduce("guessing", system, lab).checks if c.name == "a long text")
     assert check.passed is False and "context is 2048" in check.measured
+
+
+def test_what_cannot_run_is_not_here_and_says_why(lab: Lab) -> None:
+    long = replace(GUESSING, load=lambda asked: [Entry(asked.code(2500), 4)])
+    report = reproduce("guessing", long, lab)
+    assert report.verdict.word == "not here" and "context is 2048" in report.verdict.reasons[0]
 
 
 LOSSY = replace(

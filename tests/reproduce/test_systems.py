@@ -85,3 +85,10 @@ def test_counters_are_their_closed_forms(lab: Lab, name: str) -> None:
     assert not wrong
     assert sum(c.part == "counter" for c in report.checks) == len(system.counters)
     assert sum(c.part == "exact" for c in report.checks) == system.exact
+
+
+def test_placements_count_the_same_between_processes(lab: Lab) -> None:
+    system = replace(index.system("distserve"), timings=())
+    report = reproduce("distserve", system, lab)
+    assert system.method.cluster == "processes"
+    assert not [str(c) for c in report.checks if c.part in ("exact", "counter") and not c.passed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from phasewise.bench.rounds import agreement
 from phasewise.errors import UserError
@@ -22,34 +23,51 @@ def stages(system: System, scale: Scale) -> int:
     return 3 + own + 3 * (system.quality is not None) + len(system.attempts) + timings
 
 
+@dataclass
+class Found:
+    """What has been found so far."""
+
+    checks: list[Check] = field(default_factory=list)
+    grades: list[Grade] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
+
+
 def reproduce(name: str, system: System, lab: Lab, tell: Tell = lambda what: None) -> Report:
-    """Everything that `system` declares, measured; `tell` hears of each stage before it starts."""
-    case = _case(lab, system, tell)
-    checks = [_same_tokens(case)] if system.exact else []
+    """Everything that `system` declares, measured; `tell` hears of each stage before it starts.
+
+    What cannot run here (an extra that is not installed, say) fails a check that says so.
+    """
+    found = Found()
+    try:
+        _measure(system, lab, tell, found)
+    except UserError as error:
+        found.checks.append(Check("counter", "everything runs", f"refused: {error}", "a run to the end", False))
+    return Report.of(
+        name, system, lab.real(system.model), lab.scale, checks=tuple(found.checks), grades=tuple(found.grades),
+        speeds=tuple(found.speeds), verdict=judge(found.checks, system.missing),
+    )  # fmt: skip
+
+
+def _measure(system: System, lab: Lab, tell: Tell, found: Found) -> None:
+    case, checks = _case(lab, system, tell), found.checks
+    checks += [_same_tokens(case)] if system.exact else []
     checks += [_counted(counter, _own(lab, system, counter, case, tell)) for counter in system.counters]
     checks += [_saved(saving, case) for saving in system.savings]
-    grades: list[Grade] = []
     if system.quality is not None:
         contenders = {str(role): setting for role, setting in system.roles.items()}
         contenders["baseline"] = system.quality.baseline or system.baseline
-        found = answers.graded(lab, system.quality, contenders, tell)
-        grades = [Grade(role, row) for role, row in found.rows()]
-        checks += answers.quality_checks(system.quality, found)
+        graded = answers.graded(lab, system.quality, contenders, tell)
+        found.grades += [Grade(role, row) for role, row in graded.rows()]
+        checks += answers.quality_checks(system.quality, graded)
     for attempt in system.attempts:
         tell(attempt.name)
         checks.append(_tried(attempt, lab))
-    speeds: list[Speed] = []
     for timing in system.timings:
         timed = clock.timed(lab, system, timing, tell) if lab.scale.time else None
         if not timing.price:
             checks.append(clock.time_check(timing, timed))
         if timed is not None:
-            speeds.append(Speed(timing.name, timing.against, timed.method, timed.other, timed.faster))
-    verdict = judge(checks, system.missing)
-    return Report.of(
-        name, system, lab.real(system.model), lab.scale,
-        checks=tuple(checks), grades=tuple(grades), speeds=tuple(speeds), verdict=verdict,
-    )  # fmt: skip
+            found.speeds.append(Speed(timing.name, timing.against, timed.method, timed.other, timed.faster))
 
 
 def _case(lab: Lab, system: System, tell: Tell) -> Case:
