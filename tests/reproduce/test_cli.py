@@ -38,7 +38,7 @@ def test_one_system_and_its_json(cli: Cli, tmp_path: Path) -> None:
     assert said.code == 0, said.err
     assert said.out.startswith("## Prompt lookup: partly")
     assert "quick run" in said.out and "not examined (no time was taken)" in said.out
-    (report,) = map(Report.from_plain, json.loads(file.read_text()))
+    (report,) = map(Report.from_plain, json.loads(file.read_text())["reports"])
     assert report.markdown() in said.out
     assert all(check.passed for check in report.checks if check.part in ("exact", "counter", "control"))
 

@@ -56,16 +56,15 @@ def reproduce(
     if name is not None:
         index.system(name)  # unknown names are refused before anything is done
     scale = Scale(examples, 1 if quick else rounds, seed, not no_time, quick)
+    reports: list[Report] = []
     with Lab.open(scale) as lab:
-        reports = [_one(each, lab) for each in ([name] if name is not None else index.names())]
-    if json_ is not None:
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        json_.write_text(json.dumps([report.plain() for report in reports], indent=1) + "\n", encoding="utf-8")
-    if all_:
-        _write(out, reports, scale)
-        print(overview(reports))
-    else:
-        print(f"{reports[0].markdown()}\n\n{_machine()}")
+        for each in [name] if name is not None else index.names():
+            reports.append(_one(each, lab))
+            if json_ is not None:
+                _save(json_, reports)
+            if all_:  # after each of them: it takes long
+                _write(out, reports, scale)
+    print(overview(reports) if all_ else f"{reports[0].markdown()}\n\n{_machine()}")
 
 
 def _one(name: str, lab: Lab) -> Report:
@@ -75,6 +74,14 @@ def _one(name: str, lab: Lab) -> Report:
     system, done = index.system(name), count()
     with counting(name, stages(system, lab.scale)) as bar:
         return reproduce(name, system, lab, lambda what: bar(next(done)))
+
+
+def _save(path: Path, reports: list[Report]) -> None:
+    from phasewise.bench.machine import describe
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"machine": describe(), "reports": [report.plain() for report in reports]}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _write(out: Path, reports: list[Report], scale: Scale) -> None:

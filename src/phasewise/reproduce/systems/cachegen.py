@@ -2,16 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phasewise.engine.limits import Limits
+from phasewise.kv.rounding import LEVELS, Rounded, compress
+from phasewise.kv.wire import Dump, Origin
+from phasewise.options import parse
+from phasewise.recipe import Builder
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
-from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Tried
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 
-APART = {"place": "disaggregated"}
+APART, LEVEL = {"place": "disaggregated"}, 2
+ROUNDING = 2.0**-8  # of a number, where it is kept in bfloat16
 
 
 def scales(case: Case) -> int:
     """Bytes of a row's scales: bfloat16, one per layer and head, for keys and for values."""
     return 2 * 2 * case.config.layers * case.config.kv_heads
+
+
+def sent(lab: Lab) -> Iterator[tuple[Dump, Dump, int]]:
+    """The KV of some prompts as it was, as it arrives, and the bytes between."""
+    methods = parse({"store": f"cachegen:level={LEVEL}"})
+    builder = Builder(lab.model("pocket"), methods, Limits(prefix_cache=False), load=lab.model)
+    for entry in loads.answering("recall@1k", n=8)(lab.asked("pocket")):
+        engine, request = builder.engine(("prefill",), 1.0), Request(entry.prompt, Params(max_tokens=2))
+        engine.add(request)
+        while request not in engine.departed:
+            engine.step()
+        assert request.kv is not None and request.kv.wire is not None
+        rows = request.kv.dump()
+        encoded = request.kv.wire.encode(rows, Origin())
+        yield rows, request.kv.wire.decode(encoded.content), sum(chunk.nbytes for chunk in encoded.content["chunks"])
+        engine.depart(request)
+
+
+def planes(dump: Dump) -> list[Tensor]:
+    """Keys and values, layer by layer, a row per token: float32 [R, heads * D]."""
+    return [plane.transpose(0, 1).flatten(1).float() for piece in dump for plane in piece["planes"]]
+
+
+def steps(at: int, count: int) -> int:
+    """On either side of zero, of the plane `at` of `count`."""
+    return LEVELS[LEVEL - 1].steps(at // 2, count // 2)[at % 2]
+
+
+@torch.inference_mode()
+def off(lab: Lab) -> Tried:
+    """How far numbers arrive from where they were, in half steps of their row."""
+    worst = 0.0
+    for before, after, _ in sent(lab):
+        rows = planes(before)
+        for at, (x, y) in enumerate(zip(rows, planes(after), strict=True)):
+            half = x.abs().amax(-1, keepdim=True) / (2 * steps(at, len(rows)))
+            kept = ROUNDING * (x.abs().amax(-1, keepdim=True) + half)
+            worst = max(worst, float((((x - y).abs() - kept) / half).max()))
+    return Tried(0 < worst <= 1, f"{worst:.3f} half steps")
+
+
+@torch.inference_mode()
+def coded(lab: Lab) -> Tried:
+    """Bytes against the entropy of the symbols per layer and channel, and as one histogram for all."""
+    n_bytes = numbers = rows = 0
+    apart, together = 0.0, np.zeros(256)
+    for before, _, taken in sent(lab):
+        every = planes(before)
+        for at, x in enumerate(every):
+            form: Rounded = compress(x, steps(at, len(every)), 1)[0]
+            channels = [np.bincount(column, minlength=256) for column in form.symbols.T.numpy()]
+            apart += sum(map(bits, channels)) / 8
+            together += sum(channels)
+        rows += 2 * sum(x.shape[0] for x in every)  # bytes of scales
+        numbers, n_bytes = numbers + sum(x.numel() for x in every), n_bytes + taken
+    low, high = (8 * (size + rows) / numbers for size in (apart, bits(together) / 8))
+    mine = 8 * n_bytes / numbers
+    return Tried(low <= mine < high, f"{mine:.3f} bits, between {low:.3f} and {high:.3f}")
+
+
+def bits(counts: np.ndarray) -> float:
+    """An ideal code of symbols that come so often."""
+    there = counts[counts > 0]
+    return float(-(there * np.log2(there / there.sum())).sum())
 
 
 SYSTEM = System(
@@ -21,7 +100,7 @@ SYSTEM = System(
     "original, so that contexts load 3.2 to 3.7 times faster over links of 0.1 to 10 Gbit/s.",
     conditions=("Mistral-7B, Llama-34B and 70B", "LongChat, TriviaQA and others, contexts of thousands of tokens",
                 "stored contexts streamed over a network"),
-    method=Setting({**APART, "store": "cachegen:level=2"}),
+    method=Setting({**APART, "store": f"cachegen:level={LEVEL}"}),
     baseline=Setting({**APART, "store": "int8"}),
     control=Setting(APART, {"store": Coarse(1)}),
     control_is="the same coder with three levels for every number: smaller still, and no longer the context",
@@ -38,5 +117,10 @@ SYSTEM = System(
                 load=loads.answering("recall@1k", n=8), who=Setting({**APART, "store": "int8"})),
     ),
     savings=(Saving("KV bytes sent", lambda case, run: run.work.kv_bytes_sent, "baseline", 3.5),),
+    attempts=(
+        Attempt("counter", "error of a number", "at most half a step of its row, and bfloat16's rounding", off),
+        Attempt("control", "bits per number, tables included",
+                "at least the entropy per layer and channel, and below that of one histogram for all", coded),
+    ),
     quality=Quality(("recall@1k", "passkey@1k", "copy"), allowed=0.05, examples=50),
 )  # fmt: skip
