@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from phasewise import catalog
@@ -14,6 +15,7 @@ from phasewise.reproduce import index
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Setting, System
+from phasewise.reproduce.systems import cachegen
 
 NAMES = index.names()
 WANTED = {
@@ -92,3 +94,17 @@ def test_placements_count_the_same_between_processes(lab: Lab) -> None:
     report = reproduce("distserve", system, lab)
     assert system.method.cluster == "processes"
     assert not [str(c) for c in report.checks if c.part in ("exact", "counter") and not c.passed]
+
+
+def test_an_ideal_code_takes_the_entropy() -> None:
+    assert cachegen.bits(np.array([4, 4, 0])) == 8.0
+    assert cachegen.bits(np.array([8, 0])) == 0.0
+    assert cachegen.bits(np.array([1, 1, 2])) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_the_error_bound_of_cachegen_can_fail(lab: Lab, monkeypatch: pytest.MonkeyPatch, fine: bool) -> None:
+    """If the coder took coarser steps than its level says, the attempt would see it."""
+    if not fine:
+        monkeypatch.setattr("phasewise.kv.chunked.Chunked._steps", lambda self, level, layer: (1, 1))
+    assert cachegen.off(lab).passed is fine
