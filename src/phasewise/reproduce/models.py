@@ -69,16 +69,19 @@ def untrained(source: Path, target: Path, factor: int = 1) -> None:
 
 
 def random_llama(target: Path, *, layers: int, hidden: int, context: int, experts: int = 0) -> None:
-    """Random weights, bfloat16: a Llama, or with experts (two of them per token) a Mixtral."""
+    """Random weights, bfloat16: a Llama, or with experts (two of them per token) a Mixtral.
+
+    Embeddings are large and what layers add to them is small, so that rows stay apart and routers choose evenly.
+    """
     gen = torch.Generator().manual_seed(0)
     heads, kv_heads = hidden // 64, max(1, hidden // 128)
-    inner = hidden * (1 if experts else 2)
+    inner, small = hidden * (1 if experts else 2), 1 / math.sqrt(2 * layers)
 
-    def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=gen) / math.sqrt(columns)).to(torch.bfloat16)
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(rows, columns, generator=gen) * gain / math.sqrt(columns)).to(torch.bfloat16)
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
-    made = {"model.embed_tokens.weight": matrix(VOCAB, hidden), "model.norm.weight": ones.clone()}
+    made = {"model.embed_tokens.weight": matrix(VOCAB, hidden, math.sqrt(hidden)), "model.norm.weight": ones.clone()}
     made["lm_head.weight"] = matrix(VOCAB, hidden)
     for i in range(layers):
         at = f"model.layers.{i}."
@@ -86,15 +89,17 @@ def random_llama(target: Path, *, layers: int, hidden: int, context: int, expert
         made[at + "post_attention_layernorm.weight"] = ones.clone()
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             made[at + f"self_attn.{name}_proj.weight"] = matrix(rows * 64, hidden)
-        made[at + "self_attn.o_proj.weight"] = matrix(hidden, heads * 64)
+        made[at + "self_attn.o_proj.weight"] = matrix(hidden, heads * 64, small)
         if experts:
             made[at + "block_sparse_moe.gate.weight"] = matrix(experts, hidden)
             for e in range(experts):
-                for name, shape in (("w1", (inner, hidden)), ("w3", (inner, hidden)), ("w2", (hidden, inner))):
-                    made[at + f"block_sparse_moe.experts.{e}.{name}.weight"] = matrix(*shape)
+                for name in ("w1", "w3"):
+                    made[at + f"block_sparse_moe.experts.{e}.{name}.weight"] = matrix(inner, hidden)
+                made[at + f"block_sparse_moe.experts.{e}.w2.weight"] = matrix(hidden, inner, small)
         else:
-            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-                made[at + f"mlp.{name}_proj.weight"] = matrix(*shape)
+            for name in ("gate", "up"):
+                made[at + f"mlp.{name}_proj.weight"] = matrix(inner, hidden)
+            made[at + "mlp.down_proj.weight"] = matrix(hidden, inner, small)
     config: dict[str, Any] = {
         "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
         "model_type": "mixtral" if experts else "llama", "hidden_size": hidden, "num_hidden_layers": layers,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import CutTwice
-from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
 
 GROUP, LENGTH = 64, 512
 CHUNKS = Setting({"schedule": f"sarathi:budget={GROUP}"})
@@ -19,6 +20,16 @@ def used(case: Case, rows: int) -> float:
 def groups(case: Case) -> int:
     wanted = -(-loads.prompt_rows(case) // GROUP)
     return min(1 << (wanted - 1).bit_length(), case.config.layers)
+
+
+def once(lab: Lab) -> Tried:
+    """A prompt in groups of layers against one pass of the whole prompt."""
+    entries = loads.lone(LENGTH, 1)(lab.asked("random-experts"))
+    grouped, whole = (
+        lab.play(Setting({"schedule": schedule}), entries, "random-experts", "float32").work.expert_loads
+        for schedule in (f"layered:rows_per_group={GROUP}", "prefill_first")
+    )
+    return Tried(grouped == whole, f"{grouped} and {whole}")
 
 
 SYSTEM = System(
@@ -49,6 +60,7 @@ SYSTEM = System(
                 lambda case: case.work.steps, groups, load=loads.lone(LENGTH, 1)),
         Counter("streams that missed a step", "0", loads.paused, lambda case: 0),
     ),
+    attempts=(Attempt("counter", "experts loaded by a prompt, and by one pass over all of it", "equal", once),),
     savings=(
         Saving("experts loaded", lambda case, run: run.work.expert_loads, "baseline", 1.1),
         Saving("experts loaded", lambda case, run: run.work.expert_loads, "control", 1.05),
