@@ -15,6 +15,8 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
 
+QUIET, PATIENCE = 0.25, 30.0  # seconds without news after which workers have said everything, or never will
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -121,12 +123,17 @@ def _watched(engine: Placed, requests: Sequence[Request]) -> Step:
     return Step(now.rows - rows, wanted, len(streams), advanced, kv, now.kv_bytes_read - read)
 
 
-def settle(engine: Placed, most: int = 1000) -> None:
-    """Let workers elsewhere say what is left to be said."""
-    for _ in range(most):
-        if engine.idle:
-            break
+def settle(engine: Placed) -> None:
+    """Let workers elsewhere say what is left to be said: the last step's numbers come after its tokens."""
+    if not engine.workers:
+        return
+    known, since = engine.counters, time.perf_counter()
+    while not engine.idle or time.perf_counter() - since < QUIET:
         engine.step()
+        if engine.counters != known:
+            known, since = engine.counters, time.perf_counter()
+        if time.perf_counter() - since > PATIENCE:
+            raise UserError("workers do not come to rest")
 
 
 def _ask(engine: Placed, beginnings: set[tuple[int, ...]]) -> None:
