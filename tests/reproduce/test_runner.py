@@ -16,21 +16,21 @@ from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.reproduce.workload import Asked
 
-QUICK = Scale(quick=True, time=False, rounds=1)
+SMALL = Scale(examples=6, rounds=1, time=False)
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab.open(QUICK) as made:
+    with Lab.open(SMALL) as made:
         yield made
 
 
 @pytest.fixture
 def clocked(lab: Lab) -> Iterator[Lab]:
     """The same models, and two rounds of time."""
-    lab.scale = replace(QUICK, time=True, rounds=2)
+    lab.scale = replace(SMALL, time=True, rounds=2)
     yield lab
-    lab.scale = QUICK
+    lab.scale = SMALL
 
 
 def passes(case: Case, run: Run) -> float:
@@ -46,7 +46,7 @@ GUESSING = System(
     baseline=Setting(most=1),
     control=Setting({"draft": "prompt_lookup:min_match=4096"}, most=1),
     control_is="never guesses",
-    load=loads.answering("copy", n=16),
+    load=loads.answering("copy", n=3),
     exact=True,
     counters=(
         Counter("passes", "tokens - accepted guesses", lambda c: c.work.forwards,
@@ -67,6 +67,13 @@ def test_it_holds_and_each_part_can_spoil_it(lab: Lab) -> None:
     assert word(lab, replace(GUESSING, control=GUESSING.method)) == "partly", "a control as good as the method"
     assert word(lab, replace(GUESSING, method=GUESSING.control)) == "not here", "a method that saves nothing"
     assert word(lab, replace(GUESSING, missing=("more",))) == "partly"
+
+
+def test_a_quick_run_never_holds(lab: Lab) -> None:
+    lab.scale = replace(SMALL, quick=True)
+    verdict = reproduce("guessing", GUESSING, lab).verdict
+    lab.scale = SMALL
+    assert verdict.word == "partly" and len(verdict.reasons) == 1 and "quick run" in verdict.reasons[0]
 
 
 def test_other_tokens_than_the_baselines_are_seen(lab: Lab) -> None:
@@ -143,7 +150,7 @@ def test_a_report_comes_back_from_json_and_reads_the_same(clocked: Lab) -> None:
     assert again == report and again.markdown() == report.markdown()
     page = document([report], "phasewise reproduce --all", "On a machine.")
     assert "phasewise reproduce --all" in page and "On a machine." in page
-    assert page.count("## Guessing") == 1 and "*Note.* a note" in page and "quick run" in page
+    assert page.count("## Guessing") == 1 and "*Note.* a note" in page
 
 
 def test_seeds_ask_something_else_and_one_seed_the_same() -> None:

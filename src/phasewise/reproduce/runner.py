@@ -42,9 +42,10 @@ def reproduce(name: str, system: System, lab: Lab, tell: Tell = lambda what: Non
         _measure(system, lab, tell, found)
     except UserError as error:
         found.checks.append(Check("counter", "everything runs", f"refused: {error}", "a run to the end", False))
+    missing = system.missing + ("samples large enough to conclude from: a quick run",) * lab.scale.quick
     return Report.of(
         name, system, lab.real(system.model), lab.scale, checks=tuple(found.checks), grades=tuple(found.grades),
-        speeds=tuple(found.speeds), verdict=judge(found.checks, system.missing),
+        speeds=tuple(found.speeds), verdict=judge(found.checks, missing),
     )  # fmt: skip
 
 
