@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
     "errors", "catalog", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster",
-    "methods", "doors", "train", "bench", "serve", "cli",
+    "methods", "doors", "train", "bench", "reproduce", "serve", "cli",
 )  # fmt: skip
 ALONE = {
     "__init__": "errors",

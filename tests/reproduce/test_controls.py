@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.decode.speculative import Speculative
@@ -14,7 +15,6 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.reproduce.controls import Coarse, CutTwice, OneChunk, OtherLayers, RandomGuess, RandomPages, RandomRows
 from phasewise.reproduce.play import Entry, Run, play
 from tests import tiny

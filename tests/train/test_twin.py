@@ -22,11 +22,11 @@ from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.train import dense
+from phasewise.train.artefacts.skip_unified import replying
 from phasewise.train.dense import Block, Dense, Shape
 from phasewise.train.exchanges import exchange
 from phasewise.train.lowrank import LowRank
 from phasewise.train.passes import Pass
-from phasewise.train.recipes.skip_unified import replying
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
 from tests.kv.harness import Walk

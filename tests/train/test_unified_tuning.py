@@ -13,12 +13,12 @@ from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
 from phasewise.model.model import Model
 from phasewise.train import dense
+from phasewise.train.artefacts import Job, skip_unified
 from phasewise.train.dense import Dense, Shape
 from phasewise.train.exchanges import REPLY, Exchange, Exchanges, exchange
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import NO_LOSS, Mixture, Stage
 from phasewise.train.pocket import export
-from phasewise.train.recipes import Job, skip_unified
 from phasewise.train.trainer import Loss, Recipe, Run, fit
 from tests import tiny as engines
 from tests.train import tiny

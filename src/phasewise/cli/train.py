@@ -62,19 +62,19 @@ def artefact(
       phasewise run "def add(" --skip unified:weights=runs/unified/skip.unified-speedup2.safetensors
     """
     from phasewise import catalog
-    from phasewise.train import recipes
+    from phasewise.train import artefacts
 
     if not method:
-        print("\n".join(recipes.names()))
+        print("\n".join(artefacts.names()))
         return
     kind = method.partition(":")[0].strip()
-    train = recipes.trainer(kind)
+    train = artefacts.trainer(kind)
     verb, _, name = kind.partition(".")
     if out is None:
         raise UserError(f"say where it goes: --out runs/{kind}")
     _check_resume(out, resume)
     made = catalog.build(verb, method.partition(".")[2])
-    path = train(made, recipes.Job(model, out, tokens, seed, resume))
+    path = train(made, artefacts.Job(model, out, tokens, seed, resume))
     print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
 
 

@@ -39,7 +39,7 @@ FACTS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab",
 class Artefact:
     """What a method needs of a model: names and shapes, and the knobs that they were or would be trained for.
 
-    A trainable method has `artefact(config) -> Artefact`, and `train/recipes/<verb>_<name>.py` makes it.
+    A trainable method has `artefact(config) -> Artefact`, and `train/artefacts/<verb>_<name>.py` makes it.
     """
 
     kind: str  # verb.name of the method

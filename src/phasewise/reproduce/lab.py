@@ -9,13 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from phasewise.builder import Builder
 from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.engine.assembly import kv_shapes
 from phasewise.engine.limits import Limits
 from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.load import dtype_of
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.recipe import Builder, kv_shapes
 from phasewise.reproduce.models import Shelf
 from phasewise.reproduce.play import Entry, Run, play
 from phasewise.reproduce.system import Case, Load, Setting

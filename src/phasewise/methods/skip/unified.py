@@ -2,7 +2,7 @@
 
 Promises a fixed price: each decoded row runs floor(layers / speedup) layers, and the KV of the others is freed as soon
 as the prompt is done. A shallower model than the one trained, which must be tuned: low-rank weights that only decoded
-rows run with, trained with full-depth prompts and shallow replies (train/recipes/skip_unified.py).
+rows run with, trained with full-depth prompts and shallow replies (train/artefacts/skip_unified.py).
 """
 
 from __future__ import annotations

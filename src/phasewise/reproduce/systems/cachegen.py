@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.kv.rounding import LEVELS, Rounded, compress
 from phasewise.kv.wire import Dump, Origin
 from phasewise.options import parse
-from phasewise.recipe import Builder
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
 from phasewise.reproduce.lab import Lab

@@ -1,4 +1,4 @@
-"""What can be trained for a method: `recipes/<verb>_<name>.py` makes the artefact of methods/<verb>/<name>.py.
+"""What can be trained for a method: `train/artefacts/<verb>_<name>.py` makes the artefact of methods/<verb>/<name>.py.
 
 Each module has `train(method, job) -> Path`, which writes `job.file` and returns it; the module name is the registry.
 """

@@ -12,12 +12,12 @@ from torch.optim import AdamW
 
 from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
+from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense, losses
 from phasewise.train.exchanges import Exchange, Exchanges
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
-from phasewise.train.recipes import Job
 from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
 TOKENS = 3_000_000  # prompts and padding included
