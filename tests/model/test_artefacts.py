@@ -19,7 +19,7 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.model import artefacts
 from phasewise.model.artefacts import FOLDER, Artefact, fingerprint, load
 from phasewise.model.model import Model
-from phasewise.train import artefacts
+from phasewise.train import artefacts as trainable
 from tests import tiny
 
 WANTED = Artefact("skip.test", {"a": (3, 5), "b": (4,)}, {"speedup": 2.0, "most": 3}, "leave it out")
@@ -144,11 +144,11 @@ def test_whoever_has_a_knob_for_weights_declares_them_and_can_be_trained() -> No
             assert made.kind == f"{verb}.{name}" and made.shapes
             assert cls.needs == "trained"
             kinds[made.kind] = made
-    assert sorted(kinds) == artefacts.names() and "skip.unified" in kinds
+    assert sorted(kinds) == trainable.names() and "skip.unified" in kinds
     for kind in kinds:
-        assert callable(artefacts.trainer(kind))
+        assert callable(trainable.trainer(kind))
     with pytest.raises(UserError, match=r"nothing to train for 'skip\.unifed'. Did you mean skip\.unified"):
-        artefacts.trainer("skip.unifed")
+        trainable.trainer("skip.unifed")
 
 
 def test_unified_says_how_to_train_where_nothing_was_trained() -> None:

@@ -74,12 +74,12 @@ class Lab:
         model = self.model(name, dtype)
         limits = Limits(max_running=setting.most, prefix_cache=setting.prefix_cache, cluster=setting.cluster)
         methods = {**parse(setting.verbs), **setting.objects, **objects}
-        source = EngineSpec(self.shelf.path(self.real(name)), limits, dtype, verbs=dict(setting.verbs))
+        spec = EngineSpec(self.shelf.path(self.real(name)), limits, dtype, verbs=dict(setting.verbs))
 
         def second(wanted: str) -> Model:
             return self.model(wanted, dtype)
 
-        engine = Builder(model, methods, limits, load=second, source=source).build()
+        engine = Builder(model, methods, limits, load=second, spec=spec).build()
         try:
             yield engine
         finally:
