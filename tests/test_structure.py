@@ -27,7 +27,7 @@ from phasewise.verbs.verify import Verifier
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phasewise"
 LONGEST, MOST = 60, 6  # lines of a function, parameters of a signature
-OUTSIDE = ("methods", "cli", "serve", "bench", "train", "pocket")  # all else is the core
+OUTSIDE = ("methods", "cli", "serve", "bench", "train", "reproduce", "pocket")  # all else is the core
 
 
 def parsed(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:

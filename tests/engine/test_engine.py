@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.engine.invariants import check
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import tiny
+from tests import double, tiny
 from tests.engine.engines import method_options, same
 
 SLAB = 64 * tiny.engine().store.row_bytes
@@ -83,7 +84,11 @@ def test_random_load_of_methods(
     load: list[Arrival], schedule: str, first: dict[str, str], second: dict[str, str], slabs: int
 ) -> None:
     """Drafts, blocks, evicted and quantised rows, pages and skipped layers in pairs: interruptions change nothing."""
-    run_load(first | second | {"schedule": schedule}, load, kv_bytes=slabs * SLAB)
+    with pytest.MonkeyPatch.context() as patch:
+        rounds = "store" in first  # to levels, which in single precision hangs on the last bit of a sum
+        if rounds:
+            double.everything(patch)
+        run_load(first | second | {"schedule": schedule}, load, kv_bytes=slabs * SLAB * (1 + rounds))
 
 
 def run_load(options: dict[str, str], load: list[Arrival], **limits: int) -> None:

@@ -110,7 +110,7 @@ def test_preemption_changes_nothing(draft: str, verify: str) -> None:
 @pytest.mark.parametrize(("draft", "verify"), LASTING, ids=map("-".join, LASTING))
 def test_memory_changes_nothing(draft: str, verify: str) -> None:
     """With room for two requests and a half, whoever comes last makes way: for rows, and for drafts that must be."""
-    slab = speculating(draft, verify).room.need(1)  # the drafter's included
+    slab = speculating(draft, verify).recipes[""].need(1)  # the drafter's included
     placed = speculating(draft, verify, "splitfuse:budget=5", kv_bytes=5 * slab)
     got = tiny.outs(tiny.run(placed, PROMPTS * 2, PARAMS * 2))
     assert got == alone(draft, verify) * 2

@@ -82,7 +82,7 @@ def test_cut_twice_takes_as_many_steps_and_loads_experts_again() -> None:
 
 def test_other_layers_are_as_many() -> None:
     entries, model = lone(30, 10), tiny.model(layers=8)
-    other, unified = (run(entries, model, skip=skip) for skip in (OtherLayers(2), Unified(2)))
+    other, unified = (run(entries, model, skip=skip) for skip in (OtherLayers(2), Unified(2, "none")))
     assert other.work.row_layers == unified.work.row_layers
     assert [s.kv for s in other.steps] == [s.kv for s in unified.steps]
     assert other.outs != unified.outs

@@ -107,7 +107,8 @@ def test_what_cannot_run_is_not_here_and_says_why(lab: Lab) -> None:
 
 
 LOSSY = replace(
-    GUESSING, method=Setting(), control=Setting({"skip": "unified:speedup=4"}), exact=False, savings=(), counters=(),
+    GUESSING, method=Setting(), control=Setting({"skip": "unified:speedup=4,weights=none"}), exact=False, savings=(),
+    counters=(),
     quality=Quality(("json",), allowed=0.5, examples=100),
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phasewise.cli import show
+from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 
@@ -20,18 +22,40 @@ if TYPE_CHECKING:
 DOCUMENT = Path("docs/reproduced.md")
 
 
+@dataclass(frozen=True)
+class Output:
+    """Where the results go."""
+
+    out: Annotated[Path, typer.Option(help="Where --all writes.")] = DOCUMENT
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything found as JSON.")] = None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried."""
+
+    examples: Annotated[int | None, typer.Option(min=1, help="Per task. Default: the system's own number.")] = None
+    rounds: Annotated[int, typer.Option(min=1, help="Of paired time.")] = 5
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and examples.")] = 0
+    no_time: Annotated[bool, typer.Option("--no-time", help="Counters and answers only.")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Small samples, one round: does it run?")] = False
+
+    def scale(self) -> Scale:
+        from phasewise.reproduce.lab import Scale
+
+        rounds = 1 if self.quick else self.rounds
+        return Scale(self.examples, rounds, self.seed, not self.no_time, self.quick)
+
+
+OUTPUT, EFFORT = Output(), Effort()
+
+
+@spread
 def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="[SYSTEM]", help="What to try; without it, the list.")] = None,
     all_: Annotated[bool, typer.Option("--all", help=f"Every system, in turn; writes {DOCUMENT}.")] = False,
-    out: Annotated[Path, typer.Option(help="Where --all writes.")] = DOCUMENT,
-    json_: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything found as JSON.")
-    ] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Per task. Default: the system's own number.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Of paired time.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and examples.")] = 0,
-    no_time: Annotated[bool, typer.Option("--no-time", help="Counters and answers only.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Small samples, one round: does it run?")] = False,
+    output: Output = OUTPUT,
+    effort: Effort = EFFORT,
 ) -> None:
     """Try a published system: counters against closed forms, answers and time against a baseline and a control.
 
@@ -44,7 +68,7 @@ def reproduce(
       phasewise reproduce --all --json reproduced.json
     """
     from phasewise.reproduce import index
-    from phasewise.reproduce.lab import Lab, Scale
+    from phasewise.reproduce.lab import Lab
     from phasewise.reproduce.report import overview
 
     if name is None and not all_:
@@ -55,15 +79,15 @@ def reproduce(
         raise UserError(f"--all tries every system: leave {name!r} out, or leave --all out")
     if name is not None:
         index.system(name)  # unknown names are refused before anything is done
-    scale = Scale(examples, 1 if quick else rounds, seed, not no_time, quick)
+    scale = effort.scale()
     reports: list[Report] = []
     with Lab.open(scale) as lab:
         for each in [name] if name is not None else index.names():
             reports.append(_one(each, lab))
-            if json_ is not None:
-                _save(json_, reports)
+            if output.json is not None:
+                _save(output.json, reports)
             if all_:  # after each of them: it takes long
-                _write(out, reports, scale)
+                _write(output.out, reports, scale)
     print(overview(reports) if all_ else f"{reports[0].markdown()}\n\n{_machine()}")
 
 
