@@ -23,7 +23,7 @@ serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocke
 	@exec $(BIN)/phasewise serve $(ARGS)
 
 test: $(VENV)/.test ## Run all tests
-	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20 $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 test-all: test ## Run all tests, then the laws over all pairs of methods (long)
 	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all-pairs tests/laws
