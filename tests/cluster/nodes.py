@@ -104,7 +104,7 @@ class Stage:
         router = start()
         assert isinstance(router, Router)
         self.router = router
-        self.router.patience = Timeouts(move=60.0, silence=60.0, start=300.0)
+        self.router.timeouts = Timeouts(handoff=60.0, silence=60.0, start=300.0)
 
     # ---- who is there
     @property

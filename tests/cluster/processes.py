@@ -24,7 +24,7 @@ from tests import tiny
 from tests.cluster.faulty import Fate, Faulty
 
 PATIENCE = 240.0  # seconds for anything that must happen at all; machines may be busy
-CALM = Timeouts(move=120.0, silence=120.0, start=120.0)  # nobody is taken for dead but the dead
+CALM = Timeouts(handoff=120.0, silence=120.0, start=120.0)  # nobody is taken for dead but the dead
 
 
 def started(
@@ -39,7 +39,7 @@ def started(
         plan.launcher = lambda: launcher
     placed = plan.build()
     assert isinstance(placed, Router)
-    placed.patience = CALM
+    placed.timeouts = CALM
     return placed
 
 
@@ -75,7 +75,7 @@ def lost_with(placed: Router, handle: WorkerHandle) -> list[Request]:
     put down for others is safe."""
     found = []
     for flight in placed._flights.values():
-        move = flight.move
+        move = flight.transfer
         sends = flight.handle is handle and (move is None or move.offer is None)
         if sends or (move is not None and move.target is handle):
             found.append(flight.caller)

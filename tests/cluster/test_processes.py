@@ -86,7 +86,7 @@ def computing(placed: Router) -> bool:
 
 def moving(placed: Router) -> bool:
     """A prompt's KV is on its way to somebody who does not have it yet."""
-    moves = [flight.move for flight in placed._flights.values() if flight.move is not None]
+    moves = [flight.transfer for flight in placed._flights.values() if flight.transfer is not None]
     return any(move.offer is not None and move.target is not None for move in moves)
 
 
@@ -173,11 +173,11 @@ def test_a_stopped_worker_is_taken_for_dead(placed: Router, role: str) -> None:
     until(placed, lambda: decoding(placed) if role == "decode" else rows(placed) > rows_before)
     victim = handle(placed, role)
     stop(pid(victim))
-    placed.patience = Timeouts(move=CALM.move, silence=3.0, start=CALM.start)
+    placed.timeouts = Timeouts(handoff=CALM.handoff, silence=3.0, start=CALM.start)
     try:
         until(placed, lambda: victim not in placed.handles)
     finally:
-        placed.patience = CALM
+        placed.timeouts = CALM
     assert gone(pid(victim))
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
@@ -217,11 +217,11 @@ def test_a_fork_server_that_does_not_answer_is_replaced(placed: Router) -> None:
     until(placed, lambda: decoding(placed))
     stop(first._process.pid)
     kill(pid(handle(placed, "decode")))
-    placed.patience = Timeouts(move=CALM.move, silence=CALM.silence, start=2.0)
+    placed.timeouts = Timeouts(handoff=CALM.handoff, silence=CALM.silence, start=2.0)
     try:
         until(placed, lambda: fork_server(placed) is not first)
     finally:
-        placed.patience = CALM
+        placed.timeouts = CALM
     assert gone(first._process.pid)
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()

@@ -199,7 +199,7 @@ def test_a_process_that_hangs_is_taken_for_dead(stage: Stage, monkeypatch: pytes
     victim = next(handle.name for handle in stage.decoders if handle in stage.holders())
     with on.frozen(processes[victim]):
         with monkeypatch.context() as patch:
-            patch.setattr(placed, "patience", replace(placed.patience, silence=5.0))
+            patch.setattr(placed, "timeouts", replace(placed.timeouts, silence=5.0))
             stage.until(lambda: victim not in [handle.name for handle in placed.handles])
         assert stage.finish(requests) == colocated(GREEDY)
         assert gone(processes[victim]), "it lives on and keeps its CPU"
@@ -216,7 +216,9 @@ def sending(stage: Stage) -> Callable[[], bool]:
     """KV lies on the node that dies, and a worker on the other one has been told to take it."""
     (near,) = stage.near()
     flights = stage.router._flights
-    return lambda: any(t.move and t.move.state is State.SENDING and t.move.target is near for t in flights.values())
+    return lambda: any(
+        t.transfer and t.transfer.state is State.SENDING and t.transfer.target is near for t in flights.values()
+    )
 
 
 def decoding(stage: Stage) -> Callable[[], bool]:

@@ -211,8 +211,8 @@ def owned(placed: Router, requests: list[Request]) -> Iterator[None]:
 
 def moving(placed: Router, state: State) -> Iterator[bool]:
     for flight in placed._flights.values():
-        if flight.move is not None and flight.move.offer is not None:
-            yield flight.move.state is state
+        if flight.transfer is not None and flight.transfer.offer is not None:
+            yield flight.transfer.state is state
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -29,7 +29,7 @@ PLACES = {
     2: "splitwise:prompt=1,token=2,deadline=4",
 }
 KINDS = (*TOLD, *HEARD, "expect", "piece", "keep", "landed", "full")
-SHORT = Timeouts(move=4.0, silence=4.0, start=8.0)  # long enough for a busy machine; whoever is late is replaced
+SHORT = Timeouts(handoff=4.0, silence=4.0, start=8.0)  # long enough for a busy machine; whoever is late is replaced
 
 
 class Weather:
@@ -112,7 +112,7 @@ def test_something_breaks_each_second(seed: int) -> None:
     load()
     weather = Weather()
     placed = started(PLACES[seed], {"schedule": "sarathi:budget=64"}, (weather, KINDS))
-    placed.patience = SHORT
+    placed.timeouts = SHORT
     try:
         havoc = Havoc(placed, weather, seed)
         orders = served(placed, havoc)

@@ -90,7 +90,7 @@ def check_router(placed: Router) -> None:
     for name, flight in placed._flights.items():
         caller = flight.caller
         assert caller.id == name and caller.left is None and caller.kv is None
-        assert flight.move is None or flight.move.state in OPEN
+        assert flight.transfer is None or flight.transfer.state in OPEN
         check_place(placed, name)
     current = {(name, flight.attempt) for name, flight in placed._flights.items() if not flight.held}
     for worker in workers(placed):
@@ -121,7 +121,7 @@ def check_parcels(placed: Router) -> None:
     for worker in workers(placed):
         offered |= {p["name"] for sending in worker._outbox._sending.values() for p, _ in sending.parcels.values()}
     alive = {handle.name for handle in placed.handles}
-    moves = [flight.move for flight in placed._flights.values() if flight.move is not None]
+    moves = [flight.transfer for flight in placed._flights.values() if flight.transfer is not None]
     moving = {parcel["name"] for move in moves for parcel in move.parcels}
     orphans = {name for name in moving if name.rpartition(".")[0] not in alive}
     assert shelf(placed).parcels.keys() == offered | orphans
@@ -129,7 +129,7 @@ def check_parcels(placed: Router) -> None:
 
 def check_desks(placed: Router) -> None:
     """What is promised to a worker is what is on its way there."""
-    moves = [flight.move for flight in placed._flights.values() if flight.move is not None]
+    moves = [flight.transfer for flight in placed._flights.values() if flight.transfer is not None]
     for move in moves:
         assert (move.target is None) == (move.state is State.RESERVED and not move.pushed)
         assert move.target is None or move.target in placed.handles
@@ -144,12 +144,12 @@ def check_place(placed: Router, name: str) -> None:
     jobs = [worker for worker in workers(placed) if name in worker._jobs]
     arrives = [worker for worker in workers(placed) if name in worker._arrivals]
     offers = [worker for worker in workers(placed) if _offers(worker, name, flight.attempt)]
-    orphan = flight.move is not None and flight.move.offer is not None and flight.handle not in placed.handles
+    orphan = flight.transfer is not None and flight.transfer.offer is not None and flight.handle not in placed.handles
     assert len(jobs) + len(arrives) <= 1, f"{name} is in two places"
     assert len(offers) + orphan <= 1
     if flight.held:
         assert not jobs and not arrives
-    elif jobs and flight.move is None:
+    elif jobs and flight.transfer is None:
         assert jobs == [flight.handle.connection.worker]
     elif not unheard(placed.launcher, name):
         assert jobs or arrives or offers or orphan, f"{name} is nowhere"

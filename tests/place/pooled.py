@@ -71,7 +71,7 @@ def _loans(placed: Router) -> Iterator[dict]:
         for offer in worker._offers.values():
             yield offer.parcel["loan"]
     for flight in placed._flights.values():
-        for parcel in flight.move.parcels if flight.move is not None else ():
+        for parcel in flight.transfer.parcels if flight.transfer is not None else ():
             yield parcel["loan"]
 
 

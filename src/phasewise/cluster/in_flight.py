@@ -112,19 +112,19 @@ class InFlight:
     attempt: int
     tries: int = 1
     held: bool = False
-    move: Transfer | None = None
+    transfer: Transfer | None = None
 
     @property
     def departs(self) -> bool:
         """Whether it leaves its worker when its prompt is done."""
-        return self.move is not None or not self.handle.spec.decodes
+        return self.transfer is not None or not self.handle.spec.decodes
 
     @property
     def computing(self) -> bool:
         """Whether its prompt is not done."""
-        return self.caller.prefilling and (self.move is None or self.move.offer is None)
+        return self.caller.prefilling and (self.transfer is None or self.transfer.offer is None)
 
     @property
     def homeless(self) -> bool:
         """Whether nobody has been found yet who goes on with it."""
-        return self.departs and (self.move is None or self.move.target is None)
+        return self.departs and (self.transfer is None or self.transfer.target is None)

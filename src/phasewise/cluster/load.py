@@ -26,7 +26,9 @@ def weigh(
             continue
         if flight.computing:
             flight.handle.prefilling += flight.caller.known
-        goes_on = flight.handle if not flight.departs else flight.move.target if flight.move is not None else None
+        goes_on = (
+            flight.handle if not flight.departs else flight.transfer.target if flight.transfer is not None else None
+        )
         if goes_on is not None:
             goes_on.decoding += flight.caller.known
 

@@ -23,8 +23,7 @@ from phasewise.cluster.in_flight import InFlight, Transfer
 from phasewise.cluster.launcher import Launcher, Message
 from phasewise.cluster.load import has_room, may_keep, weigh
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
-from phasewise.cluster.supervisor import Supervisor
-from phasewise.cluster.supervisor import Timeouts as Patience
+from phasewise.cluster.supervisor import Supervisor, Timeouts
 from phasewise.cluster.worker import LEASE
 from phasewise.engine.engine import Engine
 from phasewise.errors import PhasewiseError, UserError
@@ -52,14 +51,14 @@ class Router:
         policy: Policy,
         fronts: Sequence[Engine],
         clock: Callable[[], float],
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> None:
-        self.launcher, self.policy, self.fronts, self.clock, self.patience = (
+        self.launcher, self.policy, self.fronts, self.clock, self.timeouts = (
             launcher,
             policy,
             list(fronts),
             clock,
-            patience,
+            timeouts,
         )
         self.model = fronts[0].model
         self._emitted = self._restarts = self._unmet = 0
@@ -160,7 +159,7 @@ class Router:
         self.supervisor.wait(PAUSE)
         for handle in list(self.handles):
             self._hear(handle)
-        for handle, why in self.supervisor.dead(self.patience):
+        for handle, why in self.supervisor.dead(self.timeouts):
             self._hear(handle)
             self._lose(handle, why)
         self._chase()
@@ -206,7 +205,7 @@ class Router:
         if isinstance(self.policy, Pairing) and self.policy.push and not caller.n_out:
             self._meet(flight, self.policy)
         command: Message = {"do": "add", "attempt": flight.attempt, "request": header_of(caller) | {"computed": 0}}
-        command["push"] = flight.move is not None
+        command["push"] = flight.transfer is not None
         if parent is not None:
             command["parent"] = parent.id
         flight.handle.remember(caller.prompt, self._shape(caller))
@@ -242,15 +241,15 @@ class Router:
         gone = {"do": "cancel", "id": flight.caller.id, "attempt": flight.attempt}
         if flight.handle in self.handles:
             flight.handle.tell(gone)
-        if flight.move is None:
+        if flight.transfer is None:
             return
-        target = flight.move.target
-        flight.move.end(State.RELEASED)
+        target = flight.transfer.target
+        flight.transfer.end(State.RELEASED)
         if target is not None and target in self.handles:
             target.tell(gone)
-        for parcel in flight.move.parcels:  # its worker may be dead
+        for parcel in flight.transfer.parcels:  # its worker may be dead
             self.launcher.transfer_buffer.drop(parcel)
-        flight.move = None
+        flight.transfer = None
 
     # ---- hearing
     def _hear(self, handle: WorkerHandle) -> None:
@@ -262,7 +261,7 @@ class Router:
                 self._call_off(handle, event)
 
     def _hear_progress(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        caller, move = flight.caller, flight.move
+        caller, move = flight.caller, flight.transfer
         if move is not None and handle is move.target:
             self._own_it(flight, handle)
         elif handle is not flight.handle:
@@ -284,7 +283,7 @@ class Router:
             left = Left("failed", f"{type(error).__name__}: {error}")
         self._progressed[caller] = None
         if left is not None:
-            if flight.move is not None:
+            if flight.transfer is not None:
                 self._stop(flight)
             self._leave(flight, left)
         elif flight.departs:
@@ -296,49 +295,49 @@ class Router:
 
     def _set_out(self, flight: InFlight) -> None:
         """The prompt is done, or its first tokens are there."""
-        flight.move = flight.move or Transfer()
-        if flight.move.deadline == math.inf:
-            flight.move.deadline = self.clock() + self.patience.move
+        flight.transfer = flight.transfer or Transfer()
+        if flight.transfer.deadline == math.inf:
+            flight.transfer.deadline = self.clock() + self.timeouts.handoff
             flight.caller.trace.sent = self.clock()
 
     def _hear_offer(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
         if handle is not flight.handle:
             return  # said twice
-        pushed = flight.move is not None and flight.move.pushed
+        pushed = flight.transfer is not None and flight.transfer.pushed
         if "piece" in event and not pushed:
             self._restart(flight, "what nobody expects any more was sent")
         elif flight.departs:
             self._set_out(flight)
-            assert flight.move is not None
+            assert flight.transfer is not None
             if pushed:
-                flight.move.deadline = self.clock() + self.patience.move
-                flight.move.pass_on(event)
-            flight.move.offer = flight.move.offer or event
+                flight.transfer.deadline = self.clock() + self.timeouts.handoff
+                flight.transfer.pass_on(event)
+            flight.transfer.offer = flight.transfer.offer or event
 
     def _hear_owned(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.move is not None and flight.move.target is handle:
+        if flight.transfer is not None and flight.transfer.target is handle:
             self._own_it(flight, handle, event.get("seconds", 0.0))
 
     def _own_it(self, flight: InFlight, handle: WorkerHandle, seconds: float = 0.0) -> None:
         """The target has the request, whose KV took `seconds` to get there: the transfer buffer may forget it."""
-        assert flight.move is not None and flight.move.offer is not None
-        source, parcels = flight.handle, flight.move.parcels
-        flight.move.end(State.OWNED)
+        assert flight.transfer is not None and flight.transfer.offer is not None
+        source, parcels = flight.handle, flight.transfer.parcels
+        flight.transfer.end(State.OWNED)
         if source in self.handles:
             source.tell({"do": "release", "id": flight.caller.id, "attempt": flight.attempt, "seconds": seconds})
         else:
             for parcel in parcels:
                 self.launcher.transfer_buffer.drop(parcel)
-        flight.move.to(State.RELEASED)
+        flight.transfer.to(State.RELEASED)
         flight.caller.trace.owned = self.clock()
-        flight.handle, flight.move = handle, None
+        flight.handle, flight.transfer = handle, None
 
     def _hear_refused(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.move is not None and flight.move.target is handle:
+        if flight.transfer is not None and flight.transfer.target is handle:
             self._restart(flight, event["why"])
 
     def _hear_expired(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if handle is flight.handle or (flight.move is not None and handle is flight.move.target):
+        if handle is flight.handle or (flight.transfer is not None and handle is flight.transfer.target):
             self._restart(flight, "its KV is no longer in the transfer buffer")
 
     # ---- push
@@ -357,9 +356,9 @@ class Router:
         if target is None:
             self._unmet += 1
         elif target is not flight.handle:
-            flight.move = Transfer()
+            flight.transfer = Transfer()
             order = {"id": flight.caller.id, "attempt": flight.attempt}
-            flight.move.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
+            flight.transfer.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
 
     def _known(self, handle: WorkerHandle) -> list[Request]:
         """The requests that wait there for memory."""
@@ -367,22 +366,22 @@ class Router:
 
     def _part(self, flight: InFlight) -> None:
         """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""
-        assert flight.move is not None
+        assert flight.transfer is not None
         order = {"id": flight.caller.id, "attempt": flight.attempt}
-        if flight.move.target in self.handles:
-            flight.move.target.tell({"do": "cancel"} | order)
-        flight.move.end(State.RELEASED)
-        flight.move = None
+        if flight.transfer.target in self.handles:
+            flight.transfer.target.tell({"do": "cancel"} | order)
+        flight.transfer.end(State.RELEASED)
+        flight.transfer = None
         flight.handle.tell({"do": "keep"} | order)
 
     def _hear_piece(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if handle is flight.handle and flight.move is not None and flight.move.pushed:
-            flight.move.pass_on(event)
+        if handle is flight.handle and flight.transfer is not None and flight.transfer.pushed:
+            flight.transfer.pass_on(event)
 
     def _hear_landed(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.move is None or handle is not flight.move.target:
+        if flight.transfer is None or handle is not flight.transfer.target:
             return
-        copied = [flight.move.pieces.pop(number, None) for number in event["pieces"]]
+        copied = [flight.transfer.pieces.pop(number, None) for number in event["pieces"]]
         if flight.handle in self.handles:
             flight.handle.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
         else:  # it is dead, and cannot free them
@@ -390,9 +389,9 @@ class Router:
                 self.launcher.transfer_buffer.drop(parcel)
 
     def _hear_full(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.move is None or handle is not flight.move.target:
+        if flight.transfer is None or handle is not flight.transfer.target:
             return
-        if flight.computing and flight.move.deadline == math.inf:
+        if flight.computing and flight.transfer.deadline == math.inf:
             self._part(flight)
         else:
             self._restart(flight, "there was no room for it")
@@ -400,34 +399,36 @@ class Router:
     # ---- moving
     def _hand_over(self) -> None:
         """Tell workers with room to take what waits in the transfer buffer, first come first served."""
-        waits = [t for t in self._flights.values() if t.move is not None and t.move.state is State.RESERVED]
-        ready = [flight for flight in waits if flight.move is not None and flight.move.offer is not None]
+        waits = [t for t in self._flights.values() if t.transfer is not None and t.transfer.state is State.RESERVED]
+        ready = [flight for flight in waits if flight.transfer is not None and flight.transfer.offer is not None]
         for flight in sorted(ready, key=lambda flight: flight.caller.trace.arrived):
-            assert flight.move is not None
-            views = [handle for handle in self.handles if has_room(handle, self.fronts[-1].parts, flight.move.n_bytes)]
+            assert flight.transfer is not None
+            views = [
+                handle for handle in self.handles if has_room(handle, self.fronts[-1].parts, flight.transfer.n_bytes)
+            ]
             weigh(self.handles, self._flights.values())
             target = self.policy.go_on(flight.caller.known, views)
             if target is None:
                 for later in reversed(self._flights.values()):
-                    if later.move is not None and later.move.pushed and later.move.state is State.RESERVED:
+                    if later.transfer is not None and later.transfer.pushed and later.transfer.state is State.RESERVED:
                         self._part(later)  # what is done goes before what has not begun
                         break
                 return
-            flight.move.send(target, self.clock() + self.patience.move)
+            flight.transfer.send(target, self.clock() + self.timeouts.handoff)
 
     def _chase(self) -> None:
         """Moves: what was delivered, what is overdue, and a new lease for what waits."""
         now = self.clock()
         waiting: dict[WorkerHandle, list[str]] = {}
         for flight in list(self._flights.values()):
-            if flight.move is None:
+            if flight.transfer is None:
                 continue
-            if flight.move.overdue(now):
-                self._restart(flight, f"nothing was heard of its hand-off within {self.patience.move} s")
+            if flight.transfer.overdue(now):
+                self._restart(flight, f"nothing was heard of its hand-off within {self.timeouts.handoff} s")
                 continue
             waiting.setdefault(flight.handle, []).append(flight.caller.id)
-            if flight.move.pushed and flight.move.target is not None:
-                waiting.setdefault(flight.move.target, []).append(flight.caller.id)
+            if flight.transfer.pushed and flight.transfer.target is not None:
+                waiting.setdefault(flight.transfer.target, []).append(flight.caller.id)
         if now - self._renewed > LEASE / 4:
             self._renewed = now
             for handle in self.handles:
@@ -439,14 +440,14 @@ class Router:
         """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer stays."""
         self.supervisor.replace(handle, why)
         for flight in list(self._flights.values()):
-            move = flight.move
+            move = flight.transfer
             if move is None:
                 lost = flight.handle is handle and not flight.held
             else:
                 lost = move.target is handle or (flight.handle is handle and move.offer is None)
             if lost:
                 self._restart(flight, f"worker {handle.name} was lost ({why})")
-        moves = [flight.move for flight in self._flights.values() if flight.move is not None]
+        moves = [flight.transfer for flight in self._flights.values() if flight.transfer is not None]
         self.launcher.transfer_buffer.clear(handle.name, [parcel for move in moves for parcel in move.parcels])
 
     def _leave(self, flight: InFlight, left: Left) -> None:

@@ -20,7 +20,7 @@ STILLBORN = 3  # workers of a role in a row that died without a word: launching 
 class Timeouts:
     """How long to wait, seconds."""
 
-    move: float = 10.0  # for a word of a hand-off under way; then its prompt is computed again
+    handoff: float = 10.0  # for a word of a hand-off under way; then its prompt is computed again
     silence: float = 10.0  # for any word of a worker; then it is taken for dead
     start: float = 120.0  # for the first word of a new worker
 
@@ -79,14 +79,14 @@ class Supervisor:
             elif event["event"] != "alive":
                 yield event
 
-    def dead(self, patience: Timeouts) -> Iterator[tuple[WorkerHandle, str]]:
+    def dead(self, timeouts: Timeouts) -> Iterator[tuple[WorkerHandle, str]]:
         """Those that died or say nothing any more, each killed but not replaced yet, and why. Hear their last words."""
         now = self.clock()
         for handle in list(self.handles):
             silent = now - handle.heard_at
             if not handle.connection.alive:
                 why = "it died"
-            elif silent > (patience.silence if handle.state else patience.start):
+            elif silent > (timeouts.silence if handle.state else timeouts.start):
                 why = f"it said nothing for {silent:.1f} s"
             else:
                 continue

@@ -64,4 +64,4 @@ class Disaggregated:
             plan.engine(("prefill",), self.share / self.prefill),
             plan.engine(("prefill", "decode"), (1.0 - self.share) / self.decode),
         ]
-        return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(move=self.deadline))
+        return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(handoff=self.deadline))

@@ -80,4 +80,4 @@ class SemiPD:
         )  # fmt: skip
         policy = SharedPoolPolicy(there[: self.cores or None], goals, plan.clock())
         fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
-        return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(move=self.deadline))
+        return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(handoff=self.deadline))

@@ -55,4 +55,4 @@ class Splitwise:
     def build(self, plan: Plan) -> Placed:
         policy = PhasePools(self.prompt, self.token, self.mixed, self.threshold)
         front = plan.engine(("prefill", "decode"), policy.worker_specs()[0].share)
-        return Router(plan.launcher(), policy, [front], plan.clock, Timeouts(move=self.deadline))
+        return Router(plan.launcher(), policy, [front], plan.clock, Timeouts(handoff=self.deadline))
