@@ -32,6 +32,7 @@ PLACE = "disaggregated:prefill=1,decode=2,deadline=60"
 PROMPTS = tiny.prompts(
     40, 900, 5, 333, 64
 )  # the KV of long ones goes through shared memory, that of short ones does not
+CONTEXT = 8192  # room for answers that outlast whatever is done to their workers
 SLOW = {"schedule": "sarathi:budget=16"}  # prompts take long enough to die in
 HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 6, "health_check_initial_delay_ms": 0}
 RECIPES = {"small": {"store": "int8"}, "long": {"evict": "streaming:sinks=2,window=30"}}
@@ -41,8 +42,15 @@ HIDDEN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_AUTH_MODE")  # of a Ray that this ma
 
 def start(cluster: str = "ray", **verbs: str) -> Placed:
     limits = Limits(kv_bytes=64 << 20, cluster=cluster)
-    spec = EngineSpec(str(tiny.checkpoint()), limits, verbs={"place": PLACE, **SLOW, **verbs}, recipes=RECIPES)
+    spec = EngineSpec(
+        str(tiny.checkpoint(context=CONTEXT)), limits, verbs={"place": PLACE, **SLOW, **verbs}, recipes=RECIPES
+    )
     return build(spec).build()
+
+
+def engine(options: dict[str, str] | None = None) -> Placed:
+    """The same model in one engine, for the tokens that must come."""
+    return tiny.engine(options, of=tiny.model(context=CONTEXT))
 
 
 class Nodes:

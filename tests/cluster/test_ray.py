@@ -32,7 +32,7 @@ from tests.cluster.nodes import Nodes, Stage, gone, inside, node, pid, within  #
 pytestmark = pytest.mark.timeout(600)  # processes start slowly on a machine that is busy
 MIXED = [Params(60, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))]
 GREEDY = [tiny.greedy(200)] * len(on.PROMPTS)
-ENDLESS = [tiny.greedy(1000)] * len(on.PROMPTS)  # a worker may be far ahead of what has been heard of it
+ENDLESS = [tiny.greedy(3000)] * len(on.PROMPTS)  # a worker may be far ahead of what has been heard of it
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def stage(nodes: Nodes, kept: list[Stage]) -> Iterator[Stage]:
 
 
 def colocated(params: list[Params]) -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(), on.PROMPTS, params))
+    return tiny.outs(tiny.run(on.engine(), on.PROMPTS, params))
 
 
 # ---- what is asked for
@@ -124,7 +124,7 @@ def test_recipes_cross_between_nodes(stage: Stage) -> None:
     names, params = ["small", "long", "", "small", "long"], [tiny.greedy(20)] * len(on.PROMPTS)
     want = []
     for prompt, name in zip(on.PROMPTS, names):
-        want += tiny.outs(tiny.run(tiny.engine(on.RECIPES.get(name)), [prompt], params[0]))
+        want += tiny.outs(tiny.run(on.engine(on.RECIPES.get(name)), [prompt], params[0]))
     before = stage.router.counters
     assert stage.finish(stage.start(params, names)) == want
     assert stage.router.counters.handoffs - before.handoffs == len(names)
