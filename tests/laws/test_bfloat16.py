@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.step import fused
 from tests import tiny
 
 LENGTHS = (33, 5, 64, 17, 50)
@@ -36,3 +39,26 @@ def test_independent_of_batch_mates_in_bfloat16(how: str, experts: int) -> None:
         late.step()
     tiny.finish(late, requests)
     assert tiny.outs(requests) == alone
+
+
+@pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
+@pytest.mark.parametrize("most", [65, 100, 150])
+def test_steps_of_many_rows_are_cut_and_no_row_changes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of more rows than one native call takes is several, wherever prompts and trees are cut by that."""
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    assert model.stack is not None
+    given, prompts = {"schedule": "prefill_first", "draft": "prompt_lookup:k=3"}, tiny.prompts(33, 5, 64, 200, 90)
+    want = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], PARAMS["greedy"]))[0] for p in prompts]
+    monkeypatch.setattr(fused, "MOST", most)
+    stack, rows = model.stack, list[int]()
+
+    def spy(numbers: Any, *rest: Any) -> None:
+        rows.append(len(numbers) // 2)
+        stack(numbers, *rest)
+
+    spy.windowed, spy.hidden = stack.windowed, stack.hidden  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "stack", spy)
+    engine = tiny.engine(given, of=model, prefix_cache=False)
+    assert tiny.outs(tiny.run(engine, prompts, PARAMS["greedy"])) == want
+    assert max(rows) <= most + fused.SLICE and len(rows) > engine.counters.forwards, "nothing was cut"
+    assert sum(rows) == engine.counters.rows

@@ -5,8 +5,9 @@ The open path of `forward` computes the same, operator by operator; tests/ops/te
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from phasewise.step.batch import Batch
     from phasewise.step.span import Span
 
-MOST = 1024  # rows of a step; what more need between two layers is better given back, as the open path does
+MOST = 1024  # rows of a call: what more of them need between two layers would no longer lie in a cache
 
 
 class Scratch:
@@ -40,8 +41,8 @@ class Scratch:
 
 
 def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, open_: list[Span]) -> Tensor | None:
-    """The rows after all layers [T, d], their keys and values appended. None, and nothing done, if there are too many
-    rows, or if some spans need more: those are added to `open_`."""
+    """The rows after all layers [T, d], their keys and values appended. None, and nothing done, if some spans need more
+    than this: those are added to `open_`."""
     stack, spans, rows = model.stack, batch.spans, batch.rows
     if stack is None:
         return None
@@ -62,21 +63,62 @@ def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, ope
         read += end * flat.row_bytes
         written += span.rows * flat.row_bytes
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
-    if open_ or rows > MOST:
+    if open_:
         return None
-    commons: Sequence[Common] = ()
-    if len(spans) > 1:
-        commons = _commons(spans, max([part.n for part in parts]), windows)
-        for common in commons:
-            read -= common.saved * spans[common.members[0]].kv.flat().row_bytes  # type: ignore[union-attr]
-    x = room.take(rows, stack.hidden)
-    stack(batch.numbers, model.turns(batch.end), parts, x, commons)
+    x, turns = room.take(rows, stack.hidden), model.turns(batch.end)
+    for call in [_Call(batch.numbers, x, spans, parts)] if rows <= MOST else _calls(batch, x, parts):
+        commons: Sequence[Common] = ()
+        if len(call.spans) > 1:
+            commons = _commons(call.spans, max([part.n for part in call.parts]), windows)
+            for common in commons:
+                read -= common.saved * call.spans[common.members[0]].kv.flat().row_bytes  # type: ignore[union-attr]
+        stack(call.numbers, turns, call.parts, call.x, commons)
     for span in spans:
         span.kv.written(span.positions)
     counters.row_layers += rows * len(spans[0].kv.layers)
     counters.kv_bytes_read += read
     counters.kv_bytes_written += written
     return x
+
+
+class _Call(NamedTuple):
+    """Some consecutive rows of a step: their numbers and x as Stack takes them, and whose they are."""
+
+    numbers: array[int]
+    x: Tensor
+    spans: list[Span]
+    parts: list[StackSpan]
+
+
+def _calls(batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> list[_Call]:
+    """A step in calls of about MOST rows. Slices of prompts are cut where a call is full: later rows see the earlier
+    ones in the KV. No piece has SLICE rows or fewer, for another kernel would round those differently; so no row's
+    result depends on the call it is in."""
+    found: list[_Call] = []
+    spans: list[Span] = []  # of the call that is being filled
+    own: list[StackSpan] = []
+    start = at = 0
+
+    def close() -> None:
+        nonlocal start, spans, own
+        if own:
+            numbers = batch.numbers[start:at] + batch.numbers[batch.rows + start : batch.rows + at]
+            found.append(_Call(numbers, x[start:at], spans, own))
+        start, spans, own = at, [], []
+
+    for span, part in zip(batch.spans, parts):
+        left = part.rows
+        while left:
+            space = start + MOST - at
+            if space < min(left, SLICE + 1):
+                close()
+                continue
+            take = left if left - space <= SLICE else space
+            spans.append(span)
+            own.append(part._replace(n=part.n - left + take, rows=take))
+            at, left = at + take, left - take
+    close()
+    return found
 
 
 def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
