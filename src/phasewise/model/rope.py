@@ -124,6 +124,14 @@ def _longrope(request: RopeRequest) -> Frequencies:
     return inverse, float(scale)
 
 
+def _divided(request: RopeRequest) -> Frequencies:
+    """A divisor for each frequency, as GGUF files have what llama3 comes to."""
+    divisors = request.settings.get("divisors")
+    if not isinstance(divisors, list) or len(divisors) != request.dim // 2 or not all(each > 0 for each in divisors):
+        raise UserError(f"the rope's divisors must be {request.dim // 2} positive numbers, got {divisors!r:.80}.")
+    return 1.0 / _powers(request) / torch.tensor(divisors, dtype=torch.float32), 1.0
+
+
 SCHEMES: dict[str, Callable[[RopeRequest], Frequencies]] = {
     "default": _default,
     "linear": _linear,
@@ -131,6 +139,7 @@ SCHEMES: dict[str, Callable[[RopeRequest], Frequencies]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "divided": _divided,
     "su": _longrope,  # longrope's first name
 }
 
