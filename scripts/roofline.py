@@ -20,7 +20,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from phasewise.model.parse import read_config
+from phasewise.load import config_of
 
 ROWS = {"decode1": 1, "decode8": 8, "decode16": 16, "prefill512": 512, "prefill2048": 2048}
 MARKS = "osD^vP*XhdH<>p8"
@@ -35,11 +35,10 @@ class Size:
 
     @classmethod
     def of(cls, directory: str) -> Size:
-        config = read_config(Path(directory))
+        config = config_of(directory)
         head_rows = config.heads * config.head_dim
         qkvo = config.hidden * (2 * head_rows + 2 * config.kv_heads * config.head_dim)
-        inner = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))["intermediate_size"]
-        return cls(config.layers * (qkvo + 3 * config.hidden * inner), config.vocab * config.hidden)
+        return cls(config.layers * (qkvo + 3 * config.hidden * config.intermediate), config.vocab * config.hidden)
 
     def roof(self, rows: float, read: float, multiply: float, width: int) -> float:
         """Tokens/s of `rows` rows, of a prompt (one row meets the head) from 64 on; `width` bytes a weight."""

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "phasewise"
 PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
-    "errors", "catalog", "ops", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster",
+    "errors", "catalog", "ops", "gguf", "model", "request", "kv", "step", "verbs", "speculation", "engine", "cluster",
     "methods", "doors", "train", "bench", "reproduce", "serve", "cli",
 )  # fmt: skip
 ALONE = {

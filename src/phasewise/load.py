@@ -7,17 +7,30 @@ from importlib.resources import files
 import torch
 
 from phasewise.errors import UserError, near
+from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
+from phasewise.model.parse import parse_config
+from phasewise.model.source import Source, source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 EMBEDDED = {"pocket": "target", "pocket-draft": "draft"}  # models that ship with the package
 
 
 def model_path(name: str) -> str:
-    """A directory or hub id as given, or the directory of an embedded model."""
+    """A directory, a .gguf file or a hub id as given, or the directory of an embedded model."""
     if name not in EMBEDDED:
         return name
     return str(files("phasewise").joinpath("pocket", EMBEDDED[name]))
+
+
+def files_of(name: str) -> Source:
+    """The files of the model called `name`. Raises UserError if there are none."""
+    return source(model_path(name))
+
+
+def config_of(name: str) -> ModelConfig:
+    """The architecture of the model called `name`; its weights are not read."""
+    return parse_config(files_of(name).settings())
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

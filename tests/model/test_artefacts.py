@@ -44,14 +44,14 @@ def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
 def test_auto_finds_what_lies_beside_the_model(tmp_path: Path) -> None:
     model = copied(tmp_path / "model")
     assert WANTED.file == "skip.test-speedup2-most3.safetensors"
-    want = written(model.directory / FOLDER / WANTED.file, model)
+    want = written(model.files.path / FOLDER / WANTED.file, model)
     assert same(load(model, WANTED, "auto"), want)
-    with safe_open(model.directory / FOLDER / WANTED.file, framework="pt") as file:
+    with safe_open(model.files.path / FOLDER / WANTED.file, framework="pt") as file:
         about = file.metadata()
     assert about["kind"] == "skip.test" and about["base"] == fingerprint(model)
     assert json.loads(about["knobs"]) == {"speedup": 2.0, "most": 3}
     assert about["command"] and about["phasewise"]
-    assert Model.load(model.directory).config == model.config, "the model itself loads as before"
+    assert Model.load(model.files.path).config == model.config, "the model itself loads as before"
 
 
 def test_a_file_by_name(tmp_path: Path) -> None:
@@ -72,11 +72,11 @@ def test_another_models_artefact_is_refused_by_name(tmp_path: Path) -> None:
     written(path, tiny.model())
     other = tiny.model(seed=5)
     with pytest.raises(
-        UserError, match=rf"{path} was trained for another base model.*{other.directory}.*train artefact"
+        UserError, match=rf"{path} was trained for another base model.*{other.files.path}.*train artefact"
     ):
         load(other, WANTED, str(path))
     beside = copied(tmp_path / "model")
-    shutil.copy(written_for(other, tmp_path), (beside.directory / FOLDER / WANTED.file))
+    shutil.copy(written_for(other, tmp_path), (beside.files.path / FOLDER / WANTED.file))
     with pytest.raises(UserError, match="another base model"):
         load(beside, WANTED, "auto")
 
@@ -127,7 +127,7 @@ def test_a_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
     assert fingerprint(load_model("pocket", dtype=torch.float32)) == mine
     assert fingerprint(load_model("pocket-draft")) != mine
     wide = tmp_path / "wide"
-    shutil.copytree(model.directory, wide, ignore=shutil.ignore_patterns(FOLDER))
+    shutil.copytree(model.files.path, wide, ignore=shutil.ignore_patterns(FOLDER))
     tensors = load_file(wide / "model.safetensors")
     save_file({name: value.float() for name, value in tensors.items()}, wide / "model.safetensors")
     assert fingerprint(Model.load(wide)) == mine
@@ -169,12 +169,12 @@ def test_the_pocket_models_own_is_shipped_and_found() -> None:
     found = load(model, wanted, "auto")
     assert all(value.dtype == torch.bfloat16 for value in found.values())
     assert any(float(found[name].abs().max()) > 0 for name in found if name.endswith(".b")), "it was trained"
-    (path,) = model.directory.glob(f"{FOLDER}/{wanted.file}")
+    (path,) = model.files.path.glob(f"{FOLDER}/{wanted.file}")
     assert path.stat().st_size < 1 << 20
 
 
 def test_a_copy_of_the_pocket_model_finds_what_ships_with_the_package(tmp_path: Path) -> None:
-    shutil.copytree(load_model("pocket").directory, tmp_path / "copy", ignore=shutil.ignore_patterns(FOLDER))
+    shutil.copytree(load_model("pocket").files.path, tmp_path / "copy", ignore=shutil.ignore_patterns(FOLDER))
     copy = Model.load(tmp_path / "copy")
     wanted = Unified().artefact(copy.config)
     assert same(load(copy, wanted, "auto"), load(load_model("pocket"), wanted, "auto"))

@@ -12,9 +12,10 @@ import torch
 
 from phasewise.errors import UnsupportedModel, UserError
 from phasewise.model.config import ModelConfig
+from phasewise.model.directory import Directory
 from phasewise.model.families import FAMILIES
 from phasewise.model.model import Model
-from phasewise.model.parse import parse_config, read_config
+from phasewise.model.parse import parse_config
 from phasewise.model.raw import RawConfig
 
 LLAMA: dict[str, Any] = {
@@ -60,26 +61,26 @@ def test_no_key_value_heads_means_one_per_query_head() -> None:
 
 def test_end_tokens_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 2}))
-    assert read_config(tmp_path).eos == (2,)
+    assert parse_config(Directory(tmp_path).settings()).eos == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
-    assert read_config(tmp_path).eos == (7, 2)
+    assert parse_config(Directory(tmp_path).settings()).eos == (7, 2)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").unlink()
-    assert read_config(tmp_path).eos == ()
+    assert parse_config(Directory(tmp_path).settings()).eos == ()
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
 def test_a_broken_config_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"config\.json"):
-        read_config(tmp_path)
+        parse_config(Directory(tmp_path).settings())
 
 
 def test_a_broken_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(UserError, match=r"generation_config\.json"):
-        read_config(tmp_path)
+        parse_config(Directory(tmp_path).settings())
 
 
 def test_tied_by_default_only_where_the_family_is() -> None:

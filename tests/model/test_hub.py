@@ -34,7 +34,7 @@ def test_neither_a_directory_nor_a_hub_id(name: str, tmp_path: Path, monkeypatch
 def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(UserError, match="is a file; pass the directory"):
+    with pytest.raises(UserError, match="is a file; pass a .gguf file, or the directory"):
         resolve(file)
 
 

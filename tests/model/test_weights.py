@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phasewise.errors import UnsupportedModel, UserError, WeightsError
+from phasewise.model.directory import Directory
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
-from phasewise.model.parse import read_config
+from phasewise.model.parse import parse_config
 from phasewise.model.weights import Checkpoint, Weights
 
 from .families import FAMILIES
@@ -113,7 +114,7 @@ def test_cast_at_load(untied: Path) -> None:
 def test_nothing_is_copied_that_need_not_be(untied: Path) -> None:
     """Tensors that are used as they are stay in the mapped file; a fused one is a copy of its own."""
     checkpoint = Checkpoint(untied)
-    weights = Weights(checkpoint, layout(read_config(untied)), None, torch.device("cpu"))
+    weights = Weights(checkpoint, layout(parse_config(Directory(untied).settings())), None, torch.device("cpu"))
     kept = {key: weights.take(key) for key in ("embed", "norm", "0.o", "0.down")}
     stored = {"embed": "model.embed_tokens", "norm": "model.norm", "0.o": "model.layers.0.self_attn.o_proj",
               "0.down": "model.layers.0.mlp.down_proj"}  # fmt: skip

@@ -223,12 +223,10 @@ def main(text: str) -> None:
 
 
 def _vocab(model: str) -> int:
-    """Size of the vocabulary by config.json."""
-    from phasewise.load import model_path
-    from phasewise.model.hub import resolve
-    from phasewise.model.raw import read_json
+    """Size of the vocabulary by the model's settings."""
+    from phasewise.load import files_of
 
-    return int(read_json(resolve(model_path(model)) / "config.json")["vocab_size"])
+    return files_of(model).settings().size("vocab_size")
 
 
 if __name__ == "__main__":

@@ -108,13 +108,11 @@ def load(
 
 
 def _shots(asked: Asked, engine: EngineOptions, rate: float | None, foreign: bool) -> list[Shot]:
-    from phasewise.load import model_path
-    from phasewise.model.hub import resolve
-    from phasewise.model.parse import read_config
+    from phasewise.load import config_of
 
     vocab, context = FOREIGN
     if not foreign:
-        config = read_config(resolve(model_path(engine.model)))
+        config = config_of(engine.model)
         vocab, context = config.vocab, config.max_positions
     return asked.shots(asked.source(engine.model, vocab), context, rate)
 

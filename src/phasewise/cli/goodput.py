@@ -54,14 +54,12 @@ def goodput(
     from phasewise.bench.load import measure
     from phasewise.bench.server import Handoffs, serving
     from phasewise.bench.settings import Setting
-    from phasewise.load import model_path
-    from phasewise.model.hub import resolve
-    from phasewise.model.parse import read_config
+    from phasewise.load import config_of
 
     contenders = [Setting.parse(text) for text in settings]
     targets = [Target.parse(text) for text in slo or ["tight=500/100", "relaxed=2000/300"]]
     steps = _rates(rates)
-    config = read_config(resolve(model_path(engine.model)))
+    config = config_of(engine.model)
     points: list[Point] = []
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
         for contender in contenders:

@@ -84,10 +84,9 @@ def compare(
     engine.check()
     from phasewise.bench.compare import Compare, peers_of
     from phasewise.bench.contender import CHECK, Job
-    from phasewise.load import model_path
-    from phasewise.model.hub import resolve
+    from phasewise.load import files_of
 
-    model = str(resolve(model_path(engine.model)))
+    model = str(files_of(engine.model).path)
     dtype = engine.dtype or "bfloat16"
     limits = engine.limits()
     job = Job(

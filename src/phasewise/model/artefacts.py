@@ -23,7 +23,7 @@ from torch import Tensor
 from phasewise import __version__
 from phasewise.errors import UserError
 from phasewise.model.layout import layout
-from phasewise.model.weights import Checkpoint
+from phasewise.model.source import source
 
 if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
@@ -74,9 +74,9 @@ def load(model: Model, wanted: Artefact, weights: str) -> dict[str, Tensor]:
         path = Path(weights).expanduser()
         if not path.is_file():
             raise UserError(f"{wanted.kind}: weights={weights}: there is no such file. Say auto, random:SEED, or train "
-                            f"one: {wanted.command(str(model.directory))}")  # fmt: skip
+                            f"one: {wanted.command(str(model.files.path))}")  # fmt: skip
         return _read(path, model, wanted)
-    beside = model.directory / FOLDER / wanted.file
+    beside = model.files.folder / FOLDER / wanted.file
     if beside.is_file():
         return _read(beside, model, wanted)
     base = fingerprint(model)
@@ -84,8 +84,8 @@ def load(model: Model, wanted: Artefact, weights: str) -> dict[str, Tensor]:
         if _about(path).get("base") == base:
             return _read(path, model, wanted)
     raise UserError(
-        f"{wanted.setting} needs weights trained for the model in {model.directory}; there are none at {beside} and "
-        f"none are shipped for it. Train them: {wanted.command(str(model.directory))}"
+        f"{wanted.setting} needs weights trained for the model in {model.files.path}; there are none at {beside} and "
+        f"none are shipped for it. Train them: {wanted.command(str(model.files.path))}"
         + (f"; or {wanted.without}" if wanted.without else "")
     )
 
@@ -120,25 +120,19 @@ def fingerprint(model: Model) -> str:
     The values are those of the files, as float32: neither the dtype the model was loaded in nor a copy of the files in
     a wider dtype changes it. Training that touches every matrix does; a change of a few numbers may not.
     """
-    return _fingerprint(model.directory, _stamp(model.directory), model.config)
+    return _fingerprint(model.files.path, model.files.stamp(), model.config)
 
 
 @lru_cache(maxsize=16)
-def _fingerprint(directory: Path, stamp: tuple[Any, ...], config: ModelConfig) -> str:
+def _fingerprint(path: Path, stamp: tuple[Any, ...], config: ModelConfig) -> str:
     digest = hashlib.sha256(json.dumps({fact: getattr(config, fact) for fact in FACTS}).encode())
-    checkpoint = Checkpoint(directory)
+    checkpoint = source(path).tensors()
     for name, shape in sorted(part for parts in layout(config).values() for part in parts):
         values = checkpoint.read(name).reshape(-1)
         places = torch.arange(SAMPLES) * (values.numel() - 1) // (SAMPLES - 1)
         digest.update(f"{name} {list(shape)}".encode())
         digest.update(values[places].float().numpy().astype("<f4").tobytes())
     return digest.hexdigest()[:16]
-
-
-def _stamp(directory: Path) -> tuple[Any, ...]:
-    """Changes when the files of a model do."""
-    found = [(path.name, path.stat()) for path in sorted(directory.glob("*.safetensors"))]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _shipped(name: str) -> list[Path]:
@@ -160,13 +154,13 @@ def _about(path: Path) -> dict[str, str]:
 
 def _read(path: Path, model: Model, wanted: Artefact) -> dict[str, Tensor]:
     """The tensors of a file, which must be what is wanted, for this very model."""
-    about, train = _about(path), f"Train one: {wanted.command(str(model.directory))}"
+    about, train = _about(path), f"Train one: {wanted.command(str(model.files.path))}"
     if about["kind"] != wanted.kind:
         raise UserError(f"{path} was trained for {about['kind']}, not for {wanted.kind}. {train}")
     mine = fingerprint(model)
     if about["base"] != mine:
         raise UserError(f"{path} was trained for another base model ({about['base']}) than the one in "
-                        f"{model.directory} ({mine}). {train}")  # fmt: skip
+                        f"{model.files.path} ({mine}). {train}")  # fmt: skip
     if json.loads(about["knobs"]) != dict(wanted.knobs):
         raise UserError(f"{path} was trained for {about['knobs']}, not for {json.dumps(dict(wanted.knobs))}. {train}")
     with safe_open(path, framework="pt") as file:

@@ -14,9 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phasewise.errors import UserError, near
-from phasewise.model.hub import resolve
-from phasewise.model.raw import read_json
-from phasewise.model.tokenizer import special_tokens
+from phasewise.model.source import source
 
 
 class _Generation(Extension):
@@ -56,18 +54,18 @@ class ChatTemplate:
         self.tokens = dict(tokens or {})
         environment = _environment()
         self._templates = {}
-        for name, source in sources.items():
+        for name, text in sources.items():
             try:
-                self._templates[name] = environment.from_string(source)
+                self._templates[name] = environment.from_string(text)
             except TemplateSyntaxError as error:
                 raise UserError(f"The chat template {name!r} does not parse (line {error.lineno}: {error.message}). "
                                 "Fix it in chat_template.jinja or tokenizer_config.json.") from error  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
-        """From a local directory or a hub id; a checkpoint without templates loads, and says so when rendered."""
-        directory = resolve(path)
-        return cls(_sources(directory), special_tokens(directory))
+        """Of a model by its path or hub id; one without templates loads, and says so when rendered."""
+        files = source(path)
+        return cls(files.templates(), files.special())
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
                template: str | None = None, **extra: Any) -> str:  # fmt: skip
@@ -94,21 +92,3 @@ class ChatTemplate:
         if name not in self._templates:
             raise UserError(f"There is no chat template {name!r}. {near(name, self._templates)}")
         return name
-
-
-def _sources(directory: Path) -> dict[str, str]:
-    """Templates by name; files of their own go before the entry in tokenizer_config.json."""
-    config = directory / "tokenizer_config.json"
-    entry = read_json(config).get("chat_template") if config.is_file() else None
-    if isinstance(entry, str):
-        found = {"default": entry}
-    elif isinstance(entry, list):
-        found = {str(each.get("name")): str(each.get("template")) for each in entry if isinstance(each, dict)}
-    else:
-        found = {}
-    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
-    own = directory / "chat_template.jinja"
-    if own.is_file():
-        found["default"] = own.read_text(encoding="utf-8")
-    return found

@@ -14,15 +14,16 @@ UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies of the wei
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory of `path`: itself when it exists, else the download of a hub id such as `org/name`.
+    """What is at `path`: a directory, a .gguf file, else the download of a hub id such as `org/name`.
 
     Raises UserError naming the value and the fix when there is no such directory and it cannot be downloaded.
     """
     directory = Path(path).expanduser()
-    if directory.is_dir():
+    if directory.is_dir() or (directory.is_file() and directory.suffix == ".gguf"):
         return directory
     if directory.exists():
-        raise UserError(f"{directory} is a file; pass the directory that holds config.json and the weights.")
+        raise UserError(f"{directory} is a file; pass a .gguf file, or the directory that holds config.json and the "
+                        "weights.")  # fmt: skip
     name = str(path)
     if isinstance(path, Path) or not HUB_ID.fullmatch(name):
         raise UserError(f"There is no directory {name!r}. Pass the path of a checkpoint, or a hub id like org/name.")

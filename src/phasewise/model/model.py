@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phasewise.model.config import ModelConfig
-from phasewise.model.hub import resolve
 from phasewise.model.layout import layout
 from phasewise.model.lowrank import Deltas
 from phasewise.model.mlp import MLP, Counts, MoE
 from phasewise.model.norm import FullNorm, HeadNorm, RMSNorm
-from phasewise.model.parse import read_config
+from phasewise.model.parse import parse_config
 from phasewise.model.rope import RopeTables, Rotary
+from phasewise.model.source import Source, source
 from phasewise.model.stacked import stacked
-from phasewise.model.weights import Checkpoint, Weights
+from phasewise.model.weights import Weights
 from phasewise.ops.native.head import Head
 from phasewise.ops.native.stack import Turns
 
@@ -92,9 +92,9 @@ class Model:
     Inputs are never changed in place; every result is a fresh tensor.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, files: Source) -> None:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
-        self.directory = weights.checkpoint.directory  # where its files are, and what was trained for it may be
+        self.files = files  # what was trained for the model may lie with them
         table = weights.take("embed")  # [V, d]
         self.layers = tuple(Layer(i, config, weights) for i in range(config.layers))
         self.norm = RMSNorm(_offset(weights.take("norm"), config), config.eps)
@@ -115,7 +115,7 @@ class Model:
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
              context: int | None = None) -> Model:  # fmt: skip
-        """The model in a local directory, or of a hub id. `dtype` None keeps the checkpoint's.
+        """The model in a directory or a .gguf file, or of a hub id. `dtype` None keeps the checkpoint's.
 
         `dtype` int8 rounds the weights of linear layers (and embeddings, when tied) and computes in bfloat16 otherwise.
 
@@ -123,10 +123,9 @@ class Model:
         on it (longrope, dynamic), the default is the length up to which they are the trained ones.
         Raises UserError, UnsupportedModel or WeightsError, each naming the file and the fix.
         """
-        directory = resolve(path)
-        config = read_config(directory, context)
-        weights = Weights(Checkpoint(directory), layout(config), dtype, torch.device(device))
-        return cls(config, weights)
+        files = source(path)
+        config = parse_config(files.settings(), context)
+        return cls(config, Weights(files.tensors(), layout(config), dtype, torch.device(device)), files)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [T] -> [T, d] in the model's dtype."""

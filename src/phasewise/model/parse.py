@@ -1,36 +1,20 @@
-"""From `config.json` to ModelConfig, or to an error that says what is not supported and why."""
+"""From the settings in `config.json` to ModelConfig, or to an error that says what is not supported and why."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 from phasewise.errors import UnsupportedModel, UserError, near
 from phasewise.model.config import ModelConfig
 from phasewise.model.families import FAMILIES
 from phasewise.model.mlp import ACTIVATION
-from phasewise.model.raw import RawConfig, read_json
-
-
-def read_config(directory: Path, context: int | None = None) -> ModelConfig:
-    """The architecture of the checkpoint in `directory`, to be used for sequences of up to `context` tokens.
-
-    `context` None takes the checkpoint's own length. Raises UserError for a missing or broken file and
-    UnsupportedModel for an architecture the decoder lacks.
-    """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise UserError(f"{directory} has no config.json. Pass a directory in Hugging Face layout: config.json, "
-                        "*.safetensors and tokenizer.json.")  # fmt: skip
-    values = read_json(path)
-    generation = directory / "generation_config.json"
-    extra = read_json(generation) if generation.is_file() else {}
-    ends = [*_ids(extra.get("eos_token_id")), *_ids(values.get("eos_token_id"))]
-    return parse_config(RawConfig({**values, "eos_token_id": list(dict.fromkeys(ends))}, path), context)
+from phasewise.model.raw import RawConfig
 
 
 def parse_config(raw: RawConfig, context: int | None = None) -> ModelConfig:
-    """`read_config` for settings that are already in memory."""
+    """The architecture that settings describe, to be used for sequences of up to `context` tokens.
+
+    `context` None takes the checkpoint's own length. Raises UserError for settings that are wrong and UnsupportedModel
+    for an architecture the decoder lacks.
+    """
     name = str(raw.get("model_type", ""))
     if name not in FAMILIES:
         raise UnsupportedModel(f"{raw.path}: model_type {name!r} is not supported. {near(name, FAMILIES)}")
@@ -45,10 +29,6 @@ def parse_config(raw: RawConfig, context: int | None = None) -> ModelConfig:
     config = FAMILIES[name](raw, context)
     _check(config, raw)
     return config
-
-
-def _ids(value: Any) -> list[int]:
-    return [int(each) for each in value] if isinstance(value, list) else [] if value is None else [int(value)]
 
 
 def _check(config: ModelConfig, raw: RawConfig) -> None:

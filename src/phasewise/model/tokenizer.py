@@ -9,9 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from phasewise.errors import UserError
-from phasewise.model.hub import resolve
-from phasewise.model.raw import read_json
+from phasewise.model.source import source
 from phasewise.model.stream import ByteStream, Pieces, WindowStream
 
 
@@ -28,17 +26,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a local directory or a hub id; UserError when `tokenizer.json` is missing or broken."""
-        directory = resolve(path)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise UserError(f"{directory} has no tokenizer.json. Save one there with "
-                            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...).")  # fmt: skip
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the backend raises bare Exception
-            raise UserError(f"{file} is not a valid tokenizer ({error}). Download or export it again.") from error
-        return cls(backend, special_tokens(directory))
+        """Of the model in a directory or a .gguf file, or of a hub id; UserError when there is none or it is broken."""
+        files = source(path)
+        return cls(files.tokenizer(), files.special())
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS."""
@@ -82,16 +72,3 @@ class Detokenizer:
     def flush(self) -> str:
         """What was held back, at the end of the output."""
         return self._stream.flush()
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """The texts of bos_token, eos_token and their like; entries that are absent or null are left out."""
-    found: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = directory / name
-        values = read_json(file) if file.is_file() else {}
-        for key, value in values.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and not key.startswith("add_") and isinstance(text, str):
-                found[key] = text
-    return found

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,31 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that old exports wrote although they follow from the configuration.
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class Tensors(Protocol):
+    """A checkpoint's tensors by their names in Hugging Face layout, whatever files they lie in."""
+
+    where: dict[str, Path]  # every tensor, and its file
+
+    @property
+    def directory(self) -> Path:
+        """Names the checkpoint in errors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What `read` gives unless told otherwise."""
+        ...
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor. `dtype` is a hint: one that has to be expanded anyway is expanded to that."""
+        ...
+
+    def let_go(self, tensor: Tensor) -> None:
+        """What `read` gave is not needed again."""
+        ...
 
 
 class Checkpoint:
@@ -48,7 +73,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(self.where[name]).get_slice(name).get_shape())
 
-    def read(self, name: str) -> Tensor:
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name).dtype
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor: Tensor = self._file(self.where[name]).get_tensor(name)
         return tensor
 
@@ -97,7 +125,7 @@ class Weights:
     misshapen tensors, so a load never fails half-way. `dtype` None keeps the checkpoint's (that of its embeddings).
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, checkpoint: Tensors, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> None:
         self.checkpoint = checkpoint
         self.layout = dict(layout)
         self.device = device
@@ -105,7 +133,7 @@ class Weights:
         _compare(checkpoint, layout)
         self.int8 = dtype == torch.int8
         dtype = torch.bfloat16 if self.int8 else dtype
-        self.dtype = dtype or checkpoint.read(layout["embed"][0][0]).dtype
+        self.dtype = dtype or checkpoint.dtype(layout["embed"][0][0])
         if self.dtype not in DTYPES:
             raise WeightsError(f"dtype {self.dtype} is not supported (checkpoint {checkpoint.directory}); "
                                f"choose one of {', '.join(map(str, (*DTYPES, torch.int8)))}.")  # fmt: skip
@@ -133,7 +161,7 @@ class Weights:
         return out
 
     def _read(self, name: str) -> Tensor:
-        tensor = self.checkpoint.read(name)
+        tensor = self.checkpoint.read(name, self.dtype)
         if tensor.dtype not in DTYPES:
             raise WeightsError(f"{self.checkpoint.where[name]}: tensor {name} is {tensor.dtype}; only unquantised "
                                f"weights are supported ({', '.join(map(str, DTYPES))}).")  # fmt: skip
@@ -152,7 +180,7 @@ class Weights:
         return linear
 
 
-def _compare(checkpoint: Checkpoint, layout: Layout) -> None:
+def _compare(checkpoint: Tensors, layout: Layout) -> None:
     expected: dict[str, Part] = {part[0]: part for parts in layout.values() for part in parts}
     present = {name for name in checkpoint.where if not HARMLESS.fullmatch(name)}
     if "head" not in layout:
@@ -168,10 +196,10 @@ def _compare(checkpoint: Checkpoint, layout: Layout) -> None:
         actual, wanted = checkpoint.shape(name), expected[name][1]
         if actual != wanted:
             where = checkpoint.where[name].name
-            problems.append(f"{name} in {where} has shape {list(actual)}, config.json asks for {list(wanted)}")
+            problems.append(f"{name} in {where} has shape {list(actual)}, its settings ask for {list(wanted)}")
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
-        raise WeightsError(f"The weights in {checkpoint.directory} do not fit its config.json: {shown}.")
+        raise WeightsError(f"The weights in {checkpoint.directory} do not fit its settings: {shown}.")
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

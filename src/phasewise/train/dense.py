@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phasewise.errors import UserError
-from phasewise.model.weights import Checkpoint
+from phasewise.model.source import source
 from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
 
 
@@ -265,20 +265,23 @@ def save(model: Dense, folder: Path, eos: Sequence[int]) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def load(folder: Path) -> Dense:
+def load(path: str | Path) -> Dense:
     """Read back what `save` wrote, or another Llama whose embeddings are tied, in float32.
 
     Raises UserError for a model that this decoder is no twin of.
     """
-    config = json.loads((folder / "config.json").read_text())
+    files = source(path)
+    config = dict(files.settings().values)
     heads = config.get("num_attention_heads", 1)
     config = {"head_dim": config.get("hidden_size", 0) // heads, **config}
     plain = {"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"}
     odd = [f"{key}={config.get(key)!r}" for key, value in plain.items() if config.get(key) != value]
     odd += [f"{key}={config[key]!r}" for key in ("rope_scaling", "attention_bias", "mlp_bias") if config.get(key)]
     if odd:
-        raise UserError(f"{folder}: training knows plain Llamas with tied embeddings, this one has {', '.join(odd)}")
+        raise UserError(
+            f"{files.path}: training knows plain Llamas with tied embeddings, this one has {', '.join(odd)}"
+        )
     shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
-    model, files = Dense(shape), Checkpoint(folder)
-    model.load_state_dict({name: files.read(f"model.{name}").float() for name in model.state_dict()})
+    model, tensors = Dense(shape), files.tensors()
+    model.load_state_dict({name: tensors.read(f"model.{name}", torch.float32).float() for name in model.state_dict()})
     return model

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import Tokenizer
 
 from phasewise.errors import UserError, near
-from phasewise.load import load_model, model_path
+from phasewise.load import files_of, load_model, model_path
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact
-from phasewise.model.hub import resolve
 from phasewise.model.model import Model
 from phasewise.train import dense
 from phasewise.train.corpus import sources
@@ -57,12 +55,12 @@ class Job:
 
     def base(self) -> tuple[Model, Dense]:
         """The base model, and its twin to train with: frozen, float32. Raises UserError if there can be none."""
-        twin = dense.load(resolve(model_path(self.model)))
+        twin = dense.load(model_path(self.model))
         return load_model(self.model, dtype=torch.float32), twin.requires_grad_(False)
 
     def mixture(self) -> Mixture:
         """Library source and tasks over the model's own tokenizer. Raises UserError if they cannot be written in it."""
-        tokenizer = Tokenizer.from_file(str(resolve(model_path(self.model)) / "tokenizer.json"))
+        tokenizer = files_of(self.model).tokenizer()
         absent = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
         if absent:
             raise UserError(f"{self.model}: its tokenizer lacks {', '.join(absent)}, with which the training data are "

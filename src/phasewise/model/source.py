@@ -1,0 +1,83 @@
+"""A model's files, whatever their form: what its settings, tensors, tokenizer and templates are read from."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Backend
+
+from phasewise.gguf import vocabulary
+from phasewise.gguf.checkpoint import GGUFModel
+from phasewise.model.directory import Directory
+from phasewise.model.hub import resolve
+from phasewise.model.raw import RawConfig
+from phasewise.model.weights import Tensors
+
+
+class Source(Protocol):
+    """The files of one model. Everything raises UserError naming the file that is missing, broken or not supported."""
+
+    path: Path  # a directory or a file; names the model in errors
+    folder: Path  # where what was trained for the model may lie
+
+    def settings(self) -> RawConfig:
+        """The architecture as config.json has it."""
+        ...
+
+    def tensors(self) -> Tensors: ...
+
+    def tokenizer(self) -> Backend: ...
+
+    def special(self) -> dict[str, str]:
+        """The texts of bos_token, eos_token and their like; those that are not set are left out."""
+        ...
+
+    def templates(self) -> dict[str, str]:
+        """Chat templates by name."""
+        ...
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Changes when the files do."""
+        ...
+
+
+class GGUF:
+    """A .gguf file, or all files of one in shards, given any of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.folder = path, path.parent
+
+    def _model(self) -> GGUFModel:
+        return _opened(self.path, self.stamp())
+
+    def settings(self) -> RawConfig:
+        return RawConfig(self._model().settings, self.path)
+
+    def tensors(self) -> Tensors:
+        return self._model()
+
+    def tokenizer(self) -> Backend:
+        return vocabulary.tokenizer(self._model().meta)
+
+    def special(self) -> dict[str, str]:
+        return vocabulary.special(self._model().meta)
+
+    def templates(self) -> dict[str, str]:
+        return vocabulary.templates(self._model().meta)
+
+    def stamp(self) -> tuple[Any, ...]:
+        stat = self.path.stat()
+        return self.path.name, stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=2)  # settings, tensors and tokenizer are asked for one after the other
+def _opened(path: Path, stamp: tuple[Any, ...]) -> GGUFModel:
+    return GGUFModel(path)
+
+
+def source(path: str | Path) -> Source:
+    """What is at a path: a directory in Hugging Face layout, a .gguf file; or the download of a hub id."""
+    found = resolve(path)
+    return GGUF(found) if found.is_file() else Directory(found)
