@@ -25,13 +25,13 @@ ROOMS = (
     "methods", "doors", "train", "bench", "reproduce", "serve", "cli",
 )  # fmt: skip
 ALONE = {
-    "__init__": "errors",
     "errors": "errors",
+    "version": "errors",
     "catalog": "catalog",
     "spelling": "catalog",
     "__main__": "cli",
 }  # files at the root
-DOORS = ("llm", "load", "options", "builder", "recipes")
+DOORS = ("__init__", "llm", "load", "options", "builder", "recipes")
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
 SHARED = ("host",)  # files of verbs/ that belong to no verb: what any method may ask for
 # upward, for annotations: contracts may be named from below, and what is held or handed over by whoever holds it
@@ -184,7 +184,7 @@ def _other_way(a: str, b: str, arrows: set[tuple[str, str]]) -> bool:
 
 
 def _label(name: str) -> str:
-    known = {"doors": "`*.py`", "errors": "`errors.py`", "catalog": "`catalog.py`, `spelling.py`"}
+    known = {"doors": "`*.py`", "errors": "`errors.py`, `version.py`", "catalog": "`catalog.py`, `spelling.py`"}
     return known.get(name, f"`{name}/`")
 
 

@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phasewise import __version__
 from phasewise.errors import UserError
 from phasewise.model.layout import layout
 from phasewise.model.source import source
+from phasewise.version import __version__
 
 if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
