@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from phasewise.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """How tokens are drawn and when to stop. `temperature=0` is greedy; neutral values switch a rule off."""
+    """How tokens are drawn and when to stop. `temperature=0` is greedy; neutral values switch a rule off.
+
+    Raises UserError for a value that is out of range or no number.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -28,29 +34,43 @@ class Params:
     """Whether logits are changed by penalties or a bias. Both are asked of every request in every step."""
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        for name, kind, low, high in _RANGES:
             value = getattr(self, name)
+            if not _all(kind, (value,)):
+                raise UserError(f"{name}={value!r} is not a {'whole ' if kind is Integral else ''}number")
             if not low <= value <= high:
                 raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
-        for token, bias in self.logit_bias.items():
+        if not _all(Integral, self.stop_tokens):
+            raise UserError(f"stop_tokens={self.stop_tokens!r} are no token ids: give whole numbers, as in (2, 7)")
+        biases = self.logit_bias
+        if not (isinstance(biases, Mapping) and _all(Integral, biases) and _all(Real, biases.values())):
+            raise UserError(f"logit_bias={biases!r} does not give token ids a number each, as {{42: -5.0}} does")
+        for token, bias in biases.items():
             if not -_BIAS <= bias <= _BIAS:
                 raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         object.__setattr__(self, "greedy", self.temperature == 0.0)
         object.__setattr__(self, "penalised", bool(penalties or self.logit_bias))
 
 
 _BIAS = 1e4  # finite: infinities of either sign could leave no token, or two certain ones
 _RANGES = (
-    ("max_tokens", 1, 1 << 30),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 1 << 30),
-    ("top_p", 1e-9, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 1e-3, 1e3),
-    ("presence_penalty", -10.0, 10.0),
-    ("frequency_penalty", -10.0, 10.0),
+    ("max_tokens", Integral, 1, 1 << 30),
+    ("temperature", Real, 0.0, 100.0),
+    ("top_k", Integral, 0, 1 << 30),
+    ("top_p", Real, 1e-9, 1.0),
+    ("min_p", Real, 0.0, 1.0),
+    ("repetition_penalty", Real, 1e-3, 1e3),
+    ("presence_penalty", Real, -10.0, 10.0),
+    ("frequency_penalty", Real, -10.0, 10.0),
+    ("seed", Integral, -math.inf, math.inf),
 )
+
+
+def _all(kind: type, given: object) -> bool:
+    """Whether these are several, and all of one kind."""
+    return isinstance(given, Collection) and all(isinstance(each, kind) for each in given)
 
 
 @dataclass(frozen=True, slots=True)
