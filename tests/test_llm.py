@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.llm import LLM, Output
 from phasewise.request.params import Params
+from phasewise.request.request import Request
 from tests import tiny
 from tests.serve.tiny_chat import chat_checkpoint
 
 PROMPTS = ["the quick", "fox", "and then the other thing over the dog"]
 HELLO = [{"role": "user", "content": "the fox?"}]
 LONG = Params(max_tokens=40, ignore_eos=True)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "max_tokens": st.integers(1, 99), "temperature": st.floats(0, 9), "top_k": st.integers(0, 9),
+    "top_p": st.floats(0.1, 1), "min_p": st.floats(0, 1), "repetition_penalty": st.floats(0.5, 2),
+    "presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2), "seed": st.integers(),
+    "logit_bias": st.dictionaries(st.integers(0, 9), st.floats(-5, 5)), "ignore_eos": st.booleans(),
+    "stop_tokens": st.tuples(st.integers(0, 9)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +76,65 @@ def test_params_for_all_or_for_each(llm: LLM) -> None:
     assert [len(output.tokens) for output in outputs] == [1, 2, 3]
     with pytest.raises(UserError, match="2 params for 3 prompts"):
         llm.generate(PROMPTS, [LONG, LONG])
+
+
+def test_fields_of_params_may_be_keywords(llm: LLM) -> None:
+    drawn = Params(max_tokens=12, temperature=1.5, seed=3, ignore_eos=True)
+    words = {"max_tokens": 12, "temperature": 1.5, "seed": 3, "ignore_eos": True}
+    expected = llm.generate(PROMPTS, drawn)
+    assert [o.tokens for o in llm.generate(PROMPTS, **words)] == [o.tokens for o in expected]
+    assert "".join(llm.stream(PROMPTS[0], **words)) == expected[0].text
+    assert llm.chat(HELLO, **words).tokens == llm.chat(HELLO, drawn).tokens
+    assert [o.tokens for o in expected] != [o.tokens for o in llm.generate(PROMPTS, LONG, max_tokens=12)]
+
+
+def test_keywords_override_params(llm: LLM) -> None:
+    full = llm.generate("the quick", LONG)[0].tokens
+    assert llm.generate("the quick", LONG, max_tokens=7)[0].tokens == full[:7]
+    each = [Params(max_tokens=n) for n in (1, 2, 3)]
+    assert [len(o.tokens) for o in llm.generate(PROMPTS, each, ignore_eos=True)] == [1, 2, 3]
+    assert [len(o.tokens) for o in llm.generate(PROMPTS, each, max_tokens=4, ignore_eos=True)] == [4, 4, 4]
+    assert [p.max_tokens for p in each] == [1, 2, 3] and LONG.max_tokens == 40, "what was given is as it was"
+    assert len(llm.chat(HELLO, LONG, max_tokens=3).tokens) == 3
+    assert "".join(llm.stream("the quick", LONG, max_tokens=7)) == llm.tokenizer.decode(full[:7])
+
+
+@given(st.fixed_dictionaries({}, optional=FIELDS), st.fixed_dictionaries({}, optional=FIELDS))
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_request_has_the_keywords_and_else_the_params(llm: LLM, below: dict[str, Any], own: dict[str, Any]) -> None:
+    seen: list[Params] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(llm, "request", lambda ids, params, *_, **__: seen.append(params) or Request(ids, params))
+        llm.stream([5], Params(**below), **own)
+        llm.stream([5], **below)
+    assert seen == [Params(**{**below, **own}), Params(**below)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokns": 5}, ["'max_tokns'", "Did you mean max_tokens", "Valid: ", "temperature", "stop"]),
+        ({"max_new_tokens": 5}, ["max_tokens"]),
+        ({"stp": "."}, ["Did you mean", "stop"]),
+        ({"greedy": True}, ["unknown keyword 'greedy'"]),
+        ({"penalised": False}, ["unknown keyword 'penalised'"]),
+        ({"max_tokens": 0}, ["max_tokens=0 is out of range"]),
+        ({"temperature": "warm"}, ["temperature='warm' is not a number"]),
+        ({"seed": 0.5}, ["seed=0.5 is not a whole number"]),
+        ({"params": {"max_tokens": 5}}, ["params={'max_tokens': 5}", "max_tokens=64"]),
+    ],
+    ids=str,
+)
+def test_wrong_keywords_are_named(llm: LLM, wrong: dict[str, Any], words: list[str]) -> None:
+    calls = (llm.generate, [], "the"), (llm.stream, [], "the"), (llm.chat, ["variables={...}"], HELLO)
+    for call, more, prompt in calls:
+        with pytest.raises(UserError) as caught:
+            call(prompt, **wrong)
+        assert all(word in str(caught.value) for word in words)
+        if "unknown keyword" in str(caught.value):
+            assert all(word in str(caught.value) for word in more)
+    with pytest.raises(UserError):
+        llm.generate([], **wrong)  # also where nobody asks
 
 
 def test_stop_strings_end_text_and_request(llm: LLM) -> None:
@@ -133,6 +204,30 @@ def test_chat_is_the_template_and_the_model(llm: LLM) -> None:
     assert "".join(llm.stream(HELLO, LONG)) == llm.chat(HELLO, LONG).text
     with pytest.raises(UserError, match="no such role"):
         llm.chat([{"role": "stranger", "content": ""}])
+
+
+def test_variables_are_for_the_template_alone(tmp_path: Path) -> None:
+    where = tmp_path / "model"
+    shutil.copytree(chat_checkpoint(), where)
+    (where / "chat_template.jinja").write_text("{{ temperature }} {{ mood }} {{ messages[0].content }}")
+    templates = where / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ tools }} and the lazy")
+    llm = LLM(str(where))
+    plain = {"temperature": "warm", "mood": "quick"}
+    assert llm.encode_chat(HELLO, plain) == llm.tokenizer.encode("warm quick the fox?", add_special=False)
+    expected = llm.generate([llm.encode_chat(HELLO, plain)], LONG)[0]
+    assert llm.chat(HELLO, LONG, variables=plain).tokens == expected.tokens
+    assert "".join(llm.stream(HELLO, LONG, variables=plain)) == expected.text
+    for variables in ({"tools": "fox"}, {"template": "tool_use", "tools": "fox"}):
+        assert llm.tokenizer.decode(llm.encode_chat(HELLO, variables)) == "fox and the lazy"
+    with pytest.raises(UserError, match=r"'mood'.*variables=\{...\}"):
+        llm.chat(HELLO, mood="quick")
+    for taken in ("messages", "self"):
+        with pytest.raises(UserError, match=taken):
+            llm.chat(HELLO, variables={taken: HELLO})
+    with pytest.raises(UserError, match="mood.*list of messages"):
+        llm.stream("the fox", variables=plain)
 
 
 def test_without_a_template_there_is_no_chat() -> None:

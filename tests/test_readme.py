@@ -45,6 +45,15 @@ def test_the_example_is_a_method(bigram: None) -> None:
     assert placed.counters.drafted > 0
 
 
+def test_what_it_shows_of_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "llm = LLM(" in code]
+    assert len(shown) == 2 and all(".generate(" in code for code in shown) and ".chat(" in shown[0]
+    there: dict[str, object] = {}
+    for code in shown:  # the second goes on where the first has ended
+        exec(code, there)
+        assert len(capsys.readouterr().out.split()) > 5
+
+
 def test_local_links_of_the_documents_lead_somewhere() -> None:
     root = README.parent
     for page in (README, *root.glob("docs/*.md"), *root.glob("*.md")):

@@ -1,9 +1,9 @@
-"""The offline API: `LLM(model, draft="prompt_lookup").generate(prompts)`."""
+"""The offline API: `LLM(model, draft="prompt_lookup").generate(prompts, max_tokens=64)`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.engine.limits import Limits
-from phasewise.errors import PhasewiseError, UserError
+from phasewise.errors import PhasewiseError, UserError, near
 from phasewise.load import model_path
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from phasewise.verbs.place import Placed
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Stop = str | Sequence[str]
+FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,14 @@ class LLM:
     not fit.
 
         llm = LLM("pocket", draft="prompt_lookup", evict="snapkv:keep=0.5")
-        for output in llm.generate(["def add(", "import os"], Params(max_tokens=32)):
+        for output in llm.generate(["def add(", "import os"], max_tokens=32):
             print(output.text, output.left.reason, output.trace.ttft)
-        print(llm.chat([{"role": "user", "content": "What is 17 + 25?"}]).text)
-        for piece in llm.stream("Once upon", stop=["."]):
+        print(llm.chat([{"role": "user", "content": "What is 17 + 25?"}], temperature=0.7).text)
+        for piece in llm.stream("Once upon", stop=["."], max_tokens=20):
             print(piece, end="", flush=True)
+
+    Every call takes the fields of `Params` as keywords, instead of `params` or beside it: they override its fields, for
+    all prompts. Raises UserError for a keyword that nobody knows and for a value that `Params` refuses.
     """
 
     def __init__(
@@ -86,15 +90,21 @@ class LLM:
         stop: Stop = (),
         progress: Callable[[int], Any] | None = None,
         recipe: str | Sequence[str] = "",
+        **own: Any,
     ) -> list[Output]:
-        """One output per prompt (text or token ids), in order; all of them run together.
+        """One output per prompt (text or token ids), in order; all of them run together. A single prompt counts as a
+        list of one.
 
-        `params` and `recipe`: for all, or one for each. `stop`: a string that ends the text, or several. `progress` is
-        told how many requests have left, whenever it is more. Look at `Output.left`: a request that failed does not
-        raise.
+        `params` and `recipe`: for all, or one for each; `own`: fields of `Params`, for all. `stop`: a string that ends
+        the text, or several. `progress` is told how many requests have left, whenever it is more. Look at
+        `Output.left`: a request that failed does not raise.
         """
         each = _several(prompts)
-        settings = list(params) if isinstance(params, Sequence) else [params or Params()] * len(each)
+        _refuse_unknown(own, "params", "stop", "progress", "recipe")
+        if isinstance(params, Sequence):
+            settings = [_settled(one, own) for one in params]
+        else:
+            settings = [_settled(params, own)] * len(each)
         recipes = [recipe] * len(each) if isinstance(recipe, str) else list(recipe)
         for given, what in ((settings, "params"), (recipes, "recipes")):
             if len(given) != len(each):
@@ -112,13 +122,23 @@ class LLM:
         return [self._output(request, stop) for request in requests]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: Params | None = None, *, stop: Stop = (), recipe: str = ""
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: Params | None = None,
+        *,
+        stop: Stop = (),
+        recipe: str = "",
+        variables: Mapping[str, Any] | None = None,
+        **own: Any,
     ) -> Iterator[str]:
-        """Text as it comes, never half a character; `prompt` may be a conversation. Leaving the loop early cancels.
+        """Text as it comes, never half a character. Leaving the loop early cancels.
 
-        Raises PhasewiseError if the request fails on the way.
+        `prompt` may be a conversation; then `variables` are as in `chat`. `own`: fields of `Params`. Raises
+        PhasewiseError if the request fails on the way.
         """
-        return self._pieces(self.request(self._ids(prompt), params or Params(), stop, recipe=recipe), stop)
+        _refuse_unknown(own, "params", "stop", "recipe", "variables")
+        settings, ids = _settled(params, own), self._ids(prompt, variables)
+        return self._pieces(self.request(ids, settings, stop, recipe=recipe), stop)
 
     def chat(
         self,
@@ -127,13 +147,17 @@ class LLM:
         *,
         stop: Stop = (),
         recipe: str = "",
-        **extra: Any,
+        variables: Mapping[str, Any] | None = None,
+        **own: Any,
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages.
 
-        `extra` are variables for the chat template. Raises UserError if the model has none.
+        `variables` are for the chat template: {"enable_thinking": False}, {"tools": [...]}. `own`: fields of `Params`.
+        Raises UserError if the model has no template.
         """
-        return self.generate([self.encode_chat(messages, **extra)], params, stop=stop, recipe=recipe)[0]
+        _refuse_unknown(own, "params", "stop", "recipe", "variables")
+        ids = self.encode_chat(messages, variables)
+        return self.generate([ids], params, stop=stop, recipe=recipe, **own)[0]
 
     def close(self) -> None:
         """Dismiss workers in other processes, if there are any."""
@@ -144,9 +168,17 @@ class LLM:
         """The token ids of a prompt."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def encode_chat(self, messages: Sequence[Message], **extra: Any) -> list[int]:
-        """The token ids of a conversation, up to where the assistant's answer begins."""
-        return self.tokenizer.encode(self.template.render(messages, **extra), add_special=False)
+    def encode_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
+        """The token ids of a conversation, up to where the assistant's answer begins.
+
+        `variables` are for the chat template; `template` among them picks one by name. Raises UserError for `messages`
+        among them.
+        """
+        variables = variables or {}
+        taken = sorted({"messages", "self"} & variables.keys())
+        if taken:
+            raise UserError(f"variables must not have {' and '.join(taken)}: the chat template is given the messages")
+        return self.tokenizer.encode(self.template.render(messages, **variables), add_special=False)
 
     def request(
         self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""
@@ -161,9 +193,11 @@ class LLM:
         return Text(self.tokenizer, stop, {*eos, *params.stop_tokens})
 
     # ---- inside
-    def _ids(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def _ids(self, prompt: Prompt | Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            return self.encode_chat(prompt)  # type: ignore[arg-type]
+            return self.encode_chat(prompt, variables)  # type: ignore[arg-type]
+        if variables:
+            raise UserError(f"variables={variables!r} are for a chat template: give a list of messages with them")
         return self.encode(prompt)  # type: ignore[arg-type]
 
     @torch.inference_mode()  # once, instead of in every step
@@ -207,3 +241,18 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _refuse_unknown(own: Mapping[str, Any], *named: str) -> None:
+    """Raise UserError for a keyword that is neither a field of `Params` nor one that the call has `named`."""
+    for name in own:
+        if name not in FIELDS:
+            chat = " What is for the chat template goes into variables={...}." if "variables" in named else ""
+            raise UserError(f"unknown keyword {name!r}. {near(name, (*FIELDS, *named))}{chat}")
+
+
+def _settled(params: Params | None, own: Mapping[str, Any]) -> Params:
+    """`params`, or the defaults, with some fields replaced."""
+    if params is not None and not isinstance(params, Params):
+        raise UserError(f"params={params!r} is no Params: give Params(max_tokens=64), or max_tokens=64 as a keyword")
+    return replace(params or Params(), **own)

@@ -37,6 +37,17 @@ def test_greedy_is_the_models_own_answer(client: openai.OpenAI, llm: LLM) -> Non
     assert answer.usage.prompt_tokens == len(llm.encode_chat(HELLO))
 
 
+def test_variables_reach_the_template(client: openai.OpenAI, llm: LLM) -> None:
+    mood = {"mood": "quick brown"}
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, max_tokens=20, extra_body={"chat_template_kwargs": mood}
+    )
+    expected = llm.chat(HELLO, max_tokens=20, variables=mood)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(llm.encode_chat(HELLO, mood)) > len(llm.encode_chat(HELLO))
+
+
 @pytest.mark.parametrize("knobs", [{"temperature": 0}, {"temperature": 2, "seed": 9, "n": 3}, {"stop": " fox"}])
 def test_streaming_equals_not_streaming(client: openai.OpenAI, knobs: dict[str, Any]) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 20, "seed": 1, **knobs}

@@ -15,7 +15,7 @@ SPECIAL = ["<unk>", "<s>", "<|im_end|>", "<|im_start|>"]  # 2 is the end token o
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no such role') }}"
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ mood }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCAB = 320
 CONTEXT = 2048

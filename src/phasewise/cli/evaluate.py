@@ -76,12 +76,11 @@ class Judge:
         """The rows of one task; `tell` is told how many examples are done."""
         from phasewise.bench import quality
         from phasewise.bench.forced import forced_loss
-        from phasewise.request.params import Params
 
         losses = self.losses[task] = []
 
         def generate(prompts: list[list[int]], room: int) -> list[list[int]]:
-            outputs = self.llm.generate(prompts, Params(max_tokens=room), progress=tell)
+            outputs = self.llm.generate(prompts, max_tokens=room, progress=tell)
             broken = next((o for o in outputs if o.left.how != "finished"), None)
             if broken is not None:
                 raise UserError(f"{task}: an example failed: {broken.left.reason}")

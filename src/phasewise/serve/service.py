@@ -86,9 +86,8 @@ class Service:
         ask = await self._read(ChatAsk, request)
         self._recipe(ask.model)
         size = sum(len(message["content"]) for message in ask.messages)
-        extra = ask.chat_template_kwargs or {}
         try:
-            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, **extra))
+            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.chat_template_kwargs))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         return await self._answer(request, ask, self._order(ask, [ids], "messages"), CHAT)
