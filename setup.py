@@ -1,6 +1,7 @@
 """Builds the optional CPU kernels: one shared library per instruction set, chosen when first used.
 
 Without a C++ compiler, or on another processor than 64-bit x86 and ARM, the installation goes on without them.
+The libraries are plain C ones, loaded with ctypes: they serve every Python, and so does a wheel that holds them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 WHERE = Path("src/phasewise/ops/native")
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-strict-aliasing"]
@@ -33,5 +36,23 @@ def library(name: str, target: list[str]) -> Extension:
     )
 
 
+class PlainNames(build_ext):
+    """Names libraries without Python's ABI: `_avx2.so`."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class AnyPython(bdist_wheel):
+    """Names the wheel after the system alone."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 targets = TARGETS.get(platform.machine().lower(), {}) if platform.system() != "Windows" else {}
-setup(ext_modules=[library(name, flags) for name, flags in targets.items()])
+if __name__ == "__main__":  # scripts/build_wheel.py and tests read what is above
+    setup(
+        ext_modules=[library(name, flags) for name, flags in targets.items()],
+        cmdclass={"build_ext": PlainNames, "bdist_wheel": AnyPython},
+    )

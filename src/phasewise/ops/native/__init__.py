@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL | None:
             if not _share_threads(kernels):
                 log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
             return kernels
-    built = ", ".join(target for target in TARGETS if _files(target))
+    built = ", ".join(target for target in TARGETS if file(target).exists())
     if choice:
         raise UserError(
             f"{CHOICE}={choice}: this processor does not run them, or they were not built (built: {built or 'none'}). "
@@ -73,26 +73,29 @@ def _say_none(reason: str) -> None:
 
 def load(target: str) -> ctypes.CDLL | None:
     """The kernels compiled for one instruction set, on one thread; None if not built or not for this processor."""
-    for path in _files(target):
-        try:
-            kernels = ctypes.CDLL(str(path))
-        except OSError as error:
-            log.warning("%s does not load: %s", path.name, error)
-            continue
-        if not hasattr(kernels, "interface") or kernels.interface() != INTERFACE:
-            log.warning("%s was built from other sources and is left alone: install phasewise again", path.name)
-            continue
-        if kernels.supported():
-            for name, count in SIGNATURES.items():
-                function = getattr(kernels, name)
-                function.argtypes = [ctypes.c_int64] * count
-                function.restype = ctypes.c_int64 if name in COUNTS else None
-            return kernels
-    return None
+    path = file(target)
+    if not path.exists():
+        return None
+    try:
+        kernels = ctypes.CDLL(str(path))
+    except OSError as error:
+        log.warning("%s does not load: %s", path.name, error)
+        return None
+    if not hasattr(kernels, "interface") or kernels.interface() != INTERFACE:
+        log.warning("%s was built from other sources and is left alone: install phasewise again", path.name)
+        return None
+    if not kernels.supported():
+        return None
+    for name, count in SIGNATURES.items():
+        function = getattr(kernels, name)
+        function.argtypes = [ctypes.c_int64] * count
+        function.restype = ctypes.c_int64 if name in COUNTS else None
+    return kernels
 
 
-def _files(target: str) -> list[Path]:
-    return sorted(Path(__file__).parent.glob(f"_{target}.*so"))
+def file(target: str) -> Path:
+    """Where the library of an instruction set lies if it was built. Its name bears no Python's ABI: any may load it."""
+    return Path(__file__).parent / f"_{target}.so"
 
 
 def _share_threads(kernels: ctypes.CDLL) -> bool:
