@@ -12,7 +12,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all lint types lines rooms readme pocket clean
+.PHONY: help serve test test-all lint types lines rooms readme pocket wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -47,8 +47,11 @@ readme: $(VENV)/.serve ## Write the generated tables into README.md, and docs/ve
 pocket: $(VENV)/.test ## Train the pocket model: make pocket ARGS="--out runs/pocket"
 	@exec $(BIN)/phasewise train pocket $(ARGS)
 
-clean: ## Remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+wheel: $(VENV)/.test ## Build dist/phasewise-*.whl, one for every Python of 64-bit Linux, with the kernels
+	@$(BIN)/python scripts/build_wheel.py $(ARGS)
+
+clean: ## Remove .venv, caches and built wheels
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 # ---- environment: one stamp per set of extras; a larger set contains the smaller ones
 

@@ -65,7 +65,7 @@ def test_pins_are_names_and_versions_only() -> None:
 
 def test_make_help_lists_the_targets() -> None:
     done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True)
-    for target in ("serve", "test", "lint", "types", "lines", "help"):
+    for target in ("serve", "test", "lint", "types", "lines", "wheel", "help"):
         assert f"make {target} " in done.stdout
 
 
