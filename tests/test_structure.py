@@ -82,6 +82,8 @@ def test_long_functions_and_wide_signatures_are_found(tmp_path: Path) -> None:
 # ---- environment and globals
 ENVIRONMENT = {
     "src/phasewise/ops/native/__init__.py": "PHASEWISE_KERNELS: which kernels a process loads, before any constructor",
+    "src/phasewise/known/shelf.py": "XDG_CACHE_HOME: where caches lie, for this program as for others",
+    "src/phasewise/known/wheels.py": "hands the environment on to pip",
     "src/phasewise/cluster/process.py": "hands the environment on to a worker's process",
     "src/phasewise/cluster/ray_backend.py": "Ray's own variables, which Ray's users know",
     "scripts/peers.py": "PEER_TOOLS: from a parent to the processes that other people's code starts for it",

@@ -1,26 +1,43 @@
-"""From names the user typed to models: embedded ones, directories, hub ids; and dtypes."""
+"""From names the user typed to models: known ones, directories, files, hub ids; and dtypes."""
 
 from __future__ import annotations
 
-from importlib.resources import files
+import logging
+import os
+from pathlib import Path
 
 import torch
 
 from phasewise.errors import UserError, near
+from phasewise.known import shelf
+from phasewise.known.bar import Say
+from phasewise.known.fetch import fetch
+from phasewise.known.models import EMBEDDED, KNOWN, every
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
 from phasewise.model.source import Source, source
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-EMBEDDED = {"pocket": "target", "pocket-draft": "draft"}  # models that ship with the package
 
 
-def model_path(name: str) -> str:
-    """A directory, a .gguf file or a hub id as given, or the directory of an embedded model."""
-    if name not in EMBEDDED:
-        return name
-    return str(files("phasewise").joinpath("pocket", EMBEDDED[name]))
+def model_path(name: str, *, say: Say = log.info) -> str:
+    """Where the model called `name` lies: a directory, a `.gguf` file, or a hub id.
+
+    A known model (`phasewise models`) is fetched if it is not here; a directory of that name is `./NAME`. `say` gets a
+    line per stage of fetching where there is no terminal for a bar. Whatever else could be a path or a hub id stays as
+    given. Raises UserError for a known model that cannot be had, and for a bare word that is neither known nor a path.
+    """
+    if name in EMBEDDED:
+        return str(shelf.place(EMBEDDED[name]))
+    if name in KNOWN:
+        return str(fetch(KNOWN[name], say=say))
+    if not {"/", os.sep} & set(name) and not Path(name).expanduser().exists():
+        raise UserError(f"no model is known as {name!r}, and there is no such path. {near(name, every())} Or pass the "
+                        "path of a checkpoint, or a hub id like org/name.")  # fmt: skip
+    return name
 
 
 def files_of(name: str) -> Source:

@@ -48,7 +48,9 @@ def _method(verb: str) -> Any:
 class EngineOptions:
     """What an engine is made of: a model, limits, and a method per verb (None = the verb's default)."""
 
-    model: Annotated[str, typer.Option(help="A checkpoint directory, a hub id, or pocket (embedded).")] = "pocket"
+    model: Annotated[
+        str, typer.Option(help="A name (see `phasewise models`), a directory, a .gguf file or a hub id.")
+    ] = "pocket"
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -103,9 +105,11 @@ class EngineOptions:
     def llm(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> LLM:
         """The model with its methods, and with recipes. Raises UserError naming whatever does not fit."""
         self.check()
-        from phasewise.cli.progress import working
+        from phasewise.cli.progress import say, working
         from phasewise.llm import LLM
+        from phasewise.load import model_path
 
+        model_path(self.model, say=say)  # what must be fetched has a bar of its own, which a spinner would spoil
         with working(f"loading {self.model}"):
             return LLM(self.model, dtype=self.dtype, limits=self.limits(), recipes=recipes, **self.verbs)
 

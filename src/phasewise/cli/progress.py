@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 def console() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+def say(line: str) -> None:
+    """A line about what takes its time where no bar can be shown."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

