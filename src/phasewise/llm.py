@@ -41,10 +41,10 @@ class Output:
 class LLM:
     """A model with one method per verb, run in the calling thread.
 
-    `model`: a directory, a hub id, or "pocket". Verbs are given as `draft="prompt_lookup:k=6"`; the others keep their
-    defaults. `recipes` are other choices, by name, that single requests may ask for: {"fast": {"draft":
-    "prompt_lookup:k=6"}}; verbs that a recipe does not name are as given here. Raises UserError naming whatever does
-    not fit.
+    `model`: a name that `phasewise models` lists, a directory, a `.gguf` file or a hub id. Verbs are given as
+    `draft="prompt_lookup:k=6"`; the others keep their defaults. `recipes` are other choices, by name, that single
+    requests may ask for: {"fast": {"draft": "prompt_lookup:k=6"}}; verbs that a recipe does not name are as given here.
+    Raises UserError naming whatever does not fit.
 
         llm = LLM("pocket", draft="prompt_lookup", evict="snapkv:keep=0.5")
         for output in llm.generate(["def add(", "import os"], max_tokens=32):
