@@ -19,7 +19,7 @@ help: ## Show this list
 	@echo '  Arguments go in ARGS: make serve ARGS="--model DIR --port 8011", make test ARGS="tests/kv -x".'
 	@echo '  Another Python (3.11 or newer): make PYTHON=python3.12 serve'
 
-serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000, embedded pocket model)
+serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000; smollm2, fetched once, or the embedded pocket)
 	@exec $(BIN)/phasewise serve $(ARGS)
 
 test: $(VENV)/.test ## Run all tests

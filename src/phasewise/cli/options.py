@@ -113,6 +113,10 @@ class EngineOptions:
         with working(f"loading {self.model}"):
             return LLM(self.model, dtype=self.dtype, limits=self.limits(), recipes=recipes, **self.verbs)
 
+    def served(self) -> list[str]:
+        """The same options as command-line words for `phasewise serve`, whose own default is another model."""
+        return ["--model", self.model, *dataclasses.replace(self, model=DEFAULTS.model).arguments()]
+
     def arguments(self) -> list[str]:
         """The same options as command-line words, for a process of its own."""
         words: list[str] = []
@@ -127,7 +131,10 @@ DEFAULTS = EngineOptions()
 
 
 def spread(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with each parameter whose type is a dataclass replaced by that dataclass's fields as options."""
+    """The command with each parameter whose type is a dataclass replaced by that dataclass's fields as options.
+
+    The parameter's default has the options' defaults.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
@@ -136,7 +143,8 @@ def spread(command: Callable[..., Any]) -> Callable[..., Any]:
             parameters.append(_option(name, parameter.default, hints[name]))
             continue
         inner = typing.get_type_hints(groups[name], include_extras=True)
-        parameters += [_option(f.name, f.default, inner[f.name]) for f in dataclasses.fields(groups[name])]
+        fields = dataclasses.fields(groups[name])
+        parameters += [_option(f.name, getattr(parameter.default, f.name), inner[f.name]) for f in fields]
 
     @functools.wraps(command)
     def call(**given: Any) -> Any:

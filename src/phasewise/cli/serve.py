@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +12,20 @@ from phasewise import recipes
 from phasewise.cli import config as files
 from phasewise.cli.asked import Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import say
+from phasewise.errors import UserError
+from phasewise.known.models import KNOWN
+
+if TYPE_CHECKING:
+    from phasewise.llm import LLM
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
 
 
 @dataclass(frozen=True)
@@ -43,13 +56,14 @@ class Recipes:
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
 
 
-RECIPES = Recipes()
+ADDRESS, RECIPES = Address(), Recipes()
+SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 
 
 @spread
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    context: typer.Context,
+    address: Address = ADDRESS,
     slo_ttft: Annotated[
         float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
     ] = None,
@@ -57,13 +71,17 @@ def serve(
         float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
     ] = None,
     choices: Recipes = RECIPES,
-    engine: EngineOptions = DEFAULTS,
+    engine: EngineOptions = SERVED,
 ) -> None:
     """Serve a model over HTTP, for any OpenAI client.
+
+    Without --model that is smollm2, fetched once (93 MB); where it cannot be
+    fetched, pocket is served instead, and a line says why.
 
     [bold]Examples[/]
 
       phasewise serve
+      phasewise serve --model pocket
       phasewise serve --model path/to/model --port 8011 --dtype bfloat16 --kv-bytes 2G
       phasewise serve --draft prompt_lookup:k=6 --evict snapkv:keep=0.25 --schedule sarathi:budget=256
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
@@ -73,6 +91,23 @@ def serve(
     """
     engine.check()
     named = choices.named()
+    source = context.get_parameter_source("model")
+    asked = source is not None and source.name != "DEFAULT"
     from phasewise.serve.app import run
 
-    run(partial(engine.llm, named), host=host, port=port, slo=Targets(slo_ttft, slo_tpot).slo())
+    def load() -> LLM:
+        return (engine if asked else _or_pocket(engine)).llm(named)
+
+    run(load, host=address.host, port=address.port, slo=Targets(slo_ttft, slo_tpot).slo())
+
+
+def _or_pocket(engine: EngineOptions) -> EngineOptions:
+    """With the default model if it is here or can be fetched, else with pocket, after a line that says why."""
+    from phasewise.known.fetch import fetch
+
+    try:
+        fetch(KNOWN[engine.model], say=say, retries=1)  # without a network it should not take minutes to start
+    except UserError as error:
+        say(f"note: pocket is served instead: {' '.join(str(error).split())}")
+        return replace(engine, model=DEFAULTS.model)
+    return engine
