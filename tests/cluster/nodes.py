@@ -137,7 +137,7 @@ class Stage:
 
     def holders(self) -> set[WorkerHandle]:
         """Who computes requests."""
-        return {flight.handle for flight in self.router._flights.values()}
+        return {flight.handle for flight in self.router.flights.values()}
 
     # ---- what happens
     def start(self, params: Sequence[Params], recipes: Sequence[str] = ("",) * len(PROMPTS)) -> list[Request]:

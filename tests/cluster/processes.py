@@ -74,7 +74,7 @@ def lost_with(placed: Router, handle: WorkerHandle) -> list[Request]:
     """The requests that must start again if this worker dies now: those it computes, or is to take over. What it has
     put down for others is safe."""
     found = []
-    for flight in placed._flights.values():
+    for flight in placed.flights.values():
         move = flight.transfer
         sends = flight.handle is handle and (move is None or move.offer is None)
         if sends or (move is not None and move.target is handle):
@@ -183,7 +183,7 @@ def until(placed: Router, done: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not done():
         placed.step()
-        assert time.monotonic() < end, f"no end: {list(placed._flights.values())}"
+        assert time.monotonic() < end, f"no end: {list(placed.flights.values())}"
 
 
 def finish(placed: Router, orders: Sequence[Order], before: Counters, leases: bool = False) -> Counters:

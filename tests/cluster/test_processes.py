@@ -81,18 +81,18 @@ def rows(placed: Router) -> int:
 
 
 def computing(placed: Router) -> bool:
-    return any(flight.computing for flight in placed._flights.values())
+    return any(flight.computing for flight in placed.flights.values())
 
 
 def moving(placed: Router) -> bool:
     """A prompt's KV is on its way to somebody who does not have it yet."""
-    moves = [flight.transfer for flight in placed._flights.values() if flight.transfer is not None]
+    moves = [flight.transfer for flight in placed.flights.values() if flight.transfer is not None]
     return any(move.offer is not None and move.target is not None for move in moves)
 
 
 def decoding(placed: Router) -> bool:
     here = handle(placed, "decode")
-    return any(flight.handle is here and flight.caller.n_out > 2 for flight in placed._flights.values())
+    return any(flight.handle is here and flight.caller.n_out > 2 for flight in placed.flights.values())
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def prefilling(stage: Stage) -> Callable[[], bool]:
 def sending(stage: Stage) -> Callable[[], bool]:
     """KV lies on the node that dies, and a worker on the other one has been told to take it."""
     (near,) = stage.near()
-    flights = stage.router._flights
+    flights = stage.router.flights
     return lambda: any(
         t.transfer and t.transfer.state is State.SENDING and t.transfer.target is near for t in flights.values()
     )
@@ -223,7 +223,7 @@ def sending(stage: Stage) -> Callable[[], bool]:
 
 def decoding(stage: Stage) -> Callable[[], bool]:
     (decode,) = (handle for handle in stage.away() if handle.role == "decode")
-    flights = stage.router._flights
+    flights = stage.router.flights
     return lambda: decode in stage.holders() and all(flight.caller.n_out > 3 for flight in flights.values())
 
 

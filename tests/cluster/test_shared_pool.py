@@ -95,7 +95,7 @@ def until(placed: Router, done: Callable[[], bool]) -> None:
     while not done():
         placed.step()
         assert table.used <= table.limit and table.peak <= table.limit
-        assert time.monotonic() < end, f"no end: {list(placed._flights.values())}"
+        assert time.monotonic() < end, f"no end: {list(placed.flights.values())}"
 
 
 def wanted(n: int) -> list[list[int]]:
@@ -211,7 +211,7 @@ def owned(placed: Router, requests: list[Request]) -> Iterator[None]:
 
 
 def moving(placed: Router, state: State) -> Iterator[bool]:
-    for flight in placed._flights.values():
+    for flight in placed.flights.values():
         if flight.transfer is not None and flight.transfer.offer is not None:
             yield flight.transfer.state is state
 

@@ -87,18 +87,18 @@ def check_router(placed: Router) -> None:
         check_worker(worker)
     check_parcels(placed)
     check_desks(placed)
-    for name, flight in placed._flights.items():
+    for name, flight in placed.flights.items():
         caller = flight.caller
         assert caller.id == name and caller.left is None and caller.kv is None
         assert flight.transfer is None or flight.transfer.state in OPEN
         check_place(placed, name)
-    current = {(name, flight.attempt) for name, flight in placed._flights.items() if not flight.held}
+    current = {(name, flight.attempt) for name, flight in placed.flights.items() if not flight.held}
     for worker in workers(placed):
         for name, job in worker._jobs.items():
             assert (name, job.attempt) in current, f"{name} is computed for nobody"
-            known = placed._flights[name].caller.tokens
+            known = placed.flights[name].caller.tokens
             assert job.request.tokens == known and job.told == len(known)
-    assert len({*placed.waiting, *placed.running}) == len(placed.waiting) + len(placed.running) == len(placed._flights)
+    assert len({*placed.waiting, *placed.running}) == len(placed.waiting) + len(placed.running) == len(placed.flights)
 
 
 def check_worker(worker: Worker) -> None:
@@ -121,7 +121,7 @@ def check_parcels(placed: Router) -> None:
     for worker in workers(placed):
         offered |= {p["name"] for sending in worker._outbox._sending.values() for p, _ in sending.parcels.values()}
     alive = {handle.name for handle in placed.handles}
-    moves = [flight.transfer for flight in placed._flights.values() if flight.transfer is not None]
+    moves = [flight.transfer for flight in placed.flights.values() if flight.transfer is not None]
     moving = {parcel["name"] for move in moves for parcel in move.parcels}
     orphans = {name for name in moving if name.rpartition(".")[0] not in alive}
     assert shelf(placed).parcels.keys() == offered | orphans
@@ -129,7 +129,7 @@ def check_parcels(placed: Router) -> None:
 
 def check_desks(placed: Router) -> None:
     """What is promised to a worker is what is on its way there."""
-    moves = [flight.transfer for flight in placed._flights.values() if flight.transfer is not None]
+    moves = [flight.transfer for flight in placed.flights.values() if flight.transfer is not None]
     for move in moves:
         assert (move.target is None) == (move.state is State.RESERVED and not move.pushed)
         assert move.target is None or move.target in placed.handles
@@ -140,7 +140,7 @@ def check_desks(placed: Router) -> None:
 
 def check_place(placed: Router, name: str) -> None:
     """A request is computed in one place at most; in one at least it is held, if all was heard of it."""
-    flight = placed._flights[name]
+    flight = placed.flights[name]
     jobs = [worker for worker in workers(placed) if name in worker._jobs]
     arrives = [worker for worker in workers(placed) if name in worker._arrivals]
     offers = [worker for worker in workers(placed) if _offers(worker, name, flight.attempt)]
@@ -182,4 +182,4 @@ def _steps(placed: Router, each: Callable[[], None]) -> Iterator[None]:
         yield
         placed.step()
         each()
-    raise AssertionError(f"no end: {list(placed._flights.values())}")
+    raise AssertionError(f"no end: {list(placed.flights.values())}")

@@ -42,7 +42,7 @@ def check_pool(placed: Router) -> None:
         check(worker.engine)
         check_worker(worker)
     check_desks(placed)
-    for name in placed._flights:
+    for name in placed.flights:
         check_place(placed, name)
     table, memory = pool(placed).table, pool(placed).memory
     assert isinstance(memory, InlineMemory)
@@ -70,7 +70,7 @@ def _loans(placed: Router) -> Iterator[dict]:
     for worker in workers(placed):
         for offer in worker._offers.values():
             yield offer.parcel["loan"]
-    for flight in placed._flights.values():
+    for flight in placed.flights.values():
         for parcel in flight.transfer.parcels if flight.transfer is not None else ():
             yield parcel["loan"]
 
@@ -94,4 +94,4 @@ def _steps(placed: Router, each: Callable[[], None]) -> Iterator[None]:
         yield
         placed.step()
         each()
-    raise AssertionError(f"no end: {list(placed._flights.values())}")
+    raise AssertionError(f"no end: {list(placed.flights.values())}")

@@ -244,7 +244,7 @@ def test_without_room_to_keep_a_request_is_pulled() -> None:
     requests = [Request(tiny.prompts(100, seed=i)[0], tiny.greedy(6)) for i in range(9)]
     for request in requests:
         placed.add(request)
-    moves = [flight.transfer for flight in placed._flights.values()]
+    moves = [flight.transfer for flight in placed.flights.values()]
     assert [move is not None and move.pushed for move in moves] == [True] * 3 + [False] * 6
     finish(placed, requests)
     assert [r.out for r in requests] == [alone(r) for r in requests]
@@ -263,7 +263,7 @@ def test_nobody_overtakes_requests_that_wait_for_room() -> None:
             break
     late = Request(PROMPTS[0], tiny.greedy(4))
     placed.add(late)
-    assert placed._flights[late.id].transfer is None or not placed._flights[old[2].id].homeless
+    assert placed.flights[late.id].transfer is None or not placed.flights[old[2].id].homeless
     finish(placed, [*old, late])
     assert placed.counters.recomputed == 0
 
@@ -274,7 +274,7 @@ def test_a_worker_that_is_full_after_all_says_so_and_is_spared() -> None:
     fits, worker._inbox.fits = worker._inbox.fits, lambda store, tokens: False
     requests = together(placed, MIXED)
     placed.step()
-    assert all(flight.transfer is None for flight in placed._flights.values())
+    assert all(flight.transfer is None for flight in placed.flights.values())
     worker._inbox.fits = fits
     finish(placed, requests)
     assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
@@ -289,11 +289,11 @@ def test_what_is_done_goes_before_what_has_not_begun() -> None:
     behind, ready = (Request(p, tiny.greedy(3)) for p in PROMPTS[:2])
     for request in (behind, ready):
         placed.add(request)
-    assert placed._flights[behind.id].transfer.pushed and placed._flights[ready.id].homeless
+    assert placed.flights[behind.id].transfer.pushed and placed.flights[ready.id].homeless
     while ready.left is None:
         placed.step()
         check_router(placed)
-    assert behind.n_out == 0 and placed._flights[behind.id].homeless
+    assert behind.n_out == 0 and placed.flights[behind.id].homeless
     slow.turn = turn
     finish(placed, [behind])
     assert (ready.out, behind.out) == (alone(ready), alone(behind))
@@ -488,7 +488,7 @@ def test_pieces_of_the_dead_are_freed_when_they_have_been_copied() -> None:
     placed = pushing(fate=lambda i: late.get(i, 0), kinds=["piece", "landed"], prefix_cache=False)
     request = Request(PROMPTS[0], tiny.greedy(5))
     placed.add(request)
-    while (move := placed._flights[request.id].transfer) is None or move.offer is None:
+    while (move := placed.flights[request.id].transfer) is None or move.offer is None:
         placed.step()
     assert move.pieces, "some are not known to have been copied"
     next(handle for handle in placed.handles if handle.role == "prefill").connection.kill()

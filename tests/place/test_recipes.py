@@ -77,6 +77,6 @@ def test_a_router_does_not_take_one_shape_for_another() -> None:
     request = Request(prompt, tiny.greedy(2))
     placed.add(request)
     for name, rows in (("", 128), ("fast", 128), ("small", 0), ("long", 0), ("blocks", 0)):
-        weigh(placed.handles, [], shape=placed._shape(Request(prompt, recipe=name)))
+        weigh(placed.handles, [], shape=placed.shape(Request(prompt, recipe=name)))
         assert [handle.cached(prompt) for handle in placed.handles if handle.role == "prefill"] == [rows, 0]
     tiny.finish(placed, [request])

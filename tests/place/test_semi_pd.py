@@ -256,7 +256,7 @@ def test_a_loan_outlives_its_lender() -> None:
     requests = together(placed, [tiny.greedy(30)] * 5)
 
     def offered() -> list[InFlight]:
-        moves = [(flight, flight.transfer) for flight in placed._flights.values()]
+        moves = [(flight, flight.transfer) for flight in placed.flights.values()]
         return [flight for flight, move in moves if move is not None and move.offer and move.state is State.RESERVED]
 
     while not offered():

@@ -33,7 +33,7 @@ def splitwise(knobs: str = "", verbs: dict[str, str] | None = None, **options: o
 
 
 def pools(placed: Router) -> list[str]:
-    weigh(placed.handles, placed._flights.values())
+    weigh(placed.handles, placed.flights.values())
     return [pool(handle) for handle in placed.handles]
 
 
@@ -78,7 +78,7 @@ def test_an_overloaded_prompt_worker_borrows_a_token_worker_which_comes_home() -
     placed = splitwise(":threshold=100", prefix_cache=False)
     (tokens,) = engines(placed, "token")
     requests = together(placed, [tiny.greedy(8)] * 5)  # 40, 90, 5, 64 and 33 tokens; all are full before the last two
-    assert [placed._flights[r.id].handle.role for r in requests] == ["prompt", "token", "prompt", "prompt", "token"]
+    assert [placed.flights[r.id].handle.role for r in requests] == ["prompt", "token", "prompt", "prompt", "token"]
     assert pools(placed) == ["prompt", "mixed"]
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
@@ -95,7 +95,7 @@ def test_without_room_at_the_token_worker_a_request_stays_with_its_prompt_worker
     finish(placed, requests[:2])
     assert pools(placed) == ["prompt", "token"]
     placed.add(late)
-    assert placed._flights[late.id].departs
+    assert placed.flights[late.id].departs
     finish(placed, [*requests, late])
     assert tiny.outs([*requests, late]) == [alone(r) for r in [*requests, late]]
     assert placed.counters.handoffs == 2 + 1
@@ -104,7 +104,7 @@ def test_without_room_at_the_token_worker_a_request_stays_with_its_prompt_worker
 def test_a_mixed_worker_takes_what_overflows() -> None:
     placed = splitwise(":mixed=1,threshold=100", prefix_cache=False)
     requests = together(placed, [tiny.greedy(8)] * 5)
-    assert [placed._flights[r.id].handle.role for r in requests] == ["prompt", "mixed", "prompt", "token", "prompt"]
+    assert [placed.flights[r.id].handle.role for r in requests] == ["prompt", "mixed", "prompt", "token", "prompt"]
     finish(placed, requests)
     assert tiny.outs(requests) == [alone(r) for r in requests]
     assert pools(placed) == ["prompt", "token", "mixed"]

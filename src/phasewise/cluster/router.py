@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.cluster.in_flight import InFlight, Transfer
+from phasewise.cluster.handover import Handover
+from phasewise.cluster.in_flight import InFlight
 from phasewise.cluster.launcher import Launcher, Message
-from phasewise.cluster.load import has_room, may_keep, weigh
+from phasewise.cluster.load import weigh
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.cluster.supervisor import Supervisor, Timeouts
-from phasewise.cluster.worker import LEASE
 from phasewise.engine.engine import Engine
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
@@ -53,25 +52,16 @@ class Router:
         clock: Callable[[], float],
         timeouts: Timeouts,
     ) -> None:
-        self.launcher, self.policy, self.fronts, self.clock, self.timeouts = (
-            launcher,
-            policy,
-            list(fronts),
-            clock,
-            timeouts,
-        )
+        self.launcher, self.policy, self.fronts = launcher, policy, list(fronts)
+        self.clock, self.timeouts = clock, timeouts
         self.model = fronts[0].model
-        self._emitted = self._restarts = self._unmet = 0
-        self._flights: dict[str, InFlight] = {}
+        self._emitted = self._restarts = 0
+        self.flights: dict[str, InFlight] = {}  # by the request's id
         self._attempts = itertools.count()
         self._progressed: dict[Request, None] = {}  # ordered, each once
-        self._renewed = 0.0
         self._closed = False
-        self._verbs = {
-            "progress": self._hear_progress, "offer": self._hear_offer, "owned": self._hear_owned,
-            "refused": self._hear_refused, "expired": self._hear_expired,
-            "piece": self._hear_piece, "landed": self._hear_landed, "full": self._hear_full,
-        }  # fmt: skip
+        self.handover = Handover(self)
+        self._hears = {"progress": self._progress, **self.handover.hears}
         try:
             self.supervisor = Supervisor(launcher, policy.worker_specs(), clock)
             while not self.supervisor.ready:
@@ -89,7 +79,7 @@ class Router:
     def counters(self) -> Counters:
         """Of all workers together, as far as they have reported; tokens as they were given to the callers."""
         done = self.supervisor.counters
-        fallbacks = done.push_fallbacks + self._unmet
+        fallbacks = done.push_fallbacks + self.handover.unmet
         return replace(done, emitted=self._emitted, restarts=self._restarts, push_fallbacks=fallbacks)
 
     @property
@@ -102,19 +92,19 @@ class Router:
     @property
     def idle(self) -> bool:
         """Nothing is under way, and every worker has answered what it was told."""
-        return not self._flights and all(handle.quiet for handle in self.handles)
+        return not self.flights and all(handle.quiet for handle in self.handles)
 
     @property
     def waiting(self) -> list[Request]:
         """Without KV so far, or again."""
         held = {name for handle in self.handles for name in handle.state.get("waiting", ())}
-        return [flight.caller for name, flight in self._flights.items() if name in held]
+        return [flight.caller for name, flight in self.flights.items() if name in held]
 
     @property
     def running(self) -> list[Request]:
         """With KV somewhere, or on the way."""
         held = set(self.waiting)
-        return [flight.caller for flight in self._flights.values() if flight.caller not in held]
+        return [flight.caller for flight in self.flights.values() if flight.caller not in held]
 
     @property
     def kv_bytes(self) -> int:
@@ -128,21 +118,21 @@ class Router:
         """To the worker of its siblings, else to where the policy says."""
         if self._closed:
             raise PhasewiseError("the workers have been dismissed: nothing can be added after close()")
-        if request.id in self._flights:
+        if request.id in self.flights:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         for front in self.fronts:
             front.check(request)
         request.trace.arrived = self.clock()
-        parent = None if request.parent is None else self._flights.get(request.parent.id)
+        parent = None if request.parent is None else self.flights.get(request.parent.id)
         if parent is not None and not parent.held and parent.computing:
-            self._flights[request.id] = flight = InFlight(request, parent.handle, next(self._attempts))
+            self.flights[request.id] = flight = InFlight(request, parent.handle, next(self._attempts))
             self._begin(flight, parent.caller)
         else:
-            self._flights[request.id] = flight = InFlight(request, self._start_of(request), next(self._attempts))
+            self.flights[request.id] = flight = InFlight(request, self._start_of(request), next(self._attempts))
             self._begin(flight)
 
     def cancel(self, request: Request) -> bool:
-        flight = self._flights.get(request.id)
+        flight = self.flights.get(request.id)
         if flight is None or flight.caller is not request:
             return False
         self._stop(flight)
@@ -162,12 +152,12 @@ class Router:
         for handle, why in self.supervisor.dead(self.timeouts):
             self._hear(handle)
             self._lose(handle, why)
-        self._chase()
+        self.handover.chase()
         self._try_suspects()
-        self._hand_over()
+        self.handover.hand_over()
         progressed, self._progressed = list(self._progressed), {}
         if isinstance(self.policy, Adjusting):
-            callers = (flight.caller for flight in self._flights.values())
+            callers = (flight.caller for flight in self.flights.values())
             for handle, command in self.policy.adjust(self.handles, progressed, callers, self.clock()):
                 handle.tell(command)
         return progressed
@@ -186,7 +176,7 @@ class Router:
     # ---- starting
     def _start_of(self, request: Request) -> WorkerHandle:
         """Where a request starts; one that has emitted starts again where it can go on."""
-        weigh(self.handles, self._flights.values(), request, self._shape(request))
+        weigh(self.handles, self.flights.values(), request, self.shape(request))
         seated = self.supervisor.seated
         if not request.n_out:
             return self.policy.start(request.tokens, seated)
@@ -194,7 +184,7 @@ class Router:
         assert handle is not None
         return handle
 
-    def _shape(self, request: Request) -> bytes:
+    def shape(self, request: Request) -> bytes:
         """The key under which workers cache the request's prompt: recipes that shape it alike have the same."""
         tree = self.fronts[0].runtime(request).store.tree
         return b"" if tree is None else tree.root.key
@@ -203,15 +193,15 @@ class Router:
         """Hand a request's tokens to its worker."""
         caller = flight.caller
         if isinstance(self.policy, Pairing) and self.policy.push and not caller.n_out:
-            self._meet(flight, self.policy)
+            self.handover.meet(flight, self.policy)
         command: Message = {"do": "add", "attempt": flight.attempt, "request": header_of(caller) | {"computed": 0}}
         command["push"] = flight.transfer is not None
         if parent is not None:
             command["parent"] = parent.id
-        flight.handle.remember(caller.prompt, self._shape(caller))
+        flight.handle.remember(caller.prompt, self.shape(caller))
         flight.handle.tell(command)
 
-    def _restart(self, flight: InFlight, why: str) -> None:
+    def restart(self, flight: InFlight, why: str) -> None:
         """The one answer to every failure: start again from the tokens."""
         log.warning("request %s starts again from its %d tokens: %s", flight.caller.id, flight.caller.known, why)
         self._stop(flight)
@@ -230,7 +220,7 @@ class Router:
 
     def _try_suspects(self) -> None:
         """Start the next of the requests whose workers keep failing, if no other of them is under way."""
-        suspects = [flight for flight in self._flights.values() if flight.tries >= SUSPECT]
+        suspects = [flight for flight in self.flights.values() if flight.tries >= SUSPECT]
         if suspects and all(flight.held for flight in suspects):
             suspects[0].held = False
             suspects[0].handle = self._start_of(suspects[0].caller)
@@ -254,16 +244,16 @@ class Router:
     # ---- hearing
     def _hear(self, handle: WorkerHandle) -> None:
         for event in self.supervisor.hear(handle):
-            flight = self._flights.get(event["id"])
+            flight = self.flights.get(event["id"])
             if flight is not None and flight.attempt == event["attempt"]:
-                self._verbs[event["event"]](flight, handle, event)
+                self._hears[event["event"]](flight, handle, event)
             elif event["event"] in _HOLDING or (event["event"] == "progress" and event["left"] is None):
                 self._call_off(handle, event)
 
-    def _hear_progress(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+    def _progress(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
         caller, move = flight.caller, flight.transfer
         if move is not None and handle is move.target:
-            self._own_it(flight, handle)
+            self.handover.own(flight, handle)
         elif handle is not flight.handle:
             return
         left = None if event["left"] is None else Left(*event["left"])
@@ -287,172 +277,30 @@ class Router:
                 self._stop(flight)
             self._leave(flight, left)
         elif flight.departs:
-            self._set_out(flight)
+            self.handover.set_out(flight)
 
     def _call_off(self, handle: WorkerHandle, event: Message) -> None:
         """A worker need not go on with what it has reported."""
         handle.tell({"do": "cancel", "id": event["id"], "attempt": event["attempt"]})
 
-    def _set_out(self, flight: InFlight) -> None:
-        """The prompt is done, or its first tokens are there."""
-        flight.transfer = flight.transfer or Transfer()
-        if flight.transfer.deadline == math.inf:
-            flight.transfer.deadline = self.clock() + self.timeouts.handoff
-            flight.caller.trace.sent = self.clock()
-
-    def _hear_offer(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if handle is not flight.handle:
-            return  # said twice
-        pushed = flight.transfer is not None and flight.transfer.pushed
-        if "piece" in event and not pushed:
-            self._restart(flight, "what nobody expects any more was sent")
-        elif flight.departs:
-            self._set_out(flight)
-            assert flight.transfer is not None
-            if pushed:
-                flight.transfer.deadline = self.clock() + self.timeouts.handoff
-                flight.transfer.pass_on(event)
-            flight.transfer.offer = flight.transfer.offer or event
-
-    def _hear_owned(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.transfer is not None and flight.transfer.target is handle:
-            self._own_it(flight, handle, event.get("seconds", 0.0))
-
-    def _own_it(self, flight: InFlight, handle: WorkerHandle, seconds: float = 0.0) -> None:
-        """The target has the request, whose KV took `seconds` to get there: the transfer buffer may forget it."""
-        assert flight.transfer is not None and flight.transfer.offer is not None
-        source, parcels = flight.handle, flight.transfer.parcels
-        flight.transfer.end(State.OWNED)
-        if source in self.handles:
-            source.tell({"do": "release", "id": flight.caller.id, "attempt": flight.attempt, "seconds": seconds})
-        else:
-            for parcel in parcels:
-                self.launcher.transfer_buffer.drop(parcel)
-        flight.transfer.to(State.RELEASED)
-        flight.caller.trace.owned = self.clock()
-        flight.handle, flight.transfer = handle, None
-
-    def _hear_refused(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.transfer is not None and flight.transfer.target is handle:
-            self._restart(flight, event["why"])
-
-    def _hear_expired(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if handle is flight.handle or (flight.transfer is not None and handle is flight.transfer.target):
-            self._restart(flight, "its KV is no longer in the transfer buffer")
-
-    # ---- push
-    def _meet(self, flight: InFlight, policy: Pairing) -> None:
-        """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
-        requests that wait for room."""
-        weigh(self.handles, self._flights.values(), flight.caller, self._shape(flight.caller))
-        tokens = flight.caller.known + 1
-        parts = self.fronts[-1].parts
-        room = parts.recipes[flight.caller.recipe].store.cost(tokens)
-        queued = any(other.homeless for other in self._flights.values() if other is not flight)
-        views = (
-            [] if queued else [handle for handle in self.handles if may_keep(handle, parts, self._known(handle), room)]
-        )
-        target = policy.meet(flight.caller.tokens, flight.handle, views)
-        if target is None:
-            self._unmet += 1
-        elif target is not flight.handle:
-            flight.transfer = Transfer()
-            order = {"id": flight.caller.id, "attempt": flight.attempt}
-            flight.transfer.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
-
-    def _known(self, handle: WorkerHandle) -> list[Request]:
-        """The requests that wait there for memory."""
-        return [self._flights[name].caller for name in handle.state.get("waiting", ()) if name in self._flights]
-
-    def _part(self, flight: InFlight) -> None:
-        """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""
-        assert flight.transfer is not None
-        order = {"id": flight.caller.id, "attempt": flight.attempt}
-        if flight.transfer.target in self.handles:
-            flight.transfer.target.tell({"do": "cancel"} | order)
-        flight.transfer.end(State.RELEASED)
-        flight.transfer = None
-        flight.handle.tell({"do": "keep"} | order)
-
-    def _hear_piece(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if handle is flight.handle and flight.transfer is not None and flight.transfer.pushed:
-            flight.transfer.pass_on(event)
-
-    def _hear_landed(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.transfer is None or handle is not flight.transfer.target:
-            return
-        copied = [flight.transfer.pieces.pop(number, None) for number in event["pieces"]]
-        if flight.handle in self.handles:
-            flight.handle.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
-        else:  # it is dead, and cannot free them
-            for parcel in filter(None, copied):
-                self.launcher.transfer_buffer.drop(parcel)
-
-    def _hear_full(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
-        if flight.transfer is None or handle is not flight.transfer.target:
-            return
-        if flight.computing and flight.transfer.deadline == math.inf:
-            self._part(flight)
-        else:
-            self._restart(flight, "there was no room for it")
-
-    # ---- moving
-    def _hand_over(self) -> None:
-        """Tell workers with room to take what waits in the transfer buffer, first come first served."""
-        waits = [t for t in self._flights.values() if t.transfer is not None and t.transfer.state is State.RESERVED]
-        ready = [flight for flight in waits if flight.transfer is not None and flight.transfer.offer is not None]
-        for flight in sorted(ready, key=lambda flight: flight.caller.trace.arrived):
-            assert flight.transfer is not None
-            views = [
-                handle for handle in self.handles if has_room(handle, self.fronts[-1].parts, flight.transfer.n_bytes)
-            ]
-            weigh(self.handles, self._flights.values())
-            target = self.policy.go_on(flight.caller.known, views)
-            if target is None:
-                for later in reversed(self._flights.values()):
-                    if later.transfer is not None and later.transfer.pushed and later.transfer.state is State.RESERVED:
-                        self._part(later)  # what is done goes before what has not begun
-                        break
-                return
-            flight.transfer.send(target, self.clock() + self.timeouts.handoff)
-
-    def _chase(self) -> None:
-        """Moves: what was delivered, what is overdue, and a new lease for what waits."""
-        now = self.clock()
-        waiting: dict[WorkerHandle, list[str]] = {}
-        for flight in list(self._flights.values()):
-            if flight.transfer is None:
-                continue
-            if flight.transfer.overdue(now):
-                self._restart(flight, f"nothing was heard of its hand-off within {self.timeouts.handoff} s")
-                continue
-            waiting.setdefault(flight.handle, []).append(flight.caller.id)
-            if flight.transfer.pushed and flight.transfer.target is not None:
-                waiting.setdefault(flight.transfer.target, []).append(flight.caller.id)
-        if now - self._renewed > LEASE / 4:
-            self._renewed = now
-            for handle in self.handles:
-                if handle in waiting or not handle.quiet:  # or what it was told last is lost
-                    handle.tell({"do": "renew", "ids": waiting.get(handle, [])})
-
     # ---- the dead
     def _lose(self, handle: WorkerHandle, why: str) -> None:
         """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer stays."""
         self.supervisor.replace(handle, why)
-        for flight in list(self._flights.values()):
+        for flight in list(self.flights.values()):
             move = flight.transfer
             if move is None:
                 lost = flight.handle is handle and not flight.held
             else:
                 lost = move.target is handle or (flight.handle is handle and move.offer is None)
             if lost:
-                self._restart(flight, f"worker {handle.name} was lost ({why})")
-        moves = [flight.transfer for flight in self._flights.values() if flight.transfer is not None]
+                self.restart(flight, f"worker {handle.name} was lost ({why})")
+        moves = [flight.transfer for flight in self.flights.values() if flight.transfer is not None]
         self.launcher.transfer_buffer.clear(handle.name, [parcel for move in moves for parcel in move.parcels])
 
     def _leave(self, flight: InFlight, left: Left) -> None:
         caller = flight.caller
-        del self._flights[caller.id]
+        del self.flights[caller.id]
         caller.left = left
         caller.trace.left = self.clock()
         self._progressed[caller] = None

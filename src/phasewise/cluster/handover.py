@@ -1,0 +1,186 @@
+"""Requests that change workers: who goes on with a prompt that is done, and what becomes of its KV on the way.
+
+A move is a `Transfer`: KV waits in the transfer buffer until a worker with room takes it (pull), or goes piece by piece
+to a worker that keeps room for it while the prompt is computed (push). Whatever is refused, lost or overdue has one
+answer, and the router gives it: the request starts again from its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.in_flight import InFlight, Transfer
+from phasewise.cluster.launcher import Message
+from phasewise.cluster.load import has_room, may_keep, weigh
+from phasewise.cluster.policy import Pairing
+from phasewise.cluster.worker import LEASE
+from phasewise.kv.handoff import State
+from phasewise.request.request import Request
+
+if TYPE_CHECKING:
+    from phasewise.cluster.router import Router
+
+
+class Handover:
+    """The moves of a router's requests: what workers say of them, and what is to be done in every step.
+
+    What hears an event is given the request, the worker that speaks, and its message.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.unmet = 0  # prompts for which no worker could keep room
+        self._renewed = 0.0
+        self.hears = {
+            "offer": self.offered, "owned": self.owned, "refused": self.refused, "expired": self.expired,
+            "piece": self.piece, "landed": self.landed, "full": self.full,
+        }  # fmt: skip
+
+    # ---- what workers say
+    def set_out(self, flight: InFlight) -> None:
+        """The prompt is done, or its first tokens are there."""
+        flight.transfer = flight.transfer or Transfer()
+        if flight.transfer.deadline == math.inf:
+            flight.transfer.deadline = self.router.clock() + self.router.timeouts.handoff
+            flight.caller.trace.sent = self.router.clock()
+
+    def offered(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if handle is not flight.handle:
+            return  # said twice
+        pushed = flight.transfer is not None and flight.transfer.pushed
+        if "piece" in event and not pushed:
+            self.router.restart(flight, "what nobody expects any more was sent")
+        elif flight.departs:
+            self.set_out(flight)
+            assert flight.transfer is not None
+            if pushed:
+                flight.transfer.deadline = self.router.clock() + self.router.timeouts.handoff
+                flight.transfer.pass_on(event)
+            flight.transfer.offer = flight.transfer.offer or event
+
+    def owned(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.transfer is not None and flight.transfer.target is handle:
+            self.own(flight, handle, event.get("seconds", 0.0))
+
+    def own(self, flight: InFlight, handle: WorkerHandle, seconds: float = 0.0) -> None:
+        """The target has the request, whose KV took `seconds` to get there: the transfer buffer may forget it."""
+        assert flight.transfer is not None and flight.transfer.offer is not None
+        source, parcels = flight.handle, flight.transfer.parcels
+        flight.transfer.end(State.OWNED)
+        if source in self.router.handles:
+            source.tell({"do": "release", "id": flight.caller.id, "attempt": flight.attempt, "seconds": seconds})
+        else:
+            for parcel in parcels:
+                self.router.launcher.transfer_buffer.drop(parcel)
+        flight.transfer.to(State.RELEASED)
+        flight.caller.trace.owned = self.router.clock()
+        flight.handle, flight.transfer = handle, None
+
+    def refused(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.transfer is not None and flight.transfer.target is handle:
+            self.router.restart(flight, event["why"])
+
+    def expired(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if handle is flight.handle or (flight.transfer is not None and handle is flight.transfer.target):
+            self.router.restart(flight, "its KV is no longer in the transfer buffer")
+
+    # ---- push: room is kept before the prompt is computed
+    def meet(self, flight: InFlight, policy: Pairing) -> None:
+        """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
+        requests that wait for room."""
+        weigh(self.router.handles, self.router.flights.values(), flight.caller, self.router.shape(flight.caller))
+        tokens = flight.caller.known + 1
+        parts = self.router.fronts[-1].parts
+        room = parts.recipes[flight.caller.recipe].store.cost(tokens)
+        queued = any(other.homeless for other in self.router.flights.values() if other is not flight)
+        free = [] if queued else self.router.handles
+        views = [handle for handle in free if may_keep(handle, parts, self._known(handle), room)]
+        target = policy.meet(flight.caller.tokens, flight.handle, views)
+        if target is None:
+            self.unmet += 1
+        elif target is not flight.handle:
+            flight.transfer = Transfer()
+            order = {"id": flight.caller.id, "attempt": flight.attempt}
+            flight.transfer.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
+
+    def _known(self, handle: WorkerHandle) -> list[Request]:
+        """The requests that wait there for memory."""
+        flights = self.router.flights
+        return [flights[name].caller for name in handle.state.get("waiting", ()) if name in flights]
+
+    def _part(self, flight: InFlight) -> None:
+        """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""
+        assert flight.transfer is not None
+        order = {"id": flight.caller.id, "attempt": flight.attempt}
+        if flight.transfer.target in self.router.handles:
+            flight.transfer.target.tell({"do": "cancel"} | order)
+        flight.transfer.end(State.RELEASED)
+        flight.transfer = None
+        flight.handle.tell({"do": "keep"} | order)
+
+    def piece(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if handle is flight.handle and flight.transfer is not None and flight.transfer.pushed:
+            flight.transfer.pass_on(event)
+
+    def landed(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.transfer is None or handle is not flight.transfer.target:
+            return
+        copied = [flight.transfer.pieces.pop(number, None) for number in event["pieces"]]
+        if flight.handle in self.router.handles:
+            flight.handle.tell({"do": "release"} | {key: event[key] for key in ("id", "attempt", "pieces")})
+        else:  # it is dead, and cannot free them
+            for parcel in filter(None, copied):
+                self.router.launcher.transfer_buffer.drop(parcel)
+
+    def full(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
+        if flight.transfer is None or handle is not flight.transfer.target:
+            return
+        if flight.computing and flight.transfer.deadline == math.inf:
+            self._part(flight)
+        else:
+            self.router.restart(flight, "there was no room for it")
+
+    # ---- every step
+    def hand_over(self) -> None:
+        """Tell workers with room to take what waits in the transfer buffer, first come first served."""
+        flights, handles, parts = self.router.flights, self.router.handles, self.router.fronts[-1].parts
+        ready = [flight for flight in flights.values() if _offered(flight.transfer)]
+        for flight in sorted(ready, key=lambda flight: flight.caller.trace.arrived):
+            assert flight.transfer is not None
+            views = [handle for handle in handles if has_room(handle, parts, flight.transfer.n_bytes)]
+            weigh(handles, flights.values())
+            target = self.router.policy.go_on(flight.caller.known, views)
+            if target is None:
+                for later in reversed(flights.values()):
+                    if later.transfer is not None and later.transfer.pushed and later.transfer.state is State.RESERVED:
+                        self._part(later)  # what is done goes before what has not begun
+                        break
+                return
+            flight.transfer.send(target, self.router.clock() + self.router.timeouts.handoff)
+
+    def chase(self) -> None:
+        """Moves: what was delivered, what is overdue, and a new lease for what waits."""
+        now = self.router.clock()
+        waiting: dict[WorkerHandle, list[str]] = {}
+        for flight in list(self.router.flights.values()):
+            if flight.transfer is None:
+                continue
+            if flight.transfer.overdue(now):
+                limit = self.router.timeouts.handoff
+                self.router.restart(flight, f"nothing was heard of its hand-off within {limit} s")
+                continue
+            waiting.setdefault(flight.handle, []).append(flight.caller.id)
+            if flight.transfer.pushed and flight.transfer.target is not None:
+                waiting.setdefault(flight.transfer.target, []).append(flight.caller.id)
+        if now - self._renewed > LEASE / 4:
+            self._renewed = now
+            for handle in self.router.handles:
+                if handle in waiting or not handle.quiet:  # or what it was told last is lost
+                    handle.tell({"do": "renew", "ids": waiting.get(handle, [])})
+
+
+def _offered(transfer: Transfer | None) -> bool:
+    """Whether all of a KV waits for somebody to take it."""
+    return transfer is not None and transfer.state is State.RESERVED and transfer.offer is not None
