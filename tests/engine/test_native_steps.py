@@ -50,5 +50,7 @@ def test_savers_leave_the_native_step_and_no_one_else(verb: str, name: str) -> N
         assert calls == steps > 0
     elif acts == {"decode"}:
         assert calls < steps / 2  # prompts only
+    elif acts == {"prefill"}:
+        assert calls == steps - 1  # all but the prompt's
     else:
         assert calls == 0

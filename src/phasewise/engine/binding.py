@@ -3,7 +3,8 @@
 Three kinds of methods say more than their verb:
 
 - A method with `slots = ("attend", "evict")`, its home verb first, fills all these slots with one runtime object.
-- A method with `phases = ("decode",)` leaves the other phases to the default of its verb (attend and skip).
+- A method with `phases = ("decode",)` leaves the other phases to the default of its verb (attend, evict and skip). One
+  that evicts beside its own verb does so in all phases: it must hear of the rows that others have read.
 - A decode method with `brings = ("attend", "skip")` has runtimes of its own for these verbs, in its phases:
   `runtime.bring(verb, chosen)` gives them. What the user chose for such a verb is refused, unless the method also says
   `composes = ("skip",)`: then it gets the user's runtime as `chosen`, which is None in all other cases.
@@ -129,8 +130,8 @@ class Bindings:
     def companions(self, methods: Methods, names: Sequence[str]) -> list[Companion]:
         """The second models that follow the requests of a recipe with these phases."""
         methods = settle(methods, self.defaults)
-        used = [methods["decode"], methods["evict"]]
-        used += [in_phase(methods[verb], name, self.defaults[verb]) for verb in ("attend", "skip") for name in names]
+        used = [methods["decode"]]
+        used += [self._acting(methods, verb, name) for verb in SHARED for name in names]
         return list(dict.fromkeys(companion for method in used for companion in self._find(method).companions))
 
     def phases(self, methods: Methods, names: Sequence[str]) -> list[Phase]:
@@ -139,16 +140,20 @@ class Bindings:
         methods = settle(methods, self.defaults)
         return [self._phase(methods, name) for name in names]
 
+    def _acting(self, methods: Methods, verb: str, phase: str) -> Any:
+        """The method that fills a slot of a phase."""
+        method = methods[verb]
+        beside = verb == "evict" and getattr(method, "slots", (verb,))[0] != verb
+        return method if beside else in_phase(method, phase, self.defaults[verb])
+
     def _phase(self, methods: Methods, phase: str) -> Phase:
         decode = methods["decode"]
         runtime = self.bind(decode)
-        slots = {"evict": self.bind(methods["evict"])}
-        for verb in ("attend", "skip"):
-            slots[verb] = self.bind(in_phase(methods[verb], phase, self.defaults[verb]))
+        slots = {verb: self.bind(self._acting(methods, verb, phase)) for verb in SHARED}
         brings = getattr(decode, "brings", ()) if phase in getattr(decode, "phases", (phase,)) else ()
         for verb in brings:
             assert verb in SHARED, f"a decode method brings {', '.join(SHARED)}, not {verb}"
-            chosen = in_phase(methods[verb], phase, self.defaults[verb])
+            chosen = self._acting(methods, verb, phase)
             slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:

@@ -68,8 +68,13 @@ class KV:
     def commit(self, rows: int | Sequence[int]) -> None:
         """End the step: keep the first `rows` rows of the span, or the rows of a path; drop the others."""
         flat, written, self._written = self._flat, self._written, ()
-        if flat is not None and isinstance(written, range) and isinstance(rows, int) and written.start == flat.n:
-            flat.advance(min(rows, len(written)))
+        if (
+            flat is not None
+            and isinstance(written, range)
+            and isinstance(rows, int)
+            and (flat.gaps or written.start == flat.n)
+        ):
+            flat.advance(written[:rows])
             self.spare -= rows
             return
         self._flat = None  # skipped layers, or positions that are not slots

@@ -10,15 +10,20 @@ from phasewise.kv.layer_kv import LayerKV
 
 
 class ContiguousView:
-    """All layers hold the rows of positions 0 .. n-1, whole heads, in one slab each, on the CPU, as the model made them
-    or rounded to int8 (`Codec.scaled`). `n`: committed rows. `address`: of int64 [layers, 6], as StackSpan takes it.
-    `row_bytes`: what a row takes in all layers."""
+    """All layers hold equally many rows, whole heads, in one slab each, on the CPU, as the model made them or rounded
+    to int8 (`Codec.scaled`).
 
-    __slots__ = ("_planes", "_slabs", "address", "n", "row_bytes")
+    `n`: committed rows. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
+    differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row takes in
+    all layers.
+    """
+
+    __slots__ = ("_planes", "_slabs", "address", "gaps", "n", "row_bytes")
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self._slabs = [layer.slabs[0] for layer in layers]
         self.n = self._slabs[0].n
+        self.gaps = any(slab.positions is not None for slab in self._slabs)
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -41,12 +46,16 @@ class ContiguousView:
         n = first.n
         for layer in layers:
             slab = layer.slabs[0] if len(layer.slabs) == 1 else None
-            if slab is None or slab.n != n or slab.heads is not None or slab.positions is not None or layer.fresh:
+            if slab is None or slab.n != n or slab.heads is not None or layer.fresh:
                 return None
         return cls(layers)
 
-    def advance(self, rows: int) -> None:
-        """`rows` rows that were written behind them are committed, in all layers."""
-        self.n = n = self.n + rows
+    def advance(self, positions: range) -> None:
+        """Rows of these positions that were written behind them are committed, in all layers."""
+        before = self.n
+        self.n = n = before + len(positions)
         for slab in self._slabs:
+            if slab.positions is not None:
+                for slot, position in enumerate(positions, before):
+                    slab.positions[:, slot] = position
             slab.n = n

@@ -57,7 +57,8 @@ def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, ope
             open_.append(span)
             continue
         end, sees = flat.n + span.rows, span.sees
-        if span.rows > SLICE and (sees is not None or any(end > window for window in windows)):
+        far = span.positions[-1] >= end  # rows were given up: a window is counted in positions, not in slots
+        if (span.rows > SLICE and (sees is not None or any(end > window for window in windows))) or (windows and far):
             open_.append(span)
             continue
         read += end * flat.row_bytes
@@ -128,7 +129,8 @@ def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> lis
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, span in enumerate(spans):
-        if hasattr(span.phase.attend, "commons") and span.rows <= SLICE:
+        flat = span.kv.flat()
+        if hasattr(span.phase.attend, "commons") and span.rows <= SLICE and flat is not None and not flat.gaps:
             groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)
     return [
         common._replace(members=tuple(index[m] for m in common.members))

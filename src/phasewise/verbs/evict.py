@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class Evict(Protocol):
     """evict: which cached rows are given up for good?
 
-    The verb's default binds to None, which is asked nothing.
+    The verb's default binds to None, which is asked nothing. A method that is done when the prompt is says `phases =
+    ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them,
+    unless layers or heads differ in how many rows they keep.
     """
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)

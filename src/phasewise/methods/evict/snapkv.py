@@ -38,6 +38,7 @@ class SnapKV:
     kernel: int = 5
     pool: Literal["avg", "max"] = "avg"
 
+    phases: ClassVar[tuple[str, ...]] = ("prefill",)  # what stays is read like any other KV
     paper: ClassVar[str] = "arXiv 2404.14469"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
