@@ -22,6 +22,7 @@ from tests.cluster.processes import (
     finish,
     fork_server,
     frozen,
+    go_on,
     gone,
     handle,
     kill,
@@ -95,6 +96,18 @@ def decoding(placed: Router) -> bool:
     return any(flight.handle is here and flight.caller.n_out > 2 for flight in placed.flights.values())
 
 
+def catch_decoding(placed: Router, process: int) -> None:
+    """Stop the decode worker at a moment when it decodes, and all that it has said is heard."""
+    assert process == pid(handle(placed, "decode"))
+    while True:
+        until(placed, lambda: decoding(placed))
+        stop(process)
+        steps(placed, LATE)
+        if decoding(placed):
+            return
+        go_on(process)
+
+
 @dataclass(frozen=True)
 class Moment:
     """Once it is `near`, the worker that could end it is `held`, until it is `now`."""
@@ -156,7 +169,10 @@ def test_killed_again_and_again(placed: Router) -> None:
     before, orders = placed.counters, start(placed, PROMPTS, MIXED)
     for i in range(6):
         until(placed, lambda goal=50 * i: placed.supervisor.ready and spoken(orders) > goal)
-        kill(processes(placed)[0])  # the one that is here longer: prefill and decode by turns
+        oldest = processes(placed)[0]  # prefill and decode by turns
+        if i == 1:  # at least this one has tokens that somebody must compute again
+            catch_decoding(placed, oldest)
+        kill(oldest)
         until(placed, lambda lost=i + 1: (placed.counters - before).workers_lost == lost)  # or the dead are killed
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
