@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from phasewise import catalog
+from phasewise.bench.drive import Bench
+from phasewise.engine.limits import Limits
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.options import DEFAULTS
+from phasewise.verbs.sample import Context, Dist
 from tests import tiny
 from tests.laws import settings as laws
 
@@ -54,3 +59,39 @@ def test_savers_leave_the_native_step_and_no_one_else(verb: str, name: str) -> N
         assert calls == steps - 1  # all but the prompt's
     else:
         assert calls == 0
+
+
+class Follows:
+    """A `sample` that writes a given text, and keeps the logits."""
+
+    guarantee, needs = "lossy", "nothing"
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.seen = text, list[Tensor]()
+
+    def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
+        self.seen.append(logits.float().clone())
+        return Dist([self.text[context.position] for context in contexts], logits.shape[-1])
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
+@pytest.mark.parametrize("store", ["slab", "int8"])
+def test_rows_with_gaps_are_read_as_the_open_path_reads_them(store: str) -> None:
+    """After an eviction, slots are no positions, and layers and heads hold other rows."""
+    model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
+    stack = model.stack
+
+    def logits(natively: bool, evict: str) -> tuple[Tensor, int]:
+        model.stack = stack if natively else None
+        follows = Follows(text)
+        verbs: dict[str, str | None] = {"schedule": "prefill_first", "evict": evict, "store": store}
+        engine = Bench(model).engine(verbs, Limits(prefix_cache=False), sample=follows)
+        tiny.run(engine, [text[:100]], tiny.greedy(50))
+        return torch.cat(follows.seen), engine.counters.kv_bytes_read
+
+    (whole, read), (opened, same), (dense, all_of_it) = (
+        logits(natively, evict)
+        for natively, evict in ((True, "snapkv:keep=8,window=4"), (False, "snapkv:keep=8,window=4"), (True, "none"))
+    )
+    assert read == same < all_of_it / 2
+    assert (whole - opened).abs().mean() < 0.05 * (whole - dense).abs().mean(), "more than bfloat16's rounding"

@@ -23,11 +23,12 @@ PARAMS = {
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
+@pytest.mark.parametrize("evict", ["none", "snapkv:keep=8,window=4"])
 @pytest.mark.parametrize("how", PARAMS)
-def test_independent_of_batch_mates_in_bfloat16(how: str, experts: int) -> None:
+def test_independent_of_batch_mates_in_bfloat16(how: str, evict: str, experts: int) -> None:
     path = tiny.checkpoint(hidden=64, experts=experts)
     model = Model.load(path, dtype=torch.bfloat16)
-    given = {"schedule": "prefill_first"}
+    given = {"schedule": "prefill_first", "evict": evict}
     prompts, params = tiny.prompts(*LENGTHS), PARAMS[how]
     alone = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], params))[0] for p in prompts]
     assert tiny.outs(tiny.run(tiny.engine(given, of=model), prompts, params)) == alone
