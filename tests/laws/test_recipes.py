@@ -96,8 +96,10 @@ def test_in_bfloat16_mates_of_another_recipe_change_nothing(base: dict[str, str]
         "plain": {"decode": "autoregressive", "store": "slab"},
         "long": MATES["long"],
         "small": {"store": "int8"},
+        "snap": {"evict": "snapkv:keep=8,window=4"},
+        "quick": {"skip": "unified:speedup=2,weights=none"},
     }
-    names = ["plain", "", "long", "small", "plain"]
+    names = ["plain", "", "long", "small", "plain", "snap", "quick", "quick"]
     for params in (tiny.greedy(32), Params(max_tokens=32, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)):
         requests = requests_of(names, params)
         assert serve(build(recipes, base, of=model), requests) == alone(requests, recipes, base, of=model)

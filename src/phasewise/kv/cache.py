@@ -29,16 +29,21 @@ class KV:
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
         self._flat: ContiguousView | None = None
+        self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
 
-    def flat(self) -> ContiguousView | None:
-        """Where a native kernel finds the rows of all layers; None if they lie in another way."""
-        if self._flat is None:
-            self._flat = ContiguousView.of(self.layers)
+    def flat(self, walk: tuple[int, ...] | None = None) -> ContiguousView | None:
+        """Where a native kernel finds the rows of all layers, or of some; None if they lie in another way."""
+        if self._flat is None or walk != self._walk:
+            self._flat = ContiguousView.of(self._of(walk))
+            self._walk = walk
         return self._flat
 
+    def _of(self, walk: tuple[int, ...] | None) -> Sequence[LayerKV]:
+        return self.layers if walk is None else [self.layers[i] for i in walk]
+
     def written(self, positions: Sequence[int]) -> None:
-        """A native kernel has put this step's rows behind the committed ones in all layers of `flat`."""
+        """A native kernel has put this step's rows behind the committed ones in all layers of the last `flat`."""
         assert self._flat is not None and not self._written
         self._written = positions
 
@@ -79,7 +84,7 @@ class KV:
             return
         self._flat = None  # skipped layers, or positions that are not slots
         if written:
-            for layer in self.layers:
+            for layer in self._of(self._walk):
                 layer.appended(written)
         moved = 0
         for layer in self.layers:

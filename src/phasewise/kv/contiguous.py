@@ -10,8 +10,8 @@ from phasewise.kv.layer_kv import LayerKV
 
 
 class ContiguousView:
-    """All layers hold equally many rows, whole heads, in one slab each, on the CPU, as the model made them or rounded
-    to int8 (`Codec.scaled`).
+    """The layers asked for hold equally many rows, whole heads, in one slab each, on the CPU, as the model made them or
+    rounded to int8 (`Codec.scaled`).
 
     `n`: committed rows. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
     differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row takes in

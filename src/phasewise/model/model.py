@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from phasewise.model.source import Source, source
 from phasewise.model.stacked import stacked
 from phasewise.model.weights import Weights
 from phasewise.ops.native.head import Head
-from phasewise.ops.native.stack import Turns
+from phasewise.ops.native.stack import Stack, Turns
 
 
 class LayerContext(Counts, Protocol):
@@ -107,9 +108,9 @@ class Model:
         self.whole_head = None if packed is None or not half else Head(packed, self.norm.weight, config.eps)
         # in the model's dtype first, as the families were trained
         self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
-        embeddings = packed if self.table is None else self.table
         # embeddings and all layers in one native call, if they are plain
-        self.stack = None if embeddings is None else stacked(self.layers, config, self.dtype, embeddings, self._scale)
+        self.stack = self._stacked(range(config.layers))
+        self._walks: dict[tuple[int, ...], Stack | None] = {}
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
 
     @classmethod
@@ -139,6 +140,20 @@ class Model:
     def turns(self, end: int) -> Turns:
         """The same for all positions below `end`, as `stack` takes them."""
         return self._ropes.turns(end)
+
+    def stack_of(self, walk: tuple[int, ...] | None) -> Stack | None:
+        """The native call for some layers, increasing; None: for all of them."""
+        if walk is None or self.stack is None:
+            return self.stack
+        if walk not in self._walks:
+            self._walks[walk] = self._stacked(walk)
+        return self._walks[walk]
+
+    def _stacked(self, walk: Sequence[int]) -> Stack | None:
+        embeddings = self.unembed.native if self.table is None else self.table
+        if embeddings is None:
+            return None
+        return stacked([self.layers[i] for i in walk], self.config, self.dtype, embeddings, self._scale)
 
     def layer(self, i: int, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
         """The whole of layer `i` with norms and residuals, [T, d] -> [T, d]; `deltas`: low-rank weights of rows."""

@@ -52,7 +52,7 @@ def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, ope
     for span in spans:
         whole = span.layers is None and span.hidden is None  # all layers, from the tokens on
         plain = whole and span.phase.plain and (span.sees is None or not windows)
-        flat = span.kv.flat() if plain else None
+        flat = span.kv.flat(span.phase.walk) if plain else None
         if flat is None:
             open_.append(span)
             continue
@@ -66,20 +66,52 @@ def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, ope
         parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
     if open_:
         return None
-    x, turns = room.take(rows, stack.hidden), model.turns(batch.end)
-    for call in [_Call(batch.numbers, x, spans, parts)] if rows <= MOST else _calls(batch, x, parts):
+    x, walk = room.take(rows, stack.hidden), spans[0].phase.walk
+    if all(span.phase.walk == walk for span in spans):
+        read -= _run(model, batch, x, parts, windows)
+    else:
+        read -= _by_walk(model, batch, x, parts, windows)
+        counters.forwards += len({span.phase.walk for span in spans}) - 1
+    for span in spans:
+        span.kv.written(span.positions)
+        counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
+    counters.kv_bytes_read += read
+    counters.kv_bytes_written += written
+    return x
+
+
+def _by_walk(model: Model, batch: Batch, x: Tensor, parts: Sequence[StackSpan], windows: Sequence[int]) -> int:
+    """Spans that run the same layers together, one after the other: each walk reads its weights."""
+    groups: dict[tuple[int, ...] | None, list[int]] = {}
+    for i, span in enumerate(batch.spans):
+        groups.setdefault(span.phase.walk, []).append(i)
+    places, saved = [span.slice for span in batch.spans], 0
+    for members in groups.values():
+        own = Batch([batch.spans[i] for i in members])
+        rows = x.new_empty((own.rows, x.shape[1]))
+        saved += _run(model, own, rows, [parts[i] for i in members], windows)
+        for i in members:
+            x[places[i]] = rows[batch.spans[i].slice]
+    for span, place in zip(batch.spans, places):
+        span.start = place.start
+    return saved
+
+
+def _run(model: Model, batch: Batch, x: Tensor, parts: list[StackSpan], windows: Sequence[int]) -> int:
+    """Spans that all run the same layers. -> bytes of KV that were read once for several"""
+    walk, saved = batch.spans[0].phase.walk, 0
+    stack, turns = model.stack_of(walk), model.turns(batch.end)
+    assert stack is not None
+    whole = batch.rows <= MOST
+    for call in [_Call(batch.numbers, x, batch.spans, parts)] if whole else _calls(batch, x, parts):
         commons: Sequence[Common] = ()
         if len(call.spans) > 1:
             commons = _commons(call.spans, max([part.n for part in call.parts]), windows)
             for common in commons:
-                read -= common.saved * call.spans[common.members[0]].kv.flat().row_bytes  # type: ignore[union-attr]
+                flat = call.spans[common.members[0]].kv.flat(walk)
+                saved += common.saved * (0 if flat is None else flat.row_bytes)
         stack(call.numbers, turns, call.parts, call.x, commons)
-    for span in spans:
-        span.kv.written(span.positions)
-    counters.row_layers += rows * len(spans[0].kv.layers)
-    counters.kv_bytes_read += read
-    counters.kv_bytes_written += written
-    return x
+    return saved
 
 
 class _Call(NamedTuple):
@@ -129,7 +161,7 @@ def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> lis
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, span in enumerate(spans):
-        flat = span.kv.flat()
+        flat = span.kv.flat(span.phase.walk)
         if hasattr(span.phase.attend, "commons") and span.rows <= SLICE and flat is not None and not flat.gaps:
             groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)
     return [

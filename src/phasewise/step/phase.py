@@ -47,9 +47,12 @@ class Phase:
     skip: Skip | None = None
     holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
     delta: Delta | None = field(init=False)  # low-rank weights that the rows of this phase, and no others, run with
-    plain: bool = field(init=False)  # rows run through all layers, read all before them, and show nobody anything
+    walk: tuple[int, ...] | None = field(init=False)  # the layers that its rows run, where that is known; None = all
+    plain: bool = field(init=False)  # rows run `walk`, read all before them, and show nobody anything
 
     def __post_init__(self) -> None:
         dense = getattr(self.attend, "everything", False)
         object.__setattr__(self, "delta", getattr(self.skip, "delta", None))
-        object.__setattr__(self, "plain", self.skip is None and self.evict is None and dense)
+        object.__setattr__(self, "walk", getattr(self.skip, "walk", None))
+        walked = self.skip is None or (self.walk is not None and self.delta is None)
+        object.__setattr__(self, "plain", walked and self.evict is None and dense)

@@ -18,6 +18,8 @@ class Skip(Protocol):
     to None, which is asked nothing.
 
     Optional:
+        walk: tuple  -- the layers that all rows of its phases run, increasing, where they are known beforehand: such
+            steps are native, unless there is a delta
         delta: Delta  -- low-rank weights (model/lowrank.py) that the rows of its phases, and no others, run with
     """
 

@@ -53,18 +53,19 @@ class Unified:
 
     def bind(self, host: Host) -> _Unified | None:
         config = host.model.config
-        skipped = sorted(set(range(config.layers)) - set(kept(config.layers, self.speedup)))
-        if not skipped:
+        walk = tuple(kept(config.layers, self.speedup))
+        if len(walk) == config.layers:
             return None  # nothing to skip costs nothing
         if self.weights == "none":
-            return _Unified(skipped, None)
+            return _Unified(walk, config.layers, None)
         tensors = host.artefact(self.artefact(config), self.weights)
-        return _Unified(skipped, Delta(tensors, host.model.dtype, host.model.device))
+        return _Unified(walk, config.layers, Delta(tensors, host.model.dtype, host.model.device))
 
 
 class _Unified:
-    def __init__(self, skipped: Sequence[int], delta: Delta | None) -> None:
-        self.skipped, self.delta = frozenset(skipped), delta
+    def __init__(self, walk: tuple[int, ...], layers: int, delta: Delta | None) -> None:
+        self.walk, self.delta = walk, delta
+        self.skipped = frozenset(range(layers)).difference(walk)
         self.nobody = torch.empty(0, dtype=torch.int64)
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
