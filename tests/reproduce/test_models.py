@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from phasewise.errors import UserError
+from phasewise.load import files_of
 from phasewise.model.model import Model
-from phasewise.reproduce.models import Shelf, padded, widened
+from phasewise.model.widen import widen
+from phasewise.reproduce.models import Shelf
 from phasewise.reproduce.play import Entry, Run, play
 from phasewise.reproduce.workload import Asked
 from tests import tiny
@@ -26,7 +26,7 @@ def said(model: Model, prompt: list[int]) -> Run:
 
 
 def test_a_widened_checkpoint_says_the_same_at_another_price(tmp_path: Path) -> None:
-    widened(tiny.checkpoint(), tmp_path, 4)
+    widen(files_of(str(tiny.checkpoint())), tmp_path, 4)
     wide, prompt = Model.load(str(tmp_path)), tiny.prompts(48)[0]
     small, large = said(tiny.model(), prompt), said(wide, prompt)
     assert large.outs == small.outs and len(set(small.outs[0])) > 3
@@ -34,26 +34,10 @@ def test_a_widened_checkpoint_says_the_same_at_another_price(tmp_path: Path) -> 
     assert large.work.kv_bytes_read == 4 * small.work.kv_bytes_read
 
 
-def test_without_the_rescaled_norms_it_would_say_something_else(tmp_path: Path) -> None:
-    """The negative control of the test above: norms as they were."""
-    widened(tiny.checkpoint(), tmp_path, 4)
-    tensors = load_file(str(tmp_path / "model.safetensors"))
-    for key, tensor in tensors.items():
-        if tensor.ndim == 1 and "layers" in key:
-            tensors[key] = tensor * 2
-    save_file(tensors, str(tmp_path / "model.safetensors"))
-    prompt = tiny.prompts(48)[0]
-    assert said(Model.load(str(tmp_path)), prompt).outs != said(tiny.model(), prompt).outs
-
-
 def test_the_widened_draft_is_the_draft_in_bfloat16_too(shelf: Shelf) -> None:
     prompt = Asked(4096, 0, False).code(48)
     wide, narrow = (said(Model.load(shelf.path(name)), prompt) for name in ("pocket-draft-wide", "pocket-draft"))
     assert wide.outs == narrow.outs and len(set(narrow.outs[0])) > 3
-
-
-def test_padding() -> None:
-    assert padded(torch.ones(1, 2), (2, 3)).tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", ["tiny-experts", "tiny-dense", "untrained-draft"])

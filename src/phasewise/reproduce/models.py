@@ -19,40 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise.errors import UserError, near
-from phasewise.load import model_path
+from phasewise.load import files_of, model_path
+from phasewise.model.widen import vocabulary, widen
 
-WIDER = 4  # a power of four: the square root that goes into the norms is then exact in bfloat16
+WIDER = 4
 VOCAB = 512  # of random models
-
-
-def widened(source: Path, target: Path, factor: int) -> None:
-    """The Llama checkpoint at `source` with every width `factor` times as large and zeros in all that is new.
-
-    A norm divides by the root mean square over its width, which falls by sqrt(factor) among zeros: its weights take
-    that up, and its epsilon falls by `factor`. New heads and inner units write zeros only.
-    """
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["head_dim"] = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        config[name] *= factor
-    config["rms_norm_eps"] /= factor
-    tensors = load_file(str(source / "model.safetensors"))
-    unpadded = ("embed_tokens.weight", "lm_head.weight")  # their rows are the vocabulary
-    made = {}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            made[name] = padded(tensor / factor**0.5, (tensor.shape[0] * factor,))
-        else:
-            rows = tensor.shape[0] * (1 if name.endswith(unpadded) else factor)
-            made[name] = padded(tensor, (rows, tensor.shape[1] * factor))
-    _write(target, config, made, source)
-
-
-def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor at the beginning of zeros of that shape."""
-    wide: Tensor = tensor.new_zeros(shape)
-    wide[tuple(slice(n) for n in tensor.shape)] = tensor
-    return wide
 
 
 def untrained(source: Path, target: Path, factor: int = 1) -> None:
@@ -120,6 +91,14 @@ def _write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if beside is not None and (beside / name).is_file():
             shutil.copy(beside / name, target / name)
+
+
+def widened(source: Path, target: Path, factor: int) -> None:
+    """The checkpoint at `source`, `factor` times as wide; what a broken attempt left is replaced."""
+    shutil.rmtree(target, ignore_errors=True)
+    files = files_of(str(source))
+    widen(files, target, factor)
+    vocabulary(files, target)
 
 
 def _from_pocket(make: Callable[[Path, Path, int], None], name: str, target: Path) -> None:
