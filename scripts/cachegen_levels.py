@@ -148,7 +148,8 @@ def accuracies(llm: LLM, store: str, asked: argparse.Namespace) -> list[quality.
     def encode(text: str) -> list[int]:
         return llm.tokenizer.encode(text, add_special=False)
 
-    text = quality.Text(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages))
+    begin = llm.tokenizer.encode("")
+    text = quality.Text(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
     return quality.evaluate(generate, no_loss, text, tasks=TASKS, examples=asked.examples, seed=asked.seed)
 
 

@@ -124,7 +124,10 @@ def window_losses(
         losses.append(forced_loss(engine, forced, ids))
         return losses[-1]
 
-    text = quality.Text(lambda text: tokenizer.encode(text, add_special=False), tokenizer.decode, lambda messages: [])
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False)
+
+    text = quality.Text(encode, tokenizer.decode, lambda messages: [], tokenizer.encode(""))
     quality.evaluate(lambda prompts, room: [], loss, text, tasks=[quality.CODE_LOSS], examples=asked.examples,
                      seed=asked.seed)  # fmt: skip
     return losses

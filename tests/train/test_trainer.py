@@ -43,6 +43,7 @@ def test_thirty_steps_lower_the_loss_and_the_export_loads(tmp_path: Path) -> Non
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, dense.load(tmp_path / "model")(ids), atol=1e-4, rtol=1e-4)
     assert loaded.generation_config.eos_token_id == [4, 0]
+    assert loaded.generation_config.bos_token_id == loaded.config.bos_token_id == 5
 
 
 class _Interrupted(Exception):

@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -65,20 +65,23 @@ class Text:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]  # leaves special tokens out
     chat: Callable[[Sequence[Message]], list[int]]  # a conversation, opened for the assistant's reply
+    begin: list[int] = field(default_factory=list)  # what the model expects before a text, such as a BOS
 
     @classmethod
     def load(cls, folder: Path) -> Text:
         """From a folder with tokenizer.json and a tokenizer_config.json that holds a chat template."""
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        template = jinja2.Template(json.loads((folder / "tokenizer_config.json").read_text())["chat_template"])
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        template = jinja2.Template(config["chat_template"])
 
         def encode(text: str) -> list[int]:
-            return list(backend.encode(text).ids)
+            return list(backend.encode(text, add_special_tokens=False).ids)
 
         def chat(messages: Sequence[Message]) -> list[int]:
-            return encode(template.render(messages=list(messages), add_generation_prompt=True))
+            given = {"messages": list(messages), "add_generation_prompt": True, "bos_token": config.get("bos_token")}
+            return encode(template.render(**{name: value for name, value in given.items() if value is not None}))
 
-        return cls(encode, lambda ids: str(backend.decode(ids)), chat)
+        return cls(encode, lambda ids: str(backend.decode(ids)), chat, list(backend.encode("").ids))
 
 
 def evaluate(
@@ -119,7 +122,7 @@ def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Row
     lines = [(file, index) for file in files for index, line in enumerate(file) if index > 4 and line.strip()]
     for file, index in rng.sample(lines, min(examples, len(lines))):
         before = "".join(file[max(0, index - 60) : index]).removesuffix("\n")  # most tokens for indentation hold \n
-        prompts.append(text.encode(before)[-LINE_CONTEXT:])
+        prompts.append(text.begin + text.encode(before)[-LINE_CONTEXT:])
         wanted.append(file[index].rstrip())
     replies = [text.decode(reply) for reply in generate(prompts, LINE_TOKENS)]
     right = sum(_first_line(reply) == line for reply, line in zip(replies, wanted, strict=True))
@@ -137,7 +140,7 @@ def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Row]:
     nats, bits = [], []
     for _ in range(examples):
         start = rng.randrange(max(1, len(ids) - WINDOW))
-        window = ids[start : start + WINDOW]
+        window = text.begin + ids[start : start + WINDOW]
         nats.append(loss(window))
         scored_bytes = max(1, len(text.decode(window[1:]).encode()))
         bits.append(nats[-1] * (len(window) - 1) / math.log(2) / scored_bytes)

@@ -95,5 +95,6 @@ class Judge:
         def encode(text: str) -> list[int]:
             return self.llm.tokenizer.encode(text, add_special=False)
 
-        text = quality.Text(encode, self.llm.tokenizer.decode, lambda messages: self.llm.encode_chat(messages))
+        begin = self.llm.tokenizer.encode("")
+        text = quality.Text(encode, self.llm.tokenizer.decode, lambda messages: self.llm.encode_chat(messages), begin)
         return quality.evaluate(generate, loss, text, tasks=[task], examples=examples, seed=seed)

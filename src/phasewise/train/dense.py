@@ -244,7 +244,7 @@ def losses(model: Dense, blocks: Sequence[Block], how: Pass = PLAIN) -> list[Ten
     return list(torch.split(each, [int((block.targets >= 0).sum()) for block in blocks]))
 
 
-def save(model: Dense, folder: Path, eos: Sequence[int]) -> None:
+def save(model: Dense, folder: Path, eos: Sequence[int], bos: int | None = None) -> None:
     """Write config.json, generation_config.json and bf16 model.safetensors in the Hugging Face layout."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": value.detach().to("cpu", torch.bfloat16) for name, value in model.named_parameters()}
@@ -257,10 +257,10 @@ def save(model: Dense, folder: Path, eos: Sequence[int]) -> None:
         "mlp_bias": False,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
-        "bos_token_id": None,
+        "bos_token_id": bos,
         "eos_token_id": list(eos),
     }
-    generation = {"bos_token_id": None, "eos_token_id": list(eos), "do_sample": False}
+    generation = {"bos_token_id": bos, "eos_token_id": list(eos), "do_sample": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 

@@ -65,7 +65,7 @@ class Exchanges:
         before, stream = rng.randint(1, rng.choice((64, stage.row - REPLY))), self.mixture.stream
         start = rng.randrange(len(stream) - before - REPLY)
         ids = stream[start : start + before + REPLY].tolist()
-        return ids[:before], ids[before:]
+        return self.mixture.begin + ids[:before], ids[before:]
 
     def _task(self, rng: Random, stage: Stage, long: bool) -> Pair:
         """Any of a conversation's replies, after all that came before it."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from phasewise.train.chat import SYSTEM, talk
 from phasewise.train.dense import Block
 from phasewise.train.tasks import Turn, turns
-from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, special_id
+from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, beginning, plain, special_id
 
 LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
 SHORT_TASKS = {"reverse": 2.0, "sort": 3.0, "arithmetic": 4.0, "json": 1.0, "edit": 4.0, "list": 2.0, "recall": 1.5,
@@ -57,8 +57,9 @@ class Mixture:
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
         self.pad, self.end = special_id(tokenizer, PAD), special_id(tokenizer, END_OF_TEXT)
-        encoded = tokenizer.encode_batch(list(texts))
-        ids = [np.asarray([*item.ids, self.end], dtype=np.int16) for item in encoded]
+        self.begin = beginning(tokenizer)  # of every row
+        encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ids = [np.asarray([*item.ids, self.end], dtype=np.int32) for item in encoded]
         order = Random(f"{seed} files").sample(range(len(ids)), len(ids))
         self.stream = np.concatenate([ids[index] for index in order])
 
@@ -82,8 +83,9 @@ class Mixture:
 
     def _source(self, rng: Random, row: int, rows: int) -> Block:
         starts = [rng.randrange(len(self.stream) - row - 1) for _ in range(rows)]
-        taken = np.stack([self.stream[start : start + row + 1] for start in starts]).astype(np.int64)
-        block = torch.from_numpy(taken)  # [rows, row + 1]
+        length = row + 1 - len(self.begin)
+        taken = np.stack([np.append(self.begin, self.stream[start : start + length]) for start in starts])
+        block = torch.from_numpy(taken.astype(np.int64))  # [rows, row + 1]
         return Block.of(block[:, :-1], block[:, 1:])
 
     def _conversations(self, rng: Random, stage: Stage, long: bool) -> list[list[Piece]]:
@@ -117,17 +119,18 @@ class Mixture:
         return self.chat(conversation, rng.choice(SYSTEM) if rng.random() < 0.12 else None)
 
     def _length(self, conversation: Sequence[Turn]) -> int:
-        return sum(len(self.tokenizer.encode(turn.answer).ids) for turn in conversation)
+        return sum(len(plain(self.tokenizer, turn.answer)) for turn in conversation)
 
     def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
         """Token pieces of a conversation in the chat template; only replies and their ends are learned."""
         pieces: list[Piece] = []
+        begin = self.begin
         opening = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
         for turn in conversation:
             question = f"{opening}<|im_start|>user\n{turn.prompt}<|im_end|>\n<|im_start|>assistant\n"
-            pieces += [(self.tokenizer.encode(question).ids, False),
-                       (self.tokenizer.encode(turn.answer + TURN_END).ids, True)]  # fmt: skip
-            opening = "\n"
+            pieces += [(begin + plain(self.tokenizer, question), False),
+                       (plain(self.tokenizer, turn.answer + TURN_END), True)]  # fmt: skip
+            begin, opening = [], "\n"
         return pieces
 
 

@@ -20,7 +20,7 @@ from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense, Shape
 from phasewise.train.mixture import CURRICULUM, Mixture
 from phasewise.train.tasks import TASKS, turns
-from phasewise.train.tokenizer import END_OF_TEXT, TURN_END, special_id, train_tokenizer, write
+from phasewise.train.tokenizer import BEGIN, END_OF_TEXT, TURN_END, special_id, train_tokenizer, write
 from phasewise.train.trainer import Recipe, start
 from phasewise.train.trainer import train as run_training
 
@@ -77,7 +77,8 @@ def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
-    dense.save(model, fresh, [special_id(tokenizer, TURN_END), special_id(tokenizer, END_OF_TEXT)])
+    ends = [special_id(tokenizer, TURN_END), special_id(tokenizer, END_OF_TEXT)]
+    dense.save(model, fresh, ends, tokenizer.token_to_id(BEGIN))
     write(tokenizer, fresh, CONTEXT)
     if folder.exists():
         os.replace(folder, old)

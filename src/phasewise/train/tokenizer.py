@@ -1,4 +1,7 @@
-"""The byte-level BPE tokenizer of the pocket model: trained on the corpus and the task texts, digits kept apart."""
+"""The byte-level BPE tokenizer of the pocket model: trained on the corpus and the task texts, digits kept apart.
+
+Every text begins with a token of its own, as those of most large models do: what a reader of nothing can look at.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from phasewise.train.words import CITIES, COLORS, NAMES, SHOUTED, WORDS
 
 END_OF_TEXT, PAD, MASK, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|mask|>", "<|im_start|>", "<|im_end|>"
-SPECIAL = (END_OF_TEXT, PAD, MASK, TURN_START, TURN_END)
+BEGIN = "<|begin|>"
+SPECIAL = (END_OF_TEXT, PAD, MASK, TURN_START, TURN_END, BEGIN)
+WRITTEN = (END_OF_TEXT, PAD, TURN_START, TURN_END)
+"""What training rows cannot do without; a tokenizer without BEGIN gives rows without one."""
 CHAT_TEMPLATE = (
+    "{{ bos_token }}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -32,6 +39,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_with_task_words(texts), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
     return tokenizer
 
 
@@ -48,6 +58,16 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """The ids that a tokenizer puts before a text: the beginning token, or nothing."""
+    return list(tokenizer.encode("").ids)
+
+
+def plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a piece of text, without what a beginning would have."""
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write tokenizer.json and a tokenizer_config.json with the ChatML template."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,6 +75,7 @@ def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
+        **({"bos_token": BEGIN} if tokenizer.token_to_id(BEGIN) is not None else {}),
         "eos_token": TURN_END,
         "pad_token": PAD,
         "mask_token": MASK,

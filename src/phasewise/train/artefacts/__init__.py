@@ -23,7 +23,7 @@ from phasewise.train import dense
 from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense
 from phasewise.train.mixture import Mixture
-from phasewise.train.tokenizer import SPECIAL
+from phasewise.train.tokenizer import WRITTEN
 
 
 def names() -> list[str]:
@@ -61,7 +61,7 @@ class Job:
     def mixture(self) -> Mixture:
         """Library source and tasks over the model's own tokenizer. Raises UserError if they cannot be written in it."""
         tokenizer = files_of(self.model).tokenizer()
-        absent = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
+        absent = [token for token in WRITTEN if tokenizer.token_to_id(token) is None]
         if absent:
             raise UserError(f"{self.model}: its tokenizer lacks {', '.join(absent)}, with which the training data are "
                             "written; they are for the pocket model and those that share its tokenizer")  # fmt: skip
