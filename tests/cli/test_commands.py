@@ -30,10 +30,11 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 
 def test_train_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(phasewise.train.pocket, "train", lambda *given: seen.append(given) or tmp_path / "model")
+    monkeypatch.setattr(phasewise.train.pocket, "train", lambda job: seen.append(job) or tmp_path / "model")
     (tmp_path / "checkpoint.pt").touch()
-    said = cli("train", "pocket", "--out", tmp_path, "--size", "draft", "--tokens", 99, "--seed", 3, "--resume")
-    assert said.code == 0 and seen == [(tmp_path, "draft", 99, 3, True)]
+    words = ("--size", "draft", "--tokens", 99, "--seed", 3, "--resume", "--batch-tokens", 512, "--validate-minutes", 2)
+    said = cli("train", "pocket", "--out", tmp_path, *words)
+    assert said.code == 0 and seen == [phasewise.train.pocket.Job(tmp_path, "draft", 99, 3, True, 512, 2.0)]
     assert said.out.strip() == str(tmp_path / "model")
 
 

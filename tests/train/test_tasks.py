@@ -35,7 +35,7 @@ def test_training_and_evaluation_never_share_a_prompt(task: str) -> None:
     rng = Random(2)
     for _ in range(100):
         assert not held_out(turns(task, rng, 128, evaluation=False)[0].prompt)
-        assert held_out(example(task, rng, 128).messages[-1]["content"])
+        assert held_out(example(task, rng, 128).messages[0]["content"])
 
 
 def test_arithmetic_answers_are_right_and_only_the_result_is_scored() -> None:
@@ -90,6 +90,25 @@ def test_pass_keys_are_the_ones_in_the_prompt() -> None:
             owner = turn.prompt.rpartition("of ")[2].rstrip("?")
             assert turn.answer.startswith(f"The pass key of {owner} is ")
             assert turn.answer in made[0].prompt
+
+
+def test_a_second_question_cannot_be_answered_without_the_first() -> None:
+    """Equal questions get answers that depend on the list, and the list is in the first question alone."""
+    rng, answers = Random(8), dict[str, set[str]]()
+    for _ in range(200):
+        item = example("second", rng)
+        opened, noted, asked = item.messages
+        listed = opened["content"].partition(": ")[2]
+        assert noted["role"] == "assistant" and listed not in asked["content"]
+        answers.setdefault(asked["content"], set()).add(item.answer)
+        expected = {"Repeat the list.": listed, "Now backwards.": " ".join(reversed(listed.split())),
+                    "Now sorted.": " ".join(sorted(listed.split())), "Which word came first?": listed.split()[0],
+                    "How many words were there?": str(len(listed.split()))}  # fmt: skip
+        assert item.answer == expected.get(asked["content"], item.answer)
+        if asked["content"].startswith("Now without "):
+            gone = asked["content"].split()[-1].rstrip(".")
+            assert item.answer.split() == [word for word in listed.split() if word != gone]
+    assert all(len(answers[fixed]) > 3 for fixed in ("Repeat the list.", "Now backwards.", "Which word came first?"))
 
 
 def test_json_is_compared_by_value() -> None:

@@ -9,11 +9,12 @@ from random import Random
 import pytest
 import torch
 
-from phasewise.train import dense
+from phasewise.errors import UserError
+from phasewise.train import dense, trainer
 from phasewise.train.dense import Block, Dense
 from phasewise.train.mixture import STRETCHED, stretch
 from phasewise.train.pocket import export
-from phasewise.train.trainer import Run, start, train
+from phasewise.train.trainer import Run, start, train, update, whole_loss
 from tests.train import tiny
 
 
@@ -71,6 +72,42 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     assert losses(cut) == losses(whole)
     for mine, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+
+
+def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
+    run = fresh(10)
+    run.settings = {"seed": 0, "batch": 512}
+    run.write(tmp_path / "checkpoint.pt")
+    other = fresh(10)
+    other.settings = {"seed": 0, "batch": 1024}
+    with pytest.raises(UserError, match="that run had batch=512, this one has 1024"):
+        other.read(tmp_path / "checkpoint.pt")
+    other.settings = dict(run.settings)
+    other.read(tmp_path / "checkpoint.pt")
+
+
+def test_weights_gradients_and_optimisers_stay_in_single_precision() -> None:
+    run = fresh(2)
+    loss = whole_loss(run, tiny.STAGES[0], tiny.mixture().step(0, tiny.STAGES[0]))
+    torch.autograd.backward(loss.total)
+    assert {p.grad.dtype for p in run.model.parameters() if p.grad is not None} == {torch.float32}
+    update(run, whole_loss(run, tiny.STAGES[0], tiny.mixture().step(1, tiny.STAGES[0])))
+    kept = [v for optimizer in run.optimizers for state in optimizer.state.values() for v in state.values()]
+    floats = {value.dtype for value in (*kept, *run.model.parameters()) if torch.is_floating_point(value)}
+    assert len(kept) > 10 and floats == {torch.float32}
+
+
+def test_half_precision_changes_the_loss_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    run, batch = fresh(2), tiny.mixture().step(0, tiny.STAGES[0])
+    for parameter in run.model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    both = []
+    for native in (True, False):
+        monkeypatch.setattr(trainer, "_computes_in_bfloat16", lambda device, native=native: native)
+        both.append(float(whole_loss(run, tiny.STAGES[0], batch).total.detach()))
+    assert both[0] != both[1] and both[0] == pytest.approx(both[1], rel=0.01)
 
 
 def test_another_seed_sees_other_data() -> None:

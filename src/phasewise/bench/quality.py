@@ -33,6 +33,7 @@ TASKS: dict[str, tuple[str, int]] = {
     "json": ("json", 128),
     "edit": ("edit", 128),
     "list": ("list", 128),
+    "second": ("second", 128),
     "recall@256": ("recall", 256),
     "recall@1k": ("recall", 1024),
     "recall@2k": ("recall", 2000),

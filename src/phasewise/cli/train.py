@@ -20,26 +20,35 @@ def train() -> None:
 @app.command("pocket")
 def pocket(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
-    size: Annotated[str, typer.Option(help="target, or draft: the small one that drafts for it.")] = "target",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: 20M, the draft 3M.")] = None,
+    size: Annotated[str, typer.Option(help="target, or draft: the small one, trained by itself.")] = "target",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: 60M, the draft 3M.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+    batch_tokens: Annotated[
+        int, typer.Option(min=256, help="Tokens of the largest steps, the others in proportion; rates stay.")
+    ] = 8192,
+    validate_minutes: Annotated[
+        float, typer.Option(min=0.0, help="How often examples that are not trained on are looked at.")
+    ] = 15.0,
 ) -> None:
     """Train a pocket model from the standard library's source and generated tasks.
+
+    On CUDA where there is some, else on the CPU. --out gets the model, losses.csv, validation.csv and curve.png.
 
     [bold]Examples[/]
 
       phasewise train pocket --out runs/pocket
-      phasewise train pocket --out runs/draft --size draft --tokens 8000000
       phasewise train pocket --out runs/pocket --resume
+      phasewise train draft --for runs/pocket/model --out runs/draft
     """
     sizes: dict[str, Literal["target", "draft"]] = {"target": "target", "draft": "draft"}
     if size not in sizes:
         raise UserError(f"size={size!r}: choose one of {', '.join(sizes)}")
     _check_resume(out, resume)
+    from phasewise.train.pocket import Job
     from phasewise.train.pocket import train as train_pocket
 
-    print(train_pocket(out, sizes[size], tokens, seed, resume))
+    print(train_pocket(Job(out, sizes[size], tokens, seed, resume, batch_tokens, validate_minutes)))
 
 
 @app.command("artefact")

@@ -175,7 +175,6 @@ class Dense(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.stride = 1  # every how-manieth layer runs; the others, still at their zero start, would change nothing
         self._rope: tuple[Tensor, Tensor] | None = None
         self._initialise()
 
@@ -203,7 +202,7 @@ class Dense(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x, rope = x.bfloat16(), (rope[0].bfloat16(), rope[1].bfloat16())
         sizes: Sizes = [(block.ids.shape[0], block.ids.shape[1]) for block in blocks]
-        for i in range(0, len(self.layers), self.stride):
+        for i in range(len(self.layers)):
             gate = how.gate(i)
             if isinstance(gate, Tensor):
                 rows = gate.nonzero().squeeze(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -16,8 +16,8 @@ from phasewise.train.tasks import Turn, turns
 from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, beginning, plain, special_id
 
 LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
-SHORT_TASKS = {"reverse": 2.0, "sort": 3.0, "arithmetic": 4.0, "json": 1.0, "edit": 4.0, "list": 2.0, "recall": 1.5,
-               "talk": 0.5}  # fmt: skip
+SHORT_TASKS = {"reverse": 2.0, "sort": 6.0, "arithmetic": 4.0, "json": 1.0, "edit": 7.0, "list": 2.0, "recall": 1.5,
+               "second": 4.0, "talk": 0.5}  # fmt: skip
 NO_LOSS = -1
 STRETCHED = 2048
 """Positions up to here are seen in training: the model's context."""
@@ -33,20 +33,30 @@ class Stage:
     code: float  # share of the step's tokens that is library source
     long: float  # share of the step's tokens that is long-context tasks
     copies: float  # share of the short exchanges that is plain copying, which teaches looking back early
-    stride: int = 1  # every how-manieth layer is trained: 2 is half the depth at half the cost
     short: int = 128  # size of short tasks, tokens
     drawn: int = 1  # of so many copies the one with most tokens is taken: long ones and random letters are hard
     embedding: float = 1.0  # factor on the embedding's learning rate: high at first, when every row must move
 
 
 CURRICULUM = (
-    Stage(0.10, 256, 2048, code=0.25, long=0.10, copies=0.5, stride=2, short=64),
-    Stage(0.25, 512, 4096, code=0.30, long=0.20, copies=0.2, stride=2),
-    Stage(0.50, 512, 4096, code=0.30, long=0.20, copies=0.15, stride=2, embedding=0.35),
-    Stage(0.85, 1024, 6144, code=0.30, long=0.25, copies=0.10, embedding=0.35),
-    Stage(0.92, 2048, 8192, code=0.30, long=0.30, copies=0.10, embedding=0.35),
-    Stage(1.00, 768, 6144, code=0.20, long=0.16, copies=0.45, drawn=2, embedding=0.35),
+    Stage(0.05, 256, 2048, code=0.25, long=0.10, copies=0.5, short=64),
+    Stage(0.15, 512, 4096, code=0.35, long=0.15, copies=0.2),
+    Stage(0.50, 512, 4096, code=0.45, long=0.15, copies=0.12, embedding=0.35),
+    Stage(0.85, 1024, 6144, code=0.40, long=0.20, copies=0.10, embedding=0.35),
+    Stage(0.92, 2048, 8192, code=0.35, long=0.30, copies=0.10, embedding=0.35),
+    Stage(1.00, 768, 6144, code=0.30, long=0.16, copies=0.35, drawn=2, embedding=0.35),
 )
+BATCH = max(stage.step_tokens for stage in CURRICULUM)
+"""Tokens of the largest steps."""
+
+
+def batched(curriculum: Sequence[Stage], tokens: int) -> tuple[Stage, ...]:
+    """The stages with all their steps larger or smaller alike, the largest of `tokens`; no step is below one row."""
+    largest = max(stage.step_tokens for stage in curriculum)
+    return tuple(
+        replace(stage, step_tokens=max(stage.row, round(stage.step_tokens * tokens / largest))) for stage in curriculum
+    )
+
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import typer
 from tokenizers import Tokenizer
 
-from phasewise.train import dense
+from phasewise.train import curve, dense
 from phasewise.train.chat import TALK
 from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense, Shape
-from phasewise.train.mixture import CURRICULUM, Mixture
+from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, batched
 from phasewise.train.tasks import TASKS, turns
 from phasewise.train.tokenizer import BEGIN, END_OF_TEXT, TURN_END, special_id, train_tokenizer, write
-from phasewise.train.trainer import Recipe, start
+from phasewise.train.trainer import Recipe, Run, start
 from phasewise.train.trainer import train as run_training
+from phasewise.train.validation import Validation
 
 Size = Literal["target", "draft"]
 VOCABULARY, CONTEXT = 4096, 2048
@@ -32,29 +33,57 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-LENGTHS = {"target": 20_000_000, "draft": 3_000_000}
+LENGTHS = {"target": 60_000_000, "draft": 3_000_000}
 """Default run lengths, tokens."""
 
 
-def train(out: Path, size: Size = "target", tokens: int | None = None, seed: int = 0, resume: bool = False) -> Path:
-    """Train one size on about `tokens` tokens (padding aside) and return the folder of the exported model.
+@dataclass(frozen=True)
+class Job:
+    """One run. `out` gets checkpoint.pt, losses.csv, validation.csv, curve.png, the tokenizer and model/."""
 
-    `out` holds checkpoint.pt, losses.csv, the tokenizer and model/. With `resume` the run continues exactly where its
-    last checkpoint stood; a different `tokens` then extends or shortens the schedule.
-    """
-    torch.manual_seed(seed)
-    out.mkdir(parents=True, exist_ok=True)
+    out: Path
+    size: Size = "target"
+    tokens: int | None = None  # about so many, padding aside; None = the size's own length
+    seed: int = 0
+    resume: bool = False  # exactly from where the last checkpoint stood; other `tokens` stretch the schedule
+    batch: int = BATCH  # tokens of the largest steps; the rates stay
+    minutes: float = 15.0  # between two looks at examples that are not trained on
+
+
+def train(job: Job) -> Path:
+    """Train one size and return the folder of the exported model. Raises UserError if a run cannot be resumed so."""
+    torch.manual_seed(job.seed)
+    job.out.mkdir(parents=True, exist_ok=True)
     texts = list(sources(held_out=False).values())
-    tokenizer = pocket_tokenizer(texts, out)
-    whole = tuple(replace(stage, stride=1) for stage in CURRICULUM)
-    recipe = Recipe(tokens or LENGTHS[size], CURRICULUM if size == "target" else whole)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    run = start(Dense(SHAPES[size]).to(device), recipe)
-    if resume:
-        run.read(out / "checkpoint.pt")
-    folder = out / "model"
-    run_training(run, Mixture(tokenizer, texts, seed), recipe, out, lambda run: export(run.model, tokenizer, folder))
+    tokenizer = pocket_tokenizer(texts, job.out)
+    recipe = Recipe(job.tokens or LENGTHS[job.size], batched(CURRICULUM, job.batch))
+    run = start(Dense(SHAPES[job.size]).to(device()), recipe)
+    run.settings = {"size": job.size, "seed": job.seed, "batch": job.batch}
+    if job.resume:
+        run.read(job.out / "checkpoint.pt")
+    else:
+        (job.out / "validation.csv").unlink(missing_ok=True)
+    folder, mixture = job.out / "model", Mixture(tokenizer, texts, job.seed)
+    validation = Validation(mixture, job.out, job.minutes)
+
+    def saved(run: Run[Dense]) -> None:
+        export(run.model, tokenizer, folder)
+        validation.when_due(run)
+
+    run_training(run, mixture, recipe, job.out, saved)
+    validation.look(run)
+    draw_if_possible(job.out)
     return folder
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw_if_possible(out: Path) -> None:
+    """curve.png from losses.csv, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        curve.draw(out / "curve.png", [out / "losses.csv"])
 
 
 def pocket_tokenizer(texts: Sequence[str], out: Path) -> Tokenizer:
@@ -84,20 +113,3 @@ def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
         os.replace(folder, old)
     os.replace(fresh, folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
-    size: Annotated[str, typer.Option(help="target or draft.")] = "target",
-    tokens: Annotated[int | None, typer.Option(help="Length of the run, tokens; 20M or 3M by size.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint.")] = False,
-) -> None:
-    """Train a pocket model."""
-    if size not in SHAPES:
-        raise typer.BadParameter(f"{size!r}: choose one of {', '.join(SHAPES)}", param_hint="--size")
-    typer.echo(train(out, "draft" if size == "draft" else "target", tokens, seed, resume))
-
-
-if __name__ == "__main__":
-    typer.run(main)

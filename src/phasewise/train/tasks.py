@@ -205,6 +205,29 @@ def list_operation(rng: Random, tokens: int) -> list[Turn]:
     return [Turn(ask + " ".join(items), answer)]
 
 
+def second(rng: Random, tokens: int) -> list[Turn]:
+    """A list, and then questions that cannot be answered without it."""
+    items = some_words(rng, 3, 7)
+    text = " ".join(items)
+    opening = [Turn(f"My list: {text}", "OK"), Turn(f"Repeat: {text}", text), Turn(f"Remember this list: {text}", "OK")]
+    asked = [
+        Turn("Which word came first?", items[0]),
+        Turn("Which word came last?", items[-1]),
+        Turn("Which word came second?", items[1]),
+        Turn("How many words were there?", str(len(items))),
+        Turn("Repeat the list.", text),
+        Turn("Now backwards.", " ".join(reversed(items))),
+        Turn("Now sorted.", " ".join(sorted(items))),
+    ]
+    gone, new = rng.choice(items), rng.choice(WORDS)
+    asked += [
+        Turn(f"Now without {gone}.", " ".join(word for word in items if word != gone)),
+        Turn(f"Now with {new} at the end.", f"{text} {new}"),
+        Turn(f"What came after {items[-2]}?", items[-1]),
+    ]
+    return [rng.choice(opening), *rng.sample(asked, rng.randint(1, 3))]
+
+
 TASKS: dict[str, Make] = {
     "copy": copy,
     "reverse": reverse,
@@ -215,7 +238,10 @@ TASKS: dict[str, Make] = {
     "json": json_object,
     "edit": edit,
     "list": list_operation,
+    "second": second,
 }
+ASKED = {"second": 1}
+"""Which of a conversation's questions is the example's, where it is not the first."""
 
 
 def held_out(prompt: str) -> bool:
@@ -233,8 +259,12 @@ def turns(task: str, rng: Random, tokens: int, evaluation: bool) -> list[Turn]:
 
 def example(task: str, rng: Random, tokens: int = 256) -> Example:
     """One evaluation example of about `tokens` tokens at most, with its exact scorer."""
-    turn = turns(task, rng, tokens, evaluation=True)[0]
-    return Example(({"role": "user", "content": turn.prompt},), turn.answer, checker(task, turn.answer))
+    made, asked = turns(task, rng, tokens, evaluation=True), ASKED.get(task, 0)
+    messages: list[Message] = []
+    for turn in made[:asked]:
+        messages += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.answer}]
+    messages.append({"role": "user", "content": made[asked].prompt})
+    return Example(tuple(messages), made[asked].answer, checker(task, made[asked].answer))
 
 
 def checker(task: str, answer: str) -> Callable[[str], bool]:

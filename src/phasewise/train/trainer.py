@@ -7,12 +7,12 @@ models: matrices with Muon (orthogonalised momentum, arXiv 2502.16982), embeddin
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -22,7 +22,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from phasewise.errors import UserError
 from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, Stage
 
 TASK_WEIGHT = 2.0
@@ -88,6 +90,7 @@ class Run(Generic[Trained]):
     optimizers: list[Optimizer]
     step: int = 0
     tokens: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)  # what a resumed run must not change, by option
 
     def __post_init__(self) -> None:
         for optimizer in self.optimizers:
@@ -100,12 +103,20 @@ class Run(Generic[Trained]):
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "tokens": self.tokens,
+            "settings": self.settings,
         }
         torch.save(state, path.with_suffix(".new"))
         os.replace(path.with_suffix(".new"), path)
 
     def read(self, path: Path) -> None:
+        """Stand where a checkpoint stood. Raises UserError if that run had other settings."""
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        before = state.get("settings", {})
+        for name in sorted(before.keys() | self.settings.keys()):
+            was, now = before.get(name), self.settings.get(name)
+            if was != now:
+                raise UserError(f"{path}: that run had {name}={was!r}, this one has {now!r}: resume it as it was, or "
+                                "start anew elsewhere")  # fmt: skip
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -141,16 +152,31 @@ def train(
 
 
 def whole_loss(run: Run[Dense], stage: Stage, batch: tuple[list[Block], list[Block]]) -> Loss:
-    """Cross-entropy of a model's next tokens, at the stage's depth and with its pace for the embedding."""
+    """Cross-entropy of a model's next tokens, with the stage's pace for the embedding."""
     model, (source, tasks) = run.model, batch
-    model.stride = stage.stride
     run.optimizers[1].param_groups[0]["lr"] *= stage.embedding
     device = model.embed_tokens.weight.device
     blocks = [Block(*(part.to(device) for part in block)) for block in (*source, *tasks)]
-    with torch.autocast(device.type, torch.bfloat16):
+    with halved(device):
         each = losses(model, blocks)
     code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
     return weighed(code, task, sum(block.ids.numel() for block in blocks))
+
+
+def halved(device: torch.device) -> torch.autocast:
+    """Products in bfloat16 where the machine computes in it, else in float32. Weights and optimisers are float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=_computes_in_bfloat16(device.type))
+
+
+@cache
+def _computes_in_bfloat16(device: str) -> bool:
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:  # not Linux: float32 is never wrong
+        return False
+    return not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))  # the last is ARM's
 
 
 def weighed(code: Tensor, task: Tensor, tokens: int) -> Loss:
@@ -171,7 +197,7 @@ def fit(
     out.mkdir(parents=True, exist_ok=True)
     plan = list(recipe.steps())
     last_save = time.monotonic()
-    with _log(out / "losses.csv", run.step) as log, _bar() as bar:
+    with Log(out / "losses.csv", run.step) as log, _bar() as bar:
         shown = bar.add_task("train", total=len(plan), completed=run.step, note="")
         while run.step < len(plan):
             stage, progress = plan[run.step]
@@ -182,7 +208,7 @@ def fit(
             update(run, done)
             run.step, run.tokens = run.step + 1, run.tokens + done.tokens
             speed = done.tokens / (time.perf_counter() - began)
-            log.row(run, done.parts, pace, speed)
+            log.row(_logged(run, done.parts, pace, speed))
             note = "  ".join(f"{name} {value:.3f}" for name, value in done.parts.items())
             bar.update(shown, completed=run.step, note=f"{note}  {speed:,.0f} tok/s")
             if run.step == len(plan) or time.monotonic() - last_save > recipe.checkpoint_seconds:
@@ -209,33 +235,9 @@ def update(run: Run[Trained], loss: Loss) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-class _log:
-    """losses.csv, cut back to the resumed step when opened and flushed at every row."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        kept: list[list[str]] = []
-        if step and path.exists():
-            with path.open(newline="") as file:
-                kept = [row for row in csv.reader(file) if not row[0].isdigit() or int(row[0]) <= step]
-        self.file = path.open("w", newline="")
-        self.writer = csv.writer(self.file)
-        self.writer.writerows(kept)
-        self.empty = not kept
-
-    def row(self, run: Run[Any], parts: dict[str, float], pace: float, speed: float) -> None:
-        if self.empty:
-            names = [f"{name}_loss" for name in parts]
-            self.writer.writerow(["step", "tokens", *names, "pace", "tokens_per_second"])
-            self.empty = False
-        means = [f"{mean:.5f}" for mean in parts.values()]
-        self.writer.writerow([run.step, run.tokens, *means, f"{pace:.4f}", f"{speed:.0f}"])
-        self.file.flush()
-
-    def __enter__(self) -> _log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+def _logged(run: Run[Any], parts: dict[str, float], pace: float, speed: float) -> dict[str, object]:
+    means = {f"{name}_loss": f"{mean:.5f}" for name, mean in parts.items()}
+    return {"step": run.step, "tokens": run.tokens, **means, "pace": f"{pace:.4f}", "tokens_per_second": f"{speed:.0f}"}
 
 
 def _bar() -> Progress:
