@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from phasewise.cli.options import spread
 from phasewise.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Train what ships with phasewise.")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a step takes, and how often a run is looked at."""
+
+    batch_tokens: Annotated[
+        int, typer.Option(min=256, help="Tokens of the largest steps, the others in proportion; rates stay.")
+    ] = 8192
+    validate_minutes: Annotated[
+        float, typer.Option(min=0.0, help="How often examples that are not trained on are looked at.")
+    ] = 15.0
+
+
+STEPS = Steps()
 
 
 @app.callback()
@@ -18,18 +35,14 @@ def train() -> None:
 
 
 @app.command("pocket")
+@spread
 def pocket(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
     size: Annotated[str, typer.Option(help="target, or draft: the small one, trained by itself.")] = "target",
     tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: 60M, the draft 3M.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
-    batch_tokens: Annotated[
-        int, typer.Option(min=256, help="Tokens of the largest steps, the others in proportion; rates stay.")
-    ] = 8192,
-    validate_minutes: Annotated[
-        float, typer.Option(min=0.0, help="How often examples that are not trained on are looked at.")
-    ] = 15.0,
+    steps: Steps = STEPS,
 ) -> None:
     """Train a pocket model from the standard library's source and generated tasks.
 
@@ -48,7 +61,7 @@ def pocket(
     from phasewise.train.pocket import Job
     from phasewise.train.pocket import train as train_pocket
 
-    print(train_pocket(Job(out, sizes[size], tokens, seed, resume, batch_tokens, validate_minutes)))
+    print(train_pocket(Job(out, sizes[size], tokens, seed, resume, steps.batch_tokens, steps.validate_minutes)))
 
 
 @app.command("artefact")
