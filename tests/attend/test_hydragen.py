@@ -109,10 +109,15 @@ def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
 
 def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
     """Spans are numbered as in the step; a method shares among its own, and slices of prompts read by themselves."""
-    paths: list[Any] = [SimpleNamespace(nodes=branch(path)) for path in ("abcd", "abcd", "abcd", "abcd", "ab", "abcd")]
+
+    def flat(walk: None) -> Any:
+        return SimpleNamespace(gaps=False)
+
+    names = ("abcd", "abcd", "abcd", "abcd", "ab", "abcd")
+    paths: list[Any] = [SimpleNamespace(nodes=branch(path), flat=flat) for path in names]
     one, other = Hydragen(), Hydragen(rows=128)
     spans: list[Any] = [
-        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend), rows=rows)
+        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend, walk=None), rows=rows)
         for kv, attend, rows in zip(paths, (one, other, Dense(), other, one, one), (1, 1, 1, 1, 64, 65))
     ]
     assert sorted(_commons(spans, 200, [])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]

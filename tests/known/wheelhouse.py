@@ -115,6 +115,7 @@ def environment(cache: Path, links: str | Path) -> dict[str, str]:
 def fetching(one: Known, cache: Path, links: str | Path) -> subprocess.Popen[str]:
     """A process, the first of a group of its own, that fetches a model; it says each stage and ends with the path."""
     program = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored by what shells put behind
         "from phasewise.known.fetch import fetch\nfrom phasewise.known.models import *\n"
         f"print(fetch({one!r}, accepted=True, say=lambda line: print(line, flush=True)))"
     )

@@ -165,7 +165,8 @@ def engines(placed: object) -> list[Engine]:
 
 def preempt(placed: Placed, whom: Callable[[int, Request], bool]) -> int:
     """They lose all they hold, but for their tokens. -> how many"""
-    found = [(engine, r) for engine in engines(placed) for i, r in enumerate(engine.running) if whom(i, r)]
+    running = [(engine, request) for engine in engines(placed) for request in engine.running]
+    found = [(engine, request) for i, (engine, request) in enumerate(running) if whom(i, request)]
     for engine, request in found:
         engine.room.preempt(request)
     return len(found)
