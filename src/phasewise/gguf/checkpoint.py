@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phasewise.errors import UserError, WeightsError
+from phasewise.errors import WeightsError
 from phasewise.gguf import families
+from phasewise.gguf.blocks import BlockType, Bytes, Floats
 from phasewise.gguf.container import BrokenFile, GGUFFile, Metadata, TensorInfo
 from phasewise.gguf.families import Change, Found, Way
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_SHARDS = 1000
+MOST_LISTED = 1 << 16  # values of a tensor that is read for settings
 PIECE = 1 << 22  # values expanded at a time
 # made from the rest of the file, or read for settings
 ASIDE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd\.weight")
@@ -41,12 +44,10 @@ class GGUFModel:
                 self._tensors[name] = file, info
         embed = self._info("token_embd.weight")
         prefix = self.meta.text("general.architecture")
-        found = Found(self.meta, prefix, frozenset(self._tensors), self._values)
+        shapes = {name: info.shape for name, (_, info) in self._tensors.items()}
+        found = Found(self.meta, prefix, shapes, self._values)
         self.settings: dict[str, Any] = families.settings(found, embed.shape[0])
-        layers = self.settings["num_hidden_layers"]
-        if layers > len(self._tensors):
-            raise UserError(f"{path}: {prefix}.block_count is {layers:,}, and there are {len(self._tensors)} tensors.")
-        self._ways = families.ways(found, layers)
+        self._ways = families.ways(found, self.settings["num_hidden_layers"])
         used = {way.name for way in self._ways.values()}
         left = {name: name for name in self._tensors if name not in used and not ASIDE.fullmatch(name)}
         self.where = {name: self._tensors[way.name][0].path for name, way in self._ways.items()}
@@ -59,8 +60,11 @@ class GGUFModel:
         return self._tensors[name][1]
 
     def _values(self, name: str) -> list[float]:
-        file, info = self._tensors[name]
-        return [float(each) for each in info.type.expand(file.data(info)).reshape(-1)]
+        info = self._info(name)
+        if math.prod(info.shape) > MOST_LISTED:
+            raise BrokenFile(f"{self.path}: the tensor {name} has the shape {list(info.shape)}, and {MOST_LISTED:,} "
+                             "values are the most. Download or export it again.")  # fmt: skip
+        return [float(each) for each in _expanded(info.type, self._tensors[name][0].data(info)).reshape(-1)]
 
     # ---- what Weights asks of a checkpoint
     @property
@@ -85,17 +89,17 @@ class GGUFModel:
         if way.entry is not None:
             each = rows.shape[0] // info.shape[0]
             rows = rows[way.entry * each : (way.entry + 1) * each]
-        if len(shape) == 1:  # one value a row, as pairs are undone by rows
-            rows = rows.reshape(-1, info.type.size)
-        width = rows.shape[1] // info.type.size * info.type.values
-        out = torch.empty((rows.shape[0], width), dtype=dtype or self.dtype(name))
         heads = self._heads(way.change)
-        step = rows.shape[0] // heads if heads else max(1, PIECE // width)
+        if len(shape) == 1:  # one value a row, as pairs are undone by rows
+            values = _expanded(info.type, rows).reshape(-1, 1)
+            step = len(values) // heads if heads else len(values)
+            parts = [families.undone(values[i : i + step], way.change) for i in range(0, len(values), step)]
+            return _tensor(np.concatenate(parts).reshape(-1), dtype or self.dtype(name))
+        out = torch.empty((rows.shape[0], shape[-1]), dtype=dtype or self.dtype(name))
+        step = rows.shape[0] // heads if heads else max(1, PIECE // shape[-1])
         for start in range(0, rows.shape[0], step):
-            with np.errstate(all="ignore"):  # numbers that are none stay what they are
-                values = info.type.expand(rows[start : start + step].reshape(-1, info.type.size))
-            piece = families.undone(values.reshape(-1, width), way.change)
-            out[start : start + step] = torch.from_numpy(np.require(piece, requirements=["C", "W"]))
+            values = _expanded(info.type, rows[start : start + step]).reshape(-1, shape[-1])
+            out[start : start + step] = _tensor(families.undone(values, way.change))
         return out.reshape(shape)
 
     def _heads(self, change: Change) -> int:
@@ -107,20 +111,38 @@ class GGUFModel:
         """What was read is a copy already."""
 
 
+def _expanded(kind: BlockType, raw: Bytes) -> Floats:
+    with np.errstate(all="ignore"):  # numbers that are none stay what they are
+        return kind.expand(raw.reshape(-1, kind.size))
+
+
+def _tensor(values: Floats, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A copy where values lie in the file or in another order: torch wants them writable."""
+    return torch.from_numpy(np.require(values, requirements=["C", "W"])).to(dtype)
+
+
+def shards(path: Path) -> list[Path]:
+    """The files that belong together with one by its name; it alone where that does not say that there are more."""
+    match = SHARD.fullmatch(path.name)
+    if match is None or not 0 < int(match["number"]) <= int(match["count"]) <= MOST_SHARDS:
+        return [path]
+    count = int(match["count"])
+    return [path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+
+
 def _files(path: Path) -> list[GGUFFile]:
     """All files of a model: the one, or the shards that belong to it."""
-    match = SHARD.fullmatch(path.name)
     first = GGUFFile(path)
     count = first.metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= MOST_SHARDS:
-        raise BrokenFile(f"{path}: split.count is {count!r}; 1 to {MOST_SHARDS} files can make a model.")
+        raise BrokenFile(f"{path}: split.count is {count!r:.60}; 1 to {MOST_SHARDS} files can make a model.")
     if count <= 1:
         return [first]
-    if match is None or int(match["count"]) != count:
+    paths = shards(path)
+    if len(paths) != count:
         raise BrokenFile(
             f"{path} is one of {count} files, and its name must end in -00001-of-{count:05}.gguf, and so on."
         )
-    paths = [path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     absent = [each.name for each in paths if not each.is_file()]
     if absent:
         raise WeightsError(
@@ -128,9 +150,10 @@ def _files(path: Path) -> list[GGUFFile]:
         )
     files = [first if each == path else GGUFFile(each) for each in paths]
     for i, file in enumerate(files):
-        if file.metadata.get("split.no", i) != i or file.metadata.get("split.count", count) != count:
-            raise BrokenFile(f"{file.path} says that it is file {file.metadata.get('split.no')!r} of "
-                             f"{file.metadata.get('split.count')!r}; its name says {i} of {count}.")  # fmt: skip
+        number, of = file.metadata.get("split.no"), file.metadata.get("split.count")
+        if type(number) is not int or type(of) is not int or (number, of) != (i, count):
+            raise BrokenFile(f"{file.path} says that it is file {number!r:.60} of {of!r:.60}, counted from 0; its name "
+                             f"says {i} of {count}. Download it again.")  # fmt: skip
     promised, total = files[0].metadata.get("split.tensors.count"), sum(len(file.tensors) for file in files)
     if type(promised) is int and promised != total:
         raise BrokenFile(f"{path}: {promised} tensors are promised, and the files have {total}. Download them again.")

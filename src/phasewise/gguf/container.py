@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phasewise.errors import UserError, near
+from phasewise.errors import UserError
 from phasewise.gguf.blocks import TYPES, BlockType
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -28,6 +28,7 @@ NUMBERS = {  # type id -> struct format
 BOOL, STRING, ARRAY = 7, 8, 9
 MOST_DIMENSIONS = 4
 LONGEST_KEY = 65_535  # bytes, of a key or the name of a tensor
+MOST = (1 << 31) - 1  # of any size that metadata give
 
 
 class BrokenFile(UserError):
@@ -141,7 +142,7 @@ class GGUFFile:
         headers = [self._header(cursor) for _ in range(count)]
         align = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(align) is not int or align < 8 or align & (align - 1) or align > 1 << 20:
-            raise cursor.fail(f"general.alignment is {align!r}; it must be a power of two from 8 on")
+            raise cursor.fail(f"general.alignment is {align!r:.60}; it must be a power of two from 8 on")
         start = -(-cursor.at // align) * align
         found: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in headers:
@@ -204,20 +205,30 @@ class Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; of an array that has one value throughout (one for each layer), that value."""
+    def whole(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        """A whole number from 1 to `most`; of an array that has one value throughout (one for each layer), that."""
         value = self.values.get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
             value = value.flat[0].item()
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise self.wrong(key, "a positive whole number")
+        if type(value) is not int or not 0 < value <= most:
+            raise self.wrong(key, f"a whole number from 1 to {most:,}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
+        """A finite number, larger than `above`."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
             raise self.wrong(key, "a number")
+        if above is not None and value <= above:
+            raise self.wrong(key, f"a number above {above:g}")
         return float(value)
+
+    def index(self, key: str, size: int) -> int | None:
+        """A number of `size` things counted from 0, or None where the key is missing."""
+        value = self.values.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < size):
+            raise self.wrong(key, f"a number from 0 to {size - 1:,}")
+        return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.values.get(key, default)
@@ -232,17 +243,17 @@ class Metadata:
             raise self.wrong(key, "a list of texts")
         return [each.decode("utf-8", "replace") for each in value]
 
-    def array(self, key: str) -> list[Any]:
-        """A list of numbers, empty where the key is missing."""
+    def array(self, key: str, *, whole: bool = False) -> list[Any]:
+        """A list of numbers, or of whole ones; empty where the key is missing."""
         value = self.values.get(key)
         if value is None:
             return []
-        if not isinstance(value, np.ndarray):
-            raise self.wrong(key, "a list of numbers")
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in ("iu" if whole else "iuf"):
+            raise self.wrong(key, f"a list of {'whole ' if whole else ''}numbers")
         return list(value.tolist())
 
     def wrong(self, key: str, wanted: str) -> UserError:
         if key in self.values:
             value = repr(self.values[key])
             return UserError(f"{self.path}: the metadata's {key} must be {wanted}, got {value[:60]}.")
-        return UserError(f"{self.path}: the metadata has no {key}, which must be {wanted}. {near(key, self.values)}")
+        return UserError(f"{self.path}: the metadata has no {key}, which must be {wanted}. Export it again.")

@@ -5,7 +5,9 @@ Names and keys are those that the ggml project's converters write; what they cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +16,16 @@ from numpy.typing import NDArray
 
 from phasewise.errors import UnsupportedModel, UserError, near
 from phasewise.gguf.container import Metadata
+from phasewise.gguf.vocabulary import CONTROL, USER_DEFINED
 
 # "pairs": rows of a head are (first, second) of each rotated pair in turn; "raised": a norm's weight plus one
 Change = Literal["", "pairs of queries", "pairs of keys", "raised"]
 Lists = Callable[[str], list[float]]  # the values of a small tensor
+SLIDING, FULL = "sliding_attention", "full_attention"
+LARGEST_HEAD = 1 << 14  # dimensions
+BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
+ENDS = frozenset((b"<|eot_id|>", b"<|eom_id|>", b"<|im_end|>", b"<|end|>", b"<end_of_turn>", b"<|endoftext|>",
+                  b"<|end_of_text|>"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,15 +39,20 @@ class Way:
 
 @dataclass(frozen=True)
 class Found:
-    """What a family is read from: the metadata below its own name, which tensors there are, and small ones' values."""
+    """What a family is read from: the metadata below its own name, all tensors' shapes, and small ones' values."""
 
     meta: Metadata
     prefix: str
-    tensors: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
     values: Lists
 
     def key(self, name: str) -> str:
         return f"{self.prefix}.{name}"
+
+    def blocks(self) -> int:
+        """How many layers the tensors' names tell of."""
+        numbers = (BLOCK.match(name) for name in self.tensors)
+        return max((int(number[1]) + 1 for number in numbers if number), default=0)
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,48 @@ MLP = (("ffn_gate", "gate_proj"), ("ffn_up", "up_proj"), ("ffn_down", "down_proj
 # ---- settings
 def settings(found: Found, vocab: int) -> dict[str, Any]:
     """`config.json` for a file. Raises UnsupportedModel for an architecture that the decoder lacks, and UserError for
-    metadata that is missing or absurd."""
+    metadata that is missing, absurd, or not what the tensors are."""
     meta, key = found.meta, found.key
-    heads = meta.whole(key("attention.head_count"))
-    hidden = meta.whole(key("embedding_length"))
+    kind = family(found)
+    layers = meta.whole(key("block_count"))
+    if layers != found.blocks():
+        raise UserError(f"{meta.path}: {key('block_count')} is {layers:,}, and there are tensors of {found.blocks():,} "
+                        "blocks. Download or export it again.")  # fmt: skip
+    size, rotated = _head(found)
+    values = {
+        "model_type": kind.model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": meta.whole(key("embedding_length")),
+        "intermediate_size": meta.whole(key("feed_forward_length")),
+        "num_attention_heads": meta.whole(key("attention.head_count")),
+        "num_key_value_heads": meta.whole(key("attention.head_count_kv"), meta.whole(key("attention.head_count"))),
+        "head_dim": size,
+        "rms_norm_eps": meta.number(key("attention.layer_norm_rms_epsilon"), above=0.0),
+        "max_position_embeddings": meta.whole(key("context_length")),
+        "original_max_position_embeddings": _original(found),
+        "rope_theta": meta.number(key("rope.freq_base"), 10_000.0, above=1.0),
+        "rope_scaling": _scaling(found),
+        # a share that times the size is rounded down: it must not come out below
+        "partial_rotary_factor": 1.0 if rotated == size else math.nextafter(rotated / size, 1.0),
+        "vocab_size": vocab,
+        "tie_word_embeddings": "output.weight" not in found.tensors,
+        "bos_token_id": meta.index("tokenizer.ggml.bos_token_id", vocab),
+        "eos_token_id": _ends(meta, vocab),
+        "attention_bias": "blk.0.attn_q.bias" in found.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in found.tensors,
+        "use_bidirectional_attention": meta.get(key("attention.causal")) is False,
+    }
+    return {name: value for name, value in {**values, **kind.more(found)}.items() if value is not None}
+
+
+def _head(found: Found) -> tuple[int, int]:
+    """Dimensions of a head, and how many of them rotate."""
+    meta, key = found.meta, found.key
+    heads, hidden = meta.whole(key("attention.head_count")), meta.whole(key("embedding_length"))
     if hidden % heads and key("attention.key_length") not in meta.values:
         raise UserError(f"{meta.path}: {key('attention.head_count')} {heads} does not divide "
                         f"{key('embedding_length')} {hidden}.")  # fmt: skip
-    size = meta.whole(key("attention.key_length"), hidden // heads or 1)
+    size = meta.whole(key("attention.key_length"), hidden // heads or 1, most=LARGEST_HEAD)
     rotated = meta.whole(key("rope.dimension_count"), size)
     if size % 2 or rotated % 2 or rotated > size:
         raise UserError(
@@ -79,28 +126,20 @@ def settings(found: Found, vocab: int) -> dict[str, Any]:
         )
     if meta.whole(key("attention.value_length"), size) != size:
         raise UnsupportedModel(f"{meta.path}: keys of {size} and values of another width cannot be read.")
-    ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    values = {
-        "model_type": family(found).model_type,
-        "num_hidden_layers": meta.whole(key("block_count")),
-        "hidden_size": hidden,
-        "intermediate_size": meta.whole(key("feed_forward_length")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta.whole(key("attention.head_count_kv"), heads),
-        "head_dim": size,
-        "rms_norm_eps": meta.number(key("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": meta.whole(key("context_length")),
-        "rope_theta": meta.number(key("rope.freq_base"), 10_000.0),
-        "rope_scaling": _scaling(found),
-        "partial_rotary_factor": rotated / size,
-        "vocab_size": vocab,
-        "tie_word_embeddings": "output.weight" not in found.tensors,
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(end for end in ends if type(end) is int)),
-        "attention_bias": "blk.0.attn_q.bias" in found.tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in found.tensors,
-    }
-    return {name: value for name, value in {**values, **family(found).more(found)}.items() if value is not None}
+    return size, rotated
+
+
+def _ends(meta: Metadata, vocab: int) -> list[int]:
+    """The tokens that end an answer: those that the metadata name, which is one as a rule, and those whose text says so
+    in all published vocabularies that have them."""
+    tokens = meta.values.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > vocab:
+        raise UserError(f"{meta.path}: {len(tokens):,} tokens, and embeddings of {vocab:,}. Export it again.")
+    named = [meta.index(f"tokenizer.ggml.{name}_token_id", vocab) for name in ("eos", "eot", "eom")]
+    types = meta.array("tokenizer.ggml.token_type", whole=True)
+    known = [i for i, text in enumerate(tokens) if text in ENDS] if isinstance(tokens, list) else []
+    marks = [i for i in known if i < len(types) and types[i] in (CONTROL, USER_DEFINED)]
+    return list(dict.fromkeys(i for i in (*named, *marks) if i is not None))
 
 
 def family(found: Found) -> Family:
@@ -109,7 +148,8 @@ def family(found: Found) -> Family:
     if name == "llama" and "blk.0.ffn_gate_inp.weight" in found.tensors:
         return MIXTRAL
     if name not in FAMILIES:
-        raise UnsupportedModel(f"{found.meta.path}: the architecture {name!r} is not supported. {near(name, FAMILIES)}")
+        raise UnsupportedModel(f"{found.meta.path}: the architecture {name[:60]!r} is not supported. "
+                               f"{near(name[:60], FAMILIES)}")  # fmt: skip
     return FAMILIES[name]
 
 
@@ -118,26 +158,46 @@ def _scaling(found: Found) -> dict[str, Any] | None:
     meta, key = found.meta, found.key
     if "rope_freqs.weight" in found.tensors:
         return {"rope_type": "divided", "divisors": found.values("rope_freqs.weight")}
-    if "rope_factors_long.weight" in found.tensors:
-        scale = meta.get(key("rope.scaling.attn_factor"))
-        return {
-            "rope_type": "longrope",
-            "long_factor": found.values("rope_factors_long.weight"),
-            "short_factor": found.values("rope_factors_short.weight"),
-            "original_max_position_embeddings": meta.whole(key("rope.scaling.original_context_length")),
-            **({} if scale is None else {"attention_factor": meta.number(key("rope.scaling.attn_factor"))}),
-        }
-    kind = meta.text(key("rope.scaling.type"), "none")
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
+    # a file with a factor and no type means linear; the oldest have the factor under a key of its own
+    factor = meta.number(key("rope.scaling.factor"), meta.number(key("rope.scale_linear"), 0.0))
+    kind = meta.text(key("rope.scaling.type"), "linear" if factor else "none")
+    if kind == "longrope" or "rope_factors_long.weight" in found.tensors:
+        return _longrope(found)
+    if kind not in ("linear", "none", "yarn"):
         raise UnsupportedModel(
-            f"{meta.path}: rope scaling {kind!r} cannot be read. Valid: linear, longrope, none, yarn."
+            f"{meta.path}: rope scaling {kind[:60]!r} cannot be read. Valid: linear, longrope, none, yarn."
         )
-    more = {}
-    if kind == "yarn":
-        more = {"original_max_position_embeddings": meta.whole(key("rope.scaling.original_context_length"))}
-    return {"rope_type": kind, "factor": meta.number(key("rope.scaling.factor")), **more}
+    if kind == "none" or not factor:
+        return None
+    if factor < 0:
+        raise UserError(f"{meta.path}: {key('rope.scaling.factor')} is {factor:g}; positions stretch by more than 0.")
+    return {"rope_type": kind, "factor": factor, **(_yarn(found) if kind == "yarn" else {})}
+
+
+def _longrope(found: Found) -> dict[str, Any]:
+    meta, key = found.meta, found.key
+    scale = key("rope.scaling.attn_factor")
+    return {
+        "rope_type": "longrope",
+        "long_factor": found.values("rope_factors_long.weight"),
+        "short_factor": found.values("rope_factors_short.weight"),
+        **({"attention_factor": meta.number(scale, above=0.0)} if scale in meta.values else {}),
+    }
+
+
+def _yarn(found: Found) -> dict[str, Any]:
+    names = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    keys = {theirs: found.key(f"rope.scaling.{name}") for theirs, name in names.items()}
+    return {theirs: found.meta.number(key, above=1e-6) for theirs, key in keys.items() if key in found.meta.values}
+
+
+def _original(found: Found) -> int | None:
+    """The length before stretching, if it is told."""
+    name = found.key("rope.scaling.original_context_length")
+    original = found.meta.whole(name) if name in found.meta.values else None
+    if original == 1:
+        raise found.meta.wrong(name, "a length of 2 or more")
+    return original
 
 
 def _window(found: Found) -> dict[str, Any]:
@@ -145,44 +205,86 @@ def _window(found: Found) -> dict[str, Any]:
     return {"sliding_window": found.meta.whole(found.key("attention.sliding_window")) if window else None}
 
 
+def _olmo2(found: Found) -> dict[str, Any]:
+    if _window(found)["sliding_window"] is not None:
+        raise UnsupportedModel(f"{found.meta.path}: layers with a sliding window make it an OLMo 3, which is not "
+                               "supported. Take an OLMo 2.")  # fmt: skip
+    return {}
+
+
+def _experts_of(found: Found) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a row takes."""
+    meta, key, gate = found.meta, found.key, "blk.0.ffn_gate_inp.weight"
+    count = meta.whole(key("expert_count"))
+    if count != found.tensors.get(gate, (0,))[0]:
+        shape = list(found.tensors.get(gate, ()))
+        raise UserError(f"{meta.path}: {key('expert_count')} is {count:,}, and {gate} has the shape {shape}: one row "
+                        "for each expert is needed.")  # fmt: skip
+    return count, meta.whole(key("expert_used_count"), most=count)
+
+
 def _qwen3_moe(found: Found) -> dict[str, Any]:
     meta, key = found.meta, found.key
+    experts, used = _experts_of(found)
+    shared = max(1, meta.whole(key("feed_forward_length")) // used)
     return {
-        "num_experts": meta.whole(key("expert_count")),
-        "num_experts_per_tok": meta.whole(key("expert_used_count")),
-        "moe_intermediate_size": meta.whole(key("expert_feed_forward_length")),
+        "num_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": meta.whole(key("expert_feed_forward_length"), shared),
         "norm_topk_prob": True,
     }
 
 
 def _mixtral(found: Found) -> dict[str, Any]:
-    meta, key = found.meta, found.key
-    return {
-        "num_local_experts": meta.whole(key("expert_count")),
-        "num_experts_per_tok": meta.whole(key("expert_used_count")),
-    }
+    experts, used = _experts_of(found)
+    return {"num_local_experts": experts, "num_experts_per_tok": used}
 
 
-def _gemma(found: Found, largest: int) -> dict[str, Any]:
-    """`largest`: how many layers the one size has whose scores are scaled by another width than a head's."""
+def _gemma(found: Found, largest: int, every: int) -> dict[str, Any]:
+    """`largest`: how many layers the one size has whose scores are scaled by another width than a head's; `every`: the
+    how manieth layers see everything unless the file says otherwise."""
     meta, key = found.meta, found.key
     layers, heads = meta.whole(key("block_count")), meta.whole(key("attention.head_count"))
     hidden = meta.whole(key("embedding_length"))
-    size = meta.whole(key("attention.key_length"), hidden // heads or 1)
-    return {**_window(found), "query_pre_attn_scalar": hidden // heads if layers == largest else size}
+    size = _head(found)[0]
+    return {
+        **_window(found),
+        "layer_types": [SLIDING if slides else FULL for slides in _slides(found, layers, every)],
+        "query_pre_attn_scalar": hidden // heads if layers == largest else size,
+    }
+
+
+def _slides(found: Found, layers: int, every: int) -> list[bool]:
+    """Which layers have a window: a pattern is a flag for each, or the how manieth have none."""
+    name = found.key("attention.sliding_window_pattern")
+    pattern = found.meta.get(name)
+    if isinstance(pattern, np.ndarray):
+        if len(pattern) != layers:
+            raise UserError(f"{found.meta.path}: {name} is for {len(pattern)} blocks, and there are {layers}.")
+        return [bool(each) for each in pattern]
+    period = found.meta.whole(name, every)
+    return [(i + 1) % period != 0 for i in range(layers)]
 
 
 def _gemma2(found: Found) -> dict[str, Any]:
     meta, key = found.meta, found.key
     return {
-        **_gemma(found, 46),
-        "attn_logit_softcapping": meta.number(key("attn_logit_softcapping"), 50.0),
-        "final_logit_softcapping": meta.number(key("final_logit_softcapping"), 30.0),
+        **_gemma(found, 46, 2),
+        "attn_logit_softcapping": meta.number(key("attn_logit_softcapping"), 50.0, above=0.0),
+        "final_logit_softcapping": meta.number(key("final_logit_softcapping"), 30.0, above=0.0),
     }
 
 
 def _gemma3(found: Found) -> dict[str, Any]:
-    return {**_gemma(found, 62), "rope_local_base_freq": found.meta.number(found.key("rope.freq_base_swa"), 10_000.0)}
+    meta, cap = found.meta, found.key("final_logit_softcapping")
+    every = _gemma(found, 62, 6)
+    if every["sliding_window"] is None:  # a file that tells of no window has none
+        every["layer_types"] = [FULL] * len(every["layer_types"])
+    return {
+        **every,
+        "rope_local_base_freq": meta.number(found.key("rope.freq_base_swa"), 10_000.0, above=1.0),
+        "final_logit_softcapping": meta.number(cap, above=0.0) if cap in meta.values else None,
+    }
 
 
 MIXTRAL = Family("mixtral", _mixtral, paired=True)
@@ -192,7 +294,7 @@ FAMILIES = {
     "qwen3": Family("qwen3"),
     "qwen3moe": Family("qwen3_moe", _qwen3_moe),
     "phi3": Family("phi3", _window),
-    "olmo2": Family("olmo2", norms=AFTER),
+    "olmo2": Family("olmo2", _olmo2, norms=AFTER),
     "smollm3": Family("smollm3", paired=True),
     "gemma2": Family("gemma2", _gemma2, raised=True, norms=BOTH),
     "gemma3": Family("gemma3_text", _gemma3, raised=True, norms=BOTH),
@@ -235,13 +337,20 @@ def _experts(found: Found, kind: Family, i: int) -> Iterator[tuple[str, Way]]:
     gate = Way(f"blk.{i}.ffn_gate_inp.weight")
     if gate.name not in found.tensors:
         return
-    mixtral = kind is MIXTRAL
+    count, mixtral = found.meta.whole(found.key("expert_count")), kind is MIXTRAL
+    if found.tensors[gate.name][0] != count:
+        raise UserError(f"{found.meta.path}: {gate.name} has {found.tensors[gate.name][0]:,} rows for {count:,} "
+                        "experts. Download or export it again.")  # fmt: skip
     root = f"model.layers.{i}.{'block_sparse_moe' if mixtral else 'mlp'}"
     yield f"{root}.gate.weight", gate
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for (name, _), theirs in zip(MLP, names):
-        for e in range(found.meta.whole(found.key("expert_count"))):
-            whole, single = f"blk.{i}.{name}_exps.weight", f"blk.{i}.{name}.{e}.weight"  # the latter in older files
+        whole = f"blk.{i}.{name}_exps.weight"
+        if whole in found.tensors and found.tensors[whole][0] != count:
+            raise UserError(f"{found.meta.path}: {whole} has {found.tensors[whole][0]:,} of {count:,} experts. "
+                            "Download or export it again.")  # fmt: skip
+        for e in range(count):
+            single = f"blk.{i}.{name}.{e}.weight"  # in older files
             way = Way(single) if single in found.tensors else Way(whole, entry=e)
             yield f"{root}.experts.{e}.{theirs}.weight", way
 

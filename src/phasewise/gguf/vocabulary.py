@@ -7,7 +7,7 @@ two neighbours make is made first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -51,7 +51,7 @@ def tokenizer(meta: Metadata) -> Tokenizer:
     tokens = meta.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise UserError(f"{meta.path}: the vocabulary (tokenizer.ggml.tokens) is empty.")
-    types = [int(each) for each in meta.array("tokenizer.ggml.token_type")] or [NORMAL] * len(tokens)
+    types = meta.array("tokenizer.ggml.token_type", whole=True) or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise UserError(
             f"{meta.path}: {len(tokens)} tokens and {len(types)} types of them in tokenizer.ggml.token_type."
@@ -61,8 +61,9 @@ def tokenizer(meta: Metadata) -> Tokenizer:
     elif kind == "llama":
         made = _sentencepiece(meta, tokens, types)
     else:
-        raise UnsupportedModel(f"{meta.path}: the vocabulary is of the kind {kind!r}. {near(kind, ('gpt2', 'llama'))}")
-    _add(made, tokens, types, spaced=kind == "llama")
+        raise UnsupportedModel(f"{meta.path}: the vocabulary is of the kind {kind[:60]!r}. "
+                               f"{near(kind[:60], ('gpt2', 'llama'))}")  # fmt: skip
+    _add(made, tokens, types, spaced=kind == "llama", strips=kind == "llama" and _phi3(meta))
     _ends(made, meta, tokens, begin=kind == "llama" or meta.get("tokenizer.ggml.pre") in BEGIN)
     return made
 
@@ -71,12 +72,8 @@ def special(meta: Metadata) -> dict[str, str]:
     """The texts of the special tokens, by their names in `tokenizer_config.json`."""
     tokens = meta.texts("tokenizer.ggml.tokens")
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    found = {}
-    for name, theirs in names.items():
-        i = meta.get(f"tokenizer.ggml.{name}_token_id")
-        if i is not None:
-            found[theirs] = tokens[_token_id(meta, f"tokenizer.ggml.{name}_token_id", len(tokens))]
-    return found
+    ids = {theirs: meta.index(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name, theirs in names.items()}
+    return {name: tokens[i] for name, i in ids.items() if i is not None}
 
 
 def templates(meta: Metadata) -> dict[str, str]:
@@ -90,23 +87,16 @@ def templates(meta: Metadata) -> dict[str, str]:
     return found
 
 
-def _token_id(meta: Metadata, key: str, size: int) -> int:
-    value = meta.get(key)
-    if type(value) is not int or not 0 <= value < size:
-        raise meta.wrong(key, f"a token's number below {size}")
-    return value
-
-
 # ---- byte-level BPE
 def _byte_level(meta: Metadata, tokens: Sequence[str]) -> Tokenizer:
     name = meta.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
-        raise UnsupportedModel(f"{meta.path}: text is split in an unknown way, {name!r} (tokenizer.ggml.pre). "
-                               f"{near(name, SPLITS)}")  # fmt: skip
+        raise UnsupportedModel(f"{meta.path}: text is split in an unknown way, {name[:60]!r} (tokenizer.ggml.pre). "
+                               f"{near(name[:60], SPLITS)}")  # fmt: skip
     pairs = []
     for merge in meta.texts("tokenizer.ggml.merges"):
-        left, space, right = merge.partition(" ")
-        if not space or not right or " " in right:
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
             raise UserError(f"{meta.path}: the merge {merge!r:.60} is not two tokens with a space between them.")
         pairs.append((left, right))
     model = _bpe(meta, tokens, pairs, ignore_merges=name in WHOLE)
@@ -125,19 +115,12 @@ def _byte_level(meta: Metadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _bpe(meta: Metadata, tokens: Sequence[str], merges: list[tuple[str, str]], **more: object) -> models.BPE:
-    ids: dict[str, int] = {}
-    for i, token in enumerate(tokens):
-        ids.setdefault(token, i)
-    known = ids.keys()
-    for left, right in merges:
-        if left not in known or right not in known or left + right not in known:
-            raise UserError(f"{meta.path}: the merge of {left!r:.40} and {right!r:.40} is broken: one of them, or what "
-                            "they make, is no token of the vocabulary. Download or export the file again.")  # fmt: skip
+    ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1)))  # of a token that is there twice, the first
     try:
         return models.BPE(vocab=ids, merges=merges, **more)
-    except Exception as error:  # the backend raises bare Exception
+    except Exception as error:  # the backend raises bare Exception; it holds each merge against the vocabulary
         raise UserError(
-            f"{meta.path}: the vocabulary cannot be used ({error}). Download or export it again."
+            f"{meta.path}: the vocabulary or its merges cannot be used ({error}). Download or export it again."
         ) from error
 
 
@@ -146,26 +129,25 @@ def _sentencepiece(meta: Metadata, tokens: Sequence[str], types: Sequence[int]) 
     scores = meta.array("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise UserError(f"{meta.path}: {len(tokens)} tokens and {len(scores)} scores of them in tokenizer.ggml.scores.")
+    if any(score != score for score in scores):
+        raise UserError(f"{meta.path}: tokenizer.ggml.scores has numbers that are none. Download or export it again.")
     spelled = [SPACE * len(token) if kind == USER_DEFINED and not token.strip(" ") else token
                for token, kind in zip(tokens, types)]  # fmt: skip
-    unknown = meta.get("tokenizer.ggml.unknown_token_id")
+    unknown = meta.index("tokenizer.ggml.unknown_token_id", len(tokens))
     model = _bpe(
         meta,
         spelled,
         _merges(spelled, types, scores),
         byte_fallback=BYTE in types,
         fuse_unk=True,
-        unk_token=None if unknown is None else spelled[_token_id(meta, "tokenizer.ggml.unknown_token_id", len(tokens))],
+        unk_token=None if unknown is None else spelled[unknown],
     )
     made = Tokenizer(model)
+    # A space goes before a text, whatever it begins with, and after each token that is found whole: so SentencePiece
+    # has it, and the tokenizers published with Llama 2, Mistral, Mixtral and Phi-3.
     prefixed = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-    if meta.text("general.architecture") == "phi3" and prefixed:
-        # a space goes before the text and after each special token, whatever the text begins with
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    elif prefixed:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
-    else:
-        made.normalizer = normalizers.Replace(" ", SPACE)
+    before = [normalizers.Prepend(SPACE)] if prefixed else []
+    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])  # type: ignore[list-item]
     first = [decoders.Strip(" ", left=1)] if prefixed else []
     made.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *first]  # type: ignore[list-item]
@@ -177,29 +159,32 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
     """All pairs of pieces that make a piece, the best piece first. Pieces that users have defined go before all others,
     in their order: their scores say nothing."""
     pieces = {token for token, kind in zip(tokens, types) if kind in (NORMAL, USER_DEFINED, UNUSED)}
-    ranked: list[tuple[int, float, int, str, str]] = []
-    for i, (token, kind, score) in enumerate(zip(tokens, types, scores)):
-        if token not in pieces or len(token) < 2 or kind not in (NORMAL, USER_DEFINED):
-            continue
-        rank = (0, float(i)) if kind == USER_DEFINED else (1, -score)
-        ranked.extend((*rank, -len(left), left, right) for left, right in _halves(token, pieces))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
-
-
-def _halves(token: str, pieces: set[str]) -> Iterator[tuple[str, str]]:
-    for cut in range(1, len(token)):
-        if token[:cut] in pieces and token[cut:] in pieces:
-            yield token[:cut], token[cut:]
+    own = [i for i, kind in enumerate(types) if kind == USER_DEFINED]
+    others = sorted((i for i, kind in enumerate(types) if kind == NORMAL), key=lambda i: -scores[i])
+    made = []
+    for token in dict.fromkeys(tokens[i] for i in (*own, *others)):
+        for cut in range(len(token) - 1, 0, -1):  # the longest beginning first
+            left = token[:cut]
+            if left in pieces and (right := token[cut:]) in pieces:
+                made.append((left, right))
+    return made
 
 
 # ---- around both
-def _add(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], spaced: bool) -> None:
+UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def _phi3(meta: Metadata) -> bool:
+    """Whether blanks after its marks belong to them: no file says so, all published ones of this architecture do."""
+    return meta.text("general.architecture") == "phi3"
+
+
+def _add(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, spaced: bool, strips: bool) -> None:
     """Tokens that are found in a text whole, before anything else is done to it."""
     every = [
-        AddedToken(token, special=kind == CONTROL, normalized=False)
+        AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=strips and token not in UNSTRIPPED)
         for token, kind in zip(tokens, types)
-        if kind in (CONTROL, USER_DEFINED) and token and not (spaced and not token.strip(" "))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token and not (spaced and not token.strip(" "))
     ]
     made.add_special_tokens([each for each in every if each.special])
     made.add_tokens([each for each in every if not each.special])
@@ -208,12 +193,8 @@ def _add(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], spaced: b
 def _ends(made: Tokenizer, meta: Metadata, tokens: Sequence[str], begin: bool) -> None:
     """What goes before and after each text."""
     wanted = {"bos": meta.get("tokenizer.ggml.add_bos_token", begin), "eos": meta.get("tokenizer.ggml.add_eos_token")}
-    found = {}
-    for name, add in wanted.items():
-        key = f"tokenizer.ggml.{name}_token_id"
-        if add and meta.get(key) is not None:
-            i = _token_id(meta, key, len(tokens))
-            found[name] = tokens[i], i
+    ids = {name: meta.index(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name, add in wanted.items() if add}
+    found = [{"id": name, "ids": [i], "tokens": [tokens[i]]} for name, i in ids.items() if i is not None]
     if found:
-        single = [*([found["bos"][0]] if "bos" in found else []), "$A", *([found["eos"][0]] if "eos" in found else [])]
-        made.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(found.values()))
+        single = [name for name in ("bos", "$A", "eos") if name == "$A" or ids.get(name) is not None]
+        made.post_processor = processors.TemplateProcessing(single=single, special_tokens=found)

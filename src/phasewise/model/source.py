@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 from phasewise.gguf import vocabulary
-from phasewise.gguf.checkpoint import GGUFModel
+from phasewise.gguf.checkpoint import GGUFModel, shards
 from phasewise.model.directory import Directory
 from phasewise.model.hub import resolve
 from phasewise.model.raw import RawConfig
@@ -68,8 +68,8 @@ class GGUF:
         return vocabulary.templates(self._model().meta)
 
     def stamp(self) -> tuple[Any, ...]:
-        stat = self.path.stat()
-        return self.path.name, stat.st_size, stat.st_mtime_ns
+        found = [(path.name, path.stat()) for path in shards(self.path) if path.is_file()]
+        return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found)
 
 
 @lru_cache(maxsize=2)  # settings, tensors and tokenizer are asked for one after the other
