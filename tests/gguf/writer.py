@@ -257,3 +257,31 @@ def _llama3(rope: dict[str, Any], size: int) -> list[float]:
         kept = float(np.clip((turns - low) / (high - low), 0.0, 1.0))
         found.append(1 / ((1 - kept) / rope["factor"] + kept))
     return found
+
+
+# ---- a whole model, as small as can be
+def tiny(path: Path, vocabulary: Vocabulary, architecture: str = "llama", **extra: Any) -> Path:
+    """A model of one layer whose embeddings are as many as there are tokens; `extra`: keys below the architecture's
+    name, with __ for dots (None: left out)."""
+    writer = GGUFWriter(path, architecture)
+    keys = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 8,
+        "feed_forward_length": 12,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": 2.0**-20,
+        **{key.replace("__", "."): value for key, value in extra.items()},
+    }
+    for key, value in keys.items():
+        if value is not None:
+            add(writer, f"{architecture}.{key}", value)
+    vocabulary.add(writer)
+    shapes = {"attn_norm": (8,), "attn_q": (8, 8), "attn_k": (4, 8), "attn_v": (4, 8), "attn_output": (8, 8),
+              "ffn_norm": (8,), "ffn_gate": (12, 8), "ffn_up": (12, 8), "ffn_down": (8, 12)}  # fmt: skip
+    named = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
+    generator = np.random.default_rng(0)
+    for name, shape in {"token_embd.weight": (len(vocabulary.tokens), 8), "output_norm.weight": (8,), **named}.items():
+        writer.add_tensor(name, generator.standard_normal(shape).astype(np.float32))
+    return finish(writer, path)
