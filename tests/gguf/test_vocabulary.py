@@ -30,11 +30,12 @@ NAMES = sorted(MADE)
 ODD = [
     "", " ", "  ", "   ", "\n", "\n\n\n", " \n \t ", "\r\n\r\n", "a", " a", "  a", "a ", "hello world",
     " hello  world  ", "1", "12", "123", "1234", "12345678", "a1b22c333", "٣٤٥", "½", "Ⅷ", "x²", "2024-01-02",
-    "3.14159", "don't DON'T we'Ve 'sS", "CamelCaseHTTPServer", "ПРИВЕТмир", "ǅungla", "naïve café", "cafe\u0301", "\u212b",
-    "你好世界", "🎉👨\u200d👩\u200d👧", "\u200b\u200d", "\x00\x01", "\ufffd", "a\u0300\u0301b", "!!!///\n\n", "...\r\n",
-    "#!/bin/sh\n//\n", "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|><|im_start|>", " <tool> <tool>x", "a b",
-    "xa by", "<｜user｜>", "[PAD7]", "<s>hello</s> world", "<s> hello", "<unk>", "hello<|user|>  \n hello <|end|>\n\nthe",
-    "<tag> the<tag>the", "\n\nthe\n\n\n", "the    end  of   it", f"{SPACE}the{SPACE}", "<0x41>", "the " * 40,
+    "3.14159", "don't DON'T we'Ve 'sS", "CamelCaseHTTPServer", "ПРИВЕТмир", "ǅungla", "naïve café", "cafe\u0301",
+    "\u212b", "你好世界", "🎉👨\u200d👩\u200d👧", "\u200b\u200d", "\x00\x01", "\ufffd", "a\u0300\u0301b", "!!!///\n\n",
+    "...\r\n", "#!/bin/sh\n//\n", "<|im_start|>user\nhi<|im_end|>\n", "<|im_start|><|im_start|>", " <tool> <tool>x",
+    "a b", "xa by", "<｜user｜>", "[PAD7]", "<s>hello</s> world", "<s> hello", "<unk>",
+    "hello<|user|>  \n hello <|end|>\n\nthe", "<tag> the<tag>the", "\n\nthe\n\n\n",
+    "the    end  of   it", f"{SPACE}the{SPACE}", "<0x41>", "the " * 40,
     " zebra zebra cats", "2024 987 98",
 ]  # fmt: skip
 TEXTS = st.text(max_size=60) | st.text("the cat'S 12½éÉ你🎉\u0301\n\r\t<|>/ ", max_size=40) | st.lists(
