@@ -157,6 +157,7 @@ class Weights:
             part = self._read(name)
             out[start : start + shape[0]].copy_(part)
             self.checkpoint.let_go(part)
+            del part  # before the next one is read
             start += shape[0]
         return out
 
