@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from phasewise.bench import quality, report
 from phasewise.bench.rounds import agreement
-from phasewise.cli.evaluate import Judge
+from phasewise.cli.evaluate import judge_of
 from phasewise.cli.options import EngineOptions
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError, near
@@ -68,13 +68,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def judged(dtype: str, tasks: Sequence[str], asked: argparse.Namespace) -> Judged:
-    judge = Judge(EngineOptions(model=asked.model, dtype=dtype))
-    out = Judged(answers=judge.answers, losses=judge.losses, weight_bytes=judge.llm.model.weight_bytes)
+    judge = judge_of(EngineOptions(model=asked.model, dtype=dtype))
+    out = Judged(weight_bytes=judge.llm.model.weight_bytes)
     for at, task in enumerate(tasks, 1):
         with counting(f"{dtype}: {task} ({at} of {len(tasks)})", asked.examples) as tell:
             rows = judge.measure(task, asked.examples, asked.seed, tell)
         out.rows += rows
         out.task += [task] * len(rows)
+    out.answers, out.losses = judge.answers, judge.losses
     return out
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise import catalog
-from phasewise.cli.evaluate import Judge
+from phasewise.cli.evaluate import judge_of
 from phasewise.cli.options import EngineOptions
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
@@ -223,7 +223,7 @@ def test_the_shipped_weights_do_better_than_none() -> None:
     """Loss on held-out library source, nats per token, of the pocket model at half its layers."""
 
     def loss(weights: str) -> float:
-        judge = Judge(EngineOptions(skip=f"unified:weights={weights}"))
+        judge = judge_of(EngineOptions(skip=f"unified:weights={weights}"))
         return judge.measure("code", 1, 0, lambda done: None)[0].value  # one window of 512 tokens
 
     assert loss("auto") < loss("none") - 1.5

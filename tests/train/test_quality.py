@@ -59,9 +59,10 @@ def test_next_line_accepts_the_true_line_only(text: Text) -> None:
         found = (everything.partition(text.decode(prompt))[2] for prompt in prompts)
         return [text.encode("\n" + after.lstrip("\n").partition("\n")[0]) for after in found]
 
-    row = next_line(cheat, text, Random(0), 40)
+    row = next_line(cheat, text, Random(0), 40).row
     assert row.value > 0.9  # a prompt cut inside a character or repeated elsewhere may mislead the cheat
-    assert next_line(lambda prompts, room: [text.encode("nothing") for _ in prompts], text, Random(0), 40).value == 0
+    wrong = next_line(lambda prompts, room: [text.encode("nothing") for _ in prompts], text, Random(0), 40)
+    assert wrong.row.value == sum(wrong.values) == 0
 
 
 def test_code_loss_is_reported_per_token_and_per_byte(text: Text) -> None:

@@ -31,51 +31,78 @@ OUT_OF_ORDER = (
 
 @dataclass
 class Forced:
-    """A `sample` that follows each request's script, and keeps what the model thought of it: `nats[id][position]`."""
+    """A `sample` that follows each request's script, and keeps what the model thought of it: `nats[id][position]`.
+
+    `choices` are the tokens it would have taken, greedily, in the place of the script's.
+    """
 
     scripts: dict[str, list[int]] = field(default_factory=dict)
     nats: dict[str, dict[int, float]] = field(default_factory=dict)
+    choices: dict[str, dict[int, int]] = field(default_factory=dict)
 
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
+        best = logits.argmax(-1).tolist()
         scores = -logits.float().log_softmax(-1)
         top = []
-        for row, context in zip(scores, contexts):
+        for row, choice, context in zip(scores, best, contexts):
             script, position = self.scripts[context.request.id], context.position
             token = script[position] if position < len(script) else 0
             if position < len(script) and list(context.path) == script[context.request.known : position]:
                 # a drafter may have asked before the target did: the last answer is the one that counts
                 self.nats[context.request.id][position] = float(row[token])
+                self.choices.setdefault(context.request.id, {})[position] = choice
             top.append(token)
         return Dist(top, logits.shape[-1])
 
 
-def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:
-    """Mean cross-entropy, nats, of tokens 1.. each given those before it. `engine` must sample with `forced`.
+@dataclass(frozen=True)
+class Written:
+    """What the model thought of each token that it was made to write: nats, and the token it would have taken."""
+
+    nats: list[float]
+    choices: list[int]
+
+
+def write(engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], int]]) -> list[Written]:
+    """Have each text written from a position on; what comes before is the prompt. `engine` must sample with `forced`.
 
     Raises UserError where a request fails, and where tokens are not decided from left to right.
     """
-    script = list(tokens)
-    requests = []
-    for start in range(1, len(script), STRETCH):
-        end = min(len(script), start + STRETCH)
-        request = Request(script[:start], Params(max_tokens=end - start, ignore_eos=True))
-        forced.scripts[request.id], forced.nats[request.id] = script[:end], {}
-        engine.add(request)
-        requests.append(request)
-    while any(request.left is None for request in requests):
-        engine.step()
-    scores = [forced.nats.pop(request.id) for request in requests]
-    for request in requests:
-        del forced.scripts[request.id]
-    total = 0.0
-    for request, nats in zip(requests, scores):
-        if request.left is None or request.left.how != "finished":
-            raise UserError(f"the loss could not be measured: {request.left and request.left.reason}")
-        wanted = range(request.prompt_len, request.known)
-        if not all(position in nats for position in wanted):
-            raise UserError(OUT_OF_ORDER)
-        total += sum(nats[position] for position in wanted)
-    return total / (len(script) - 1)
+    requests: list[Request] = []
+    try:
+        for text, start in jobs:
+            requests.append(Request(text[:start], Params(max_tokens=len(text) - start, ignore_eos=True)))
+            forced.scripts[requests[-1].id], forced.nats[requests[-1].id] = list(text), {}
+            engine.add(requests[-1])
+        while any(request.left is None for request in requests):
+            engine.step()
+        return [_written(forced, request) for request in requests]
+    finally:
+        for request in requests:
+            engine.cancel(request)
+            for kept in (forced.scripts, forced.nats, forced.choices):
+                kept.pop(request.id, None)  # type: ignore[attr-defined]
+
+
+def _written(forced: Forced, request: Request) -> Written:
+    if request.left is None or request.left.how != "finished":
+        raise UserError(f"the loss could not be measured: {request.left and request.left.reason}")
+    if request.known < len(forced.scripts[request.id]):
+        raise UserError(
+            f"a text of {len(forced.scripts[request.id])} tokens does not fit the model's context: it ends after "
+            f"{request.known}"
+        )
+    nats, wanted = forced.nats[request.id], range(request.prompt_len, request.known)
+    if not all(position in nats for position in wanted):
+        raise UserError(OUT_OF_ORDER)
+    return Written([nats[at] for at in wanted], [forced.choices[request.id][at] for at in wanted])
+
+
+def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:
+    """Mean cross-entropy, nats, of tokens 1.. each given those before it. Raises UserError as `write` does."""
+    starts = range(1, len(tokens), STRETCH)
+    found = write(engine, forced, [(tokens[: start + STRETCH], start) for start in starts])
+    return sum(nats for one in found for nats in one.nats) / (len(tokens) - 1)

@@ -45,6 +45,7 @@ TASKS: dict[str, tuple[str, int]] = {
 NEXT_LINE, CODE_LOSS = "next line", "code"
 ALL = (*TASKS, NEXT_LINE, CODE_LOSS)
 LINE_CONTEXT, LINE_TOKENS, WINDOW = 256, 48, 512
+PERCENT = ("exact", "share")
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,19 @@ class Row:
     """One measurement: a value with its 95 % interval over n examples."""
 
     name: str
-    unit: str  # "exact", "nats/token" or "bits/byte"
+    unit: str  # "exact" and "share" are shown in percent; "nats/token", "bits/byte", "tokens" ...
     n: int
     value: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row, and what each of its examples came to (1 or 0 for an answer), to be paired with another method's."""
+
+    row: Row
+    values: list[float]
 
 
 @dataclass(frozen=True)
@@ -88,11 +97,18 @@ class Text:
 def evaluate(
     generate: Generate, loss: Loss, text: Text, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
 ) -> list[Row]:
+    """The rows of `measure`."""
+    return [one.row for one in measure(generate, loss, text, tasks=tasks, examples=examples, seed=seed)]
+
+
+def measure(
+    generate: Generate, loss: Loss, text: Text, *, tasks: Iterable[str] = ALL, examples: int = 100, seed: int = 0
+) -> list[Measured]:
     """Measure every named row on `examples` examples drawn with `seed`; none of them is ever trained on.
 
     Raises UserError for an unknown row name.
     """
-    rows: list[Row] = []
+    rows: list[Measured] = []
     for name in tasks:
         rng = Random(f"{seed} {name}")
         if name == CODE_LOSS:
@@ -108,15 +124,14 @@ def evaluate(
     return rows
 
 
-def accuracy(name: str, generate: Generate, text: Text, examples: Sequence[Example]) -> Row:
+def accuracy(name: str, generate: Generate, text: Text, examples: Sequence[Example]) -> Measured:
     """Exact accuracy of greedy replies."""
     room = max(len(text.encode(item.answer)) for item in examples) + 8
     replies = generate([text.chat(item.messages) for item in examples], room)
-    right = sum(item.check(text.decode(reply)) for item, reply in zip(examples, replies, strict=True))
-    return proportion(name, right, len(examples))
+    return graded(name, [item.check(text.decode(reply)) for item, reply in zip(examples, replies, strict=True)])
 
 
-def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Row:
+def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Measured:
     """How often the next line of held-out library code is completed exactly (indentation included)."""
     prompts, wanted = [], []
     files = [source.splitlines(keepends=True) for source in sources(held_out=True).values()]
@@ -126,8 +141,7 @@ def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Row
         prompts.append(text.begin + text.encode(before)[-LINE_CONTEXT:])
         wanted.append(file[index].rstrip())
     replies = [text.decode(reply) for reply in generate(prompts, LINE_TOKENS)]
-    right = sum(_first_line(reply) == line for reply, line in zip(replies, wanted, strict=True))
-    return proportion(NEXT_LINE, right, len(prompts))
+    return graded(NEXT_LINE, [_first_line(reply) == line for reply, line in zip(replies, wanted, strict=True)])
 
 
 def _first_line(reply: str) -> str:
@@ -135,7 +149,7 @@ def _first_line(reply: str) -> str:
     return next((line.rstrip() for line in reply.splitlines() if line.strip()), "")
 
 
-def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Row]:
+def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Measured]:
     """Loss on windows of held-out library source, per token and per byte."""
     ids = text.encode("\n\n".join(sources(held_out=True).values()))
     nats, bits = [], []
@@ -143,17 +157,31 @@ def code_loss(loss: Loss, text: Text, rng: Random, examples: int) -> list[Row]:
         start = rng.randrange(max(1, len(ids) - WINDOW))
         window = text.begin + ids[start : start + WINDOW]
         nats.append(loss(window))
-        scored_bytes = max(1, len(text.decode(window[1:]).encode()))
-        bits.append(nats[-1] * (len(window) - 1) / math.log(2) / scored_bytes)
-    return [mean(CODE_LOSS, "nats/token", nats), mean(CODE_LOSS, "bits/byte", bits)]
+        bits.append(per_byte(nats[-1], text, window[1:]))
+    return [averaged(CODE_LOSS, "nats/token", nats), averaged(CODE_LOSS, "bits/byte", bits)]
 
 
-def proportion(name: str, right: int, n: int) -> Row:
+def per_byte(nats: float, text: Text, scored: list[int]) -> float:
+    """A mean loss in nats per token as bits per byte of the text of these tokens."""
+    return nats * len(scored) / math.log(2) / max(1, len(text.decode(scored).encode()))
+
+
+def graded(name: str, grades: Sequence[bool]) -> Measured:
+    """A row of answers that are right or wrong."""
+    return Measured(proportion(name, sum(grades), len(grades)), [float(grade) for grade in grades])
+
+
+def averaged(name: str, unit: str, values: Sequence[float]) -> Measured:
+    """A row of numbers."""
+    return Measured(mean(name, unit, values), list(values))
+
+
+def proportion(name: str, right: int, n: int, unit: str = "exact") -> Row:
     """A share with its Wilson score interval."""
     z, share = 1.96, right / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Row(name, "exact", n, share, max(0.0, centre - half), min(1.0, centre + half))
+    return Row(name, unit, n, share, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def mean(name: str, unit: str, values: Sequence[float]) -> Row:
@@ -167,8 +195,8 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     lines = ["| what | value | 95 % interval | n |", "|---|---:|---:|---:|"]
     for row in rows:
-        if row.unit == "exact":
-            value, interval = f"{row.value:.1%} exact", f"{row.low:.1%} to {row.high:.1%}"
+        if row.unit in PERCENT:
+            value, interval = f"{row.value:.1%} {row.unit}", f"{row.low:.1%} to {row.high:.1%}"
         else:
             value, interval = f"{row.value:.3f} {row.unit}", f"{row.low:.3f} to {row.high:.3f}"
         lines.append(f"| {row.name} | {value} | {interval} | {row.n} |")

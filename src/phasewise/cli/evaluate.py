@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phasewise import catalog
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
-from phasewise.cli.progress import counting
-from phasewise.errors import UserError, near
+from phasewise.cli.progress import console, counting
 
 if TYPE_CHECKING:
+    from phasewise.bench.judge import Judge
     from phasewise.bench.quality import Row
 
 
 @spread
 def evaluate(
-    tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Rows to measure; all.")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Argument(metavar="[TASK]...", help="Rows to measure; those that suit the model.")
+    ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Examples per row.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Conversations for `agreement`: JSON lines with `turns` or `prompt`.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Accuracy on generated tasks and loss on held-out library code, through the engine and its methods.
+    """What a model with its methods gets right and what loss it has: with lossy methods, what they cost.
 
-    Generated tasks are answered greedily through the chat template and checked exactly. With lossy methods the
-    numbers say what they cost.
+    [bold]Rows for any model[/]
+
+      code@2k code@8k docs@2k docs@8k: loss on library source and prose, in windows of so many tokens
+      passkey-english@1k @2k @4k @7.5k: five digits hidden in everyday sentences, of so many tokens
+      agreement: greedy tokens equal to the default methods' (needs --prompts), and what became of drafts
+
+    [bold]Rows for models trained on generated tasks, as pocket is[/]
+
+      copy reverse sort arithmetic json edit list, recall and passkey @256 @1k @2k; "next line" and code of the library
+
+    Answers are greedy, end at the model's end token, and are checked exactly. Nothing is cut to a model's context: a
+    row beyond it is refused.
 
     [bold]Examples[/]
 
       phasewise eval
       phasewise eval copy recall@1k --evict snapkv:keep=0.25
-      phasewise eval code --model path/to/model --examples 20
+      phasewise eval code@8k passkey-english@4k --model path/to/model --examples 20
+      phasewise eval agreement --prompts questions.jsonl --store int8
     """
     engine.check()
     from phasewise.bench import quality
     from phasewise.bench.report import json_lines
+    from phasewise.bench.rows import index
 
-    wanted = tasks or list(quality.ALL)
-    for name in wanted:
-        if name not in quality.ALL:
-            raise UserError(f"unknown task {name!r}. {near(name, quality.ALL)}")
-    judge = Judge(engine)
-    rows: list[quality.Row] = []
+    index.known(tasks or [], prompts)
+    judge = judge_of(engine)
+    wanted = tasks or _suited(judge, prompts)
+    rows: list[Row] = []
     try:
         for at, name in enumerate(wanted):
             with counting(f"{name} ({at + 1} of {len(wanted)})", examples) as tell:
-                rows += judge.measure(name, examples, seed, tell)
+                rows += judge.measure(name, examples, seed, tell, prompts)
     finally:  # a row that cannot be measured costs none of those before it
         if rows:
             print(quality.table(rows))
@@ -57,44 +72,21 @@ def evaluate(
             json_lines(({**about, **asdict(row)} for row in rows), out)
 
 
-class Judge:
-    """Two engines over one model: one that answers, and one that is made to write given text.
+def judge_of(engine: EngineOptions) -> Judge:
+    """What measures the model with the methods of these options. Raises UserError naming whatever does not fit."""
+    from phasewise.bench.judge import Judge
 
-    `answers` and `losses` keep, per task, what every example was answered (tokens) and cost (nats per token).
-    """
+    engine.check()
+    none: dict[str, Any] = dict.fromkeys(catalog.VERBS)
+    plain = replace(engine, **none)
+    return Judge(plain.llm(), engine.verbs)
 
-    def __init__(self, engine: EngineOptions) -> None:
-        from phasewise.bench.drive import Bench
-        from phasewise.bench.forced import Forced
 
-        self.llm, self.forced = engine.llm(), Forced()
-        self.writer = Bench(self.llm.model).engine(engine.verbs, engine.limits(), sample=self.forced)
-        self.answers: dict[str, list[list[int]]] = {}
-        self.losses: dict[str, list[float]] = {}
+def _suited(judge: Judge, prompts: Path | None) -> list[str]:
+    from phasewise.bench.rows import index
 
-    def measure(self, task: str, examples: int, seed: int, tell: Callable[[int], object]) -> list[Row]:
-        """The rows of one task; `tell` is told how many examples are done."""
-        from phasewise.bench import quality
-        from phasewise.bench.forced import forced_loss
-
-        losses = self.losses[task] = []
-
-        def generate(prompts: list[list[int]], room: int) -> list[list[int]]:
-            outputs = self.llm.generate(prompts, max_tokens=room, progress=tell)
-            broken = next((o for o in outputs if o.left.how != "finished"), None)
-            if broken is not None:
-                raise UserError(f"{task}: an example failed: {broken.left.reason}")
-            self.answers[task] = [output.tokens for output in outputs]
-            return self.answers[task]
-
-        def loss(ids: list[int]) -> float:
-            losses.append(forced_loss(self.writer, self.forced, ids))
-            tell(len(losses))
-            return losses[-1]
-
-        def encode(text: str) -> list[int]:
-            return self.llm.tokenizer.encode(text, add_special=False)
-
-        begin = self.llm.tokenizer.encode("")
-        text = quality.Text(encode, self.llm.tokenizer.decode, lambda messages: self.llm.encode_chat(messages), begin)
-        return quality.evaluate(generate, loss, text, tasks=[task], examples=examples, seed=seed)
+    context = judge.llm.model.config.max_positions
+    wanted, long = index.suited(judge.llm.tokenizer, context, prompts)
+    if long:
+        console().print(f"beyond the model's context of {context:,} tokens, so left out: {', '.join(long)}")
+    return wanted

@@ -67,6 +67,11 @@ class ChatTemplate:
         files = source(path)
         return cls(files.templates(), files.special())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The templates there are; none, and there is nothing to chat through."""
+        return tuple(self._templates)
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
                template: str | None = None, **extra: Any) -> str:  # fmt: skip
         """The prompt for a conversation; `add_generation_prompt` ends it where the assistant's answer begins.

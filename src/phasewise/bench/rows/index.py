@@ -1,0 +1,65 @@
+"""All rows by name: which suit a model, and what keeps one from being measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from phasewise.bench import quality
+from phasewise.bench.quality import Measured
+from phasewise.bench.rows.agreement import AGREEMENT
+from phasewise.bench.rows.english import LENGTHS, ROOM, passkey
+from phasewise.bench.rows.longtext import WINDOWS, long_loss
+from phasewise.bench.rows.subject import Subject
+from phasewise.errors import UserError, near
+from phasewise.model.tokenizer import Tokenizer
+from phasewise.train.tokenizer import BEGIN, SPECIAL
+
+GENERAL = (*WINDOWS, *LENGTHS)
+EVERY = (*quality.ALL, *GENERAL, AGREEMENT)
+
+
+def known(names: list[str], prompts: Path | None) -> None:
+    """Raise UserError for a row that does not exist, and for one that lacks what it needs."""
+    for name in names:
+        if name not in EVERY:
+            raise UserError(f"unknown task {name!r}. {near(name, EVERY)}")
+    if AGREEMENT in names and prompts is None:
+        raise UserError(f"{AGREEMENT} needs prompts: give --prompts FILE, JSON lines with `turns` or `prompt`")
+
+
+def tokens(name: str) -> int:
+    """The context that a row of a fixed length needs; 0 for the others."""
+    if name in WINDOWS:
+        return WINDOWS[name].length
+    return LENGTHS[name] + ROOM if name in LENGTHS else 0
+
+
+def trained_for_tasks(tokenizer: Tokenizer) -> bool:
+    """Whether it is the tokenizer of a model that learned the generated tasks, as the pocket model has."""
+    return all(tokenizer.id(token) == i for i, token in enumerate(SPECIAL) if token != BEGIN)
+
+
+def suited(tokenizer: Tokenizer, context: int, prompts: Path | None) -> tuple[list[str], list[str]]:
+    """The rows that tell something about a model, and those that would but for the length of its context."""
+    wanted = list(quality.ALL if trained_for_tasks(tokenizer) else GENERAL)
+    if prompts is not None:
+        wanted.append(AGREEMENT)
+    return [name for name in wanted if tokens(name) <= context], [name for name in wanted if tokens(name) > context]
+
+
+def fits(name: str, context: int) -> None:
+    """Raise UserError where a row is longer than the model's context: it is not cut."""
+    if tokens(name) > context:
+        shorter = [other for other in GENERAL if other.split("@")[0] == name.split("@")[0] and tokens(other) <= context]
+        instead = f"measure {', '.join(shorter)}" if shorter else "leave it out"
+        raise UserError(f"{name} needs a context of {tokens(name):,} tokens, the model's is {context:,}: {instead}")
+
+
+def general(name: str, subject: Subject, examples: int, seed: int) -> list[Measured]:
+    """Measure a row of GENERAL on `examples` examples drawn with `seed`. Raises UserError where it does not fit."""
+    fits(name, subject.context)
+    rng = Random(f"{seed} {name}")
+    if name in WINDOWS:
+        return long_loss(name, WINDOWS[name], subject, rng, examples)
+    return [passkey(name, subject, rng, examples)]

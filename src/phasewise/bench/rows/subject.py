@@ -1,0 +1,28 @@
+"""What rows need of the model under test, with its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phasewise.bench.quality import Generate, Text
+
+Losses = Callable[[list[int], Sequence[range]], list[float]]
+"""Mean cross-entropy in nats of each stretch of a text (token ids), each token given all those before it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that answers and can be made to write given text."""
+
+    generate: Generate
+    losses: Losses
+    text: Text
+    context: int  # tokens
+    chats: bool = True  # whether it has a chat template; if not, `text.chat` raises
+
+    def ask(self, question: str, answer: str) -> list[int]:
+        """The prompt for a question; without a chat template it is a text that goes on with how an answer begins."""
+        if self.chats:
+            return self.text.chat([{"role": "user", "content": question}])
+        return [*self.text.begin, *self.text.encode(f"{question} {answer}")]
