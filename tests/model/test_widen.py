@@ -13,8 +13,9 @@ from phasewise.errors import UserError
 from phasewise.load import files_of
 from phasewise.model import widen as module
 from phasewise.model.model import Model
+from phasewise.model.source import copy_vocabulary
 from phasewise.model.tokenizer import Tokenizer
-from phasewise.model.widen import LEAST, MOST, WHY_NOT, vocabulary, widen
+from phasewise.model.widen import LEAST, MOST, WHY_NOT, widen
 from tests import tiny
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
@@ -83,7 +84,7 @@ def test_large_twins_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.Mo
 def test_text_is_read_as_before(tmp_path: Path) -> None:
     files = files_of("pocket-draft")
     widen(files, tmp_path, 2)
-    vocabulary(files, tmp_path)
+    copy_vocabulary(files, tmp_path)
     mine, theirs = Tokenizer.load(tmp_path), Tokenizer.load(files.path)
     assert mine.encode("def f(x):\n    return 12") == theirs.encode("def f(x):\n    return 12")
     assert mine.special["eos_token"] == theirs.special["eos_token"]

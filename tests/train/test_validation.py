@@ -10,10 +10,11 @@ import torch
 
 from phasewise.train import pocket
 from phasewise.train.dense import Dense
-from phasewise.train.mixture import CURRICULUM, Piece
+from phasewise.train.mixture import CURRICULUM
 from phasewise.train.tasks import TASKS
 from phasewise.train.trainer import start, train
 from phasewise.train.validation import Validation, code_rows, judged, task_rows
+from phasewise.train.wording import Piece
 from tests.train import tiny
 
 

@@ -26,7 +26,28 @@ class Steps:
     ] = 15.0
 
 
-STEPS = Steps()
+@dataclass(frozen=True)
+class Small:
+    """The shape of a draft."""
+
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the draft.")] = 2
+    width: Annotated[int, typer.Option(min=64, help="Its hidden width, a multiple of 64.")] = 192
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a draft learns from."""
+
+    tokens: Annotated[int, typer.Option(min=1, help="Source and tasks of the first stage, tokens.")] = 12_000_000
+    sequences: Annotated[int, typer.Option(min=1, help="Continuations that the target writes.")] = 4_000
+    new: Annotated[int, typer.Option(min=2, help="Tokens of each, at most.")] = 96
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='What it continues: JSON lines, "prompt" or "messages" each.'),
+    ] = None
+
+
+STEPS, SMALL, LEARNED = Steps(), Small(), Learned()
 
 
 @app.callback()
@@ -62,6 +83,37 @@ def pocket(
     from phasewise.train.pocket import train as train_pocket
 
     print(train_pocket(Job(out, sizes[size], tokens, seed, resume, steps.batch_tokens, steps.validate_minutes)))
+
+
+@app.command("draft")
+@spread
+def draft(
+    target: Annotated[str, typer.Option("--for", metavar="MODEL", help="A directory, a .gguf file, a hub id, pocket.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the target's text and the draft.")],
+    small: Small = SMALL,
+    learned: Learned = LEARNED,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where --out stands.")] = False,
+) -> None:
+    """Train a small model that drafts for another one, in that one's tokens.
+
+    It learns library source and generated tasks first, and then what the target itself writes (arXiv 2411.11055).
+    Prints how often it agrees with the target on held-out prompts, before and after.
+
+    [bold]Examples[/]
+
+      phasewise train draft --for pocket --out runs/draft
+      phasewise train draft --for smollm2.gguf --width 256 --prompts questions.jsonl --out runs/draft
+      phasewise train draft --for pocket --out runs/draft --resume
+    """
+    from phasewise.train.draft import Job
+    from phasewise.train.draft import train as train_draft
+
+    _check_resume(out / "pretrain", resume)
+    sizes = (small.layers, small.width, learned.tokens, learned.sequences, learned.new, learned.prompts)
+    folder, before, after = train_draft(Job(target, out, *sizes, seed, resume))
+    print(f"{folder}\nAgrees with the target\n  before its own text: {before}\n  after: {after}")
+    print(f"Use it with --draft draft_model:model={folder}")
 
 
 @app.command("artefact")

@@ -27,11 +27,11 @@ def widen(
       phasewise bench offline --model runs/pocket-x8 --draft draft_model:model=runs/draft-x8
     """
     from phasewise.load import files_of
-    from phasewise.model.widen import vocabulary
+    from phasewise.model.source import copy_vocabulary
     from phasewise.model.widen import widen as write
 
     files = files_of(model)
     with working(f"widening {model}"):
         total = write(files, out, factor)
-        vocabulary(files, out)
+        copy_vocabulary(files, out)
     print(f"{out}\n{total / 1e6:,.1f} MB of weights. Use it with --model {out}")

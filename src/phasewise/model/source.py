@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,3 +82,14 @@ def source(path: str | Path) -> Source:
     """What is at a path: a directory in Hugging Face layout, a .gguf file; or the download of a hub id."""
     found = resolve(path)
     return GGUF(found) if found.is_file() else Directory(found)
+
+
+def copy_vocabulary(files: Source, target: Path) -> None:
+    """Write the tokenizer, its special tokens and chat templates into `target`. UserError where the model has none."""
+    files.tokenizer().save(str(target / "tokenizer.json"))
+    templates = files.templates()
+    chat: Any = [{"name": name, "template": text} for name, text in templates.items()]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **files.special()}
+    if templates:
+        config["chat_template"] = templates["default"] if list(templates) == ["default"] else chat
+    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -99,17 +99,6 @@ def widen(files: Source, target: Path, factor: int) -> int:
     return total
 
 
-def vocabulary(files: Source, target: Path) -> None:
-    """Write the tokenizer, its special tokens and chat templates into `target`. UserError where the model has none."""
-    files.tokenizer().save(str(target / "tokenizer.json"))
-    templates = files.templates()
-    chat: Any = [{"name": name, "template": text} for name, text in templates.items()]
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **files.special()}
-    if templates:
-        config["chat_template"] = templates["default"] if list(templates) == ["default"] else chat
-    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def _settings(raw: RawConfig, config: ModelConfig, factor: int) -> dict[str, Any]:
     sizes = {
         "hidden_size": config.hidden,

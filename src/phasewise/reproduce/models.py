@@ -20,7 +20,8 @@ from torch import Tensor
 
 from phasewise.errors import UserError, near
 from phasewise.load import files_of, model_path
-from phasewise.model.widen import vocabulary, widen
+from phasewise.model.source import copy_vocabulary
+from phasewise.model.widen import widen
 
 WIDER = 4
 VOCAB = 512  # of random models
@@ -98,7 +99,7 @@ def widened(source: Path, target: Path, factor: int) -> None:
     shutil.rmtree(target, ignore_errors=True)
     files = files_of(str(source))
     widen(files, target, factor)
-    vocabulary(files, target)
+    copy_vocabulary(files, target)
 
 
 def _from_pocket(make: Callable[[Path, Path, int], None], name: str, target: Path) -> None:

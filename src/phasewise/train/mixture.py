@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from phasewise.train.chat import SYSTEM, talk
 from phasewise.train.dense import Block
 from phasewise.train.tasks import Turn, turns
-from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, beginning, plain, special_id
+from phasewise.train.tokenizer import plain
+from phasewise.train.wording import ChatML, Piece, Wording
 
 LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
 SHORT_TASKS = {"reverse": 2.0, "sort": 6.0, "arithmetic": 4.0, "json": 1.0, "edit": 7.0, "list": 2.0, "recall": 1.5,
@@ -58,18 +59,15 @@ def batched(curriculum: Sequence[Stage], tokens: int) -> tuple[Stage, ...]:
     )
 
 
-Piece = tuple[list[int], bool]  # token ids, and whether they are learned
-
-
 class Mixture:
-    """Batches of library source and generated tasks over one tokenizer."""
+    """Batches of library source and generated tasks over one tokenizer, in the pocket model's layout or another."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], seed: int, wording: Wording | None = None) -> None:
         self.tokenizer, self.seed = tokenizer, seed
-        self.pad, self.end = special_id(tokenizer, PAD), special_id(tokenizer, END_OF_TEXT)
-        self.begin = beginning(tokenizer)  # of every row
+        self.wording = wording or ChatML(tokenizer)
+        self.pad, self.begin = self.wording.pad, self.wording.begin
         encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        ids = [np.asarray([*item.ids, self.end], dtype=np.int32) for item in encoded]
+        ids = [np.asarray([*item.ids, self.wording.end], dtype=np.int32) for item in encoded]
         order = Random(f"{seed} files").sample(range(len(ids)), len(ids))
         self.stream = np.concatenate([ids[index] for index in order])
 
@@ -79,17 +77,8 @@ class Mixture:
         source = self._source(rng, stage.row, max(1, round(stage.step_tokens * stage.code / stage.row)))
         long = self._conversations(rng, stage, long=True)
         short = self._conversations(rng, stage, long=False)
-        stretched = [stretch(rng, block) for block in self._blocks(long)]
-        return [source], stretched + self._blocks(short)
-
-    def _blocks(self, rows: list[list[Piece]]) -> list[Block]:
-        """Rows sorted by length, in blocks that pad the shortest by at most a third."""
-        blocks: list[list[list[Piece]]] = []
-        for row in rows:
-            if not blocks or size(row) > 1.5 * size(blocks[-1][0]):
-                blocks.append([])
-            blocks[-1].append(row)
-        return [pad_rows(block, self.pad) for block in blocks]
+        stretched = [stretch(rng, block) for block in in_blocks(long, self.pad)]
+        return [source], stretched + in_blocks(short, self.pad)
 
     def _source(self, rng: Random, row: int, rows: int) -> Block:
         starts = [rng.randrange(len(self.stream) - row - 1) for _ in range(rows)]
@@ -132,16 +121,18 @@ class Mixture:
         return sum(len(plain(self.tokenizer, turn.answer)) for turn in conversation)
 
     def chat(self, conversation: Sequence[Turn], system: str | None) -> list[Piece]:
-        """Token pieces of a conversation in the chat template; only replies and their ends are learned."""
-        pieces: list[Piece] = []
-        begin = self.begin
-        opening = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-        for turn in conversation:
-            question = f"{opening}<|im_start|>user\n{turn.prompt}<|im_end|>\n<|im_start|>assistant\n"
-            pieces += [(begin + plain(self.tokenizer, question), False),
-                       (plain(self.tokenizer, turn.answer + TURN_END), True)]  # fmt: skip
-            begin, opening = [], "\n"
-        return pieces
+        """Token pieces of a conversation; only replies and their ends are learned."""
+        return self.wording.chat(conversation, system)
+
+
+def in_blocks(rows: Sequence[list[Piece]], pad: int) -> list[Block]:
+    """Rows by length, in blocks that pad the shortest by at most a third."""
+    blocks: list[list[list[Piece]]] = []
+    for row in sorted(rows, key=size):
+        if not blocks or size(row) > 1.5 * size(blocks[-1][0]):
+            blocks.append([])
+        blocks[-1].append(row)
+    return [pad_rows(block, pad) for block in blocks]
 
 
 def size(row: Sequence[Piece]) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from phasewise.train import curve, dense
 from phasewise.train.chat import TALK
 from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense, Shape
+from phasewise.train.folders import replaced
 from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, batched
 from phasewise.train.tasks import TASKS, turns
 from phasewise.train.tokenizer import BEGIN, END_OF_TEXT, TURN_END, special_id, train_tokenizer, write
@@ -102,14 +101,8 @@ def pocket_tokenizer(texts: Sequence[str], out: Path) -> Tokenizer:
 
 
 def export(model: Dense, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a complete model folder, replacing `folder` by renaming so that readers never see half of one."""
-    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    """Write a complete model folder in the place of what is there."""
     ends = [special_id(tokenizer, TURN_END), special_id(tokenizer, END_OF_TEXT)]
-    dense.save(model, fresh, ends, tokenizer.token_to_id(BEGIN))
-    write(tokenizer, fresh, CONTEXT)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replaced(folder) as fresh:
+        dense.save(model, fresh, ends, tokenizer.token_to_id(BEGIN))
+        write(tokenizer, fresh, CONTEXT)

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from phasewise.train.corpus import sources
 from phasewise.train.dense import Block, Dense
 from phasewise.train.log import Log
-from phasewise.train.mixture import Mixture, Piece, pad_rows
+from phasewise.train.mixture import Mixture, pad_rows
 from phasewise.train.tasks import ASKED, TASKS, turns
 from phasewise.train.tokenizer import plain
 from phasewise.train.trainer import Run, halved
+from phasewise.train.wording import Piece
 
 EXAMPLES, LENGTH, WINDOWS, WINDOW = 16, 160, 16, 256
 AT_ONCE = 8  # rows; the logits of all of them are in memory

@@ -1,0 +1,200 @@
+"""A draft learns from its target's own text: stages, agreement, other tokenizers, and runs that are cut."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise.engine.limits import Limits
+from phasewise.errors import UserError
+from phasewise.llm import LLM
+from phasewise.load import config_of, files_of
+from phasewise.model.model import Model
+from phasewise.train import dense, draft, written
+from phasewise.train.agreement import agreement, walk
+from phasewise.train.corpus import sources
+from phasewise.train.draft import Job, train
+from phasewise.train.tasks import Turn, held_out
+from phasewise.train.tokenizer import plain
+from phasewise.train.wording import ChatML, Templated
+from phasewise.train.written import Text, of_file, of_mixture
+from tests.cli.conftest import Cli
+from tests.cli.conftest import cli as cli
+from tests.serve.tiny_chat import chat_checkpoint
+from tests.train import tiny
+
+HELD_OUT = max(sources(held_out=True).values(), key=len)[:8_000]
+TARGET = "pocket-draft"  # quick, and what it writes is not random
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "HELD_OUT", 12)
+    monkeypatch.setattr(draft, "LONGEST", 48)
+    monkeypatch.setattr(
+        draft, "sources", lambda held_out: {"": HELD_OUT} if held_out else dict(enumerate(tiny.texts()))
+    )
+    monkeypatch.setattr(written, "TOGETHER", 16)
+
+
+def job(out: Path, **changes: Any) -> Job:
+    small = {"target": TARGET, "layers": 1, "width": 64, "tokens": 4_000, "sequences": 40, "new": 24}
+    return Job(**{**small, "out": out, **changes})
+
+
+def templated(model: str) -> Templated:
+    return Templated(files_of(model), config_of(model).eos)
+
+
+# ---- agreement
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 6))
+def test_a_walk_gives_every_token_once(hits: list[bool], k: int) -> None:
+    at = 0
+    for accepted in walk(hits, k):
+        assert accepted <= k and all(hits[at : at + accepted])
+        assert accepted == k or not hits[at + accepted]
+        at += accepted + 1
+    assert at >= len(hits) or (all(hits[at:]) and len(hits) - at < k)
+
+
+def test_agreement_is_what_speculative_decoding_accepts() -> None:
+    limits, n = Limits(kv_bytes=256 << 20), 40
+    stream = plain(files_of("pocket").tokenizer(), HELD_OUT)
+    prompts = [of_mixture(templated("pocket"), stream, 60, 0, True)(i) for i in range(8)]
+    alone = LLM("pocket", dtype="float32", limits=limits).generate(prompts, max_tokens=n, ignore_eos=True)
+    guessing = LLM("pocket", dtype="float32", limits=limits, draft="draft_model:model=pocket-draft,k=4")
+    texts = [Text(prompt, output.tokens) for prompt, output in zip(prompts, alone, strict=True)]
+    assert [o.tokens for o in guessing.generate(prompts, max_tokens=n, ignore_eos=True)] == [t.reply for t in texts]
+    found = agreement(dense.load(files_of("pocket-draft").path), texts, k=4)
+    accepted = guessing.engine.counters.accepted
+    assert found.tokens == (n - 1) * len(texts)  # all but the first, which come with the prompts
+    steps = found.tokens - accepted
+    assert found.accepted == pytest.approx(accepted / steps, rel=0.1)  # last steps are cut in another way
+    assert 0.05 < found.top1 < 0.95
+
+
+# ---- the run
+def test_the_targets_own_text_brings_the_draft_closer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "EPOCHS", 30)
+    folder, before, after = train(job(tmp_path, sequences=192, tokens=150_000))
+    assert after.top1 > before.top1 + 0.02 and after.tokens == before.tokens > 100
+    found = json.loads((tmp_path / "agreement.json").read_text())
+    assert found["after"]["top1"] == after.top1
+    with (tmp_path / "tune" / "losses.csv").open(newline="") as file:
+        losses = [float(row["written_loss"]) for row in csv.DictReader(file)]
+    assert losses[-1] < losses[0] - 0.5
+    made, theirs = Model.load(folder).config, config_of(TARGET)
+    assert (made.vocab, made.eos, made.max_positions) == (theirs.vocab, theirs.eos, theirs.max_positions)
+    guessed = LLM(TARGET, draft=f"draft_model:model={folder}").generate(["def f("], max_tokens=8)
+    assert guessed[0].tokens == LLM(TARGET).generate(["def f("], max_tokens=8)[0].tokens
+
+
+class _Cut(Exception):
+    pass
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    straight, *_ = train(job(whole))
+    generate, calls = LLM.generate, list[int]()
+
+    def break_off(self: LLM, prompts: Any, *rest: Any, **more: Any) -> Any:
+        calls.append(len(prompts))
+        if len(calls) == 2:
+            raise _Cut
+        return generate(self, prompts, *rest, **more)
+
+    with monkeypatch.context() as patched, pytest.raises(_Cut):
+        patched.setattr(LLM, "generate", break_off)
+        train(job(cut))
+    assert len((cut / "written.jsonl").read_text().splitlines()) == 16 and not (cut / "model").exists()
+    resumed, *_ = train(job(cut, resume=True))
+    assert (cut / "written.jsonl").read_text() == (whole / "written.jsonl").read_text()
+    mine, theirs = dense.load(resumed), dense.load(straight)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], value, atol=0, rtol=0)
+    with pytest.raises(UserError, match="that run had sequences=40, this one has 41"):
+        train(job(cut, resume=True, sequences=41))
+
+
+def test_a_model_with_another_tokenizer_and_template(tmp_path: Path) -> None:
+    target = str(chat_checkpoint())
+    folder, _, after = train(job(tmp_path, target=target, tokens=2_000, sequences=16, new=12))
+    assert Model.load(folder).config.vocab == config_of(target).vocab and after.tokens > 50
+    assert files_of(str(folder)).templates() == files_of(target).templates()
+
+
+def test_shapes_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="width=100 must be a multiple of 64"):
+        train(job(tmp_path, width=100))
+    with pytest.raises(UserError, match="new=2040: the target's context of 2,048"):
+        train(job(tmp_path, new=2040))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- prompts
+def test_prompts_are_numbered_and_of_one_part() -> None:
+    wording = templated("pocket")
+    for evaluation in (True, False):
+        prompts, again = (of_mixture(wording, range(3, 4000), 100, 3, evaluation) for _ in range(2))
+        assert [prompts(i) for i in range(40)] == [again(i) for i in range(40)]
+        assert max(len(prompts(i)) for i in range(40)) <= 100
+        for i in range(1, 40, 2):
+            text = wording.tokenizer.decode(prompts(i), skip_special_tokens=False)
+            asked = text.partition("user\n")[2].partition("<|im_end|>")[0]
+            assert len(prompts(i)) == 100 or held_out(asked) == evaluation  # of longer ones the beginning is cut off
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    wording, path = templated("pocket"), tmp_path / "lines.jsonl"
+    lines = [json.dumps({"prompt": f"number {i}"}) for i in range(60)]
+    lines += [json.dumps({"messages": [{"role": "user", "content": f"hi {i}"}]}) for i in range(60)]
+    path.write_text("\n".join(lines))
+    learned, judged = ({tuple(of_file(wording, path, 64, part)(i)) for i in range(200)} for part in (False, True))
+    assert not learned & judged and len(learned) + len(judged) == 120
+    texts = {wording.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in learned | judged}
+    assert {"number 7", "<|im_start|>user\nhi 3<|im_end|>\n<|im_start|>assistant\n"} <= texts
+
+
+@pytest.mark.parametrize(("line", "message"), [("{", "line 1 is not JSON"), ('{"text": "a"}', 'has neither a text "p')])
+def test_lines_that_are_no_prompts(line: str, message: str, tmp_path: Path) -> None:
+    wording, path = templated("pocket"), tmp_path / "lines.jsonl"
+    path.write_text(line)
+    with pytest.raises(UserError, match=message):
+        of_file(wording, path, 64, held_out(line))
+    with pytest.raises(UserError, match="give more of them"):
+        of_file(wording, path, 64, not held_out(line))
+    with pytest.raises(UserError, match="absent cannot be read"):
+        of_file(wording, tmp_path / "absent", 64, True)
+
+
+def test_rows_in_a_models_own_template_are_those_of_the_pocket_models() -> None:
+    own, known = templated("pocket"), ChatML(files_of("pocket").tokenizer())
+    conversation = [Turn("Say: a", "a"), Turn("Sort: 2 1", "1 2")]
+    for system in ("Be brief.", None):
+        assert own.chat(conversation, system) == known.chat(conversation, system)
+
+
+def test_without_a_template_questions_are_lines() -> None:
+    wording = templated(str(chat_checkpoint(chat=False)))
+    pieces = wording.chat([Turn("fox?", "dog"), Turn("and?", "cat")], "Be brief.")
+    assert [learned for _, learned in pieces][:2] == [False, True] and pieces[1][0][-1] == wording.turn_end
+    assert wording.tokenizer.decode(pieces[0][0]) == "fox?\n"
+
+
+def test_the_command(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Job] = []
+    level = agreement(dense.load(files_of(TARGET).path), [])
+    monkeypatch.setattr(draft, "train", lambda job: seen.append(job) or (tmp_path / "model", level, level))
+    words = ("--layers", 3, "--width", 128, "--tokens", 9, "--sequences", 8, "--new", 7, "--prompts", "p.jsonl")
+    said = cli("train", "draft", "--for", "pocket", "--out", tmp_path, *words, "--seed", 6)
+    assert said.code == 0 and seen == [Job("pocket", tmp_path, 3, 128, 9, 8, 7, Path("p.jsonl"), 6, False)]
+    assert "before its own text" in said.out and f"draft_model:model={tmp_path / 'model'}" in said.out
+    assert cli("train", "draft", "--for", "pocket", "--out", tmp_path, "--resume").code == 2
