@@ -23,6 +23,7 @@ from phasewise.errors import UserError
 from phasewise.ops import native
 from phasewise.request.trace import Trace
 from tests import tiny
+from tests.serve.tiny_chat import chat_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -116,6 +117,39 @@ def test_int8_quality_compares_the_same_examples(
     assert nats[2] != nats[3] and re.match(r"[+-]0\.\d{4} \(", nats[4])
     with pytest.raises(UserError, match="reference"):
         script.main(["--dtypes", "int8"])
+
+
+def test_evidence_goes_on_where_it_was_and_pairs_the_same_examples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out, page = load("evidence", monkeypatch), tmp_path / "e.jsonl", tmp_path / "evidence.md"
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(json.dumps({"prompt": f"the {word} fox"}) for word in ("quick", "brown", "lazy")))
+    model, lossy = str(chat_checkpoint()), "evict=streaming:sinks=1,window=8"
+    words = ["--out", str(out), "--models", model, "--examples", "3", "--prompts", str(questions)]
+    script.main([*words, "--tasks", "passkey-english@1k", "--settings", lossy])
+    assert len(out.read_text().splitlines()) == 2
+    words += ["--tasks", "passkey-english@1k,agreement,code@8k", "--settings", f"{lossy};draft=draft_model;store=int8"]
+    script.main([*words, "--page", str(page)])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    keys = [(line["setting"], line["task"]) for line in lines]
+    assert len(keys) == len(set(keys)) == 4 * 3  # what was done is not done again
+    assert {"commit", "machine", "command", "seed"} <= lines[0].keys() and len(lines[0]["rows"][0]["values"]) == 3
+    before, shown = out.read_text(), page.read_text()
+    script.main([*words, "--page", str(page)])
+    assert out.read_text() == before and page.read_text() == shown
+
+    rows = {(row[0], row[1]): row for row in table(shown, "row")}
+    assert rows["agreement (share)", "`default`"][2:] == ["100.0% (100.0% to 100.0%)", "-", "3"]
+    [share] = [line["rows"][0] for line in lines if (line["setting"], line["task"]) == (lossy, "agreement")]
+    less = rows["agreement (share)", f"`{lossy}`"][3]
+    assert share["value"] < 1 and float(less.split()[0]) == pytest.approx(100 * (share["value"] - 1), abs=0.051)
+    assert "`draft=draft_model`, passkey-english@1k, agreement, code@8k: " in shown  # another vocabulary
+    assert "`store=int8`, code@8k: code@8k needs a context" in shown and "commit" in shown
+    script.main([*words, "--examples", "2"])  # other examples: none of the lines serves
+    assert len(out.read_text().splitlines()) == 2 * 12
+    with pytest.raises(UserError, match="leave --page out"):
+        script.main([*words, "--quick", "--page", str(page)])
 
 
 def test_cachegen_levels_shrink_what_travels_and_spoil_it(

@@ -60,6 +60,17 @@ def test_eval_refuses_a_loss_that_there_is_not_and_keeps_what_it_has(cli: Cli, t
     assert ordered.code == plain.code == 0 and ordered.out.splitlines()[-1] == plain.out.splitlines()[-1]
 
 
+def test_eval_measures_what_suits_the_model_and_says_what_does_not_fit(cli: Cli, tmp_path: Path) -> None:
+    out, questions = tmp_path / "rows.jsonl", tmp_path / "questions.jsonl"
+    questions.write_text('{"turns": ["the quick brown fox"]}\n{"prompt": "the lazy dog"}\n')
+    said = cli("eval", "--examples", 1, "--prompts", questions, "--out", out, "--draft", "prompt_lookup", *MODEL)
+    assert said.code == 0, said
+    names = list(dict.fromkeys(json.loads(line)["name"].split(",")[0] for line in out.read_text().splitlines()))
+    assert names[:5] == ["code@2k", "docs@2k", "passkey-english@1k", "passkey-english@2k", "agreement"]
+    assert "| agreement | 100.0% share |" in said.out
+    assert "left out: code@8k, docs@8k, passkey-english@4k, passkey-english@7.5k" in said.err
+
+
 def test_bench_offline_reports_and_records(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ("bench", "offline", "--requests", 3, "--workload", "fixed:prompt=12,new=4", "--ttft", 10_000, "--out", out)

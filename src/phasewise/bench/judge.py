@@ -61,6 +61,8 @@ class Judge:
             if task in quality.TASKS and not subject.chats:
                 raise UserError(f"{task} is asked through a chat template, and this model has none: leave it out")
             self.found[task] = self._generated(task, subject, examples, seed, tell)
+        for engine in (self.engine, self.writer):
+            engine.forget_prefixes()  # no row is helped, or kept from memory, by those before it
         return [one.row for one in self.found[task]]
 
     # ---- what rows need

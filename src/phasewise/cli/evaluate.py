@@ -40,7 +40,7 @@ def evaluate(
 
     [bold]Rows for models trained on generated tasks, as pocket is[/]
 
-      copy reverse sort arithmetic json edit list, recall and passkey @256 @1k @2k; "next line" and code of the library
+      copy reverse sort arithmetic json edit list second; recall and passkey @256 @1k @2k; "next line", code
 
     Answers are greedy, end at the model's end token, and are checked exactly. Nothing is cut to a model's context: a
     row beyond it is refused.

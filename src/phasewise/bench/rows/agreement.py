@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from phasewise.bench.quality import Measured, averaged, proportion
+from phasewise.bench.quality import Measured, averaged, mean, proportion
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
 
 AGREEMENT = "agreement"
+WHOLE = f"{AGREEMENT}, default's text"
 NEW = 64  # tokens of each text, at most
 
 
@@ -89,10 +90,11 @@ def agreement(asked: Sequence[list[int]], base: Base, free: Callable[[list[list[
     own = free(list(asked))
     shared = [float(common(mine, text)) for mine, text in zip(own.texts, texts, strict=True)]
     whole = [float(len(text)) for text in texts]
+    row = mean(AGREEMENT, "share", same)
     rows = [
-        averaged(AGREEMENT, "share", same),
+        Measured(replace(row, low=max(0.0, row.low), high=min(1.0, row.high)), same),
         averaged(f"{AGREEMENT}, common beginning", "tokens", shared),
-        averaged(f"{AGREEMENT}, default's text", "tokens", whole),
+        averaged(WHOLE, "tokens", whole),
     ]
     return rows + (drafts(own) if own.drafted else [])
 

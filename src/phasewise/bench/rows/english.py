@@ -7,7 +7,7 @@ is made here: sentences of six patterns and as many word lists, none of them twi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from phasewise.bench.quality import Measured, graded
@@ -70,6 +70,7 @@ HOW = (
 SHORT = (
     "It was late.", "Nobody knew.", "It rained.", "Time went by.", "All was well.", "The sun rose.", "Birds sang.",
     "She smiled.", "He waited.", "Snow fell.", "The bell rang.", "They agreed.", "We rested.", "It grew dark.",
+    "Yes.", "No.",
 )  # fmt: skip
 
 
@@ -96,18 +97,20 @@ def prompt(subject: Subject, rng: Random, length: int) -> tuple[list[int], str]:
     key, depth = str(rng.randrange(10_000, 100_000)), rng.random()
     stream = sentences(rng)
     filler = [next(stream) for _ in range(length // 4)]  # no tokenizer writes such a sentence in four tokens
-    short = rng.sample(SHORT, len(SHORT))
 
-    def made(n: int, extra: int) -> list[int]:
-        text = [*filler[:n], *short[:extra]]
+    def made(n: int, short: Sequence[str] = ()) -> list[int]:
+        text = [*filler[:n], *short]
         text.insert(round(depth * len(text)), FACT.format(key=key))
         return subject.ask(f"{TASK}\n\n{' '.join(text)}\n\n{QUESTION}", OPENING)
 
-    if len(made(0, 0)) > length:
-        raise UserError(f"the question alone has {len(made(0, 0))} tokens, so {length} cannot be filled: ask for more")
-    n = _most(lambda n: len(made(n, 0)) <= length, len(filler))
-    extra = _most(lambda extra: len(made(n, extra)) <= length, len(short))
-    return made(n, extra), key
+    if len(made(0)) > length:
+        raise UserError(f"the question alone has {len(made(0))} tokens, more than {length}: ask for more")
+    n = _most(lambda n: len(made(n)) <= length, len(filler))
+    short: list[str] = []
+    for sentence in rng.sample(SHORT, len(SHORT)):  # what is left is shorter than any sentence: fill it with short ones
+        if len(made(n, [*short, sentence])) <= length:
+            short.append(sentence)
+    return made(n, short), key
 
 
 def _most(fits: Callable[[int], bool], most: int) -> int:
