@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UnsupportedModel, UserError
 from phasewise.model.chat import ChatTemplate
+from phasewise.model.source import source
 from phasewise.model.tokenizer import Detokenizer, Tokenizer
 
 from .vocabularies import MARKS, PIECES, SPACE, SPLITS, byte_level, score_of, sentencepiece, without
@@ -244,6 +245,14 @@ def test_ids_out_of_range(key: str, tmp_path: Path) -> None:
     for value in odd:
         extra = {**vocabulary.extra, f"{key}_token_id": value}
         refused(tmp_path, replace(vocabulary, extra=extra), f"{key}_token_id must be a number from 0 to")
+
+
+def test_fewer_tokens_than_embeddings(tmp_path: Path) -> None:
+    """Tables are padded to round sizes."""
+    vocabulary, _ = sentencepiece()
+    tokenizer = loaded(tmp_path, vocabulary, padding=7)
+    assert tokenizer.size == len(vocabulary.tokens)
+    assert source(tmp_path / "model.gguf").settings().size("vocab_size") == tokenizer.size + 7
 
 
 def test_more_tokens_than_embeddings(tmp_path: Path) -> None:

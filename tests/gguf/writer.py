@@ -95,7 +95,7 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
-        writer.add_uint32(key, value)
+        (writer.add_int32 if value < 0 else writer.add_uint64 if value >> 32 else writer.add_uint32)(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):
@@ -260,9 +260,9 @@ def _llama3(rope: dict[str, Any], size: int) -> list[float]:
 
 
 # ---- a whole model, as small as can be
-def tiny(path: Path, vocabulary: Vocabulary, architecture: str = "llama", **extra: Any) -> Path:
-    """A model of one layer whose embeddings are as many as there are tokens; `extra`: keys below the architecture's
-    name, with __ for dots (None: left out)."""
+def tiny(path: Path, vocabulary: Vocabulary, architecture: str = "llama", padding: int = 0, **extra: Any) -> Path:
+    """A model of one layer whose embeddings are as many as there are tokens, and `padding` more; `extra`: keys below
+    the architecture's name, with __ for dots (None: left out)."""
     writer = GGUFWriter(path, architecture)
     keys = {
         "block_count": 1,
@@ -282,6 +282,7 @@ def tiny(path: Path, vocabulary: Vocabulary, architecture: str = "llama", **extr
               "ffn_norm": (8,), "ffn_gate": (12, 8), "ffn_up": (12, 8), "ffn_down": (8, 12)}  # fmt: skip
     named = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
     generator = np.random.default_rng(0)
-    for name, shape in {"token_embd.weight": (len(vocabulary.tokens), 8), "output_norm.weight": (8,), **named}.items():
+    rows = len(vocabulary.tokens) + padding
+    for name, shape in {"token_embd.weight": (rows, 8), "output_norm.weight": (8,), **named}.items():
         writer.add_tensor(name, generator.standard_normal(shape).astype(np.float32))
     return finish(writer, path)
