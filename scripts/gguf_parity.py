@@ -75,7 +75,7 @@ def compare(path: Path, texts: Sequence[str], new: int, longest: int) -> Compare
     with torch.inference_mode(), counting("compared", len(prompts)) as show:
         for i, (prompt, answer) in enumerate(zip(prompts, answers)):
             ids = torch.tensor([[*prompt, *answer.tokens[:-1]]])
-            found.add(answer.tokens, reference(ids).logits[0, len(prompt) - 1 :].float())
+            found.add(answer.tokens, reference(ids, logits_to_keep=len(answer.tokens)).logits[0].float())
             show(i + 1)
     return found
 

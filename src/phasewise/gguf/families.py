@@ -241,8 +241,8 @@ def _mixtral(found: Found) -> dict[str, Any]:
 
 
 def _gemma(found: Found, largest: int, every: int) -> dict[str, Any]:
-    """`largest`: how many layers the one size has whose scores are scaled by another width than a head's; `every`: the
-    how manieth layers see everything unless the file says otherwise."""
+    """`largest`: how many layers the one size has whose scores are scaled by another width than a head's; `every`: of
+    so many layers the last sees everything, unless the file says otherwise."""
     meta, key = found.meta, found.key
     layers, heads = meta.whole(key("block_count")), meta.whole(key("attention.head_count"))
     hidden = meta.whole(key("embedding_length"))
@@ -255,7 +255,7 @@ def _gemma(found: Found, largest: int, every: int) -> dict[str, Any]:
 
 
 def _slides(found: Found, layers: int, every: int) -> list[bool]:
-    """Which layers have a window: a pattern is a flag for each, or the how manieth have none."""
+    """Which layers have a window: a pattern is a flag for each, or of how many the last has none."""
     name = found.key("attention.sliding_window_pattern")
     pattern = found.meta.get(name)
     if isinstance(pattern, np.ndarray):
