@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 
 from phasewise.model.source import source
 from phasewise.model.stream import ByteStream, Pieces, WindowStream
@@ -20,8 +19,7 @@ class Tokenizer:
         self.backend = backend
         self.special = special or {}  # bos_token, eos_token, ...: their text
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        decoder: Any = json.loads(backend.to_str()).get("decoder")
-        self.byte_level = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
+        self.byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.known: dict[int, str] = {}  # vocabulary entries seen by detokenizers, in the vocabulary's spelling
 
     @classmethod
