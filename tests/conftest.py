@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import pytest
-
-with suppress(
-    ImportError
-):  # before anything can import Python's own distutils, which setuptools then refuses to replace
-    import setuptools  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

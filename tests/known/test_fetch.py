@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from phasewise.known import shelf, wheels
 from phasewise.known.fetch import fetch, needed
 from phasewise.known.models import KNOWN, Known
 from tests.known.conftest import Place
-from tests.known.wheelhouse import TERMS, house, model
+from tests.known.wheelhouse import ROOT, TERMS, environment, house, model
 
 
 def hashed(path: Path) -> str:
@@ -146,10 +147,22 @@ def test_where_there_is_no_network_that_is_said(at: Place, tmp_path: Path, monke
 def test_a_python_without_pip_is_told_how_to_get_it(at: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = model(tmp_path / "wheels")
     at(tmp_path / "wheels")
-    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.setattr(wheels.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"has no pip; `python -m ensurepip` or `uv pip install pip` adds it"):
         fetch(one)
     assert nothing_left(one)
+
+
+def test_after_a_fetch_setuptools_can_be_imported(tmp_path: Path) -> None:
+    """It refuses to be where somebody has asked the import system for pip."""
+    one = model(tmp_path / "wheels")
+    program = (
+        "from phasewise.known.fetch import fetch\nfrom phasewise.known.models import *\n"
+        f"fetch({one!r}, accepted=True)\nimport setuptools"
+    )
+    variables = {**os.environ, **environment(tmp_path / "cache", tmp_path / "wheels"), "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_terms_come_before_the_download(at: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

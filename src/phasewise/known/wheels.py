@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from textwrap import shorten
 
@@ -30,7 +30,8 @@ def download(wheels: Sequence[Wheel], into: Path, arrived: Callable[[int], None]
 
     `retries`: of a connection that fails (None: as often as pip is set to). Raises PipFailed.
     """
-    if importlib.util.find_spec("pip") is None:
+    # not importlib.util.find_spec: a hook of setuptools would hear of pip, and no longer let setuptools be imported
+    if PathFinder.find_spec("pip") is None:
         raise PipFailed(f"{sys.executable} has no pip; `python -m ensurepip` or `uv pip install pip` adds it")
     here, parts = into / "wheels", into / "arriving"
     for folder in (here, parts):
