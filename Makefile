@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 NATIVE := $(wildcard src/phasewise/ops/native/*.cpp src/phasewise/ops/native/*.h)
+# one more than there are cores, as tests also wait for processes; more than four gain nothing
+JOBS   := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -lt 3 ] && echo $$((n + 1)) || echo 4)
 PINS   := pyproject.toml constraints.txt setup.py $(NATIVE)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -23,10 +25,10 @@ serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000; smollm2, fetch
 	@exec $(BIN)/phasewise serve $(ARGS)
 
 test: $(VENV)/.test ## Run all tests
-	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 test-all: test ## Run all tests, then the laws over all pairs of methods (long)
-	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all-pairs tests/laws
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --all-pairs tests/laws
 
 lint: $(VENV)/.dev ## Check style and format with ruff
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"
