@@ -20,6 +20,7 @@ from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
 from tests import oracle, tiny
+from tests.watched import passes
 
 here = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 
@@ -31,38 +32,26 @@ def model() -> Model:
 
 
 @torch.inference_mode()
-def rows(model: Model, tokens: Sequence[int], hidden: Tensor | None = None) -> tuple[Tensor, int]:
-    """A prompt's rows after all layers, and how many steps were native."""
+def rows(model: Model, tokens: Sequence[int], hidden: Tensor | None = None) -> Tensor:
+    """A prompt's rows after all layers."""
     store = Store(kv_shapes(model), Raw(), ledger=Ledger(64 << 20), counters=Counters())
     request = Request(tokens)
     kv = store.open(request, len(tokens))
-    stack, calls = model.stack, []
-
-    def spy(*given: Any) -> None:
-        calls.append(1)
-        stack(*given)
-
-    if stack is not None:
-        spy.windowed, spy.hidden = stack.windowed, stack.hidden  # type: ignore[attr-defined]
-        model.stack = spy
-    try:
-        x = forward(model, [Span(request, kv, oracle.PLAIN, tokens, range(len(tokens)), hidden=hidden)], Counters()).x
-    finally:
-        model.stack = stack
-    return x.clone(), len(calls)
+    span = Span(request, kv, oracle.PLAIN, tokens, range(len(tokens)), hidden=hidden)
+    return forward(model, [span], Counters()).x.clone()
 
 
 @here
-def test_rows_that_bring_their_state_do_not_run_from_their_tokens(model: Model) -> None:
+def test_rows_that_bring_their_state_do_not_run_from_their_tokens(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = passes(monkeypatch)
     written, meant = tiny.prompts(9, 9)
     with torch.inference_mode():
         state = model.embed(torch.tensor(meant))
-    given, native_steps = rows(model, written, state)
-    assert native_steps == 0 and rows(model, meant)[1] == 1
-    kept, model.stack = model.stack, None
-    want = rows(model, meant)[0]
-    model.stack = kept
-    assert torch.equal(given, want) and not torch.equal(given, rows(model, written)[0])
+    given, want = rows(model, written, state), rows(model, meant)
+    assert torch.equal(given, want) and not torch.equal(given, rows(model, written))
+    assert [each.whole for each in made] == [True] * 3
 
 
 class Gives:
@@ -98,13 +87,17 @@ def embedded(model: Model) -> Callable[[Span], None]:
     return give
 
 
+def fives(span: Span) -> None:
+    """Every row is of the token 5."""
+    span.tokens = [5] * span.rows
+
+
 @here
 def test_an_engine_goes_on_from_given_states(model: Model) -> None:
     request = run(model, embedded(model))
-    kept, model.stack = model.stack, None
-    assert request.n_out == 6 and run(model, embedded(model)).out == request.out
-    model.stack = kept
-    assert run(model, lambda span: None).out != request.out
+    assert request.n_out == 6 and run(model, lambda span: None).out != request.out
+    want = run(model, fives)
+    assert request.out == want.out
 
 
 def partly(span: Span) -> None:

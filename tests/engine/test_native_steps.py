@@ -1,8 +1,8 @@
-"""Which methods leave the native step, as docs/methods.md says: those that evict, skip, select, or split the depth."""
+"""Which path methods take, as docs/methods.md says: whole native steps, halves of layers, or the open path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,57 +18,40 @@ from phasewise.options import DEFAULTS
 from phasewise.verbs.sample import Context, Dist
 from tests import tiny
 from tests.laws import settings as laws
+from tests.watched import passes
 
 VERBS = ("schedule", "attend", "evict", "store", "skip")
 
 
-def native_steps(options: dict[str, str]) -> tuple[int, int]:
-    """Steps that were one native call, and all steps, for one prompt in bfloat16."""
-    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
-    engine: Any = tiny.engine(options, of=model, prefix_cache=False)
-    stack, calls = model.stack, []
-    assert stack is not None
-
-    def spy(*given: Any) -> None:
-        calls.append(1)
-        stack(*given)
-
-    spy.windowed, spy.hidden = stack.windowed, stack.hidden  # type: ignore[attr-defined]
-    some = model.stack_of
-
-    def stack_of(walk: tuple[int, ...] | None) -> Any:
-        if walk is not None:
-            calls.append(1)
-        return some(walk)
-
-    model.stack, model.stack_of = spy, stack_of  # type: ignore[assignment, method-assign]
-    tiny.run(engine, tiny.prompts(40), tiny.greedy(12))
-    return len(calls), engine.counters.forwards
-
-
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 @pytest.mark.parametrize(("verb", "name"), [(v, n) for v, n in laws.discovered() if v in VERBS])
-def test_savers_leave_the_native_step_and_no_one_else(verb: str, name: str) -> None:
-    knobs = {"rows_per_group": 8} if name == "layered" else None
-    calls, steps = native_steps(laws.options(verb, name, knobs))
-    method = catalog.method(verb, name)
+def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one prompt in bfloat16: which steps are whole native calls, which are halves, and which are open."""
+    made = passes(monkeypatch)
+    options = laws.options(verb, name, {"rows_per_group": 8} if name == "layered" else None)
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    engine: Any = tiny.engine(options, of=model, prefix_cache=False)
+    tiny.run(engine, tiny.prompts(40), tiny.greedy(12))
+    steps, whole = engine.counters.forwards, sum(each.whole for each in made)
+    method, phase = catalog.method(verb, name), engine.parts.phases[-1]
     acts = set(getattr(method, "phases", ("prefill", "decode")))
-    leaves = (verb in ("evict", "skip") and name != DEFAULTS[verb]) or (
+    looks = (verb == "evict" and name != DEFAULTS[verb]) or (
         verb == "attend" and not getattr(method, "everything", False)
     )
-    engine: Any = tiny.engine(laws.options(verb, name, knobs))
-    last = engine.parts.phases[-1]
-    leaves = leaves and not (last.walk is not None and last.delta is None)  # which layers run is known beforehand
     if name == "layered":  # its prompt crosses in several steps, and then tokens are native again
-        assert 0 < calls < steps
-    elif not leaves:
-        assert calls == steps > 0
-    elif acts == {"decode"}:
-        assert calls < steps / 2  # prompts only
-    elif acts == {"prefill"}:
-        assert calls == steps - 1  # all but the prompt's
+        assert 0 < whole == len(made) < steps
+    elif not phase.walks:  # which rows run a layer is decided on the way, or they run with weights of their own
+        assert len(made) == whole == (1 if acts == {"decode"} else 0)  # the prompt's
     else:
-        assert calls == 0
+        assert len(made) == steps, "a step took the open path"
+        if not looks:
+            assert whole == steps
+        elif acts == {"decode"}:
+            assert whole < steps / 2  # prompts only
+        elif acts == {"prefill"}:
+            assert whole == steps - 1  # all but the prompt's
+        else:
+            assert whole == 0
 
 
 class Follows:
@@ -76,17 +59,21 @@ class Follows:
 
     guarantee, needs = "lossy", "nothing"
 
-    def __init__(self, text: Sequence[int]) -> None:
-        self.text, self.seen = text, list[Tensor]()
+    def __init__(self, text: Sequence[int], then: Callable[[], None] | None = None) -> None:
+        self.text, self.seen, self.then = text, list[Tensor](), then
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         self.seen.append(logits.float().clone())
+        if self.then is not None:  # after every forward
+            self.then()
         return Dist([self.text[context.position] for context in contexts], logits.shape[-1])
 
 
-def written(model: Model, verbs: dict[str, str | None], text: Sequence[int]) -> tuple[Tensor, int]:
+def written(
+    model: Model, verbs: dict[str, str | None], text: Sequence[int], then: Callable[[], None] | None = None
+) -> tuple[Tensor, int]:
     """Logits of 50 tokens of a text after a prompt of 100, and the bytes of KV that were read."""
-    follows = Follows(text)
+    follows = Follows(text, then)
     engine = Bench(model).engine({"schedule": "prefill_first"} | verbs, Limits(prefix_cache=False), sample=follows)
     tiny.run(engine, [list(text[:100])], tiny.greedy(50))
     return torch.cat(follows.seen), engine.counters.kv_bytes_read
@@ -95,13 +82,15 @@ def written(model: Model, verbs: dict[str, str | None], text: Sequence[int]) -> 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 @pytest.mark.parametrize("store", ["slab", "int8"])
 def test_rows_with_gaps_are_read_as_the_open_path_reads_them(store: str) -> None:
-    """After an eviction, slots are no positions, and layers and heads hold other rows."""
+    """After an eviction, slots are no positions, and layers and heads hold other rows. The prompt takes the open path,
+    so that no rounding decides which rows stay."""
     model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
     stack = model.stack
 
     def logits(natively: bool, evict: str) -> tuple[Tensor, int]:
-        model.stack = stack if natively else None
-        return written(model, {"evict": evict, "store": store}, text)
+        model.stack = None
+        then = (lambda: setattr(model, "stack", stack)) if natively else None
+        return written(model, {"evict": evict, "store": store}, text, then)
 
     (whole, read), (opened, same), (dense, all_of_it) = (
         logits(natively, evict)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step import fused
 from tests import tiny
+from tests.watched import passes
 
 LENGTHS = (33, 5, 64, 17, 50)
 PARAMS = {
@@ -51,15 +50,9 @@ def test_steps_of_many_rows_are_cut_and_no_row_changes(most: int, monkeypatch: p
     given, prompts = {"schedule": "prefill_first", "draft": "prompt_lookup:k=3"}, tiny.prompts(33, 5, 64, 200, 90)
     want = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], PARAMS["greedy"]))[0] for p in prompts]
     monkeypatch.setattr(fused, "MOST", most)
-    stack, rows = model.stack, list[int]()
-
-    def spy(numbers: Any, *rest: Any) -> None:
-        rows.append(len(numbers) // 2)
-        stack(numbers, *rest)
-
-    spy.windowed, spy.hidden = stack.windowed, stack.hidden  # type: ignore[attr-defined]
-    monkeypatch.setattr(model, "stack", spy)
+    made = passes(monkeypatch)
     engine = tiny.engine(given, of=model, prefix_cache=False)
     assert tiny.outs(tiny.run(engine, prompts, PARAMS["greedy"])) == want
+    rows = [each.rows for each in made]
     assert max(rows) <= most + fused.SLICE and len(rows) > engine.counters.forwards, "nothing was cut"
     assert sum(rows) == engine.counters.rows

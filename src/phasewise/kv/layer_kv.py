@@ -130,16 +130,18 @@ class LayerKV:
         assert not self.fresh and len(self.slabs) == 1
         self.fresh, self._pending, self._ids = len(positions), positions, None
 
-    def read(self) -> list[Part]:
-        """What this step's rows can read, head group by head group (usually one)."""
+    def read(self, written: Sequence[int] = ()) -> list[Part]:
+        """What this step's rows can read, head group by head group (usually one). `written`: positions of rows that a
+        native kernel has put behind the committed ones, instead of any that were appended."""
         ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)
+        pending, fresh = (written, len(written)) if written else (self._pending, self.fresh)
         parts = []
         for i, s in enumerate(self.slabs):
-            planes = [p[:, : s.n + self.fresh] for p in s.buffer.planes]
+            planes = [p[:, : s.n + fresh] for p in s.buffer.planes]
             committed = None if s.positions is None else s.positions[:, : s.n]
             parts.append(
-                Part(planes, self.codec, self.shape.dtype, s.n, self.fresh, ids, s.heads, committed, self._pending,
-                     i, self.derived)
+                Part(planes, self.codec, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
+                     self.derived)
             )  # fmt: skip
         return parts
 

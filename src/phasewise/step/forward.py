@@ -11,9 +11,11 @@ from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.model.lowrank import Delta, Deltas
+from phasewise.ops.native.stack import StackSpan
 from phasewise.request.counters import Counters
 from phasewise.step.batch import Batch
-from phasewise.step.fused import Scratch, run_fused
+from phasewise.step.fused import NativeStep, Scratch, natively
+from phasewise.step.inside import Inside
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import Read
 from phasewise.step.span import Span
@@ -37,8 +39,7 @@ class Step:
 
     def __init__(self, model: Model, batch: Batch, counters: Counters, taps: set[int]) -> None:
         self.model, self.batch, self.counters, self.taps = model, batch, counters, taps
-        self.masks: dict[Any, Tensor] = {}  # a span's mask is the same at every layer of one window
-        self.notes: dict[Any, Any] = {}  # what methods work out once for all layers
+        self.inside = Inside(model, counters)
         self._rotary = model.rotary(batch.positions, batch.end)
 
     def _use(self, entries: list[_Entry], rotary: Any) -> None:
@@ -81,7 +82,8 @@ class Step:
                 for read in reads:
                     phase.evict.observe(read)
                     read.view = phase.evict.view(read)
-            for read, result in zip(reads, phase.attend(reads)):
+            for read, answer in zip(reads, phase.attend(reads)):
+                result = read.attend() if answer is None else answer
                 if read.part.heads is None:
                     out[read.at] = result
                 else:
@@ -96,7 +98,7 @@ class Step:
             rows = q
             if part.heads is not None:  # [R, Hq, D] -> the query heads of these KV heads
                 rows = q.view(q.shape[0], cache.shape.heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
-            read = Read(self, layer, entry.span, rows, part)
+            read = Read(self.inside, layer, entry.span, rows, part)
             read.at, read.rows = entry.at, entry.ids
             reads.append(read)
         return reads
@@ -187,27 +189,38 @@ def forward(
     for span in spans:
         if span.layers is None or span.layers[0] == 0:
             counters.rows += span.rows
-    batch, room, inside = Batch(spans, model.device), room or Scratch(), list[Span]()
-    whole = None if taps else run_fused(model, batch, counters, room, inside)
-    if whole is not None:
-        return Hidden(whole, batch.rows)
-    if 0 < len(inside) < len(spans):
-        return _apart(model, batch, counters, room, inside)
-    return Step(model, batch, counters, taps or set()).run()
+    batch, room, taps = Batch(spans, model.device), room or Scratch(), taps or set()
+    parts = natively(model, spans)
+    fit = [part for part in parts if part is not None]
+    if len(fit) == len(parts):
+        return NativeStep(model, counters, room, taps).run(batch, fit)
+    if fit:
+        return _apart(batch, fit, [part is None for part in parts], NativeStep(model, counters, room, taps))
+    return Step(model, batch, counters, taps).run()
 
 
-def _apart(model: Model, batch: Batch, counters: Counters, room: Scratch, inside: list[Span]) -> Hidden:
-    """Spans that need to see `inside` a layer beside such that do not. In 16 bits the two ways round differently, and
-    which way a request goes must not depend on its mates: so each goes its own, which takes a second forward."""
-    rest = [span for span in batch.spans if span not in inside]
-    first = Batch(rest, model.device)
-    whole = run_fused(model, first, counters, room, [])
-    assert whole is not None, "spans that were plain a moment ago"
+def _apart(batch: Batch, parts: Sequence[StackSpan], opened: Sequence[bool], step: NativeStep) -> Hidden:
+    """Spans of the open path beside native ones. In 16 bits the two ways round differently, and which way a request
+    goes must not depend on its mates: so each goes its own, which takes a second forward."""
+    model, counters = step.model, step.counters
+    groups = [[span for span, flag in zip(batch.spans, opened) if flag is way] for way in (False, True)]
+    results: list[Hidden] = []
+    places: dict[int, tuple[int, slice]] = {}
+    for way, spans in enumerate(groups):
+        own = Batch(spans, model.device)
+        results.append(step.run(own, parts) if way == 0 else Step(model, own, counters, step.taps).run())
+        places |= {id(span): (way, span.slice) for span in spans}
     counters.forwards += 1
-    opened = Step(model, Batch(inside, model.device), counters, set()).run().x
-    x, start = whole.new_empty((batch.rows, whole.shape[1])), 0
+    start = 0
+
+    def joined(of: Sequence[Tensor]) -> Tensor:
+        return torch.cat([of[way][here] for way, here in (places[id(span)] for span in batch.spans)])
+
+    out = Hidden(
+        joined([result.x for result in results]), batch.rows,
+        {tap: joined([result.taps[tap] for result in results]) for tap in step.taps},
+    )  # fmt: skip
     for span in batch.spans:  # back in order
-        here, span.start = span.slice, start
-        x[span.slice] = (opened if span in inside else whole)[here]
+        span.start = start
         start += span.rows
-    return Hidden(x, batch.rows)
+    return out

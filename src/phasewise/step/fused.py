@@ -1,4 +1,4 @@
-"""Steps in which nobody looks inside a layer: all layers in one native call, where the model has one (`Model.stack`).
+"""Native steps: all layers in one call where nobody looks inside (`Model.stack`), else in halves of layers (`half.py`).
 
 The open path of `forward` computes the same, operator by operator; tests/ops/test_native_stack.py holds them together.
 """
@@ -13,24 +13,27 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, StackSpan
+from phasewise.ops.native.stack import SLICE, Halves, StackSpan
+from phasewise.step.batch import Batch
+from phasewise.step.half import run_halves
+from phasewise.step.phase import Hidden
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
-    from phasewise.step.batch import Batch
     from phasewise.step.span import Span
 
 MOST = 1024  # rows of a call: what more of them need between two layers would no longer lie in a cache
 
 
 class Scratch:
-    """Memory for what a whole step leaves behind. The next step of as many rows writes over it."""
+    """Memory for what a native step leaves behind. The next step of as many rows writes over it."""
 
-    __slots__ = ("_count", "_x")
+    __slots__ = ("_between", "_count", "_x")
 
     def __init__(self) -> None:
         self._count, self._x = 0, torch.empty(0)
+        self._between: tuple[Tensor, Tensor] | None = None
 
     def take(self, count: int, width: int) -> Tensor:
         """bfloat16 [count, width]; always of one width. With few rows, making a tensor would cost as much as the rest
@@ -39,79 +42,122 @@ class Scratch:
             self._count, self._x = count, torch.empty((count, width), dtype=torch.bfloat16)
         return self._x
 
+    def between(self, rows: int, heads_q: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+        """What two halves of a layer need: bfloat16 [rows, heads_q + 2 heads, dim], [rows, heads_q, dim]."""
+        if self._between is None or self._between[0].shape[0] != rows:
+            shapes = (rows, heads_q + 2 * heads, dim), (rows, heads_q, dim)
+            self._between = torch.empty(shapes[0], dtype=torch.bfloat16), torch.empty(shapes[1], dtype=torch.bfloat16)
+        return self._between
 
-def run_fused(model: Model, batch: Batch, counters: Counters, room: Scratch, open_: list[Span]) -> Tensor | None:
-    """The rows after all layers [T, d], their keys and values appended. None, and nothing done, if some spans need more
-    than this: those are added to `open_`."""
-    stack, spans, rows = model.stack, batch.spans, batch.rows
+
+def natively(model: Model, spans: Sequence[Span]) -> list[StackSpan | None]:
+    """What a native step has to know of each span. None: the model, the span's phase, the part of the depth that it
+    runs or the way in which its KV lies needs the open path. No span's mates have a say in it."""
+    stack = model.stack
     if stack is None:
+        return [None] * len(spans)
+    windows = _windows(model)
+    return [_natively(span, windows) for span in spans]
+
+
+def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
+    phase, sees = span.phase, span.sees
+    if not phase.walks or span.layers is not None or (sees is not None and windows):
         return None
-    windows = [spec.window for spec in model.config.attention if spec.window is not None] if stack.windowed else []
-    parts: list[StackSpan] = []
-    read = written = 0  # bytes of KV
-    for span in spans:
-        whole = span.layers is None and span.hidden is None  # all layers, from the tokens on
-        plain = whole and span.phase.plain and (span.sees is None or not windows)
-        flat = span.kv.flat(span.phase.walk) if plain else None
-        if flat is None:
-            open_.append(span)
-            continue
-        end, sees = flat.n + span.rows, span.sees
-        far = span.positions[-1] >= end  # rows were given up: a window is counted in positions, not in slots
-        if (span.rows > SLICE and (sees is not None or any(end > window for window in windows))) or (windows and far):
-            open_.append(span)
-            continue
-        read += end * flat.row_bytes
-        written += span.rows * flat.row_bytes
-        parts.append(StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address))
-    if open_:
+    flat = span.kv.flat(phase.walk)
+    if flat is None:
         return None
-    x, walk = room.take(rows, stack.hidden), spans[0].phase.walk
-    if all(span.phase.walk == walk for span in spans):
-        read -= _run(model, batch, x, parts, windows)
-    else:
-        read -= _by_walk(model, batch, x, parts, windows)
-        counters.forwards += len({span.phase.walk for span in spans}) - 1
-    for span in spans:
-        span.kv.written(span.positions)
-        counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
-    counters.kv_bytes_read += read
-    counters.kv_bytes_written += written
-    return x
+    end = flat.n + span.rows
+    far = span.positions[-1] >= end  # rows were given up: a window is counted in positions, not in slots
+    if (span.rows > SLICE and (sees is not None or any(end > window for window in windows))) or (windows and far):
+        return None
+    return StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address)
 
 
-def _by_walk(model: Model, batch: Batch, x: Tensor, parts: Sequence[StackSpan], windows: Sequence[int]) -> int:
-    """Spans that run the same layers together, one after the other: each walk reads its weights."""
-    groups: dict[tuple[int, ...] | None, list[int]] = {}
-    for i, span in enumerate(batch.spans):
-        groups.setdefault(span.phase.walk, []).append(i)
-    places, saved = [span.slice for span in batch.spans], 0
-    for members in groups.values():
-        own = Batch([batch.spans[i] for i in members])
-        rows = x.new_empty((own.rows, x.shape[1]))
-        saved += _run(model, own, rows, [parts[i] for i in members], windows)
-        for i in members:
-            x[places[i]] = rows[batch.spans[i].slice]
-    for span, place in zip(batch.spans, places):
-        span.start = place.start
-    return saved
+def _windows(model: Model) -> list[int]:
+    if model.stack is None or not model.stack.windowed:
+        return []
+    return [spec.window for spec in model.config.attention if spec.window is not None]
 
 
-def _run(model: Model, batch: Batch, x: Tensor, parts: list[StackSpan], windows: Sequence[int]) -> int:
-    """Spans that all run the same layers. -> bytes of KV that were read once for several"""
-    walk, saved = batch.spans[0].phase.walk, 0
-    stack, turns = model.stack_of(walk), model.turns(batch.end)
-    assert stack is not None
-    whole = batch.rows <= MOST
-    for call in [_Call(batch.numbers, x, batch.spans, parts)] if whole else _calls(batch, x, parts):
-        commons: Sequence[Common] = ()
-        if len(call.spans) > 1:
-            commons = _commons(call.spans, max([part.n for part in call.parts]), windows)
-            for common in commons:
-                flat = call.spans[common.members[0]].kv.flat(walk)
-                saved += common.saved * (0 if flat is None else flat.row_bytes)
-        stack(call.numbers, turns, call.parts, call.x, commons)
-    return saved
+class NativeStep:
+    """A forward over spans that are all natively done."""
+
+    def __init__(self, model: Model, counters: Counters, room: Scratch, taps: set[int]) -> None:
+        self.model, self.counters, self.room, self.taps = model, counters, room, taps
+        self.windows = _windows(model)
+
+    def run(self, batch: Batch, parts: Sequence[StackSpan]) -> Hidden:
+        """The rows after all layers [T, d], their keys and values appended; `parts` as `natively` has them."""
+        spans, stack = batch.spans, self.model.stack
+        assert stack is not None
+        x, walk = self.room.take(batch.rows, stack.hidden), spans[0].phase.walk
+        if all(span.phase.walk == walk for span in spans):
+            kept = self._run(batch, x, parts)
+        else:
+            kept = self._by_walk(batch, x, parts)
+        for span in spans:
+            span.kv.written(span.positions)
+            self.counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
+            self.counters.kv_bytes_written += span.rows * _width(span)
+        return Hidden(x, batch.rows, kept)
+
+    def _by_walk(self, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
+        """Spans that run the same layers together, one after the other: each walk reads its weights."""
+        groups: dict[tuple[int, ...] | None, list[int]] = {}
+        for i, span in enumerate(batch.spans):
+            groups.setdefault(span.phase.walk, []).append(i)
+        places, kept = [span.slice for span in batch.spans], {tap: torch.empty_like(x) for tap in self.taps}
+        for members in groups.values():
+            own = Batch([batch.spans[i] for i in members])
+            rows = x.new_empty((own.rows, x.shape[1]))
+            found = self._run(own, rows, [parts[i] for i in members])
+            for i in members:
+                here = batch.spans[i].slice
+                x[places[i]] = rows[here]
+                for tap, of_group in found.items():
+                    kept[tap][places[i]] = of_group[here]
+        for span, place in zip(batch.spans, places):
+            span.start = place.start
+        self.counters.forwards += len(groups) - 1
+        return kept
+
+    def _run(self, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
+        """Spans that all run the same layers. -> the rows after every layer that is tapped"""
+        spans, walk = batch.spans, batch.spans[0].phase.walk
+        stack, turns = self.model.stack_of(walk), self.model.turns(batch.end)
+        assert stack is not None
+        looking = [i for i, span in enumerate(spans) if span.phase.looks(span)]
+        for i, span in enumerate(spans):
+            if i not in looking:  # who looks counts for itself
+                self.counters.kv_bytes_read += parts[i].n * _width(span)
+        if looking or self.taps or any(span.hidden is not None for span in spans):
+            plain = [i for i in range(len(spans)) if i not in looking]
+            between = self.room.between(batch.rows, *stack.heads)
+            commons = self._commons(spans, parts, plain)
+            halves = Halves(stack, batch.numbers, turns, parts, x, commons, between)
+            return run_halves(self.model, batch, halves, looking, self.counters, self.taps)
+        for call in [_Call(batch.numbers, x, spans, parts)] if batch.rows <= MOST else _calls(batch, x, parts):
+            stack(
+                call.numbers, turns, call.parts, call.x, self._commons(call.spans, call.parts, range(len(call.parts)))
+            )
+        return {}
+
+    def _commons(self, spans: Sequence[Span], parts: Sequence[StackSpan], some: Sequence[int]) -> Sequence[Common]:
+        """What `some` of the spans, which read by themselves, read in common; it is counted once."""
+        if len(some) < 2:
+            return ()
+        commons = _commons(spans, some, max([parts[i].n for i in some]), self.windows)
+        for common in commons:
+            self.counters.kv_bytes_read -= common.saved * _width(spans[common.members[0]])
+        return commons
+
+
+def _width(span: Span) -> int:
+    """Bytes of one row of its KV."""
+    flat = span.kv.flat(span.phase.walk)
+    assert flat is not None, "a span that was natively done a moment ago"
+    return flat.row_bytes
 
 
 class _Call(NamedTuple):
@@ -119,8 +165,8 @@ class _Call(NamedTuple):
 
     numbers: array[int]
     x: Tensor
-    spans: list[Span]
-    parts: list[StackSpan]
+    spans: Sequence[Span]
+    parts: Sequence[StackSpan]
 
 
 def _calls(batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> list[_Call]:
@@ -154,13 +200,14 @@ def _calls(batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> list[_Call]:
     return found
 
 
-def _commons(spans: Sequence[Span], longest: int, windows: Sequence[int]) -> list[Common]:
-    """What spans of one attend method read in common; nothing where a window may hide some of it. A slice of a prompt
-    reads by itself."""
+def _commons(spans: Sequence[Span], some: Sequence[int], longest: int, windows: Sequence[int]) -> list[Common]:
+    """What `some` spans of one attend method read in common; nothing where a window may hide some of it. A slice of a
+    prompt reads by itself."""
     if any(window < longest for window in windows):
         return []
     groups: dict[int, tuple[Any, list[int]]] = {}
-    for i, span in enumerate(spans):
+    for i in some:
+        span = spans[i]
         flat = span.kv.flat(span.phase.walk)
         if hasattr(span.phase.attend, "commons") and span.rows <= SLICE and flat is not None and not flat.gaps:
             groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)

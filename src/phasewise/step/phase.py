@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
     from phasewise.request.request import Request
+    from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
     from phasewise.verbs.decode import Decode
     from phasewise.verbs.evict import Evict
@@ -48,11 +49,24 @@ class Phase:
     holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
     delta: Delta | None = field(init=False)  # low-rank weights that the rows of this phase, and no others, run with
     walk: tuple[int, ...] | None = field(init=False)  # the layers that its rows run, where that is known; None = all
-    plain: bool = field(init=False)  # rows run `walk`, read all before them, and show nobody anything
+    walks: bool = field(init=False)  # rows run `walk` with the model's own weights: who acts does so within attention
+    plain: bool = field(init=False)  # and they read all before them, and show nobody anything
 
     def __post_init__(self) -> None:
         dense = getattr(self.attend, "everything", False)
         object.__setattr__(self, "delta", getattr(self.skip, "delta", None))
         object.__setattr__(self, "walk", getattr(self.skip, "walk", None))
-        walked = self.skip is None or (self.walk is not None and self.delta is None)
-        object.__setattr__(self, "plain", walked and self.evict is None and dense)
+        object.__setattr__(self, "walks", self.skip is None or (self.walk is not None and self.delta is None))
+        object.__setattr__(self, "plain", self.walks and self.evict is None and dense)
+
+    def looks(self, span: Span) -> bool:
+        """Whether a method acts between the queries and the attention of this span's rows in some layer."""
+        if self.plain:
+            return False
+        asked = (self.evict, None if getattr(self.attend, "everything", False) else self.attend)
+        return any(_looks(method, span) for method in asked if method is not None)
+
+
+def _looks(method: Attend | Evict, span: Span) -> bool:
+    say = getattr(method, "looks", None)
+    return True if say is None else bool(say(span))

@@ -15,7 +15,7 @@ from phasewise.ops.native import spans as native
 
 if TYPE_CHECKING:
     from phasewise.kv.part import Part
-    from phasewise.step.forward import Step
+    from phasewise.step.inside import Inside
     from phasewise.step.span import Span
 
 FEW = 16  # rows of a span that are read in one native call with all others; more are worth a matrix product
@@ -37,7 +37,7 @@ class Read:
 
     __slots__ = ("at", "layer", "part", "q", "rows", "span", "step", "view")
 
-    def __init__(self, step: Step, layer: int, span: Span, q: Tensor, part: Part) -> None:
+    def __init__(self, step: Inside, layer: int, span: Span, q: Tensor, part: Part) -> None:
         self.step = step
         self.layer = layer
         self.span = span

@@ -20,8 +20,11 @@ class Attend(Protocol):
     Optional:
         everything: bool  -- it always reads exactly all that is visible, so whole steps may run without asking it
         commons(spans: Sequence[Span]) -> Sequence[Common]  -- beside `everything`: what spans read once for all
+        looks(span: Span) -> bool  -- whether it may choose anything for this span; if not, its step need not be halved.
+            It must depend on the span and its request alone
     """
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        """One output [R, hq, D] per read; a row's result depends on that row and its committed prefix alone."""
+    def __call__(self, reads: Sequence[Read]) -> Sequence[Tensor | None]:
+        """One output [R, hq, D] per read; a row's result depends on that row and its committed prefix alone. None: what
+        attention over all that is visible gives. Queries are overwritten after the call."""
         ...

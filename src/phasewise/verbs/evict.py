@@ -19,12 +19,16 @@ class Evict(Protocol):
     The verb's default binds to None, which is asked nothing. A method that is done when the prompt is says `phases =
     ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them,
     unless layers or heads differ in how many rows they keep.
+
+    Optional:
+        looks(span: Span) -> bool  -- whether `observe` and `view` have anything to do for this span; if not, they are
+            not asked, and its step need not be halved. It must depend on the span and its request alone
     """
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
 
     def observe(self, read: Read) -> None:
-        """Called for every read while the method is attached; may keep queries in the request's drawer.
+        """Called for every read while the method is attached; may keep copies of queries in the request's drawer.
 
         A step that failed is tried again, so the same rows may come twice: tell them by their positions.
         """

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 11;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 12;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -112,20 +112,25 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   const uint8_t* sees;
   int64_t common;
   const int64_t* planes;
+  int64_t done;  // whether what its rows read stands in `read` already
 };
 
-struct StackCall {  // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots
+// x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive
+// halves of layers: half 2 i, layer i's queries, keys and values from x; half 2 i + 1, the rest of it.
+struct StackCall {
   const Layer* layers;
   const Embeddings* embeddings;
   int64_t count, hidden, heads_q, heads, dim, inner;
   uint16_t* x;
   int64_t rows, threads;
   const Turn* turns;  // from here on another in every call
-  const int64_t *tokens, *positions;  // [rows]; positions of the turns
+  const int64_t *tokens, *positions;  // [rows]; tokens null: x has been embedded; positions of the turns
   const StackSpan* spans;
   int64_t span_count;
   const Common* commons;  // of spans that are no slices (see stack.cpp)
   int64_t common_count;
+  int64_t from, to;       // halves
+  uint16_t *qkv, *read;   // bfloat16 [rows, heads_q + 2 heads, dim], [rows, heads_q, dim]: kept between calls, or null
 };
 
 struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row

@@ -1,5 +1,5 @@
 // Embeddings and all layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention,
-// MLP, residuals.
+// MLP, residuals. A call may also stop in a layer between its queries and its attention, and another one go on there.
 //
 // The threads stay in one parallel region and meet at the end of every stage. What a layer computes is what the open
 // path in Python computes, operator by operator; only the number of roundings to bfloat16 differs. Spans of many rows,
@@ -10,8 +10,8 @@
 // The threads' common memory for one call.
 struct Room {
   bf16 *normed, *qkv, *read, *gate_up, *gated;
-  Span* spans;     // [layers, spans]
-  Shares* shares;  // [layers, 4 + stages + 2 slices]: four products, the stages of attention, the slices' two
+  Span* spans;     // [layers of the call, spans]
+  Shares* shares;  // [layers of the call, 4 + stages + 2 slices]: four products, the stages of attention, the slices' two
   long stages, slices;
   char* packed;    // keys and values of all slices
   void* inputs;    // of a product, rounded
@@ -38,6 +38,10 @@ struct Stage {
 constexpr long LONG = 64;  // rows from which on a span is a slice
 
 static bool is_slice(const StackSpan& span) { return span.rows > LONG && !span.sees; }
+
+// The layers that a call runs some of.
+static long first_layer(const StackCall& call) { return call.from / 2; }
+static long layer_count(const StackCall& call) { return (call.to + 1) / 2 - first_layer(call); }
 
 // One row's queries and keys normed and turned, its keys and values put into their slots.
 static void place(const StackCall& call, const Layer& layer, const Span* spans, bf16* qkv, long row) {
@@ -90,7 +94,7 @@ template <class Work>
 static void slices(const StackCall& call, const Layer& layer, const Span* spans, char* packed, const Work& work) {
   long number = 0;
   for (long b = 0; b < call.span_count; b++) {
-    if (!is_slice(call.spans[b])) continue;
+    if (!is_slice(call.spans[b]) || call.spans[b].done) continue;
     PrefillCall slice = slice_of(call, layer, spans ? spans + b : nullptr, call.spans[b]);
     work(slice, number++, packed);
     packed += (prefill_room(slice) + 63) / 64 * 64;
@@ -99,7 +103,7 @@ static void slices(const StackCall& call, const Layer& layer, const Span* spans,
 
 static void attend(const Stage& stage, long index, const Span* spans, Shares* shares) {
   const StackCall& call = stage.call;
-  const Layer& layer = call.layers[index];
+  const Layer& layer = call.layers[first_layer(call) + index];
   const Room& room = stage.room;
   Shares* own = shares + room.stages;
   slices(call, layer, spans, room.packed,
@@ -123,22 +127,37 @@ static void embed(const StackCall& call, long row) {
   for (long i = 0; i < hidden; i++) x[i] = narrow(widen(x[i]) * (float)table.scale);
 }
 
-static void run_layer(const Stage& stage, long index) {
+static Shares* shares_of(const Room& room, long index) {
+  return room.shares + index * (4 + room.stages + 2 * room.slices);
+}
+
+static void norm(const Stage& stage, const Norm& n) {
+  long hidden = stage.call.hidden;
+  stage.rows(
+      [&](long r) { normalise(stage.call.x + r * hidden, n.weight, n.eps, hidden, stage.room.normed + r * hidden); });
+}
+
+// A layer up to its attention; `index` counts the call's layers.
+static void run_first_half(const Stage& stage, long index) {
   const StackCall& call = stage.call;
-  const Layer& layer = call.layers[index];
+  const Layer& layer = call.layers[first_layer(call) + index];
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
-  Shares* shares = room.shares + index * (4 + room.stages + 2 * room.slices);
-  long hidden = call.hidden, inner = call.inner, wide = (call.heads_q + 2 * call.heads) * call.dim;
-  auto norm = [&](const Norm& n) {
-    stage.rows([&](long r) { normalise(call.x + r * hidden, n.weight, n.eps, hidden, room.normed + r * hidden); });
-  };
-  norm(layer.before_attention);
-  stage.product(layer, layer.qkv, room.normed, hidden, nullptr, room.qkv, shares);
+  long wide = (call.heads_q + 2 * call.heads) * call.dim;
+  norm(stage, layer.before_attention);
+  stage.product(layer, layer.qkv, room.normed, call.hidden, nullptr, room.qkv, shares_of(room, index));
   stage.rows([&](long r) { place(call, layer, spans, room.qkv + r * wide, r); });
-  attend(stage, index, spans, shares + 4);
+}
+
+static void run_second_half(const Stage& stage, long index) {
+  const StackCall& call = stage.call;
+  const Layer& layer = call.layers[first_layer(call) + index];
+  const Room& room = stage.room;
+  Shares* shares = shares_of(room, index);
+  long hidden = call.hidden, inner = call.inner;
+  attend(stage, index, room.spans + index * call.span_count, shares + 4);
   stage.product(layer, layer.o, room.read, call.heads_q * call.dim, call.x, call.x, shares + 1);
-  norm(layer.before_mlp);
+  norm(stage, layer.before_mlp);
   stage.product(layer, layer.gate_up, room.normed, hidden, nullptr, room.gate_up, shares + 2);
   long slice = (inner / stage.all + LANES) / LANES * LANES;  // every thread takes some columns of every row
   long from = stage.thread * slice, to = from + slice < inner ? from + slice : inner;
@@ -150,18 +169,19 @@ static void run_layer(const Stage& stage, long index) {
   stage.product(layer, layer.down, room.gated, inner, call.x, call.x, shares + 3);
 }
 
-// Spans of every layer, whole: where the queries lie, and the planes of that layer: addresses of keys and values,
+// Spans of the call's layers: where the queries lie, and the planes of that layer: addresses of keys and values,
 // numbers between two heads, addresses of their scales (null: they are bfloat16), scales between two heads.
 static void fill_spans(const StackCall& call, const Room& room) {
   long wide = (call.heads_q + 2 * call.heads) * call.dim;
-  for (long i = 0; i < call.count; i++) {
+  for (long i = 0; i < layer_count(call); i++) {
     long row = 0;
     for (long b = 0; b < call.span_count; b++) {
       Span& span = room.spans[i * call.span_count + b];
       const StackSpan& own = call.spans[b];
-      const int64_t* planes = own.planes + i * 6;
+      const int64_t* planes = own.planes + (first_layer(call) + i) * 6;
       span = {};
-      span.n = own.n, span.rows = is_slice(own) ? 0 : own.rows;  // a slice's rows are not for the others' attention
+      span.n = own.n;
+      span.rows = is_slice(own) || own.done ? 0 : own.rows;  // a slice's rows are not for the others' attention
       span.sees = own.sees, span.common = own.common;
       span.k = (void*)planes[0], span.v = (void*)planes[1];
       span.k_head = span.v_head = planes[2], span.k_row = span.v_row = call.dim;
@@ -186,12 +206,12 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
   long widths[] = {call.hidden, call.heads_q * call.dim, call.inner};
   for (long width : widths) inputs = width > inputs ? width : inputs;
   room.normed = (bf16*)take(at, rows * call.hidden * 2);
-  room.qkv = (bf16*)take(at, rows * (call.heads_q + 2 * call.heads) * call.dim * 2);
-  room.read = (bf16*)take(at, rows * call.heads_q * call.dim * 2);
+  room.qkv = call.qkv ? call.qkv : (bf16*)take(at, rows * (call.heads_q + 2 * call.heads) * call.dim * 2);
+  room.read = call.read ? call.read : (bf16*)take(at, rows * call.heads_q * call.dim * 2);
   room.gate_up = (bf16*)take(at, rows * 2 * call.inner * 2);
   room.gated = (bf16*)take(at, rows * call.inner * 2);
-  room.spans = (Span*)take(at, call.count * call.span_count * sizeof(Span));
-  room.shares = (Shares*)take(at, call.count * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
+  room.spans = (Span*)take(at, layer_count(call) * call.span_count * sizeof(Span));
+  room.shares = (Shares*)take(at, layer_count(call) * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
   room.inputs = take(at, rows * (inputs + 4) * 4);
   room.packed = at;
   slices(call, call.layers[0], nullptr, nullptr,
@@ -201,17 +221,18 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
 
 // Returns 1, and nothing else is done, if a token has no embedding.
 API int64_t stack(const StackCall* call) {
-  for (long r = 0; r < call->rows; r++)
+  for (long r = 0; call->tokens && r < call->rows; r++)
     if (call->tokens[r] < 0 || call->tokens[r] >= call->embeddings->vocab) return 1;
-  const Layer* layers = call->layers;
+  const Layer* layers = call->layers + first_layer(*call);
+  long count = layer_count(*call);
   int64_t weights = 0;
-  for (long i = 0; i < call->count; i++) weights += layers[i].down->outputs * layers[i].down->inputs;
+  for (long i = 0; i < count; i++) weights += layers[i].down->outputs * layers[i].down->inputs;
   int threads = enough(call->threads, call->rows * weights);
   Room room;
   room.stages = stages_of(attention_of(*call, layers[0], nullptr));
   room.slices = 0;
-  for (long b = 0; b < call->span_count; b++) room.slices += is_slice(call->spans[b]);
-  char* start = (char*)scratch(OF_STACK, (long)lay_out(*call, room, nullptr) + call->count * sizeof(Plan*));
+  for (long b = 0; b < call->span_count; b++) room.slices += is_slice(call->spans[b]) && !call->spans[b].done;
+  char* start = (char*)scratch(OF_STACK, (long)lay_out(*call, room, nullptr) + count * sizeof(Plan*));
   Plan** plans = (Plan**)lay_out(*call, room, start);
   fill_spans(*call, room);
 
@@ -221,15 +242,15 @@ API int64_t stack(const StackCall* call) {
       if (layers[j].window == layers[i].window) return j;
     return i;
   };
-  for (long i = 0; i < call->count; i++)
+  for (long i = 0; i < count; i++)
     if (same_as(i) == i) sizes += plan_room(attention_of(*call, layers[i], room.spans));
   char* at = (char*)scratch(OF_ATTENTION, sizes);
-  for (long i = 0; i < call->count; i++) {
+  for (long i = 0; i < count; i++) {
     AttentionCall attention = attention_of(*call, layers[i], room.spans);
     plans[i] = same_as(i) < i ? plans[same_as(i)] : make_plan(attention, at);
     if (same_as(i) == i) at += plan_room(attention);
     const Weights* products[] = {layers[i].qkv, layers[i].o, layers[i].gate_up, layers[i].down};
-    Shares* shares = room.shares + i * (4 + room.stages + 2 * room.slices);
+    Shares* shares = shares_of(room, i);
     for (int p = 0; p < 4; p++) shares[p] = Shares(panels(products[p]->outputs), threads);
     share_out(plans[i], threads, shares + 4);
     slices(*call, layers[i], room.spans + i * call->span_count, nullptr, [&](const PrefillCall& slice, long s, char*) {
@@ -239,8 +260,9 @@ API int64_t stack(const StackCall* call) {
   }
   together(threads, [&](int thread, int all) {
     Stage stage = {*call, room, plans, thread, all};
-    stage.rows([&](long r) { embed(*call, r); });
-    for (long i = 0; i < call->count; i++) run_layer(stage, i);
+    if (call->tokens) stage.rows([&](long r) { embed(*call, r); });
+    for (long half = call->from; half < call->to; half++)
+      (half % 2 ? run_second_half : run_first_half)(stage, half / 2 - first_layer(*call));
   });
   return 0;
 }

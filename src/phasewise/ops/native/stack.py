@@ -15,7 +15,7 @@ from phasewise.ops.native import library
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
-PER_CALL = struct.Struct("=7q")  # the end of StackCall
+PER_CALL = struct.Struct("=11q")  # the end of StackCall
 SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
 
 
@@ -106,7 +106,8 @@ class Stack:
             words.append(layer.products[0].int8)
             words.extend([-1 if layer.turn is None else layer.turn, layer.window or 0])
             words.frombytes(struct.pack("d", layer.scale))
-        self._layers, self.hidden = words, shape.hidden
+        self._layers, self.hidden, self.count = words, shape.hidden, len(layers)
+        self.heads = shape.heads_q, shape.heads, shape.dim
         if isinstance(table, Tensor):
             self._table = array("q", (0, self._keep(table.contiguous()), 0, table.shape[0]))
         else:
@@ -132,16 +133,75 @@ class Stack:
         No layer's window may hide slots of `commons`, nor any of a span of more than SLICE rows; none of those are
         members of `commons`. Raises IndexError for a token that has no embedding, and nothing is written.
         """
-        table, shared, ready = array("q"), Table(commons), self._last
+        whole = Halves(self, numbers, turns, spans, x, commons)
+        whole.upto(2 * self.count)
+
+    def run(self, x: Tensor, *rest: int) -> bool:
+        """The kernel, with the last words of its StackCall (PER_CALL). -> whether it has done it."""
+        ready = self._last
         if ready is None or ready.rows is not x:
             self._last = ready = _Ready(x, self._fixed)
+        PER_CALL.pack_into(ready.call, ready.tail, *rest)
+        return not self._run(ready.address)
+
+    @property
+    def vocab(self) -> int:
+        return self._table[3]
+
+
+class Halves:
+    """One pass of a stack over rows, as `Stack.__call__` takes them, that may stop within layers: in layer i after half
+    2 i, when its queries stand in `qkv` and its keys and values in their slots, or after half 2 i + 1, its end.
+
+    To stop, it takes `room` = (qkv bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D]): memory for what the next
+    halves go on from. Spans that are `done` have what they read of the layer under way in `read` by then; the kernel
+    computes it for the others.
+    """
+
+    __slots__ = ("_at", "_embedded", "_numbers", "_room", "_shared", "_stack", "_table", "_turns", "x")
+
+    def __init__(
+        self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], x: Tensor,
+        commons: Sequence[Common] = (), room: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.x, self._stack, self._numbers, self._turns = x, stack, numbers, turns
+        self._room, self._embedded = room, False
+        self._shared = Table(commons)
+        self._table = array("q")
         for (n, own, sees, planes), reach in zip(spans, reaches(commons, len(spans))):
-            table.extend((n, own, 0 if sees is None else sees.data_ptr(), reach, planes))
-        tokens, words = numbers.buffer_info()
-        PER_CALL.pack_into(
-            ready.call, ready.tail, turns.address, tokens, tokens + 4 * words,
-            table.buffer_info()[0], len(spans), shared.address, shared.count,
+            self._table.extend((n, own, 0 if sees is None else sees.data_ptr(), reach, planes, 0))
+        self._at = 0
+
+    @property
+    def between(self) -> tuple[Tensor, Tensor]:
+        """Queries [T, Hq, D] of the layer under way, and where `done` spans put what they read [T, Hq, D]."""
+        assert self._room is not None
+        return self._room[0][:, : self._room[1].shape[1]], self._room[1]
+
+    def enter(self, x: Tensor) -> None:
+        """Take x [T, d] in the place of the tokens' embeddings."""
+        self.x.copy_(x)
+        self._embedded = True
+
+    def done(self, span: int) -> None:
+        """Until the next stop."""
+        self._table[6 * span + 5] = 1
+
+    def upto(self, half: int) -> None:
+        """Run the halves before `half` that have not run. Raises IndexError for a token that has no embedding."""
+        if half == self._at:
+            return
+        tokens, words = self._numbers.buffer_info()
+        given = self._at > 0 or self._embedded
+        qkv, read = (0, 0) if self._room is None else (each.data_ptr() for each in self._room)
+        count = len(self._table) // 6
+        ran = self._stack.run(
+            self.x, self._turns.address, 0 if given else tokens, tokens + 4 * words, self._table.buffer_info()[0],
+            count, self._shared.address, self._shared.count, self._at, half, qkv, read,
         )  # fmt: skip
-        if self._run(ready.address):
-            wrong = numbers[: words // 2].tolist()
-            raise IndexError(f"tokens {wrong} are not all among the {self._table[3]} of the model")
+        if not ran:
+            wrong = self._numbers[: words // 2].tolist()
+            raise IndexError(f"tokens {wrong} are not all among the {self._stack.vocab} of the model")
+        self._at = half
+        if self._room is not None:
+            self._table[5::6] = array("q", bytes(8 * count))

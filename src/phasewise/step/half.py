@@ -1,0 +1,94 @@
+"""Native steps in halves of layers: methods look between a layer's queries and its attention.
+
+All rows of a step go through the halves together, so weights are read once; who looks at nothing has the attention that
+a whole step would give it, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from phasewise.ops.native.stack import Halves
+from phasewise.step.inside import Inside
+from phasewise.step.phase import Phase
+from phasewise.step.read import Read
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.request.counters import Counters
+    from phasewise.step.batch import Batch
+
+Group = tuple[Phase, list[int]]  # spans by number whose phases read alike
+
+
+def run_halves(
+    model: Model, batch: Batch, halves: Halves, looking: Sequence[int], counters: Counters, taps: set[int]
+) -> dict[int, Tensor]:
+    """Run all layers of the spans' walk; spans `looking` are asked in each. -> the rows after every layer of `taps`"""
+    walk = batch.spans[0].phase.walk
+    layers = range(model.config.layers) if walk is None else walk
+    inside, groups, kept = Inside(model, counters), _groups(batch, looking), dict[int, Tensor]()
+    early = [tap for tap in taps if tap < layers[0]]
+    if early or any(span.hidden is not None for span in batch.spans):
+        halves.enter(_entering(model, batch))
+        kept = {tap: halves.x.clone() for tap in early}
+    for at, layer in enumerate(layers):
+        if looking:
+            halves.upto(2 * at + 1)
+            for i in _look(batch, groups, layer, inside, halves):
+                halves.done(i)
+        after = layers[at + 1] if at + 1 < len(layers) else model.config.layers
+        tapped = [tap for tap in taps if layer <= tap < after]
+        if tapped:
+            halves.upto(2 * at + 2)
+            kept |= {tap: halves.x.clone() for tap in tapped}
+    halves.upto(2 * len(layers))
+    return kept
+
+
+def _entering(model: Model, batch: Batch) -> Tensor:
+    """What enters the first layer, [T, d]: embedded tokens, or what a span brings instead."""
+    x = model.embed(batch.tokens)
+    for span in batch.spans:
+        if span.hidden is not None:
+            x[span.slice] = span.hidden
+    return x
+
+
+def _groups(batch: Batch, looking: Sequence[int]) -> list[Group]:
+    groups: dict[tuple[int, int], Group] = {}
+    for i in looking:
+        phase = batch.spans[i].phase
+        groups.setdefault((id(phase.attend), id(phase.evict)), (phase, []))[1].append(i)
+    return list(groups.values())
+
+
+def _look(batch: Batch, groups: Sequence[Group], layer: int, inside: Inside, halves: Halves) -> list[int]:
+    """Ask the methods of one layer. -> the spans whose rows have been read; the others' attention is still to come"""
+    queries, out = halves.between
+    done: list[int] = []
+    for phase, members in groups:
+        dense, asked, numbers = getattr(phase.attend, "everything", False), list[Read](), list[int]()
+        for i in members:
+            span = batch.spans[i]
+            (part,) = span.kv.layers[layer].read(span.positions)
+            read = Read(inside, layer, span, queries[span.slice], part)
+            read.at = span.slice
+            if phase.evict is not None:
+                phase.evict.observe(read)
+                read.view = phase.evict.view(read)
+            if dense and read.view is None:
+                read.count(part.size[1])
+            else:
+                asked.append(read)
+                numbers.append(i)
+        for i, read, result in zip(numbers, asked, phase.attend(asked) if asked else ()):
+            if result is None and read.view is None:
+                read.count(read.part.size[1])
+                continue
+            out[read.at] = read.attend() if result is None else result
+            done.append(i)
+    return done
