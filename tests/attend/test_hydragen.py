@@ -120,9 +120,9 @@ def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
         SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend, walk=None), rows=rows)
         for kv, attend, rows in zip(paths, (one, other, Dense(), other, one, one), (1, 1, 1, 1, 64, 65))
     ]
-    assert sorted(_commons(spans, 200, [])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]
-    assert sorted(_commons(spans, 200, [200])) == sorted(_commons(spans, 200, []))
-    assert _commons(spans, 200, [200, 199]) == []
+    assert sorted(_commons(spans, range(6), 200, [])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]
+    assert sorted(_commons(spans, range(6), 200, [200])) == sorted(_commons(spans, range(6), 200, []))
+    assert _commons(spans, range(6), 200, [200, 199]) == []
 
 
 # ---- engines

@@ -146,7 +146,7 @@ def test_who_computed_a_prompt_shares_it_too_and_whole_blocks_only() -> None:
 def test_long_slices_read_alone() -> None:
     made = party("float32", Hydragen())
     layers = tiny.model().config.layers
-    rows = {0: [5] * 40, 1: [6], 2: [7]}
+    rows = {0: [5] * 70, 1: [6], 2: [7]}
     whole = sum(len(PROMPTS[i]) + len(tokens) for i, tokens in rows.items())
     assert made.read(rows) == (whole - 192) * layers  # the other two share
 

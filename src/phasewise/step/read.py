@@ -10,15 +10,16 @@ from torch import Tensor
 
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.ops import attention as ops
-from phasewise.ops.native import prefill
+from phasewise.ops.native import listed, prefill
 from phasewise.ops.native import spans as native
+from phasewise.ops.native.stack import SLICE
 
 if TYPE_CHECKING:
     from phasewise.kv.part import Part
     from phasewise.step.inside import Inside
     from phasewise.step.span import Span
 
-FEW = 16  # rows of a span that are read in one native call with all others; more are worth a matrix product
+FEW = SLICE  # rows of a span that are read in one native call with all others; more are worth a matrix product
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class Read:
                 index = mask.byte().topk(most, -1, sorted=False).indices  # [1 | h, R, S]
                 valid = mask.gather(2, index).expand(part.size[0], -1, -1)
                 self.count_entries(int(valid.sum()))
-                return self._gathered(index.expand(part.size[0], -1, -1), valid)
+                return self.gathered(index.expand(part.size[0], -1, -1), valid)
         self.count(part.size[1])
         if self._moved is None:
             return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
@@ -150,13 +151,33 @@ class Read:
         index = index.view(index.shape[0], -1, index.shape[-1])
         self.count_entries(index.numel())
         mask = self.mask()
-        return self._gathered(index, None if mask is None else mask.expand(index.shape[0], -1, -1).gather(2, index))
+        return self.gathered(index, None if mask is None else mask.expand(index.shape[0], -1, -1).gather(2, index))
 
-    def _gathered(self, index: Tensor, valid: Tensor | None) -> Tensor:
-        """Row r of head h reads slots index[h, r]; where `valid` [h, R, S] is False nothing is seen.
+    def gathered(self, index: Tensor, valid: Tensor | None) -> Tensor:
+        """Row r of head h reads slots index[h, r]; where `valid` [h, R, S] is False nothing is seen."""
+        slots = index.int() if valid is None else index.int().masked_fill(~valid, -1)
+        row = self.listed(slots)
+        if row is not None:
+            return listed.attend([row], self.scale)[0]
+        return self._pairwise(index, valid)
 
-        Every (head, row) pair becomes a head with one query row of its own.
-        """
+    def listed(self, slots: Tensor) -> listed.Listed | None:
+        """What the native kernel needs to read the slots int32 [h, R, S] (-1: none), if it can do this read."""
+        part, spec = self.part, self.step.model.config.attention[self.layer]
+        if self._moved is not None or spec.softcap is not None:
+            return None
+        if scaled(part.codec):
+            k, k_scale, v, v_scale = part.planes
+            rows = listed.Listed(self.q, k, v, slots, (k_scale, v_scale))
+        elif isinstance(part.codec, Raw):
+            k, v = part.planes
+            rows = listed.Listed(self.q, k, v, slots)
+        else:  # what need not be decoded is not
+            return None
+        return rows if listed.fits(rows) else None
+
+    def _pairwise(self, index: Tensor, valid: Tensor | None) -> Tensor:
+        """The plain twin: every (head, row) pair becomes a head with one query row of its own."""
         heads, rows, slots = index.shape
         spec = self.step.model.config.attention[self.layer]
         k, v = (x.reshape(heads * rows, slots, x.shape[2]) for x in self.part.take(index.flatten(1)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops import attention as ops
+from phasewise.ops.native import listed
 from phasewise.ops.native import spans as native
 
 if TYPE_CHECKING:
@@ -43,6 +44,26 @@ def attend_all(reads: Sequence[Read], commons: Sequence[native.Common] = ()) -> 
         numbered = [common._replace(members=tuple(place[m] for m in common.members)) for common in commons]
         rows, _ = native.attend(list(together.values()), spec.scale, spec.window, commons=numbered)
         out |= zip(together, torch.split(rows, [few.q.shape[0] for few in together.values()]))
+    return [out[i] for i in range(len(reads))]
+
+
+def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor]) -> list[Tensor]:
+    """Reads of one layer over the slots that are listed for them, int32 [h, R, S] each, which their rows all see; no
+    other is read. In a single native call where there is one. -> [R, hq, D] each"""
+    out: dict[int, Tensor] = {}
+    together: dict[int, listed.Listed] = {}
+    for i, (read, of_rows) in enumerate(zip(reads, slots)):
+        read.count_entries(of_rows.numel())
+        rows = read.listed(of_rows)
+        if rows is None:
+            out[i] = read.gathered(of_rows.long(), None)
+        else:
+            together[i] = rows
+    by_heads: dict[int, list[int]] = {}  # a call takes one shape
+    for i, rows in together.items():
+        by_heads.setdefault(rows.k.shape[0], []).append(i)
+    for members in by_heads.values():
+        out |= zip(members, listed.attend([together[i] for i in members], reads[0].scale))
     return [out[i] for i in range(len(reads))]
 
 

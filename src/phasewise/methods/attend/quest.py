@@ -15,7 +15,11 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.part import Part
+from phasewise.ops.native import listed
+from phasewise.ops.native.listed import Pages
 from phasewise.step.read import Read
+from phasewise.step.reads import attend_listed
+from phasewise.step.span import Span
 
 
 @dataclass(frozen=True)
@@ -45,23 +49,32 @@ class Quest:
             if getattr(self, name) < least:
                 raise UserError(f"quest: {name}={getattr(self, name)} must be at least {least}")
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        return [self._one(read) for read in reads]
-
     @property
     def most(self) -> int:
         """Rows that one query row reads per KV head, at most."""
         return max(self.budget, 3 * self.page)
 
-    def _one(self, read: Read) -> Tensor:
-        part = read.part
-        if read.layer < self.dense_layers or part.size[1] <= self.most:
-            return read.attend()
-        bounds = self._bounds(read)
-        read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
-        if part.plain and part.n == read.span.positions[0] and read.mask() is None:
-            return read.attend_rows(self._best(read, bounds))
-        return read.attend(self._select(read, bounds))
+    def looks(self, span: Span) -> bool:
+        return span.positions[-1] >= self.most
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        out: list[Tensor | None] = [None] * len(reads)
+        steps: dict[int, _Bounds] = {}  # of single rows that see all before them, none missing
+        for i, read in enumerate(reads):
+            part = read.part
+            if read.layer < self.dense_layers or part.size[1] <= self.most:
+                continue
+            bounds = self._bounds(read)
+            read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
+            if part.plain and part.n == read.span.positions[0] and read.mask() is None:
+                steps[i] = bounds
+            else:
+                out[i] = read.attend(self._select(read, bounds))
+        if steps:
+            some = [reads[i] for i in steps]
+            for i, result in zip(steps, attend_listed(some, self._best(some, [*steps.values()]))):
+                out[i] = result
+        return out
 
     def _bounds(self, read: Read) -> _Bounds:
         """Bounds of the pages that are complete before this step."""
@@ -76,15 +89,16 @@ class Quest:
             bounds = part.derived[key] = bounds.extend(part, upto, self.page)
         return bounds
 
-    def _best(self, read: Read, bounds: _Bounds) -> Tensor:
-        """For one row that sees all rows before it, none missing: the slots it reads, [h, S]."""
-        heads, n = read.part.size
-        own = bounds.upto * self.page  # first slot of its page
-        value = _promise(read.q, bounds.low, bounds.high)[:, 0]  # [h, pages]
-        pages = value.topk((self.most - n + own) // self.page, sorted=False).indices
-        steps = torch.arange(self.page, device=pages.device)
-        old = (pages[:, :, None] * self.page + steps).flatten(1)  # [h, pages * page]
-        return torch.cat((old, torch.arange(own, n, device=pages.device).expand(heads, -1)), 1)
+    def _best(self, reads: Sequence[Read], bounds: Sequence[_Bounds]) -> list[Tensor]:
+        """For single rows that see all rows before them, none missing: the slots they read, int32 [h, 1, S]."""
+        pages = [
+            Pages(read.q, own.low, own.high, self.page, (self.most - n + own.upto * self.page) // self.page,
+                  own.upto * self.page, n)
+            for read, own, n in ((read, own, read.part.size[1]) for read, own in zip(reads, bounds))
+        ]  # fmt: skip
+        if all(listed.takes(each) for each in pages) and len({each.low.shape[0] for each in pages}) == 1:
+            return listed.choose(pages)
+        return [_chosen(each) for each in pages]
 
     def _select(self, read: Read, bounds: _Bounds) -> Tensor:
         """What every row reads, bool [h, R, N], for rows with structure, windows or evicted caches."""
@@ -133,6 +147,15 @@ class Quest:
             exact = (up * high[:, None] + down * low[:, None]).sum(-1).amax(1)  # [h, R]
             value[..., c] = torch.where(partial[..., c], exact, value[..., c])
         return value
+
+
+def _chosen(pages: Pages) -> Tensor:
+    """What `listed.choose` lists for one row."""
+    value = _promise(pages.q, pages.low, pages.high)[:, 0]  # [h, pages]
+    best = value.sort(descending=True, stable=True).indices[:, : pages.chosen].sort().values
+    slots = (best[:, :, None] * pages.size + torch.arange(pages.size, device=best.device)).flatten(1)
+    last = torch.arange(pages.own, pages.n, device=best.device).expand(len(best), -1)
+    return torch.cat((slots, last), 1)[:, None].int()
 
 
 def _split(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:

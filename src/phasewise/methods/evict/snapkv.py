@@ -19,6 +19,7 @@ from phasewise.model.config import AttentionSpec
 from phasewise.ops.attention import scores
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
+from phasewise.step.span import Span
 from phasewise.verbs.evict import retain
 from phasewise.verbs.host import Host
 
@@ -71,10 +72,14 @@ class _SnapKV:
         self.knobs, self.attention = knobs, attention
         self.observes = knobs.window
 
+    def looks(self, span: Span) -> bool:
+        request = span.request
+        return request.prefilling and span.positions[-1] >= request.prompt_len - self.observes
+
     def observe(self, read: Read) -> None:
         request = read.span.request
         first = request.prompt_len - self.observes
-        if not request.prefilling or read.span.positions[-1] < first:
+        if not self.looks(read.span):
             return
         positions = read.q_positions
         new = (positions >= first) & (positions < request.prompt_len)

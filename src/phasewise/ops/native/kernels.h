@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 12;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 13;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -67,6 +67,37 @@ struct AttentionCall {
   double scale;
   const Common* commons;  // none with a window that hides slots of one
   int64_t common_count;
+};
+
+struct Listed {  // as Span, but row r of head h reads the slots [heads, rows, count] that are listed for it; -1: none
+  const void *q, *k, *v;
+  void* out;
+  int64_t q_row, k_head, k_row, v_head, v_row;
+  int64_t rows, count;
+  const int32_t* slots;
+  const uint16_t *k_scale, *v_scale;
+  int64_t k_scale_head, v_scale_head;
+};
+
+struct ListedCall {
+  const Listed* spans;
+  int64_t count, heads_q, heads, dim;
+  int64_t kind, threads;
+  double scale;
+};
+
+struct Pages {  // of consecutive slots; one query row is to read the `chosen` of them that promise the most, per head
+  const void *q, *low, *high;  // [heads_q, dim]; bounds of each page's keys [heads, pages, dim]
+  int64_t low_head, high_head;
+  int64_t pages, size, chosen;
+  int64_t own, n;  // slots from `own` to `n` are read in any case
+  int32_t* slots;  // [heads, chosen * size + n - own], increasing
+};
+
+struct PagesCall {
+  const Pages* spans;
+  int64_t count, heads_q, heads, dim;
+  int64_t kind, threads;
 };
 
 struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, v [heads, n, dim]; theirs are the last
