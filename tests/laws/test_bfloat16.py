@@ -22,12 +22,14 @@ PARAMS = {
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
-@pytest.mark.parametrize("evict", ["none", "snapkv:keep=8,window=4"])
+@pytest.mark.parametrize(
+    "verbs", [{}, {"evict": "snapkv:keep=8,window=4"}, {"attend": "quest:page=4,budget=12,dense_layers=1"}], ids=str
+)
 @pytest.mark.parametrize("how", PARAMS)
-def test_independent_of_batch_mates_in_bfloat16(how: str, evict: str, experts: int) -> None:
+def test_independent_of_batch_mates_in_bfloat16(how: str, verbs: dict[str, str], experts: int) -> None:
     path = tiny.checkpoint(hidden=64, experts=experts)
     model = Model.load(path, dtype=torch.bfloat16)
-    given = {"schedule": "prefill_first", "evict": evict}
+    given = {"schedule": "prefill_first"} | verbs
     prompts, params = tiny.prompts(*LENGTHS), PARAMS[how]
     alone = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], params))[0] for p in prompts]
     assert tiny.outs(tiny.run(tiny.engine(given, of=model), prompts, params)) == alone

@@ -18,6 +18,7 @@ from phasewise.step.fused import NativeStep, Scratch, natively
 from phasewise.step.inside import Inside
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import Read
+from phasewise.step.reads import answered
 from phasewise.step.span import Span
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ class Step:
                 for read in reads:
                     phase.evict.observe(read)
                     read.view = phase.evict.view(read)
-            for read, answer in zip(reads, phase.attend(reads)):
-                result = read.attend() if answer is None else answer
+            for read, result in zip(reads, answered(reads, phase.attend(reads))):
                 if read.part.heads is None:
                     out[read.at] = result
                 else:

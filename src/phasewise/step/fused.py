@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, Halves, StackSpan
+from phasewise.ops.native.stack import SLICE, Halves, Rows, StackSpan
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
@@ -133,9 +133,9 @@ class NativeStep:
                 self.counters.kv_bytes_read += parts[i].n * _width(span)
         if looking or self.taps or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in looking]
-            between = self.room.between(batch.rows, *stack.heads)
+            rows = Rows(x, *self.room.between(batch.rows, *stack.heads))
             commons = self._commons(spans, parts, plain)
-            halves = Halves(stack, batch.numbers, turns, parts, x, commons, between)
+            halves = Halves(stack, batch.numbers, turns, parts, rows, commons)
             return run_halves(self.model, batch, halves, looking, self.counters, self.taps)
         for call in [_Call(batch.numbers, x, spans, parts)] if batch.rows <= MOST else _calls(batch, x, parts):
             stack(

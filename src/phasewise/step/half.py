@@ -15,6 +15,7 @@ from phasewise.ops.native.stack import Halves
 from phasewise.step.inside import Inside
 from phasewise.step.phase import Phase
 from phasewise.step.read import Read
+from phasewise.step.reads import answered
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -71,7 +72,7 @@ def _look(batch: Batch, groups: Sequence[Group], layer: int, inside: Inside, hal
     queries, out = halves.between
     done: list[int] = []
     for phase, members in groups:
-        dense, asked, numbers = getattr(phase.attend, "everything", False), list[Read](), list[int]()
+        dense, asked = getattr(phase.attend, "everything", False), list[tuple[int, Read]]()
         for i in members:
             span = batch.spans[i]
             (part,) = span.kv.layers[layer].read(span.positions)
@@ -83,12 +84,11 @@ def _look(batch: Batch, groups: Sequence[Group], layer: int, inside: Inside, hal
             if dense and read.view is None:
                 read.count(part.size[1])
             else:
-                asked.append(read)
-                numbers.append(i)
-        for i, read, result in zip(numbers, asked, phase.attend(asked) if asked else ()):
-            if result is None and read.view is None:
+                asked.append((i, read))
+        for (i, read), answer in zip(asked, phase.attend([read for _, read in asked]) if asked else ()):
+            if answer is None and read.view is None:
                 read.count(read.part.size[1])
-                continue
-            out[read.at] = read.attend() if result is None else result
-            done.append(i)
+            else:
+                [out[read.at]] = answered([read], [answer])
+                done.append(i)
     return done

@@ -47,6 +47,13 @@ def attend_all(reads: Sequence[Read], commons: Sequence[native.Common] = ()) -> 
     return [out[i] for i in range(len(reads))]
 
 
+def answered(reads: Sequence[Read], answers: Sequence[Tensor | None]) -> list[Tensor]:
+    """What an attend method answered; where it left a read to others, exact attention over all that is visible."""
+    left = [read for read, answer in zip(reads, answers) if answer is None]
+    rest = iter(attend_all(left) if left else ())
+    return [next(rest) if answer is None else answer for answer in answers]
+
+
 def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor]) -> list[Tensor]:
     """Reads of one layer over the slots that are listed for them, int32 [h, R, S] each, which their rows all see; no
     other is read. In a single native call where there is one. -> [R, hq, D] each"""

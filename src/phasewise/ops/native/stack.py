@@ -133,8 +133,7 @@ class Stack:
         No layer's window may hide slots of `commons`, nor any of a span of more than SLICE rows; none of those are
         members of `commons`. Raises IndexError for a token that has no embedding, and nothing is written.
         """
-        whole = Halves(self, numbers, turns, spans, x, commons)
-        whole.upto(2 * self.count)
+        Halves(self, numbers, turns, spans, Rows(x), commons).upto(2 * self.count)
 
     def run(self, x: Tensor, *rest: int) -> bool:
         """The kernel, with the last words of its StackCall (PER_CALL). -> whether it has done it."""
@@ -149,34 +148,41 @@ class Stack:
         return self._table[3]
 
 
+class Rows(NamedTuple):
+    """What a pass writes: x bfloat16 [T, d]; and, if it stops in between, what the layer under way goes on from: qkv
+    bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D]."""
+
+    x: Tensor
+    qkv: Tensor | None = None
+    read: Tensor | None = None
+
+
 class Halves:
     """One pass of a stack over rows, as `Stack.__call__` takes them, that may stop within layers: in layer i after half
     2 i, when its queries stand in `qkv` and its keys and values in their slots, or after half 2 i + 1, its end.
 
-    To stop, it takes `room` = (qkv bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D]): memory for what the next
-    halves go on from. Spans that are `done` have what they read of the layer under way in `read` by then; the kernel
-    computes it for the others.
+    Spans that are `done` have what they read of the layer under way in `read` by then; the kernel computes it for the
+    others.
     """
 
-    __slots__ = ("_at", "_embedded", "_numbers", "_room", "_shared", "_stack", "_table", "_turns", "x")
+    __slots__ = ("_at", "_embedded", "_numbers", "_rows", "_shared", "_stack", "_table", "_turns", "x")
 
     def __init__(
-        self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], x: Tensor,
-        commons: Sequence[Common] = (), room: tuple[Tensor, Tensor] | None = None,
+        self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: Rows,
+        commons: Sequence[Common] = (),
     ) -> None:  # fmt: skip
-        self.x, self._stack, self._numbers, self._turns = x, stack, numbers, turns
-        self._room, self._embedded = room, False
-        self._shared = Table(commons)
-        self._table = array("q")
+        self.x, self._stack, self._numbers, self._turns = rows.x, stack, numbers, turns
+        self._rows, self._embedded, self._at = rows, False, 0
+        self._shared, self._table = Table(commons), array("q")
         for (n, own, sees, planes), reach in zip(spans, reaches(commons, len(spans))):
             self._table.extend((n, own, 0 if sees is None else sees.data_ptr(), reach, planes, 0))
-        self._at = 0
 
     @property
     def between(self) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq, D] of the layer under way, and where `done` spans put what they read [T, Hq, D]."""
-        assert self._room is not None
-        return self._room[0][:, : self._room[1].shape[1]], self._room[1]
+        _, qkv, read = self._rows
+        assert qkv is not None and read is not None
+        return qkv[:, : read.shape[1]], read
 
     def enter(self, x: Tensor) -> None:
         """Take x [T, d] in the place of the tokens' embeddings."""
@@ -193,7 +199,7 @@ class Halves:
             return
         tokens, words = self._numbers.buffer_info()
         given = self._at > 0 or self._embedded
-        qkv, read = (0, 0) if self._room is None else (each.data_ptr() for each in self._room)
+        qkv, read = (0 if each is None else each.data_ptr() for each in self._rows[1:])
         count = len(self._table) // 6
         ran = self._stack.run(
             self.x, self._turns.address, 0 if given else tokens, tokens + 4 * words, self._table.buffer_info()[0],
@@ -203,5 +209,5 @@ class Halves:
             wrong = self._numbers[: words // 2].tolist()
             raise IndexError(f"tokens {wrong} are not all among the {self._stack.vocab} of the model")
         self._at = half
-        if self._room is not None:
+        if qkv:
             self._table[5::6] = array("q", bytes(8 * count))
