@@ -3,7 +3,7 @@
 python -m tests.serve.launch MODEL '{"host": ..., "port": ..., "queue": ..., "limits": {...}, "faults": {...}}'
 
 Faults: `pause` = seconds added to each step; `poison` = a token id whose requests cannot be computed;
-`break_at` = the step that raises.
+`break_at` = the step that raises; `patience` = seconds that requests have after a signal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.llm import LLM
 from phasewise.request.request import Request
+from phasewise.serve import server
 from phasewise.serve.app import run
 
 
@@ -48,6 +49,7 @@ def main(model: str, text: str) -> None:
     options = json.loads(text)
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
+    server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:
         run(lambda: faulty(LLM(model, limits=Limits(**limits), recipes=recipes, **verbs), **faults), **options)
     except UserError as error:

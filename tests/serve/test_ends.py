@@ -41,20 +41,18 @@ def test_a_port_in_use_and_a_model_that_is_none(tmp_path: Any) -> None:
 
 
 def test_the_printed_request_and_a_second_signal_that_cancels_at_once() -> None:
-    with Server(faults={"pause": 0.03}) as server:
+    with Server(faults={"pause": 0.03, "patience": 1000}) as server:
         done = subprocess.run(["bash", "-c", server.curl], capture_output=True, text=True, timeout=PATIENCE)
         if "command not found" not in done.stderr:
             assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
         stream = server.client().completions.create(**LONG, max_tokens=2000, stream=True)
         next(iter(stream))
-        began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         code, errors = server.end(signal.SIGINT)
         assert (code, errors) == (0, "")
-        assert time.monotonic() - began < 4.5
         with pytest.raises(openai.APIError, match="shutting down"):
-            list(stream)
+            list(stream)  # with that much patience, only the second signal can have cancelled it
 
 
 def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:

@@ -61,6 +61,13 @@ template <class T> struct Lines {
   }
 };
 
+template <class T> void copy_row(const T* from, long dim, T* to) {  // memcpy would be a call for every row
+  constexpr long STEP = sizeof(F) / sizeof(T);
+  long d = 0;
+  for (; d + STEP <= dim; d += STEP) store(to + d, load<F>(from + d));
+  for (; d < dim; d++) to[d] = from[d];
+}
+
 // A block of listed rows: where their keys are, and their values side by side.
 template <class T> struct Block {
   const T* keys[KEYS];
@@ -75,7 +82,7 @@ template <class T> struct Block {
     for (long j = 0; j < count; j++) {
       long slot = slots[j] < 0 ? 0 : slots[j];
       keys[j] = rows.k + slot * rows.span.k_row;
-      memcpy(v + j * dim, rows.v + slot * rows.span.v_row, dim * sizeof(T));
+      copy_row(rows.v + slot * rows.span.v_row, dim, v + j * dim);
     }
   }
 

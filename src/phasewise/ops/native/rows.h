@@ -46,15 +46,35 @@ inline bf16 round_to_bytes(const bf16* x, long n, int8_t* levels) {
   return scale;
 }
 
+// A row of such levels as the numbers they stand for; `whole` registers' worth of it, if known beforehand, else 0.
+template <int WHOLE> inline void widen_row(const int8_t* levels, float scale, long dim, float* to) {
+  long d = 0, registers = WHOLE ? WHOLE * LANES : dim / LANES * LANES;
+  for (; d < registers; d += LANES) store(to + d, load_floats(levels + d) * scale);
+  for (; d < dim; d++) to[d] = levels[d] * scale;
+}
+template <int WHOLE> inline void widen_row(const int8_t* levels, float scale, long dim, bf16* to) {
+  long d = 0, registers = WHOLE ? WHOLE * LANES : dim / LANES * LANES;
+#if DOT_INSTRUCTIONS
+  for (; d + 2 * LANES <= registers; d += 2 * LANES) {
+    F low = load_floats(levels + d) * scale, high = load_floats(levels + d + LANES) * scale;
+    store(to + d, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  }
+#endif
+  for (; d < registers; d += LANES) store_floats(to + d, load_floats(levels + d) * scale);
+  for (; d < dim; d++) put(to + d, levels[d] * scale);
+}
+
+template <int WHOLE, class T>
+inline void widen_each(const int8_t* levels, long row, const bf16* scales, long count, long dim, T* to) {
+  for (long j = 0; j < count; j++) widen_row<WHOLE>(levels + j * row, widen(scales[j]), dim, to + j * dim);
+}
+
 // Rows of such levels as the numbers they stand for -> to [count, dim].
 template <class T>
 inline const T* widen_rows(const int8_t* levels, long row, const bf16* scales, long count, long dim, T* to) {
-  for (long j = 0; j < count; j++, levels += row) {
-    float scale = widen(scales[j]);
-    long d = 0;
-    for (; d + LANES <= dim; d += LANES) store_floats(to + j * dim + d, load_floats(levels + d) * scale);
-    for (; d < dim; d++) put(to + j * dim + d, levels[d] * scale);
-  }
+  if (dim == 64) widen_each<64 / LANES>(levels, row, scales, count, dim, to);
+  else if (dim == 128) widen_each<128 / LANES>(levels, row, scales, count, dim, to);
+  else widen_each<0>(levels, row, scales, count, dim, to);
   return to;
 }
 

@@ -36,7 +36,6 @@ typedef float F __attribute__((vector_size(LANES * 4)));
 typedef int32_t I __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 
 template <class V> inline V load(const void* p) {
   V v;
@@ -98,10 +97,16 @@ inline void store_bytes(uint8_t* p, I v) {
   store(p, vget_lane_u32((uint32x2_t)vmovn_u16(vcombine_u16(half, half)), 0));
 }
 #else
-inline F load_floats(const int8_t* p) {
-  return __builtin_convertvector(__builtin_convertvector(load<SignedBytes>(p), I), F);
-}
-inline F load_floats(const bf16* p) { return (F)(__builtin_convertvector(load<Half>(p), I) << 16); }
+// What GCC 12 makes of `__builtin_convertvector` here widens bytes one by one, and registers half by half.
+#if LANES == 16
+inline I load_wide(const int8_t* p) { return (I)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
+inline I load_wide(const bf16* p) { return (I)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
+#else
+inline I load_wide(const int8_t* p) { return (I)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(p))); }
+inline I load_wide(const bf16* p) { return (I)_mm256_cvtepu16_epi32(load<__m128i>(p)); }
+#endif
+inline F load_floats(const int8_t* p) { return __builtin_convertvector(load_wide(p), F); }
+inline F load_floats(const bf16* p) { return (F)(load_wide(p) << 16); }
 inline void store_bytes(uint8_t* p, I v) { store(p, __builtin_convertvector(v, Bytes)); }
 #endif
 inline F load_floats(const float* p) { return load<F>(p); }
