@@ -45,22 +45,6 @@ void make_plan(const ListedCall& call, Plan& plan) {
         }
 }
 
-// One head's keys and values as they lie.
-template <class T> struct Lines {
-  const Listed& span;
-  const T *k, *v;
-
-  Lines(const Listed& span, long head)
-      : span(span), k((const T*)span.k + head * span.k_head), v((const T*)span.v + head * span.v_head) {}
-
-  void fetch(long slot, long dim) const {
-    for (long at = 0; at < dim * (long)sizeof(T); at += 64) {
-      __builtin_prefetch((const char*)(k + slot * span.k_row) + at, 0, 2);
-      __builtin_prefetch((const char*)(v + slot * span.v_row) + at, 0, 2);
-    }
-  }
-};
-
 template <class T> void copy_row(const T* from, long dim, T* to) {  // memcpy would be a call for every row
   constexpr long STEP = sizeof(F) / sizeof(T);
   long d = 0;
@@ -68,72 +52,92 @@ template <class T> void copy_row(const T* from, long dim, T* to) {  // memcpy wo
   for (; d < dim; d++) to[d] = from[d];
 }
 
-// A block of listed rows: where their keys are, and their values side by side.
-template <class T> struct Block {
-  const T* keys[KEYS];
-  T k[KEYS * MOST_DIM], v[KEYS * MOST_DIM];
+// Some listed rows of a head, where they lie.
+struct Block {
+  const char *keys[KEYS], *values[KEYS];
+  const uint16_t *k_scales[KEYS], *v_scales[KEYS];
+  long count, bytes;  // of a row
+  bool gaps;
 
-  void take(const Listed& span, long head, const int32_t* slots, long count, long dim) {
-    if (span.k_scale) take_bytes(span, head, slots, count, dim);
-    else take_as_they_are(Lines<T>(span, head), slots, count, dim);
-  }
-
-  void take_as_they_are(const Lines<T>& rows, const int32_t* slots, long count, long dim) {
-    for (long j = 0; j < count; j++) {
+  // `size`: bytes of a number. What stands in for a row that there is not has the weight nought.
+  void find(const Listed& span, long head, const int32_t* slots, long rows, long dim, long size) {
+    count = rows, bytes = dim * size, gaps = false;
+    const char *k = (const char*)span.k + head * span.k_head * size, *v = (const char*)span.v + head * span.v_head * size;
+    for (long j = 0; j < rows; j++) {
       long slot = slots[j] < 0 ? 0 : slots[j];
-      keys[j] = rows.k + slot * rows.span.k_row;
-      copy_row(rows.v + slot * rows.span.v_row, dim, v + j * dim);
+      gaps |= slots[j] < 0;
+      keys[j] = k + slot * span.k_row * size, values[j] = v + slot * span.v_row * size;
+      if (!span.k_scale) continue;
+      k_scales[j] = span.k_scale + head * span.k_scale_head + slot;
+      v_scales[j] = span.v_scale + head * span.v_scale_head + slot;
     }
   }
 
-  void take_bytes(const Listed& span, long head, const int32_t* slots, long count, long dim) {
-    Lines<int8_t> rows(span, head);
-    for (long j = 0; j < count; j++) {
-      long slot = slots[j] < 0 ? 0 : slots[j];
-      widen_rows(rows.k + slot * span.k_row, 0, span.k_scale + head * span.k_scale_head + slot, 1, dim, k + j * dim);
-      widen_rows(rows.v + slot * span.v_row, 0, span.v_scale + head * span.v_scale_head + slot, 1, dim, v + j * dim);
-      keys[j] = k + j * dim;
-    }
+  // Lines that are read next: no hardware foresees them, and too many at once are dropped.
+  void fetch(const char* const* rows, long from, long to) const {
+    for (long j = from; j < (to < count ? to : count); j++)
+      for (long at = 0; at < bytes; at += 64) __builtin_prefetch(rows[j] + at, 0, 2);
   }
 };
 
-void fetch(const Listed& span, long head, const int32_t* slots, long count, long dim, bool floats) {
-  for (long j = 0; j < count; j++) {
-    long slot = slots[j] < 0 ? 0 : slots[j];
-    if (span.k_scale) Lines<int8_t>(span, head).fetch(slot, dim);
-    else if (floats) Lines<float>(span, head).fetch(slot, dim);
-    else Lines<bf16>(span, head).fetch(slot, dim);
-  }
-}
-
-template <class T> void read_part(const ListedCall& call, const Job& job, const Part& part, State& s) {
+// The block of a part's slots from `at` on.
+void find(const ListedCall& call, const Job& job, const Part& part, long at, Block& block) {
   const Listed& span = call.spans[job.span];
   const int32_t* slots = span.slots + (job.head * span.rows + job.row) * span.count;
+  long count = part.to - at < KEYS ? part.to - at : KEYS, size = span.k_scale ? 1 : call.kind == FLOAT ? 4 : 2;
+  block.find(span, job.head, slots + at, count > 0 ? count : 0, call.dim, size);
+}
+
+// `blocks`: room for the one that is read, and the one after it.
+template <class T> void read_part(const ListedCall& call, const Plan& plan, long number, Block (&blocks)[2], State& s) {
+  const Part& part = plan.parts[number];
+  const Job& job = plan.jobs[part.job];
+  const Listed& span = call.spans[job.span];
   long dim = call.dim, group = call.heads_q / call.heads;
   const T* q = (const T*)span.q + job.row * span.q_row + (job.head * group + job.first) * dim;
+  const int32_t* slots = span.slots + (job.head * span.rows + job.row) * span.count;
   for (long i = 0; i < job.count; i++) {
     s.top[i] = -INFINITY, s.total[i] = 0;
     memset(s.sum[i], 0, dim * 4);
   }
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
-  Block<T> block;
+  T wide[KEYS * MOST_DIM], values[KEYS * MOST_DIM];
+  Block *here = &blocks[0], *ahead = &blocks[1];
+  find(call, job, part, part.from, *here);
   for (long at = part.from; at < part.to; at += KEYS) {
-    long count = part.to - at < KEYS ? part.to - at : KEYS, left = span.count - at - KEYS;
-    fetch(span, job.head, slots + at + KEYS, left < 0 ? 0 : left < KEYS ? left : KEYS, dim, call.kind == FLOAT);
-    block.take(span, job.head, slots + at, count, dim);
-    for (long j = 0; j < count; j += LANES) {
+    ahead->count = 0;
+    if (at + KEYS < part.to) find(call, job, part, at + KEYS, *ahead);
+    else if (number + 1 < plan.part_count)
+      find(call, plan.jobs[plan.parts[number + 1].job], plan.parts[number + 1], plan.parts[number + 1].from, *ahead);
+    if (span.k_scale)
+      for (long j = 0; j < here->count; j++)
+        widen_rows((const int8_t*)here->keys[j], 0, here->k_scales[j], 1, dim, wide + j * dim);
+    for (long j = 0; j < here->count; j += LANES) {
       const T* rows[LANES];  // the last one stands in for those that there are not
-      for (long r = 0; r < LANES; r++) rows[r] = block.keys[j + r < count ? j + r : count - 1];
-      for (long i = 0; i < job.count; i++) score(q + i * dim, rows, dim, scores[i] + j);
+      for (long r = 0; r < LANES; r++) {
+        long row = j + r < here->count ? j + r : here->count - 1;
+        rows[r] = span.k_scale ? wide + row * dim : (const T*)here->keys[row];
+      }
+      for (long i = 0; i < job.count; i++) {
+        long from = j + LANES * i / job.count, to = j + LANES * (i + 1) / job.count;
+        here->fetch(here->values, from, to);
+        ahead->fetch(ahead->keys, from, to);
+        score(q + i * dim, rows, dim, scores[i] + j);
+      }
     }
     for (long i = 0; i < job.count; i++) {
-      keep_between(scores[i], 0, count);
-      for (long j = 0; j < count; j++)
+      keep_between(scores[i], 0, here->count);
+      for (long j = 0; here->gaps && j < here->count; j++)
         if (slots[at + j] < 0) scores[i][j] = -INFINITY;
       weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
-    add_all_values<T, MOST_QUERIES>(weights, block.v, dim, count, dim, job.count, s.sum);
+    for (long j = 0; j < here->count; j++)
+      if (span.k_scale) widen_rows((const int8_t*)here->values[j], 0, here->v_scales[j], 1, dim, values + j * dim);
+      else copy_row((const T*)here->values[j], dim, values + j * dim);
+    add_all_values<T, MOST_QUERIES>(weights, values, dim, here->count, dim, job.count, s.sum);
+    Block* done = here;
+    here = ahead, ahead = done;
   }
 }
 
@@ -157,8 +161,9 @@ template <class T> void finish(const ListedCall& call, const Plan& plan, const J
 }
 
 template <class T> void run(const ListedCall& call, const Plan& plan, Shares* shares, int all) {
+  Block blocks[2];
   for (long from, to; shares[0].take(from, to);)
-    for (long p = from; p < to; p++) read_part<T>(call, plan.jobs[plan.parts[p].job], plan.parts[p], plan.states[p]);
+    for (long p = from; p < to; p++) read_part<T>(call, plan, p, blocks, plan.states[p]);
   wait_for_all(all);
   for (long from, to; shares[1].take(from, to);)
     for (long j = from; j < to; j++) finish<T>(call, plan, plan.jobs[j]);
