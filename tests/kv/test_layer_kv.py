@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from phasewise.request.counters import Counters
 from tests.step.plain import DIM, HEADS, PlainLayer, Row, assert_same, tensors
 
 LAYERS = 2
+
+
+def wanted(end: int) -> int:
+    """What a method keeps beside rows whose positions lie below `end`: 24 bytes for every four of them."""
+    return 24 * (end // 4)
+
+
+@dataclass
+class Notes:
+    bytes: int
+
+    def fork(self) -> Notes:
+        return Notes(self.bytes)
 
 
 class Branch:
@@ -42,7 +56,7 @@ class Lives(RuleBasedStateMachine):
 
     def empty(self) -> KV:
         shape = KVShape(HEADS, DIM, torch.float32)
-        return KV([LayerKV(shape, Raw(), self.ledger, 64) for _ in range(LAYERS)], self.counters)
+        return KV([LayerKV(shape, Raw(), self.ledger, 64, wants) for wants in (None, wanted)], self.counters)
 
     def pick(self, data: st.DataObject) -> Branch:
         return data.draw(st.sampled_from(self.branches))
@@ -82,6 +96,7 @@ class Lives(RuleBasedStateMachine):
         for layer, plain in zip(branch.kv.layers, branch.plain):
             if plain.freed:
                 continue
+            assert layer.beside.refs == 1, "who writes rows may write beside them"
             places = list(range(len(rows)))
             if data.draw(st.booleans()):  # some rows skip this layer, or they come in two pieces
                 places = sorted(data.draw(st.sets(st.sampled_from(places))))
@@ -98,6 +113,19 @@ class Lives(RuleBasedStateMachine):
         branch.kv.commit(keep)
         for plain in branch.plain:
             plain.commit(keep)
+
+    @rule(data=st.data(), key=st.sampled_from("ab"), n=st.integers(0, 300))
+    def derive(self, data: st.DataObject, key: str, n: int) -> None:
+        """A step in which something is derived; as much as was announced takes no bytes."""
+        branch = self.pick(data)
+        self.append(data, branch, self.rows([branch.next]))
+        for layer, plain in zip(branch.kv.layers, branch.plain):
+            if not plain.freed:
+                before, others = self.ledger.used, sum(v.bytes for k, v in layer.derived.items() if k != key)
+                room = layer.beside.booked - others
+                layer.beside.keep(key, Notes(n))
+                assert layer.derived[key].bytes == n and self.ledger.used - before == max(0, n - room)
+        self.commit(branch, 1)
 
     # ---- between steps
     @rule(data=st.data(), back=st.integers(0, 40))
@@ -181,7 +209,10 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_counted(self) -> None:
         buffers = {id(s.buffer): s.buffer for b in self.branches for layer in b.kv.layers for s in layer.slabs}
-        assert self.ledger.used == sum(buffer.bytes for buffer in buffers.values())
+        beside = {id(layer.beside): layer.beside for branch in self.branches for layer in branch.kv.layers}
+        assert all(each.bytes <= each.booked for each in beside.values())
+        booked = sum(each.booked for each in beside.values())
+        assert self.ledger.used == booked + sum(buffer.bytes for buffer in buffers.values())
         for branch in self.branches:
             assert branch.kv.live_bytes <= branch.kv.bytes
 

@@ -96,15 +96,15 @@ def test_preemption(name: str, moments: tuple[int, ...]) -> None:
 
 @EVERY
 def test_scarce_memory(name: str) -> None:
-    row = tiny.engine(METHODS[name]).store.row_bytes  # type: ignore[attr-defined]
-    placed = tiny.engine(METHODS[name], kv_bytes=row * 64 * 5)
+    budget = tiny.engine(METHODS[name]).store.cost(64 * 5)  # what is kept beside the rows included
+    placed = tiny.engine(METHODS[name], kv_bytes=budget)
     assert isinstance(placed, Engine)
     requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS * 2]
     for request in requests:
         placed.add(request)
     while any(request.left is None for request in requests):
         placed.step()
-        assert placed.kv_bytes <= row * 64 * 5
+        assert placed.kv_bytes <= budget
     agree(name, requests)
 
 

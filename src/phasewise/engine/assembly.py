@@ -57,6 +57,8 @@ class Assembly:
             sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
             wire=wire,
         )
+        attends = {id(phase.attend): phase.attend for phase in phases}.values()
+        store.book(attend.beside for attend in attends if hasattr(attend, "beside"))
         return Runtime(phases, store, bindings.companions(methods, names))
 
     def _of(self, sample: Any) -> Bindings:

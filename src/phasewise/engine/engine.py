@@ -21,7 +21,7 @@ from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import UserError, near
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.layer_kv import ROUND, rounded
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
@@ -121,8 +121,9 @@ class Engine:
 
     def _longest(self, runtime: Runtime) -> int:
         """Tokens one request may hold: the model's context, or fewer where the KV budget ends."""
-        fit = self.ledger.limit // runtime.need(ROUND) * ROUND - MARGIN
-        return min(self.model.config.max_positions, fit)
+        most = self.model.config.max_positions
+        whole = rounded(most)  # what is kept beside rows may begin at some length: no less than its share of the whole
+        return min(most, self.ledger.limit * whole // runtime.need(whole) // ROUND * ROUND - MARGIN)
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""

@@ -33,6 +33,7 @@ def check(engine: Engine) -> None:
         assert request.kv is not None, f"{request} runs without KV"
         under_way = request.slice.rows if request.slice is not None else 0
         assert all(layer.fresh in (0, under_way) for layer in request.kv.layers), f"{request} has uncommitted rows"
+        assert all(layer.beside.bytes <= layer.beside.booked for layer in request.kv.layers), f"{request} overdraws"
     ledger = engine.ledger
     held = engine.room.promised + engine.prefix_bytes + _bytes(request.kv for request in everyone)
     assert 0 <= held <= ledger.used <= ledger.limit, f"held {held}, used {ledger.used}, limit {ledger.limit}"
@@ -41,8 +42,11 @@ def check(engine: Engine) -> None:
 
 
 def _bytes(kvs: Iterable[KV | None]) -> int:
-    """Bytes of all buffers, those shared by forks counted once."""
-    return sum({id(buffer): buffer.bytes for kv in kvs for buffer in _buffers(kv)}.values())
+    """Bytes of all buffers and of what is booked beside them, those shared by forks counted once."""
+    every = list(kvs)
+    rows = {id(buffer): buffer.bytes for kv in every for buffer in _buffers(kv)}
+    beside = {id(layer.beside): layer.beside.booked for kv in every if kv is not None for layer in kv.layers}
+    return sum(rows.values()) + sum(beside.values())
 
 
 def _buffers(kv: Any) -> Iterator[Buffer]:

@@ -56,6 +56,11 @@ class KV:
     def live_bytes(self) -> int:
         return sum(layer.live_bytes for layer in self.layers)
 
+    @property
+    def beside(self) -> int:
+        """Bytes booked for what methods keep beside the rows; what forks share counts for each of them."""
+        return sum(layer.beside.booked for layer in self.layers)
+
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would take from the budget."""
         return 0 if rows <= self.spare else sum(layer.growth(rows) for layer in self.layers)

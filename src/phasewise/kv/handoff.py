@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.cache import KV
-from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.layer_kv import rounded
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Encoded, Origin
 from phasewise.kv.wire import Misfit as Misfit
@@ -165,7 +165,7 @@ def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str)
     lossy, wire = header["rounded"], store.wire
     if header["wire"] and wire is None:
         raise Misfit("the rows have travelled in a form that is not known here")
-    kv = KV([LayerKV(shape, store.codec, store.ledger, 0) for shape in store.shapes], store.counters, wire)
+    kv = KV(list(store.layers(0)), store.counters, wire)
     kv.rounded = lossy
     try:
         content = _decode(header["kv"], tensors)

@@ -8,15 +8,16 @@ that share a length share a slab, so what is dropped is really freed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from phasewise.kv.beside import Beside, Derived, Wants
 from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
-from phasewise.kv.part import Derived, Part
+from phasewise.kv.part import Part
 
 if TYPE_CHECKING:
     from phasewise.verbs.store import Codec
@@ -43,16 +44,18 @@ class Slab:
 class LayerKV:
     """append / read / commit / keep for one request at one layer. Nothing here allocates but `reserve` and `keep`."""
 
-    __slots__ = ("_ids", "_pending", "codec", "derived", "fresh", "ledger", "shape", "slabs", "version")
+    __slots__ = ("_ids", "_pending", "_wants", "beside", "codec", "fresh", "ledger", "shape", "slabs", "version")
 
-    def __init__(self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int) -> None:
+    def __init__(self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int, wants: Wants | None = None) -> None:
+        """`wants`: what methods keep beside the rows; bytes for it are booked with them."""
         self.shape, self.codec, self.ledger = shape, codec, ledger
         self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger), 0, None, None)]
         self.fresh = 0
         self._pending: Sequence[int] = ()
         self._ids: list[int] | None = None
         self.version = 0  # changes whenever committed rows are moved or dropped
-        self.derived: dict[Hashable, Derived] = {}  # emptied at the same moments
+        self._wants = wants
+        self.beside = Beside(ledger, 0 if wants is None else wants(cap))  # emptied at the same moments
 
     # ---- sizes
     @property
@@ -63,7 +66,8 @@ class LayerKV:
     @property
     def spare(self) -> int:
         """Rows that `append` can take now; a layer that was closed wants none."""
-        return min((s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs), default=sys.maxsize)
+        rows = min((s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs), default=sys.maxsize)
+        return 0 if self.beside.growth(self._wanted(rows)) else rows
 
     @property
     def bytes(self) -> int:
@@ -74,17 +78,30 @@ class LayerKV:
         """Bytes of committed entries (what a method that drops rows really saves)."""
         return sum(s.n * s.buffer.heads for s in self.slabs) * entry_bytes(self.codec, self.shape)
 
+    @property
+    def derived(self) -> Mapping[Hashable, Derived]:
+        """What methods keep beside the committed rows now."""
+        return self.beside.kept
+
     # ---- room
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would add to the ledger."""
         each = entry_bytes(self.codec, self.shape)
-        total = 0
+        total, spare = 0, sys.maxsize
         for s in self.slabs:
             cap = s.buffer.cap
             if s.n + rows > cap or s.buffer.refs > 1:
-                new = max(rounded(s.n + rows), cap) * s.buffer.heads * each
-                total += new - (s.buffer.bytes if s.buffer.refs == 1 else 0)
-        return total
+                cap = max(rounded(s.n + rows), cap)
+                total += cap * s.buffer.heads * each - (s.buffer.bytes if s.buffer.refs == 1 else 0)
+            spare = min(spare, cap - s.n)
+        return total + self.beside.growth(self._wanted(spare))
+
+    def _wanted(self, spare: int) -> int:
+        """Bytes that methods may want beside the rows when `spare` more are there."""
+        if self._wants is None or not self.slabs:
+            return 0
+        ends = (s.n if s.positions is None or not s.n else int(s.positions[:, s.n - 1].max()) + 1 for s in self.slabs)
+        return self._wants(max(ends) + spare)
 
     def reserve(self, rows: int) -> int:
         """Make room for `rows` more and stop sharing. Returns bytes copied."""
@@ -93,6 +110,7 @@ class LayerKV:
             if s.n + rows <= s.buffer.cap and s.buffer.refs == 1:
                 continue
             moved += self._replace(s, max(rounded(s.n + rows), s.buffer.cap))
+        self.beside = self.beside.own(self._wanted(min((s.buffer.cap - s.n for s in self.slabs), default=0)))
         return moved
 
     def _replace(self, s: Slab, cap: int) -> int:
@@ -141,7 +159,7 @@ class LayerKV:
             committed = None if s.positions is None else s.positions[:, : s.n]
             parts.append(
                 Part(planes, self.codec, self.shape.dtype, s.n, fresh, ids, s.heads, committed, pending, i,
-                     self.derived)
+                     self.beside)
             )  # fmt: skip
         return parts
 
@@ -228,7 +246,7 @@ class LayerKV:
 
     def _changed(self) -> None:
         self.version += 1
-        self.derived = {}
+        self.beside = self.beside.emptied()
 
     def _heads(self, s: Slab) -> list[int]:
         heads: list[int] = list(range(s.buffer.heads)) if s.heads is None else s.heads.tolist()
@@ -281,7 +299,7 @@ class LayerKV:
         twin = object.__new__(LayerKV)
         twin.shape, twin.codec, twin.ledger, twin.version = self.shape, self.codec, self.ledger, self.version
         twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.positions) for s in self.slabs]
-        twin.derived = {key: value.fork() for key, value in self.derived.items()}
+        twin.beside, twin._wants = self.beside.share(), self._wants
         twin.fresh, twin._pending, twin._ids = 0, (), None
         return twin
 
@@ -289,15 +307,18 @@ class LayerKV:
         """Give every row up for another to adopt; see Buffer."""
         for s in self.slabs:
             s.buffer.lend()
-        self.slabs = []
-        self._changed()
+        self._leave()
 
     def close(self) -> None:
         """Free every row; a closed layer takes none again."""
         for s in self.slabs:
             s.buffer.drop()
+        self._leave()
+
+    def _leave(self) -> None:
         self.slabs = []
-        self._changed()
+        self.version += 1
+        self.beside = self.beside.left()
 
 
 def _consecutive(positions: Sequence[int]) -> bool:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from phasewise.kv.beside import Beside
     from phasewise.verbs.store import Codec
-
-
-class Derived(Protocol):
-    """What a method has worked out from committed rows (page bounds, say) and keeps beside them."""
-
-    def fork(self) -> Derived: ...
 
 
 @dataclass(slots=True)
@@ -38,7 +33,7 @@ class Part:
     committed: Tensor | None  # positions [1 | h, n]; None = 0 .. n-1
     pending: Sequence[int]
     slab: int
-    derived: dict[Hashable, Derived]
+    derived: Beside
     _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     @property

@@ -129,15 +129,14 @@ class Landing:
         self.blocks: list[Block] = []
         self._seen: set[int] = set()
         try:
-            for shape in store.shapes:
-                self.layers.append(LayerKV(shape, store.codec, store.ledger, rounded(tokens)))
+            self.layers.extend(store.layers(rounded(tokens)))
         except Exception:
             self.close()
             raise
 
     @property
     def bytes(self) -> int:
-        return sum(layer.bytes for layer in self.layers)
+        return sum(layer.bytes + layer.beside.booked for layer in self.layers)
 
     def has(self, number: int) -> bool:
         return number in self._seen

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from phasewise.kv.beside import Wants
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
@@ -16,6 +18,10 @@ from phasewise.request.counters import Counters
 if TYPE_CHECKING:
     from phasewise.request.request import Request
     from phasewise.verbs.store import Codec
+
+
+Keeps = Callable[[int, KVShape, int], int]
+"""What a method says of its derived data: see `Attend.beside`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +67,22 @@ class Store:
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
         self.row_bytes = sum(entry_bytes(codec, shape) * shape.heads for shape in self.shapes)  # of a token, all layers
 
+        self.wants: list[Wants | None] = [None] * len(self.shapes)  # beside the rows of each layer
+
+    def book(self, keeps: Iterable[Keeps]) -> None:
+        """Of every request opened from now on, book what these methods keep beside its rows as well."""
+        if every := list(keeps):
+            self.wants = [partial(_together, every, layer, shape) for layer, shape in enumerate(self.shapes)]
+
     def cost(self, tokens: int) -> int:
         """Bytes that `open` takes for a request of `tokens` tokens."""
-        return rounded(tokens) * self.row_bytes
+        rows = rounded(tokens)
+        return rows * self.row_bytes + sum(wants(rows) for wants in self.wants if wants is not None)
+
+    def layers(self, cap: int) -> Iterator[LayerKV]:
+        """One after another, with room for `cap` rows each."""
+        for shape, wants in zip(self.shapes, self.wants):
+            yield LayerKV(shape, self.codec, self.ledger, cap, wants)
 
     def room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be, whoever's they are."""
@@ -77,8 +96,7 @@ class Store:
         """
         layers: list[LayerKV] = []
         try:
-            for shape in self.shapes:
-                layers.append(LayerKV(shape, self.codec, self.ledger, rounded(tokens)))
+            layers.extend(self.layers(rounded(tokens)))
         except Exception:  # the machine has less memory than the budget says: nothing stays behind
             KV(layers, self.counters).close()
             raise
@@ -107,3 +125,7 @@ class Store:
         added, moved = self.tree.insert(request.tokens[:upto], request.kv.layers, request.kv.nodes)
         request.kv.nodes = added
         self.counters.kv_bytes_moved += moved
+
+
+def _together(keeps: Sequence[Keeps], layer: int, shape: KVShape, end: int) -> int:
+    return sum(each(layer, shape, end) for each in keeps)

@@ -22,6 +22,8 @@ class Attend(Protocol):
         commons(spans: Sequence[Span]) -> Sequence[Common]  -- beside `everything`: what spans read once for all
         looks(span: Span) -> bool  -- whether it may choose anything for this span; if not, its step need not be halved.
             It must depend on the span and its request alone
+        beside(layer: int, shape: KVShape, end: int) -> int  -- the bytes at most that it keeps (`Part.derived`) beside
+            a request's rows of this layer while their positions lie below `end`: booked in the KV budget with the rows
     """
 
     def __call__(self, reads: Sequence[Read]) -> Sequence[Tensor | None]:

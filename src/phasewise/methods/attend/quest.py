@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
 from phasewise.kv.part import Part
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Pages
@@ -29,8 +30,8 @@ class Quest:
     and taken in that order while the rows read fit the budget, which is at least three pages.
 
     Bounds are taken over what the row may see, so drafts, replays and evicted caches choose as single steps would. The
-    first `dense_layers` layers read everything. Bounds cost 1 / `page` of the KV, outside the KV budget. Left out: a
-    choice for each query head of its own.
+    first `dense_layers` layers read everything. Bounds cost 1 / `page` of the KV, within its budget. Left out: a choice
+    for each query head of its own.
     """
 
     page: int = 16
@@ -53,6 +54,12 @@ class Quest:
     def most(self) -> int:
         """Rows that one query row reads per KV head, at most."""
         return max(self.budget, 3 * self.page)
+
+    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+        """Two keys per head of every page, and for each group of heads the pages' numbers and rows."""
+        if layer < self.dense_layers or end <= self.most:
+            return 0
+        return end // self.page * shape.heads * (2 * shape.dim * shape.dtype.itemsize + 16)
 
     def looks(self, span: Span) -> bool:
         return span.positions[-1] >= self.most
@@ -86,7 +93,8 @@ class Quest:
             bounds = _Bounds.none(part)
         if bounds.upto < upto:
             read.count_keys((part.n - bounds.start) * part.size[0])
-            bounds = part.derived[key] = bounds.extend(part, upto, self.page)
+            bounds = bounds.extend(part, upto, self.page)
+            part.derived.keep(key, bounds)
         return bounds
 
     def _best(self, reads: Sequence[Read], bounds: Sequence[_Bounds]) -> list[Tensor]:
@@ -187,6 +195,10 @@ class _Bounds:
         keys = part.keys(0, 0)  # [h, 0, D]
         nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
         return cls(nothing, nothing[None], keys, keys, 0, 0)
+
+    @property
+    def bytes(self) -> int:
+        return self.pages.nbytes + self.rows.nbytes + self.low.nbytes + self.high.nbytes
 
     def fork(self) -> _Bounds:
         return self
