@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,25 @@ from phasewise.verbs.place import Placed
 Progress = Callable[[int], object]
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a request held of the KV budget at its last token: `live` bytes of rows and of what is kept beside them, and
+    `booked` ones, which is what the budget counts: room to grow included, the prefix cache left out."""
+
+    live: int
+    booked: int
+
+
 @dataclass(frozen=True)
 class Drive:
-    """One run: wall-clock seconds, work done, the most KV bytes held, and the requests with their time stamps."""
+    """One run: wall-clock seconds, work done, the most KV bytes held, the requests with their time stamps, and what
+    each of them held where this process could see that."""
 
     seconds: float
     work: Counters
     peak_kv: int
     requests: list[Request]
+    held: list[Held] = field(default_factory=list)
 
     @property
     def served(self) -> list[Served]:
@@ -78,6 +90,9 @@ def drive(
     """
     _ask(engine, {tuple(shot.prompt[: shot.shared]) for shot in shots if shot.shared})
     requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True), slo=slo) for shot in shots]
+    held: list[Held] = []
+    for request in requests:
+        request.watch = partial(_note, request, held)
     before, peak, done = copy.copy(engine.counters), 0, 0
     start = time.perf_counter()
     for request in requests:
@@ -88,7 +103,15 @@ def drive(
             peak = max(peak, engine.kv_bytes)
             done = sum(request.left is not None for request in requests)
             progress(done)
-    return Drive(time.perf_counter() - start, engine.counters - before, peak, requests)
+    return Drive(time.perf_counter() - start, engine.counters - before, peak, requests, held)
+
+
+def _note(request: Request, held: list[Held], token: int) -> bool:
+    """Told each token: at the last one, what the request holds. It never asks to stop."""
+    kv = request.kv
+    if kv is not None and request.n_out >= request.params.max_tokens:
+        held.append(Held(kv.live_bytes + kv.derived_bytes, kv.bytes + kv.beside))
+    return False
 
 
 def _ask(engine: Placed, beginnings: Iterable[tuple[int, ...]]) -> None:

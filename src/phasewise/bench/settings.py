@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from phasewise import catalog
@@ -77,6 +78,8 @@ class Trial:
             "output_tokens_per_s": self.run.tokens_per_s,
             "same_tokens": self.same,
             "peak_kv_bytes": self.run.peak_kv,
+            "live_bytes_per_request": fmean(each.live for each in self.run.held) if self.run.held else None,
+            "booked_bytes_per_request": fmean(each.booked for each in self.run.held) if self.run.held else None,
             "forwards_per_token": work.forwards / out,
             "draft_forwards_per_token": work.draft_forwards / out,
             "rows_per_token": work.rows / out,
@@ -97,6 +100,7 @@ class Comparison:
     settings: Sequence[Setting]
     limits: Limits
     base: dict[str, str] = field(default_factory=dict)  # verbs that every contender shares, the default too
+    fit_bytes: int = 256 << 20  # a KV budget, to tell how many requests it holds
     trials: list[Trial] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -141,7 +145,8 @@ class Comparison:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and one row per setting: speed against the default (median of paired ratios), then counters."""
         header = ["setting", "tokens/s", "speed / default", "TTFT", "TPOT", "forwards/token", "rows/token",
-                  "KV read/token", "peak KV", "drafts accepted", "same tokens"]  # fmt: skip
+                  "KV read/token", "peak KV", "live KV/request", f"fit {report.size(self.fit_bytes)}",
+                  "drafts accepted", "same tokens"]  # fmt: skip
         by: dict[str, list[dict[str, Any]]] = {}
         for trial in self.trials:
             by.setdefault(trial.setting, []).append(trial.numbers())
@@ -155,10 +160,17 @@ class Comparison:
                 report.milliseconds(middle(by[name], "tpot_p50_s")),
                 report.short(middle(by[name], "forwards_per_token")), report.short(middle(by[name], "rows_per_token")),
                 report.size(middle(by[name], "kv_bytes_read_per_token") or 0),
-                report.size(middle(by[name], "peak_kv_bytes") or 0),
+                report.size(middle(by[name], "peak_kv_bytes") or 0), *self._memory(by[name]),
                 "-" if accepted is None else f"{accepted:.0%}", "-" if same is None else f"{same:.0%}",
             ])  # fmt: skip
         return header, body
+
+    def _memory(self, rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        """Live bytes of a request at its end, and how many such requests `fit_bytes` hold, prefix cache apart."""
+        live, booked = middle(rows, "live_bytes_per_request"), middle(rows, "booked_bytes_per_request")
+        if live is None or not booked:
+            return "-", "-"
+        return report.size(live), str(int(self.fit_bytes // booked))
 
 
 def middle(rows: Sequence[dict[str, Any]], key: str) -> float | None:

@@ -9,7 +9,7 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import ASKED, TESTS, Asked, Tests
-from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import counting, working
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ def methods(
         list[str] | None, typer.Argument(metavar="[VERB=METHOD]...", help="Contenders; default: all that need nothing.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    fit_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Tell how many such requests a KV budget of this size holds.")
+    ] = "256M",
     asked: Asked = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
@@ -37,6 +40,7 @@ def methods(
       phasewise bench methods skip=unified --evict streaming
     """
     engine.check()
+    room = parse_bytes(fit_bytes)
     from phasewise.bench.drive import Bench
     from phasewise.bench.settings import Comparison, Setting, untrained
 
@@ -45,7 +49,7 @@ def methods(
         made = Bench.load(engine.model, engine.dtype)
     config = made.model.config
     prompts = asked.source(engine.model, config.vocab, "code")
-    run = Comparison(made, contenders, engine.limits(), engine.verbs)
+    run = Comparison(made, contenders, engine.limits(), engine.verbs, room)
 
     def shots(number: int) -> list[Shot]:
         return asked.shots(prompts, config.max_positions, number=number)

@@ -61,6 +61,11 @@ class KV:
         """Bytes booked for what methods keep beside the rows; what forks share counts for each of them."""
         return sum(layer.beside.booked for layer in self.layers)
 
+    @property
+    def derived_bytes(self) -> int:
+        """Of these, bytes of what is kept there now."""
+        return sum(layer.beside.bytes for layer in self.layers)
+
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would take from the budget."""
         return 0 if rows <= self.spare else sum(layer.growth(rows) for layer in self.layers)
