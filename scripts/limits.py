@@ -10,39 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 
 import torch
 
+from phasewise.bench.bandwidth import best, reading
 from phasewise.bench.machine import cores, describe
 from phasewise.ops import native
 from phasewise.ops.linear import Linear
 
 SIDE = 2048  # of the square products
-LARGE = (1 << 16, 4096)  # a weight far larger than any cache: 512 MiB in bfloat16
-
-
-def best(run: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest of several runs."""
-    run()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def reading(rounds: int) -> float:
-    """GB/s."""
-    large = torch.empty(LARGE, dtype=torch.bfloat16).fill_(0.5)
-    rates = [large.nbytes / best(lambda: large.view(torch.float32).sum(), rounds)]
-    if native.library() is not None:
-        packed, row = Linear(large), torch.ones(1, LARGE[1], dtype=torch.bfloat16)
-        del large
-        rates.append(packed.nbytes / best(lambda: packed(row), rounds))
-    return max(rates) / 1e9
 
 
 def multiplying(rounds: int) -> tuple[float, float]:
@@ -67,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     bfloat16, int8 = multiplying(args.rounds)
-    found = {"read_gb_s": reading(args.rounds), "bfloat16_gflop_s": bfloat16, "int8_gop_s": int8}
+    found = {"read_gb_s": reading(args.rounds) / 1e9, "bfloat16_gflop_s": bfloat16, "int8_gop_s": int8}
     print(json.dumps({**{name: round(value, 1) for name, value in found.items()}, "machine": describe()}))
 
 

@@ -30,6 +30,7 @@ class Method(Protocol):
         shares_prefix: bool  -- False: its prompts' rows are of no use to others, and no prefix is shared
         slots: tuple  -- of a method that fills several of attend, evict and skip with one runtime: these verbs, its own
             first (engine/binding.py)
+        untrained: dict  -- of a method that needs training: knob values at which it works without, at the same price
         tight: dict  -- knob values at which it bites within a few dozen tokens: the laws are tested there
         fork() -> drawer  -- of an object in a drawer: its copy for a fork of the request, else a deep copy
         close() -> None  -- of an object in a drawer: told when the request gives the drawer up

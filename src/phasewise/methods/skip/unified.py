@@ -40,6 +40,7 @@ class Unified:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"speedup": 1.0}
+    untrained: ClassVar[dict[str, object]] = {"weights": "none"}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:

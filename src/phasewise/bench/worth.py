@@ -1,0 +1,175 @@
+"""What savers are worth: gains on the clock beside those that the bytes they save promise; a table, CSV, plot, page."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phasewise.bench import report
+from phasewise.bench.rounds import Ratio, ratio
+from phasewise.bench.savers import DENSE, Turn
+from phasewise.model.model import Model
+
+LEAST = 0.01  # a promised gain below 1 % is none that a share could be told of
+HEADER = ["setting", "TPOT", "gain", "KV read/token", "gain the bytes promise", "reached"]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """One setting at one batch size. `gain`: dense's time of a token over its own, paired by round, above 1 = faster.
+
+    `promised`: the same if every byte it saves, of KV and of the weights of skipped layers, took as long as the machine
+    needs to read one, and nothing else changed; None where the bytes are more than dense had time to read.
+    """
+
+    setting: str
+    batch: int
+    seconds: float  # of a token, the median
+    gain: Ratio
+    read: float  # KV bytes per token of a request
+    promised: float | None
+
+    @property
+    def reached(self) -> float | None:
+        """Which share of the promised gain there is; None where none is promised."""
+        if self.promised is None or self.promised < 1 + LEAST:
+            return None
+        return (self.gain.median - 1) / (self.promised - 1)
+
+
+def promised(dense: float, saved: float, rate: float) -> float | None:
+    """How many times as fast a step of `dense` seconds is without reading `saved` bytes, at `rate` bytes/s."""
+    left = dense - saved / rate
+    return dense / left if left > 0 else None
+
+
+def layer_bytes(model: Model) -> float:
+    """Of a layer's weights, on average; all experts of a mixture count."""
+    embeddings = model.unembed.nbytes + (0 if model.config.tied or model.table is None else model.table.nbytes)
+    return (model.weight_bytes - embeddings) / model.config.layers
+
+
+def worths(turns: Sequence[Turn], per_layer: float, rate: float) -> list[Worth]:
+    """By batch, dense first. `per_layer`: bytes of a layer's weights; `rate`: bytes that are read per second."""
+    runs: dict[tuple[int, int, str], list[Turn]] = {}
+    for turn in turns:
+        runs.setdefault((turn.batch, turn.group, turn.setting), []).append(turn)
+    found: dict[tuple[int, str], Worth] = {}
+    for (batch, group, setting), mine in runs.items():
+        dense = runs[batch, group, DENSE]
+        read, layers = _middle(mine, "read"), _middle(mine, "layers")
+        saved = _middle(dense, "read") - read + (_middle(dense, "layers") - layers) * per_layer
+        gain = ratio(_by_round(dense), _by_round(mine))
+        assert gain is not None, "a turn took no time"
+        says = promised(_middle(dense, "seconds"), saved, rate)
+        worth = Worth(setting, batch, _middle(mine, "seconds"), gain, read / batch, says)
+        found.setdefault((batch, setting), worth)  # dense is in every group
+    return sorted(found.values(), key=lambda worth: (worth.batch, worth.setting != DENSE))
+
+
+def _by_round(turns: Sequence[Turn]) -> dict[int, float]:
+    return {turn.number: turn.seconds for turn in turns}
+
+
+def _middle(turns: Sequence[Turn], name: str) -> float:
+    return float(statistics.median(getattr(turn, name) for turn in turns))
+
+
+# ---- for people and programs
+def cells(worth: Worth) -> list[str]:
+    """A row below HEADER."""
+    reached = worth.reached
+    return [
+        worth.setting, report.milliseconds(worth.seconds), str(worth.gain), report.size(worth.read),
+        "unbounded" if worth.promised is None else f"{worth.promised:.2f}",
+        "-" if reached is None else f"{reached:.0%}",
+    ]  # fmt: skip
+
+
+def write_csv(path: Path, turns: Sequence[Turn], found: Sequence[Worth], about: Mapping[str, object]) -> None:
+    """A line per turn, with what came out for its setting and batch, and columns for `about`."""
+    by = {(worth.batch, worth.setting): worth for worth in found}
+    lines = []
+    for turn in turns:
+        worth = by[turn.batch, turn.setting]
+        about_it = {"gain": worth.gain.median, "promised": worth.promised, "reached": worth.reached}
+        lines.append({**about, **asdict(turn), **about_it})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def draw(image: Path, found: Sequence[Worth], title: str) -> None:
+    """A panel per batch: a dot and its range for every setting's gain, an upright stroke for what the bytes promise."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batches = list(dict.fromkeys(worth.batch for worth in found))
+    names = list(dict.fromkeys(worth.setting for worth in found if worth.setting != DENSE))
+    size = (2.2 + 3.4 * len(batches), 1.4 + 0.3 * len(names))
+    figure, panels = pyplot.subplots(1, len(batches), figsize=size, squeeze=False, sharey=True)
+    for panel, batch in zip(panels[0], batches, strict=True):
+        mine = [worth for worth in found if worth.batch == batch and worth.setting != DENSE]
+        at = [len(names) - names.index(worth.setting) for worth in mine]
+        middle = [worth.gain.median for worth in mine]
+        spread = [[w.gain.median - w.gain.low for w in mine], [w.gain.high - w.gain.median for w in mine]]
+        panel.errorbar(middle, at, xerr=spread, fmt="o", markersize=4, capsize=2, label="gain and its range")
+        says = [(worth.promised, y) for worth, y in zip(mine, at) if worth.promised is not None]
+        panel.plot([x for x, _ in says], [y for _, y in says], "|", markersize=11, color="C3", label="bytes promise")
+        panel.axvline(1.0, color="#999999", linestyle=":", linewidth=1)
+        panel.set_yticks([len(names) - i for i in range(len(names))], names, fontsize=8)
+        panel.set_title(f"{batch} at once", fontsize=9)
+        panel.set_xlabel("times as fast as dense")
+        panel.grid(alpha=0.25)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.suptitle(title, fontsize=10)
+    figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=110)
+    pyplot.close(figure)
+
+
+# ---- the page
+INTRO = """# What savers are worth
+
+Methods that give rows up, read fewer, keep them in fewer bytes or skip layers: what each is worth per generated token
+beside dense decoding, once at its neutral setting, where it must cost nothing, and once at work. Written by
+`phasewise bench savers --write docs/savers.md`; every table says where and how it was measured.
+
+*Gain*: dense's time of a token over the setting's, the median of paired rounds (range). *Gain the bytes promise*: what
+it would be if each byte saved, of KV and of the weights of skipped layers, took as long as this machine needs to read
+one, and nothing else changed. *Reached*: the share of that gain which is there, (gain - 1) / (promised - 1); `-` where
+less than 1 % is promised.
+"""
+
+
+def filled(page: str, name: str, section: str) -> str:
+    """`page` with the section of this name replaced, or added at the end; an empty page gets its beginning.
+
+    Raises ValueError where the markers of the section are not there once each.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    page, body = page or INTRO, f"{begin}\n{section.strip()}\n{end}"
+    if begin not in page and end not in page:
+        return f"{page.rstrip()}\n\n{body}\n"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page must hold {begin} and, after it, {end}, once each")
+    before, rest = page.split(begin)
+    return f"{before}{body}{rest.split(end)[1]}"
+
+
+def section(found: Sequence[Worth], about: str, notes: Sequence[str]) -> str:
+    """A table per batch below what was measured where."""
+    lines = [about]
+    for batch in dict.fromkeys(worth.batch for worth in found):
+        rows = [cells(worth) for worth in found if worth.batch == batch]
+        lines.append(f"{batch} at once:\n\n{report.markdown(HEADER, rows)}")
+    return "\n\n".join([*lines, *notes])

@@ -1,0 +1,187 @@
+"""`phasewise bench savers`: what methods that save KV, depth or reads are worth on the clock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise.cli import show
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import counting, working
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.bench.savers import Load, Savers
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What everybody decodes."""
+
+    tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 4096
+    batch: Annotated[str, typer.Option(metavar="B,...", help="Requests that decode together.")] = "1,4,8"
+    new: Annotated[int, typer.Option(min=1, help="Tokens that every request decodes in a round.")] = 16
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5
+    shape: Annotated[
+        str | None, typer.Option(metavar="LAYERSxHIDDEN", help="Random weights of this shape instead of --model.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompt.")] = 0
+
+    def load(self) -> Load:
+        """Raises UserError for a `batch` that is none."""
+        from phasewise.bench.savers import Load
+
+        return Load(self.tokens, _batches(self.batch), self.new, self.rounds)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where results go besides the terminal."""
+
+    csv: Annotated[Path | None, typer.Option(help="Write every turn into this file.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw the gains into this image.")] = None
+    write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/savers.md.")] = None
+
+    def check(self, section: str) -> None:
+        """Raise UserError for what can be seen before anything is measured."""
+        if self.plot is not None and find_spec("matplotlib") is None:
+            raise UserError("plots are drawn by matplotlib, which is not installed: pip install 'phasewise[bench]'")
+        if self.write is not None:
+            _page(self.write, section, "")
+
+
+LOADED, WRITTEN = Loaded(), Written()
+
+
+@spread
+def savers(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[VERB=METHOD]...", help="Contenders; default: all savers, neutral and at work."),
+    ] = None,
+    asked: Loaded = LOADED,
+    written: Written = WRITTEN,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """What savers are worth: time per token beside dense decoding, paired, and what the bytes they save would promise.
+
+    Prompts are random tokens, computed once per setting; then settings take turns in decoding. Verb options apply to
+    all contenders, dense too. Needs a quiet machine.
+
+    [bold]Examples[/]
+
+      phasewise bench savers --model path/to/model --tokens 8000
+      phasewise bench savers --shape 8x512 --tokens 8192 --batch 1,8 --plot savers.png
+      phasewise bench savers evict=snapkv:keep=0.1 "store=int8 evict=streaming" --csv savers.csv
+    """
+    engine.check()
+    if engine.schedule is not None:
+        raise UserError("savers are compared at equal contexts, prompts first: leave --schedule out")
+    if asked.shape is not None and engine.model != DEFAULTS.model:
+        raise UserError("--shape stands for a model: leave --model or --shape out")
+    from phasewise.bench.drive import Bench
+    from phasewise.bench.prompts import random_prompts
+    from phasewise.bench.savers import Savers
+    from phasewise.bench.savers import savers as every
+    from phasewise.bench.settings import Setting
+
+    load, name = asked.load(), asked.shape or engine.model
+    contenders = [Setting.parse(text) for text in settings] if settings else every()
+    written.check(f"{name} {load.tokens}")
+    with _model(engine.model, asked.shape, load) as source:
+        with working(f"loading {name}"):
+            made = Bench.load(source, engine.dtype)
+        run = Savers(made, contenders, load, engine.limits(), engine.verbs)
+        with counting("turns", len(load.batches) * load.rounds * (1 + len(contenders))) as tell:
+            run.run(random_prompts(made.model.config.vocab, asked.seed), tell)
+    _tell(run, name, written)
+
+
+def _tell(run: Savers, name: str, written: Written) -> None:
+    from phasewise.bench import worth
+    from phasewise.bench.bandwidth import reading
+    from phasewise.bench.machine import describe
+
+    with working("measuring how fast memory is read"):
+        rate = reading(run.load.rounds)
+    about, load, dtype = describe(), run.load, str(run.bench.model.dtype).removeprefix("torch.")
+    found = worth.worths(run.turns, worth.layer_bytes(run.bench.model), rate)
+    title = (
+        f"{name}, {dtype}, prompts of {load.tokens} tokens, {load.rounds} interleaved rounds of {load.new} tokens: "
+        f"medians; gain as the median of paired ratios (range); memory is read at {rate / 1e9:.1f} GB/s"
+    )
+    notes = _notes(run)
+    show.title(title)
+    for size in load.batches:
+        print(f"{size} at once\n")
+        show.table(worth.HEADER, [worth.cells(one) for one in found if one.batch == size])
+        print()
+    for note in notes:
+        print(note)
+    if written.csv is not None:
+        facts = {"model": name, "tokens": load.tokens, "new": load.new, "read_bytes_per_s": rate, **about}
+        worth.write_csv(written.csv, run.turns, found, facts)
+    if written.plot is not None:
+        worth.draw(written.plot, found, f"{name}, prompts of {load.tokens} tokens")
+    if (path := written.write) is not None:
+        head = f"## {name}, {load.tokens} tokens\n\n{title}; {about['cpu']}, {about['threads']} threads."
+        page = _page(path, f"{name} {load.tokens}", worth.section(found, head, notes))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+
+
+def _notes(run: Savers) -> list[str]:
+    """Who could not run, and who was not alive at the same time."""
+    notes = [f"not run: {setting}: {reason}" for setting, reason in run.refused.items()]
+    for size, groups in run.groups.items():
+        if len(groups) > 1:
+            notes.append(
+                f"{size} at once: more than the KV budget holds together, so in {len(groups)} groups, dense in each"
+            )
+    return notes
+
+
+def _page(path: Path, name: str, section: str) -> str:
+    """The page with the section of this name in it. Raises UserError where its markers are broken."""
+    from phasewise.bench.worth import filled
+
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return filled(page, name, section)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+@contextmanager
+def _model(name: str, shape: str | None, load: Load) -> Iterator[str]:
+    """The model's name, or a directory with random weights of this shape, whose context is just long enough."""
+    if shape is None:
+        yield name
+        return
+    from phasewise.reproduce.models import random_llama
+
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if not found or int(found[2]) % 128:
+        raise UserError(f"shape={shape!r}: write LAYERSxHIDDEN, hidden a multiple of 128, such as 8x512")
+    with TemporaryDirectory(prefix="phasewise-savers-") as room:
+        target = Path(room) / shape
+        random_llama(target, layers=int(found[1]), hidden=int(found[2]), context=load.tokens + load.most)
+        yield str(target)
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or len(set(found)) < len(found):
+        raise UserError(f"batch={text!r}: write different numbers of requests, separated by commas, such as 1,4,8")
+    return found

@@ -1,0 +1,201 @@
+"""Savers beside dense: contexts and bytes in closed form, gains from made-up times, and the page they get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phasewise import catalog
+from phasewise.bench.drive import Bench
+from phasewise.bench.prompts import random_prompts
+from phasewise.bench.rounds import Ratio
+from phasewise.bench.savers import DENSE, SAVING, Load, Savers, Turn, savers, together
+from phasewise.bench.settings import Setting
+from phasewise.bench.worth import INTRO, Worth, cells, filled, layer_bytes, promised, section, worths
+from phasewise.engine.limits import Limits
+from phasewise.errors import UserError
+from phasewise.options import DEFAULTS
+from tests import tiny
+
+N, NEW, ROUNDS = 100, 3, 2
+HEADS, DIM, LAYERS = 2, 12, 4
+ROW = LAYERS * HEADS * 2 * DIM * 4
+
+
+def measured(*settings: str, batches: Sequence[int] = (1, 3), kv_bytes: int = 64 << 20, tokens: int = N) -> Savers:
+    load = Load(tokens, batches, NEW, ROUNDS)
+    run = Savers(Bench(tiny.model()), [Setting.parse(text) for text in settings], load, Limits(kv_bytes=kv_bytes))
+    done: list[int] = []
+    run.run(random_prompts(tiny.VOCAB, 0), done.append)
+    assert done == list(range(1, len(run.turns) + 1))
+    return run
+
+
+def mean(rows: Sequence[int]) -> float:
+    return sum(rows) / len(rows)
+
+
+def steps(number: int, start: int) -> list[int]:
+    """Rows that the steps of a round read, its own included, where `start` were there after the prompt."""
+    return [start + 1 + i for i in range((1 + number) * NEW, (2 + number) * NEW)]
+
+
+# ---- who takes part
+def test_every_saver_is_there_neutral_and_at_work() -> None:
+    found = [(verb, text.partition(":")[0]) for setting in savers() for verb, text in setting.verbs.items()]
+    wanted = {(verb, name) for verb, name, _ in catalog.every() if verb in SAVING and name != DEFAULTS[verb]}
+    assert set(found) == wanted and {("attend", "quest"), ("evict", "snapkv"), ("skip", "unified")} < wanted
+    for verb, name in wanted:
+        knobs = [tuple(catalog.method(verb, name).neutral), tuple(getattr(catalog.method(verb, name), "untrained", {}))]
+        assert found.count((verb, name)) == len(set(knobs))
+    assert len({setting.name for setting in savers()}) == len(found)
+
+
+def test_all_of_them_run() -> None:
+    run = Savers(Bench(tiny.model()), savers(), Load(40, (2,), 2, 1), Limits(kv_bytes=64 << 20))
+    run.run(random_prompts(tiny.VOCAB, 0))
+    assert not run.refused
+    assert [turn.setting for turn in run.turns] == [DENSE, *(setting.name for setting in savers())]
+
+
+# ---- what is measured
+def test_all_contexts_are_equal_and_bytes_are_those_of_their_rows() -> None:
+    kept, half, rounded = "evict=snapkv:keep=20,window=4", "skip=unified:weights=none", "store=int8"
+    run = measured(kept, half, rounded)
+    at = {(turn.setting, turn.batch, turn.number): turn for turn in run.turns}
+    assert len(at) == len(run.turns) == 4 * 2 * ROUNDS
+    for batch in (1, 3):
+        for number in range(ROUNDS):
+            rows = batch * mean(steps(number, N))
+            assert at[DENSE, batch, number].read == pytest.approx(ROW * rows)
+            assert at[kept, batch, number].read == pytest.approx(ROW * batch * mean(steps(number, 20)))
+            assert at[half, batch, number].read == pytest.approx(ROW * rows / 2)
+            assert at[rounded, batch, number].read == pytest.approx(LAYERS * HEADS * 2 * (DIM + 2) * rows)
+            layers = {name: at[name, batch, number].layers for name in (DENSE, kept, half, rounded)}
+            assert layers == {DENSE: LAYERS, kept: LAYERS, half: LAYERS / 2, rounded: LAYERS}
+
+
+def test_settings_take_turns_in_rotating_order() -> None:
+    run = measured("store=int8", batches=[2])
+    assert [(turn.number, turn.setting) for turn in run.turns] == [
+        (0, DENSE), (0, "store=int8"), (1, "store=int8"), (1, DENSE),
+    ]  # fmt: skip
+
+
+def test_prompts_are_computed_once_where_they_may_be_shared() -> None:
+    load = Load(96, [4], NEW, ROUNDS)
+    run = Savers(Bench(tiny.model()), [], load, Limits(kv_bytes=64 << 20))
+    (dense,) = run._engines().values()
+    dense.enter(random_prompts(tiny.VOCAB, 0)(96), 4, load.most)
+    assert dense.engine.counters.prefix_hits == 4 * 64  # two whole blocks: the last row is always computed
+    assert dense.engine.counters.rows == 96 + 4 * 32
+    assert [request.n_out for request in dense.requests] == [1] * 4
+    dense.leave(forget=True)
+    assert dense.engine.idle and dense.engine.kv_bytes == 0
+
+
+def test_who_does_not_fit_has_a_turn_with_dense_of_its_own() -> None:
+    settings = ["store=int8", "evict=snapkv", "attend=hydragen"]
+    whole = measured(*settings, batches=[2])
+    assert whole.groups == {2: [[DENSE, *settings]]}
+    need = 3 * tiny.engine().store.cost(N + whole.load.most)
+    run = measured(*settings, batches=[2], kv_bytes=2 * need)
+    assert run.groups == {2: [[DENSE, "store=int8"], [DENSE, "evict=snapkv"], [DENSE, "attend=hydragen"]]}
+    assert {(turn.group, turn.setting) for turn in run.turns} == {
+        (group, name) for group, names in enumerate(run.groups[2]) for name in names
+    }
+    with pytest.raises(UserError, match="--kv-bytes"):
+        measured(*settings, batches=[2], kv_bytes=2 * need - 1)
+
+
+@given(st.integers(1, 9), st.dictionaries(st.text("abc", min_size=1), st.integers(1, 9)), st.integers(18, 60))
+def test_groups_hold_everybody_once_within_the_budget(dense: int, others: dict[str, int], budget: int) -> None:
+    groups = together({DENSE: dense, **others}, budget)
+    assert all(group[0] == DENSE for group in groups)
+    assert [name for group in groups for name in group[1:]] == list(others)
+    assert all(dense + sum(others[name] for name in group[1:]) <= budget for group in groups)
+
+
+def test_who_cannot_run_is_named_and_the_rest_goes_on() -> None:
+    run = measured("skip=unified", "store=int8", batches=[1])
+    assert list(run.refused) == ["skip=unified"] and "weights=none" in run.refused["skip=unified"]
+    assert {turn.setting for turn in run.turns} == {DENSE, "store=int8"}
+
+
+def test_more_tokens_than_the_context_are_refused_with_the_most_that_fit() -> None:
+    load = Load(0, (1,), NEW, ROUNDS)
+    most = tiny.model().config.max_positions - load.most
+    replace(load, tokens=most).check(tiny.model())
+    with pytest.raises(UserError, match=f"tokens={most + 1} .* lower --tokens to at most {most},"):
+        measured(tokens=most + 1)
+
+
+def test_a_model_is_its_layers_and_its_embeddings() -> None:
+    per_layer = (2 * 48 * 48 + 2 * 48 * 24 + 3 * 48 * 96 + 2 * 48) * 4  # q, o; k, v; the MLP; two norms
+    assert layer_bytes(tiny.model()) == pytest.approx(per_layer + 48 * 4 / LAYERS)  # and a share of the last norm
+
+
+# ---- what comes of it
+def turns(setting: str, seconds: Sequence[float], read: float, layers: float = 8, group: int = 0) -> list[Turn]:
+    return [Turn(setting, 2, group, i, each, read, layers) for i, each in enumerate(seconds)]
+
+
+def test_gains_are_paired_and_held_against_what_the_bytes_promise() -> None:
+    made = [
+        *turns(DENSE, [1.0, 2.0, 4.0], 1000),
+        *turns("half", [0.8, 1.6, 3.2], 500),
+        *turns("skip", [1.0, 1.0, 1.0], 1000, layers=4),
+        *turns(DENSE, [2.0, 2.0, 2.0], 1000, group=1),
+        *turns("none", [2.0, 4.0, 1.0], 1000, group=1),
+    ]
+    found = {worth.setting: worth for worth in worths(made, per_layer=250, rate=500)}
+    assert list(found) == [DENSE, "half", "skip", "none"]
+    half = found["half"]
+    assert half.gain == Ratio(pytest.approx(1.25), pytest.approx(1.25), pytest.approx(1.25), 3)
+    assert half.read == 250 and half.promised == pytest.approx(2.0 / (2.0 - 500 / 500))
+    assert half.reached == pytest.approx(0.25)
+    assert found["skip"].promised is None and found["skip"].reached is None  # 4 x 250 bytes are all of the 2 s
+    assert found["none"].gain == Ratio(1.0, 0.5, 2.0, 3)
+    assert found["none"].promised == 1 and found["none"].reached is None
+    assert found[DENSE].gain == Ratio(1.0, 1.0, 1.0, 3) and found[DENSE].seconds == 2.0
+    assert [row[-2:] for row in map(cells, found.values())] == [
+        ["1.00", "-"], ["2.00", "25%"], ["unbounded", "-"], ["1.00", "-"],
+    ]  # fmt: skip
+
+
+@given(st.floats(1e-4, 10), st.floats(0, 1e12), st.floats(1e6, 1e12))
+def test_a_promise_is_the_time_that_is_left(dense: float, saved: float, rate: float) -> None:
+    found = promised(dense, saved, rate)
+    if found is None:
+        assert saved / rate >= dense
+    else:
+        assert found >= 1 and math.isclose(dense / found + saved / rate, dense, rel_tol=1e-9)
+
+
+# ---- the page
+def table(gain: float) -> str:
+    worth = Worth("store=int8", 4, 0.01, Ratio(gain, gain, gain, 1), 2048.0, 1.5)
+    return section([worth], "## M, 9 tokens", ["not run: x: y"])
+
+
+def test_a_page_keeps_what_others_wrote() -> None:
+    page = filled("", "M 9", table(1.25))
+    assert page.startswith(INTRO) and "| store=int8 | 10 ms | 1.25 | 2 KiB | 1.50 | 50% |" in page
+    assert "4 at once:" in page and "not run: x: y" in page
+    both = filled(page, "S 9", table(1.5))
+    assert both.startswith(page.rstrip()) and both.count("store=int8") == 2
+    again = filled(both, "M 9", table(1.125))
+    assert "| 1.12 |" in again and "| 1.25 |" not in again and "| 1.50 |" in again
+    assert filled(again, "M 9", table(1.25)) == both
+
+
+@pytest.mark.parametrize("marks", [["begin"], ["end"], ["end", "begin"], ["begin", "end", "end"]])
+def test_broken_markers_are_not_written_over(marks: list[str]) -> None:
+    page = "text\n" + "\n".join(f"<!-- M 9:{mark} -->" for mark in marks)
+    with pytest.raises(ValueError, match="once each"):
+        filled(page, "M 9", table(1.25))
