@@ -93,7 +93,8 @@ def savers(
     from phasewise.bench.savers import savers as every
     from phasewise.bench.settings import Setting
 
-    load, name = asked.load(), asked.shape or engine.model
+    load, path = asked.load(), Path(engine.model)
+    name = asked.shape or (path.name if path.exists() else engine.model)  # what is written names no place
     contenders = [Setting.parse(text) for text in settings] if settings else every()
     written.check(f"{name} {load.tokens}")
     with _model(engine.model, asked.shape, load) as source:
@@ -118,13 +119,14 @@ def _tell(run: Savers, name: str, written: Written) -> None:
         f"{name}, {dtype}, prompts of {load.tokens} tokens, {load.rounds} interleaved rounds of {load.new} tokens: "
         f"medians; gain as the median of paired ratios (range); memory is read at {rate / 1e9:.1f} GB/s"
     )
-    notes = _notes(run)
     show.title(title)
     for size in load.batches:
         print(f"{size} at once\n")
         show.table(worth.HEADER, [worth.cells(one) for one in found if one.batch == size])
         print()
-    for note in notes:
+    for setting, reason in run.refused.items():
+        print(f"not run: {setting}: {reason}")
+    for note in _groups(run):
         print(note)
     if written.csv is not None:
         facts = {"model": name, "tokens": load.tokens, "new": load.new, "read_bytes_per_s": rate, **about}
@@ -133,14 +135,15 @@ def _tell(run: Savers, name: str, written: Written) -> None:
         worth.draw(written.plot, found, f"{name}, prompts of {load.tokens} tokens")
     if (path := written.write) is not None:
         head = f"## {name}, {load.tokens} tokens\n\n{title}; {about['cpu']}, {about['threads']} threads."
+        notes = [*_groups(run), *(f"Not run: {setting}." for setting in run.refused)]  # reasons may name places
         page = _page(path, f"{name} {load.tokens}", worth.section(found, head, notes))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
 
-def _notes(run: Savers) -> list[str]:
-    """Who could not run, and who was not alive at the same time."""
-    notes = [f"not run: {setting}: {reason}" for setting, reason in run.refused.items()]
+def _groups(run: Savers) -> list[str]:
+    """Which batches were not alive at the same time."""
+    notes: list[str] = []
     for size, groups in run.groups.items():
         if len(groups) > 1:
             notes.append(
