@@ -224,7 +224,7 @@ static void sharp_case(int64_t kind) {
 }
 
 // ---- the head of a model
-static void head_case(long outputs, long inputs, long rows, bool int8) {
+static void head_case(long outputs, long inputs, long rows, bool int8, double cap) {
   std::string what = name("head%s %ld x %ld, %ld rows", int8 ? " int8" : "", outputs, inputs, rows);
   Packed layer(random_numbers(BFLOAT, outputs * inputs), outputs, inputs, int8, rows % 2, 1);
   Numbers x = random_numbers(BFLOAT, rows * inputs), logits(FLOAT, rows * outputs);
@@ -232,9 +232,11 @@ static void head_case(long outputs, long inputs, long rows, bool int8) {
   for (long i = 0; i < inputs; i++) norm.push_back((float)(1 + 0.3 * uniform()));
   std::vector<int64_t> best(rows, -1);
   float* to = logits.wide.data();
-  HeadCall call = {&layer.words, {norm.data(), 1e-5}, x.half.data(), inputs, rows, int8, 2, to, nullptr};
+  HeadCall call = {&layer.words, {norm.data(), 1e-5}, cap, x.half.data(), inputs, rows, int8, 2, to, nullptr};
   head(&call);
-  near(logits, plain_linear(layer, plain_norm(x.plain(), norm, 1e-5), rows), 1e-2, what);
+  Doubles want = plain_linear(layer, plain_norm(x.plain(), norm, 1e-5), rows);
+  for (double& logit : want) logit = cap ? cap * tanh(logit / cap) : logit;
+  near(logits, want, 1e-2, what);
   call.logits = nullptr, call.best = best.data();
   head(&call);
   for (long r = 0; r < rows; r++) {
@@ -267,7 +269,7 @@ int main() {
     }
   for (int64_t kind : KINDS) sharp_case(kind);
   for (bool int8 : {false, true}) {
-    head_case(130, 64, 1, int8), head_case(1000, 96, 7, int8), head_case(65, 33, 2, int8);
+    head_case(130, 64, 1, int8, 0), head_case(1000, 96, 7, int8, 20), head_case(65, 33, 2, int8, 5);
   }
   stack_cases();
   printf("all is well\n");

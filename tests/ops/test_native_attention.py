@@ -33,7 +33,7 @@ def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype, tree
     return Few(q, k, v, sees)
 
 
-def twin(few: Few, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def twin(few: Few, scale: float, window: int | None, softcap: float | None) -> tuple[Tensor, Tensor]:
     rows, n = few.q.shape[0], few.k.shape[1]
     own = torch.ones(rows, rows).tril().bool() if few.sees is None else few.sees
     mask = torch.cat((torch.ones(rows, n - rows).bool(), own), 1)
@@ -41,13 +41,13 @@ def twin(few: Few, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         slots, at = torch.arange(n)[None], torch.arange(n - rows, n)[:, None]
         mask &= at - slots < window
     q, k, v = few.q.float(), few.k.float(), few.v.float()
-    return attention.reference(q, k, v, mask[None], scale)
+    return attention.reference(q, k, v, mask[None], scale, softcap)
 
 
-def check(batch: list[Few], scale: float, window: int | None = None) -> None:
-    out, lse = spans.attend(batch, scale, window, with_lse=True)
+def check(batch: list[Few], scale: float, window: int | None = None, softcap: float | None = None) -> None:
+    out, lse = spans.attend(batch, scale, window, with_lse=True, softcap=softcap)
     assert lse is not None and out.dtype == batch[0].q.dtype
-    want = [twin(few, scale, window) for few in batch]
+    want = [twin(few, scale, window, softcap) for few in batch]
     exact, exact_lse = torch.cat([w[0] for w in want]), torch.cat([w[1] for w in want])
     tolerance = 1e-2 if out.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
@@ -74,6 +74,23 @@ def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None
 def test_windows(window: int, kind: torch.dtype) -> None:
     cases = [(1, 1), (1, 50), (4, 300), (1, 2500), (7, 2050)]
     check([make((4, 2, 64), rows, n, kind) for rows, n in cases], 0.2, window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 4.0, 50.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("target")
+def test_capped_scores(softcap: float, kind: torch.dtype) -> None:
+    """From scores that hardly feel the cap to such that all but reach it; with windows, trees and bad numbers."""
+    torch.manual_seed(0)
+    batch = [make((6, 2, 40), rows, n, kind) for rows, n in [(1, 1), (1, 50), (4, 300), (1, 2500), (7, 2050)]]
+    for scale in (0.01, 0.3, 2.0):
+        check(batch, scale, softcap=softcap)
+        check(batch, scale, 90, softcap)
+        check([make((6, 2, 40), 9, 200, kind, tree=True)], scale, softcap=softcap)
+    bad = make((6, 2, 40), 1, 100, kind)
+    bad.q[0, 0, 5] = float("nan")
+    out, _ = spans.attend([bad, batch[0]], 0.3, softcap=softcap)
+    assert out[0, 0].isnan().all() and out[0, 1:].isfinite().all() and out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

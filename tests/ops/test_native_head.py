@@ -33,8 +33,15 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def make(weight: Tensor, bias: Tensor | None = None, *, int8: bool = False, norm: Tensor | None = None) -> Head:
-    return Head(Packed(weight, bias, int8=int8), torch.ones(weight.shape[1]) if norm is None else norm, EPS)
+def make(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    int8: bool = False,
+    norm: Tensor | None = None,
+    cap: float | None = None,
+) -> Head:
+    return Head(Packed(weight, bias, int8=int8), torch.ones(weight.shape[1]) if norm is None else norm, EPS, cap)
 
 
 def steps(x: Tensor) -> Tensor:
@@ -85,6 +92,26 @@ def test_logits_are_the_sums_unrounded(int8: bool) -> None:
     want = x.double() @ (steps(weight) if int8 else weight.double()).T
     assert ((logits.double() - want).abs() <= 1e-5 * (1 + want.abs())).all()
     assert not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("cap", [0.5, 6.0, 30.0])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.usefixtures("target")
+def test_capped_logits(int8: bool, cap: float) -> None:
+    """torch's cap of the logits as they were; where a low cap makes large ones equal, the first of them is best."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(333, 64).bfloat16(), torch.randn(50, 64).bfloat16()
+    plain, capped = make(weight, int8=int8), make(weight, int8=int8, cap=cap)
+    logits, want = capped.logits(x), plain.logits(x).double().div(cap).tanh() * cap
+    torch.testing.assert_close(logits.double(), want, rtol=2e-6, atol=0)
+    assert same_best(capped, x)
+    assert (cap > 1) == (plain.best(x) == capped.best(x)), "the lowest cap makes several as large as can be"
+    bias = torch.zeros(333)
+    bias[100], bias[200], bias[300] = INF, INF, -INF
+    assert make(weight, bias, int8=int8, cap=cap).logits(x)[:, [100, 200, 300]].unique().tolist() == [-cap, cap]
+    bias[222] = NAN
+    got = make(weight, bias, int8=int8, cap=cap)
+    assert got.best(x) == [222] * 50 and same_best(got, x)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -215,7 +242,8 @@ def test_a_cap_makes_large_logits_equal(directories: dict[str, Path]) -> None:
     model = Model.load(directories["gemma2"], dtype=torch.bfloat16)
     model.norm.weight.fill_(1000.0)
     if model.whole_head is not None:
-        model.whole_head = Head(model.whole_head.weights, model.norm.weight, model.config.eps)
+        cap = model.config.logit_softcap
+        model.whole_head = Head(model.whole_head.weights, model.norm.weight, model.config.eps, cap)
     x = torch.randn(5, model.config.hidden).bfloat16()
     logits = model.head(x)
     assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 1).all(), "the test must have ties"

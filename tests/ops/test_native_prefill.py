@@ -33,10 +33,10 @@ def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype) -> t
     return q, k, v
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     rows, n = q.shape[0], k.shape[1]
     mask = torch.ones(1, rows, n, dtype=torch.bool).tril(n - rows)
-    return attention.reference(q.float(), k.float(), v.float(), mask, scale)[0]
+    return attention.reference(q.float(), k.float(), v.float(), mask, scale, softcap)[0]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
@@ -57,6 +57,24 @@ def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None
     torch.manual_seed(0)
     for rows, n in CASES:
         check(*make(shape, rows, n, kind), 0.3 if n % 2 else shape[2] ** -0.5)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 4.0, 50.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("target")
+def test_capped_scores(softcap: float, kind: torch.dtype) -> None:
+    """From scores that hardly feel the cap to such that all but reach it; a slice reads what the whole reads."""
+    torch.manual_seed(0)
+    tolerance = 2e-2 if kind == torch.bfloat16 else 1e-5
+    for scale in (0.01, 0.3, 2.0):
+        for rows, n in CASES:
+            q, k, v = make((6, 2, 40), rows, n, kind)
+            out, want = prefill.causal(q, k, v, scale, softcap=softcap), exact(q, k, v, scale, softcap)
+            most = tolerance * float(want.abs().max())
+            torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=most)
+            part = prefill.causal(q[: rows // 2], k[:, : n - rows + rows // 2], v[:, : n - rows + rows // 2], scale,
+                                  softcap=softcap)  # fmt: skip
+            assert torch.equal(part, out[: rows // 2])
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -80,8 +80,10 @@ class MoE:
         return y if add is None else y.add_(add)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and experts of each row, [T, k] each: softmax over all experts, then the top k."""
-        weights, chosen = self.router(x).float().softmax(-1).topk(self.top_k, -1)
+        """Weights (float32) and experts of each row, [T, k] each: softmax over all experts, then the top k, of equal
+        ones the first."""
+        chances, order = self.router(x).float().softmax(-1).sort(stable=True, descending=True)
+        weights, chosen = chances[:, : self.top_k], order[:, : self.top_k]
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen

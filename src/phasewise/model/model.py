@@ -104,11 +104,12 @@ class Model:
         self.table = None if config.tied and self.unembed.native is not None else table
         self._ropes = RopeTables(config.ropes, self.dtype, self.device)
         packed, half = self.unembed.native, self.dtype == torch.bfloat16
-        # final norm and `unembed` in one native call, if the kernels have the weights
-        self.whole_head = None if packed is None or not half else Head(packed, self.norm.weight, config.eps)
+        # final norm, `unembed` and softcap in one native call, if the kernels have the weights
+        cap = config.logit_softcap
+        self.whole_head = Head(packed, self.norm.weight, config.eps, cap) if packed is not None and half else None
         # in the model's dtype first, as the families were trained
         self._scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))
-        # embeddings and all layers in one native call, if they are plain
+        # embeddings and all layers in one native call, if the kernels have all weights
         self.stack = self._stacked(range(config.layers))
         self._walks: dict[tuple[int, ...], Stack | None] = {}
         self.weight_bytes = weights.taken_bytes  # of all parameters, tied embeddings once
@@ -161,15 +162,14 @@ class Model:
 
     def head(self, x: Tensor) -> Tensor:
         """[R, d] -> logits [R, V] in float32, final norm and softcap included."""
-        whole, cap = self.whole_head, self.config.logit_softcap
-        logits = self.unembed(self.norm(x)).float() if whole is None else whole.logits(x)
+        if self.whole_head is not None:
+            return self.whole_head.logits(x)
+        logits, cap = self.unembed(self.norm(x)).float(), self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def best(self, x: Tensor) -> list[int]:
         """[R, d] -> [R], the most likely token per row: `head(x).argmax(-1)`, but logits need not be written."""
-        if self.whole_head is None or self.config.logit_softcap is not None:  # a cap makes large logits equal
-            return self.head(x).argmax(-1).tolist()
-        return self.whole_head.best(x)
+        return self.head(x).argmax(-1).tolist() if self.whole_head is None else self.whole_head.best(x)
 
     def rotate(self, layer: int, k: Tensor, delta: int | Tensor) -> Tensor:
         """Cached keys of one layer [..., D] moved by `delta` positions (int, or a tensor broadcasting over the

@@ -51,6 +51,11 @@ class FullNorm:
     k_weight: Tensor  # [Hkv * D]
     eps: float
 
+    @property
+    def weight(self) -> Tensor:
+        """[(Hq + Hkv) * D]"""
+        return torch.cat((self.q_weight, self.k_weight))
+
     def __call__(self, qk: Tensor) -> Tensor:
         split = (self.q_weight.shape[0], self.k_weight.shape[0])
         q, k = qk.flatten(1).split_with_sizes(split, -1)

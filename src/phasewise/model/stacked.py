@@ -1,4 +1,4 @@
-"""Which models the native kernels run as a whole: the plain decoder, in bfloat16 (or int8) on a CPU."""
+"""Models as the native kernels run them, as a whole: in bfloat16 (or int8) on a CPU, where those have all weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from phasewise.model.config import ModelConfig
-from phasewise.model.mlp import MLP
-from phasewise.model.norm import HeadNorm
+from phasewise.model.mlp import MLP, MoE
+from phasewise.model.norm import FullNorm
+from phasewise.ops.linear import Linear
 from phasewise.ops.native.fit import MOST_DIM
-from phasewise.ops.native.stack import Stack, StackLayer, StackShape
+from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackNorm, StackShape
 from phasewise.ops.native.weights import Packed
 
 if TYPE_CHECKING:
@@ -23,44 +23,52 @@ if TYPE_CHECKING:
 def stacked(
     layers: Sequence[Layer], config: ModelConfig, dtype: torch.dtype, table: Packed | Tensor, scale: float
 ) -> Stack | None:
-    """Embeddings (`table` [V, d], taken `scale` times) and layers as one native call, or None when one of them is more
-    than the plain decoder layer."""
+    """Embeddings (`table` [V, d], taken `scale` times) and layers as one native call, or None where the kernels do not
+    have all weights, or heads are too large for them."""
     if dtype != torch.bfloat16 or config.head_dim > MOST_DIM or not layers:
         return None
     made = [_stacked(layer, config) for layer in layers]
-    plain = [layer for layer in made if layer is not None]
-    if len(plain) < len(made):
+    known = [layer for layer in made if layer is not None]
+    if len(known) < len(made):
         return None
-    widths = {layer.products[3].inputs for layer in plain}
-    if len(widths) > 1:
-        return None
-    shape = StackShape(plain[0].products[0].inputs, config.heads, config.kv_heads, config.head_dim, widths.pop())
-    return Stack(plain, shape, table, scale)
+    return Stack(known, StackShape(config.hidden, config.heads, config.kv_heads, config.head_dim), table, scale)
 
 
 def _stacked(layer: Layer, config: ModelConfig) -> StackLayer | None:
-    mlp, spec = layer.mlp, config.attention[layer.index]
-    if not isinstance(mlp, MLP) or mlp.activate is not F.silu or spec.softcap is not None:
+    spec, attention = config.attention[layer.index], _packed(layer.qkv, layer.o)
+    mlp = _packed(layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else _experts(layer.mlp)
+    if attention is None or mlp is None:
         return None
-    if layer.before_attention is None or layer.before_mlp is None:
-        return None
-    if layer.after_attention is not None or layer.after_mlp is not None:
-        return None
-    if layer.qk_norm is not None and not isinstance(layer.qk_norm, HeadNorm):
-        return None
-    qkv, o, gate_up, down = (linear.native for linear in (layer.qkv, layer.o, mlp.gate_up, mlp.down))
-    if qkv is None or o is None or gate_up is None or down is None:
-        return None
-    if len({product.int8 for product in (qkv, o, gate_up, down)}) > 1:
+    first = mlp.products[0] if isinstance(mlp, StackExperts) else mlp
+    if first[0].int8 != attention[0].int8:
         return None
     heads = layer.qk_norm
     return StackLayer(
-        products=(qkv, o, gate_up, down),
-        before_attention=layer.before_attention.weight,
-        before_mlp=layer.before_mlp.weight,
-        heads_norm=None if heads is None else heads.weight,
-        eps=(layer.before_attention.eps, layer.before_mlp.eps, 0.0 if heads is None else heads.eps),
+        attention=attention,
+        mlp=mlp,
+        norms=[
+            None if norm is None else StackNorm(norm.weight, norm.eps)
+            for norm in (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
+        ],
+        heads_norm=None if heads is None else StackNorm(heads.weight, heads.eps),
+        whole=isinstance(heads, FullNorm),
+        activation=config.activation,
         turn=layer.rope,
         window=spec.window,
         scale=spec.scale,
+        softcap=spec.softcap,
     )
+
+
+def _experts(mixture: MoE) -> StackExperts | None:
+    products = [_packed(expert.gate_up, expert.down) for expert in mixture.experts]
+    known, router = [both for both in products if both is not None], mixture.router.native
+    if router is None or router.int8 or len(known) < len(products) or len({both[0].int8 for both in known}) > 1:
+        return None
+    return StackExperts(router, known, mixture.top_k, mixture.renormalise)
+
+
+def _packed(first: Linear, second: Linear) -> tuple[Packed, Packed] | None:
+    """Both as the kernels have them; None if they have not, or only one of them is rounded."""
+    one, two = first.native, second.native
+    return None if one is None or two is None or one.int8 != two.int8 else (one, two)

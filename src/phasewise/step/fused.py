@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, Halves, Rows, StackSpan
+from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
@@ -124,9 +124,15 @@ class NativeStep:
 
     def _run(self, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
         """Spans that all run the same layers. -> the rows after every layer that is tapped"""
-        spans, walk = batch.spans, batch.spans[0].phase.walk
-        stack, turns = self.model.stack_of(walk), self.model.turns(batch.end)
+        stack = self.model.stack_of(batch.spans[0].phase.walk)
         assert stack is not None
+        try:
+            return self._through(stack, batch, x, parts)
+        finally:
+            self.counters.expert_loads += stack.loaded()
+
+    def _through(self, stack: Stack, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
+        spans, turns = batch.spans, self.model.turns(batch.end)
         looking = [i for i, span in enumerate(spans) if span.phase.looks(span)]
         for i, span in enumerate(spans):
             if i not in looking:  # who looks counts for itself

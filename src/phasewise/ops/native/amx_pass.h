@@ -57,7 +57,8 @@ inline F weigh_all(Tile<bf16>& tile, long blocks, const F (*scores)[SIDE][PARTS]
   return shrink;
 }
 
-inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const float* packed, long slot, float scale) {
+inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const float* packed, long slot,
+                      const Scaling& scaling) {
   F scores[PASS<bf16>][SIDE][PARTS], sums[SIDE][PARTS];
   alignas(64) float weights[SIDE * PASS<bf16> * WORDS];
   long blocks = (tile.limit[queries - 1] - slot + KEYS - 1) / KEYS;
@@ -68,9 +69,10 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
     const int32_t *keys = block + b * shape.block, *ahead = b + 1 < blocks ? keys + shape.block : block + shape.key_block;
     add_panel<Bf16>(keys, KEYS, KEYS, (const int32_t*)tile.q, shape.words, shape.words, ahead);
     store_sums((char*)scores[b], ACROSS);
+    cap_all(scaling.cap, queries, scores[b]);
     hide_all(tile, queries, slot + b * KEYS, scores[b]);
   }
-  F shrink = weigh_all(tile, blocks, scores, scale, weights);
+  F shrink = weigh_all(tile, blocks, scores, scaling.scale, weights);
   for (long d = 0; d < shape.padded; d += WIDTH) {
     start_sums(true, nullptr, ACROSS);
     const int32_t* first = block + shape.key_block + d;

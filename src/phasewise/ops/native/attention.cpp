@@ -4,6 +4,7 @@
 // by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads. Slots that
 // spans have in common are read first, level by level, for the queries of all of them; what a query has summed by then
 // is kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
+#include "curves.h"
 #include "parts.h"
 #include "plan.h"
 #include "rows.h"
@@ -93,6 +94,7 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
   T wide[2][KEYS * MOST_DIM];  // a block of int8
+  Softcap cap(call.softcap, call.scale);
   for (long slot = from; slot < to; slot += KEYS) {
     long count = to - slot < KEYS ? to - slot : KEYS;
     Lines here(call, job, slot), ahead = slot + KEYS < to ? Lines(call, job, slot + KEYS) : next;
@@ -117,6 +119,7 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
     }
     for (long i = 0; i < job.count; i++) {
       long row = (job.first + i) / group(call), end = limit(span, row);
+      for (long j = 0; cap && j < KEYS; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
       if (job.rows) keep_between(scores[i], 0, to - slot);
       else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
         hide(call, span, row, slot, to, scores[i]);

@@ -16,7 +16,7 @@ API void head(const HeadCall* call) {
   const Weights& w = *call->weights;
   long rows = call->rows, hidden = w.inputs;
   int threads = enough(call->threads, rows * w.outputs * hidden);
-  LinearCall product = {&w, {nullptr, hidden, BFLOAT}, {}, {call->logits, w.outputs, FLOAT}, rows, threads, nullptr};
+  LinearCall product = {&w, {nullptr, hidden, BFLOAT}, {}, {call->logits, w.outputs, FLOAT}, rows, threads, nullptr, call->cap};
   long normed = lines(rows * hidden * 2), bests = call->logits ? 0 : lines(threads * rows * sizeof(Best));
   char* room = (char*)scratch(OF_HEAD, normed + bests + (call->int8 ? linear8_room : linear_room)(product));
   bf16* x = (bf16*)room;

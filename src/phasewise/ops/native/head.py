@@ -13,18 +13,20 @@ from phasewise.ops.native.weights import Packed
 
 
 class Head:
-    """RMSNorm by `norm` [d] and `eps`, then the product with `weights`, for rows x [T, d] in bfloat16.
+    """RMSNorm by `norm` [d] and `eps`, then the product with `weights`, for rows x [T, d] in bfloat16; with a `cap`, y
+    becomes cap tanh(y / cap).
 
     The normed rows are rounded to bfloat16, the outputs stay the float32 sums they are; a row's result depends on
     that row alone, bit for bit. There must be a `library()`. A call takes as many threads as torch has when its `x` is
     another than that of the call before.
     """
 
-    def __init__(self, weights: Packed, norm: Tensor, eps: float) -> None:
+    def __init__(self, weights: Packed, norm: Tensor, eps: float, cap: float | None = None) -> None:
         kernels = library()
         assert kernels is not None
         self.weights, self._norm = weights, norm.float().contiguous()
-        self._fixed = struct.unpack("=3q", struct.pack("=qqd", weights.address, self._norm.data_ptr(), eps))
+        fixed = struct.pack("=qqdd", weights.address, self._norm.data_ptr(), eps, cap or 0.0)
+        self._fixed = struct.unpack("=4q", fixed)
         self._run = kernels.head
         self._last: _Ready | None = None
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 13;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 14;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -37,6 +37,7 @@ struct LinearCall {  // y = x W^T + bias + add
   Rows x, add, y;
   int64_t rows, threads;
   Best* best;  // [threads, rows] or null; if given, y is not written: each thread keeps what it has seen
+  double cap;  // 0: none; else y becomes cap tanh(y / cap)
 };
 
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
@@ -67,6 +68,7 @@ struct AttentionCall {
   double scale;
   const Common* commons;  // none with a window that hides slots of one
   int64_t common_count;
+  double softcap;  // 0: none; else a score becomes softcap tanh(score / softcap)
 };
 
 struct Listed {  // as Span, but row r of head h reads the slots [heads, rows, count] that are listed for it; -1: none
@@ -109,21 +111,35 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, 
   double scale;
   const uint16_t *k_scale, *v_scale;  // as in a Span
   int64_t k_scale_head, v_scale_head;
+  double softcap;  // as in AttentionCall
 };
 
 struct Norm {
-  const float* weight;
+  const float* weight;  // null: there is none
   double eps;
 };
 
-struct Layer {  // of a stack: what the plain path of a decoder layer needs
-  Norm before_attention, before_mlp;
-  Norm heads;  // of queries and keys, weight [heads_q + heads, dim], or null
-  const Weights *qkv, *o, *gate_up, *down;
-  int64_t int8;    // whether these are rounded
+struct Experts {                   // of a layer: every row has the weighted sum of what `top` of them make of it
+  const Weights* router;           // never rounded
+  const Weights* const* products;  // [count, 2]: gate and up, down
+  int64_t count, top;
+  int64_t renormalise;  // whether the weights of those chosen are divided by their sum
+  uint8_t* loads;       // [count]: set to 1 where the weights of one were read
+};
+
+constexpr int SILU = 0, GELU_TANH = 1, GELU = 2;  // else RELU
+
+struct Layer {  // of a stack: what a decoder layer is
+  Norm before_attention, after_attention, before_mlp, after_mlp;
+  Norm heads;                                   // of queries and keys, weight [heads_q + heads, dim]
+  int64_t whole;                                // whether it is over all of a row's queries, then over all of its keys
+  const Weights *qkv, *o, *gate_up, *down;      // the last two null where there are
+  const Experts* experts;                       // or null
+  int64_t int8;                                 // whether weights are rounded
+  int64_t activation;
   int64_t turn;    // which of the rotations; -1: none
   int64_t window;  // 0: none
-  double scale;
+  double scale, softcap;  // as in AttentionCall
 };
 
 struct Turn {  // one kind of rotary positions
@@ -151,7 +167,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
 struct StackCall {
   const Layer* layers;
   const Embeddings* embeddings;
-  int64_t count, hidden, heads_q, heads, dim, inner;
+  int64_t count, hidden, heads_q, heads, dim;
   uint16_t* x;
   int64_t rows, threads;
   const Turn* turns;  // from here on another in every call
@@ -167,6 +183,7 @@ struct StackCall {
 struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row
   const Weights* weights;
   Norm norm;
+  double cap;         // as in LinearCall
   const uint16_t* x;  // bfloat16 [rows, inputs]
   int64_t x_row;      // strides count elements
   int64_t rows, int8, threads;

@@ -53,24 +53,31 @@ long linear_room(const LinearCall& call) {
   return as_it_lies(call) ? 0 : call.rows * words_of(call.weights->inputs, 2) * sizeof(Bf16::Word);
 }
 
-void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
-  const Weights& w = *call.weights;
+void linear_inputs(const LinearCall& call, void* room, int thread, int all) {
+  if (as_it_lies(call)) return;
   const Rows& x = call.x;
-  long words = words_of(w.inputs, 2), stride = x.stride / 2;
-  const Bf16::Word* in = (const Bf16::Word*)x.data;
-  if (!as_it_lies(call)) {
-    Bf16::Word* copy = (Bf16::Word*)room;
-    for (long r = thread; r < call.rows; r += all) {
-      Bf16::Number* out = (Bf16::Number*)(copy + r * words);
-      if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, w.inputs, words * 2, out);
-      else copy_row((const bf16*)x.data + r * x.stride, w.inputs, words * 2, out);
-    }
-    wait_for_all(all);
-    in = copy, stride = words;
+  long inputs = call.weights->inputs, words = words_of(inputs, 2);
+  for (long r = thread; r < call.rows; r += all) {
+    Bf16::Number* out = (Bf16::Number*)((Bf16::Word*)room + r * words);
+    if (x.kind == FLOAT) copy_row((const float*)x.data + r * x.stride, inputs, words * 2, out);
+    else copy_row((const bf16*)x.data + r * x.stride, inputs, words * 2, out);
   }
+}
+
+void linear_product(const LinearCall& call, const void* room, Shares* shares, int thread) {
+  const Weights& w = *call.weights;
+  bool lies = as_it_lies(call);
+  long words = words_of(w.inputs, 2), stride = lies ? call.x.stride / 2 : words;
+  const Bf16::Word* in = (const Bf16::Word*)(lies ? call.x.data : room);
   Best* best = call.best ? call.best + thread * call.rows : nullptr;
   auto finish = [&](long row, long column, long count, F* sums) { write(call, best, row, column, count, sums); };
   multiply<Bf16>((const int32_t*)w.packed, w.outputs, words, in, stride, call.rows, shares, finish);
+}
+
+void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
+  linear_inputs(call, room, thread, all);
+  if (!as_it_lies(call)) wait_for_all(all);
+  linear_product(call, room, shares, thread);
 }
 
 API void linear(const LinearCall* call) {

@@ -112,7 +112,7 @@ API int64_t linear8_rows(const Weights* w, const int64_t* which, int64_t count, 
 
 long linear8_room(const LinearCall& call) { return call.rows * (words_of(call.weights->inputs, 4) + 1) * 4; }
 
-void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
+void linear8_inputs(const LinearCall& call, void* room, int thread, int all) {
   const Weights& w = *call.weights;
   const Rows& x = call.x;
   long words = words_of(w.inputs, 4);
@@ -123,7 +123,13 @@ void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread
     worth[r] = x.kind == FLOAT ? quantise((const float*)x.data + r * x.stride, w.inputs, words, ZERO, out)
                                : quantise((const bf16*)x.data + r * x.stride, w.inputs, words, ZERO, out);
   }
-  wait_for_all(all);
+}
+
+void linear8_product(const LinearCall& call, const void* room, Shares* shares, int thread) {
+  const Weights& w = *call.weights;
+  long words = words_of(w.inputs, 4);
+  const int32_t* in = (const int32_t*)room;
+  const float* worth = (const float*)(in + call.rows * words);
   Best* best = call.best ? call.best + thread * call.rows : nullptr;
   auto finish = [&](long row, long column, long count, const I* sums) {
     F values[WIDTH / LANES] = {};
@@ -134,6 +140,12 @@ void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread
     write(call, best, row, column, count, values);
   };
   multiply<Int8>((const int32_t*)w.packed, w.outputs, words, in, words, call.rows, shares, finish);
+}
+
+void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all) {
+  linear8_inputs(call, room, thread, all);
+  wait_for_all(all);
+  linear8_product(call, room, shares, thread);
 }
 
 API void linear8(const LinearCall* call) {

@@ -16,10 +16,15 @@ inline long word_at(long word, long output) {
 }
 
 // `room` is scratch of `linear_room` bytes, common to the threads; `shares` counts the panels of the outputs.
+// A product can be had in two parts, between which the threads have to meet: its inputs, then the product itself.
 long linear_room(const LinearCall& call);
 void linear_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
+void linear_inputs(const LinearCall& call, void* room, int thread, int all);
+void linear_product(const LinearCall& call, const void* room, Shares* shares, int thread);
 long linear8_room(const LinearCall& call);
 void linear8_part(const LinearCall& call, void* room, Shares* shares, int thread, int all);
+void linear8_inputs(const LinearCall& call, void* room, int thread, int all);
+void linear8_product(const LinearCall& call, const void* room, Shares* shares, int thread);
 
 // Row `which` of the weights in bfloat16, [inputs]
 void linear_row(const Weights& w, long which, bf16* out);

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "blocks.h"
+#include "curves.h"
 #include "tile.h"
 
 namespace prompt {
@@ -91,6 +92,16 @@ void score(const Tile<T>& tile, const Shape& shape, const float* keys, F (*score
   }
 }
 
+struct Scaling {
+  float scale;  // of scores, which are powers of two then
+  Softcap cap;  // before
+};
+
+inline void cap_all(const Softcap& cap, long queries, F (*scores)[KEYS / LANES]) {
+  for (long r = 0; cap && r < queries; r++)
+    for (int i = 0; i < KEYS / LANES; i++) scores[r][i] = cap(scores[r][i]);
+}
+
 inline void hide(F* scores, long visible) {
   I lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -139,12 +150,14 @@ template <class T> void hide_all(const Tile<T>& tile, long queries, long slot, F
     for (long r = 0; r < queries; r++) hide(scores[r], tile.limit[r] - slot);
 }
 
-template <class T, int R> void pass(Tile<T>& tile, const Shape& shape, const float* block, long slot, float scale) {
+template <class T, int R>
+void pass(Tile<T>& tile, const Shape& shape, const float* block, long slot, const Scaling& scaling) {
   F scores[R][KEYS / LANES];
   alignas(64) float weights[R * KEYS / PER_WORD<T>];
   score<T, R>(tile, shape, block, scores);
+  cap_all(scaling.cap, R, scores);
   hide_all(tile, R, slot, scores);
-  F shrink = weigh<T, R>(tile, scores, scale, weights);
+  F shrink = weigh<T, R>(tile, scores, scaling.scale, weights);
   long count = tile.limit[R - 1] - slot < KEYS ? tile.limit[R - 1] - slot : KEYS;
   long words = (count + PER_WORD<T> - 1) / PER_WORD<T>, d = 0;
   const float* values = block + shape.key_block;
@@ -156,9 +169,9 @@ template <class T, int R> void pass(Tile<T>& tile, const Shape& shape, const flo
 
 // A tile of so many queries passes over a block, from slot on.
 template <class T, int R = TILE<T>>
-void pass_over(long queries, Tile<T>& tile, const Shape& shape, const float* block, long slot, float scale) {
-  if (queries == R) pass<T, R>(tile, shape, block, slot, scale);
-  else if constexpr (R > 1) pass_over<T, R - 1>(queries, tile, shape, block, slot, scale);
+void pass_over(long queries, Tile<T>& tile, const Shape& shape, const float* block, long slot, const Scaling& scaling) {
+  if (queries == R) pass<T, R>(tile, shape, block, slot, scaling);
+  else if constexpr (R > 1) pass_over<T, R - 1>(queries, tile, shape, block, slot, scaling);
 }
 
 }  // namespace prompt

@@ -46,12 +46,12 @@ template <class T> struct Job {
   }
 
   void read(const float* packed) {
-    float scale = (float)(call.scale * 1.4426950408889634);
+    Scaling scaling = {(float)(call.scale * 1.4426950408889634), {call.softcap, call.scale}};
     for (long b = 0; b < shape.blocks; b += PASS<T>, packed += PASS<T> * shape.block) {
       bool any = false;
       for (long t = 0; t * TILE<T> < count; t++) {
         if (tiles[t].limit[size(t) - 1] <= b * KEYS) continue;
-        pass_over(size(t), tiles[t], shape, packed, b * KEYS, scale);
+        pass_over(size(t), tiles[t], shape, packed, b * KEYS, scaling);
         any = true;
       }
       if (!any) return;

@@ -16,12 +16,16 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None =
     return q.stride(2) == 1 and fit.fits(q, k, v, scales) and library() is not None
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of the last R of N rows, row i seeing 0 .. N-R+i. -> [R, Hq, D]. The tensors must fit (`fits`).
 
     Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
     row reads is the same bit for bit however the prompt is sliced. With `scales` bfloat16 [H, N], k and v are int8: a
-    row's numbers are its levels times its scale, in q's dtype.
+    row's numbers are its levels times its scale, in q's dtype. With a `softcap`, a score s becomes
+    softcap tanh(s / softcap).
     """
     kernels = library()
     assert kernels is not None
@@ -36,5 +40,6 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, 
         call.extend((0, 0, 0, 0))
     else:
         call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
+    call.frombytes(struct.pack("d", softcap or 0.0))
     kernels.prefill(call.buffer_info()[0])
     return out

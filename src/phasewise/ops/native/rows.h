@@ -4,8 +4,8 @@
 
 #include "simd.h"
 
-// x / root mean square * weight
-inline void normalise(const bf16* x, const float* weight, float eps, long n, bf16* y) {
+// 1 / root mean square
+inline float root_mean_inverse(const bf16* x, float eps, long n) {
   F squares = {};
   long i = 0;
   for (; i + LANES <= n; i += LANES) {
@@ -14,9 +14,24 @@ inline void normalise(const bf16* x, const float* weight, float eps, long n, bf1
   }
   float total = sum(squares);
   for (; i < n; i++) total += widen(x[i]) * widen(x[i]);
-  float scale = 1 / sqrtf(total / n + eps);
-  for (i = 0; i + LANES <= n; i += LANES) store_floats(y + i, load_floats(x + i) * scale * load<F>(weight + i));
+  return 1 / sqrtf(total / n + eps);
+}
+
+// x / root mean square * weight
+inline void normalise(const bf16* x, const float* weight, float eps, long n, bf16* y) {
+  float scale = root_mean_inverse(x, eps, n);
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) store_floats(y + i, load_floats(x + i) * scale * load<F>(weight + i));
   for (; i < n; i++) y[i] = narrow(widen(x[i]) * scale * weight[i]);
+}
+
+// x += y / root mean square of y * weight, rounded once
+inline void add_normalised(const bf16* y, const float* weight, float eps, long n, bf16* x) {
+  float scale = root_mean_inverse(y, eps, n);
+  long i = 0;
+  for (; i + LANES <= n; i += LANES)
+    store_floats(x + i, load_floats(x + i) + load_floats(y + i) * scale * load<F>(weight + i));
+  for (; i < n; i++) x[i] = narrow(widen(x[i]) + widen(y[i]) * scale * weight[i]);
 }
 
 // The first `size` numbers of a head turned by its row's position, in place: x cos + (x, halves swapped) sin.
@@ -76,18 +91,4 @@ inline const T* widen_rows(const int8_t* levels, long row, const bf16* scales, l
   else if (dim == 128) widen_each<128 / LANES>(levels, row, scales, count, dim, to);
   else widen_each<0>(levels, row, scales, count, dim, to);
   return to;
-}
-
-// gate / (1 + e^-gate) * up
-inline void swish(const bf16* gate, const bf16* up, long n, bf16* y) {
-  long i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    F g = load_floats(gate + i), e = exp_negative(-max(g, -g));  // e^-|gate|, which cannot overflow
-    F sigmoid = select(g < 0.0f, e, splat(1.0f)) / (e + 1.0f);
-    store_floats(y + i, g * sigmoid * load_floats(up + i));
-  }
-  for (; i < n; i++) {
-    float g = widen(gate[i]);
-    y[i] = narrow(g / (1 + expf(-g)) * widen(up[i]));
-  }
 }

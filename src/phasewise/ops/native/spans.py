@@ -90,13 +90,14 @@ def fits(few: Few) -> bool:
 
 def attend(
     spans: Sequence[Few], scale: float, window: int | None = None, with_lse: bool = False,
-    commons: Sequence[Common] = (),
+    commons: Sequence[Common] = (), softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Exact attention of all spans, of one head shape and dtype: out [sum of R, Hq, D], lse float32 [sum of R, Hq].
 
     Scores, softmax and sums are float32. With a `window`, slots are taken as consecutive positions, and it must hide
-    none of a common. What a row reads is the same bit for bit whatever else is in the call, and whatever is read in
-    common up to a multiple of BLOCK. Every span must fit (`fits`).
+    none of a common. With a `softcap`, a score s becomes softcap tanh(s / softcap). What a row reads is the same bit
+    for bit whatever else is in the call, and whatever is read in common up to a multiple of BLOCK. Every span must fit
+    (`fits`).
     """
     kernels = library()
     assert kernels is not None
@@ -132,5 +133,6 @@ def attend(
     call.extend([fit.KIND[kind], window or 0, torch.get_num_threads()])
     call.frombytes(struct.pack("d", scale))
     call.extend([shared.address, shared.count])
+    call.frombytes(struct.pack("d", softcap or 0.0))
     kernels.attend(call.buffer_info()[0])
     return out, lse

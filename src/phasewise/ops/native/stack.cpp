@@ -1,9 +1,11 @@
-// Embeddings and all layers of a plain decoder in one call: norm, queries, keys and values, rotation, KV, attention,
-// MLP, residuals. A call may also stop in a layer between its queries and its attention, and another one go on there.
+// Embeddings and all layers of a decoder in one call: norms, queries, keys and values, rotation, KV, attention, MLP or
+// experts, residuals. A call may also stop in a layer between its queries and its attention, and another one go on there.
 //
 // The threads stay in one parallel region and meet at the end of every stage. What a layer computes is what the open
 // path in Python computes, operator by operator; only the number of roundings to bfloat16 differs. Spans of many rows,
 // slices of a prompt, have their attention to themselves (prefill.cpp).
+#include "curves.h"
+#include "experts.h"
 #include "parts.h"
 #include "rows.h"
 
@@ -11,10 +13,11 @@
 struct Room {
   bf16 *normed, *qkv, *read, *gate_up, *gated;
   Span* spans;     // [layers of the call, spans]
-  Shares* shares;  // [layers of the call, 4 + stages + 2 slices]: four products, the stages of attention, the slices' two
+  Shares* shares;  // [layers of the call, 4 + stages + 2 slices]: products, the stages of attention, the slices' two
   long stages, slices;
   char* packed;    // keys and values of all slices
   void* inputs;    // of a product, rounded
+  void* mixing;    // what experts need
 };
 
 struct Stage {
@@ -49,9 +52,14 @@ static void place(const StackCall& call, const Layer& layer, const Span* spans, 
   for (; local >= call.spans[b].rows; b++) local -= call.spans[b].rows;
   const Span& span = spans[b];
   long dim = call.dim, turned = call.heads_q + call.heads, slot = span.n - call.spans[b].rows + local;
+  if (layer.whole) {
+    long of_queries = call.heads_q * dim;
+    normalise(qkv, layer.heads.weight, layer.heads.eps, of_queries, qkv);
+    normalise(qkv + of_queries, layer.heads.weight + of_queries, layer.heads.eps, call.heads * dim, qkv + of_queries);
+  }
   for (long h = 0; h < turned; h++) {
     bf16* head = qkv + h * dim;
-    if (layer.heads.weight) normalise(head, layer.heads.weight + h * dim, layer.heads.eps, dim, head);
+    if (layer.heads.weight && !layer.whole) normalise(head, layer.heads.weight + h * dim, layer.heads.eps, dim, head);
     if (layer.turn >= 0) {
       const Turn& t = call.turns[layer.turn];
       turn(head, t.cos + call.positions[row] * t.size, t.sin + call.positions[row] * t.size, t.size);
@@ -71,15 +79,16 @@ static void place(const StackCall& call, const Layer& layer, const Span* spans, 
 }
 
 static AttentionCall attention_of(const StackCall& call, const Layer& layer, const Span* spans) {
-  return {spans,        call.span_count, call.heads_q, call.heads,   call.dim,         BFLOAT,
-          layer.window, call.threads,    layer.scale,  call.commons, call.common_count};
+  return {spans,        call.span_count, call.heads_q, call.heads,   call.dim,          BFLOAT,
+          layer.window, call.threads,    layer.scale,  call.commons, call.common_count, layer.softcap};
 }
 
 // A span that is a slice; `span` is the layer's, or null where only sizes matter.
 static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Span* span, const StackSpan& own) {
   PrefillCall slice = {};
   slice.n = own.n, slice.rows = own.rows, slice.heads_q = call.heads_q, slice.heads = call.heads, slice.dim = call.dim;
-  slice.kind = BFLOAT, slice.threads = call.threads, slice.scale = layer.scale;
+  slice.kind = BFLOAT, slice.threads = call.threads;
+  slice.scale = layer.scale, slice.softcap = layer.softcap;
   if (!span) return slice;
   slice.q = span->q, slice.q_row = span->q_row, slice.q_head = call.dim, slice.out = span->out;
   slice.k = span->k, slice.k_head = span->k_head, slice.k_row = span->k_row;
@@ -131,10 +140,34 @@ static Shares* shares_of(const Room& room, long index) {
   return room.shares + index * (4 + room.stages + 2 * room.slices);
 }
 
-static void norm(const Stage& stage, const Norm& n) {
+// -> the rows normed, or as they are
+static bf16* norm(const Stage& stage, const Norm& n) {
   long hidden = stage.call.hidden;
-  stage.rows(
-      [&](long r) { normalise(stage.call.x + r * hidden, n.weight, n.eps, hidden, stage.room.normed + r * hidden); });
+  bf16 *x = stage.call.x, *normed = stage.room.normed;
+  if (!n.weight) return x;
+  stage.rows([&](long r) { normalise(x + r * hidden, n.weight, n.eps, hidden, normed + r * hidden); });
+  return normed;
+}
+
+// x += a norm of what stands in `normed`
+static void add_norm(const Stage& stage, const Norm& n) {
+  long hidden = stage.call.hidden;
+  bf16 *x = stage.call.x, *y = stage.room.normed;
+  stage.rows([&](long r) { add_normalised(y + r * hidden, n.weight, n.eps, hidden, x + r * hidden); });
+}
+
+// x += a product, or what a norm makes of it
+static void add_product(const Stage& stage, const Layer& layer, const Weights* w, bf16* in, const Norm& after,
+                        Shares* shares) {
+  bf16* x = stage.call.x;
+  if (!after.weight) return stage.product(layer, w, in, w->inputs, x, x, shares);
+  stage.product(layer, w, in, w->inputs, nullptr, stage.room.normed, shares);
+  add_norm(stage, after);
+}
+
+static Mixed mixed(const StackCall& call, const Layer& layer, bf16* in, bf16* out, long rows) {
+  bf16* add = layer.after_mlp.weight ? nullptr : call.x;
+  return {*layer.experts, in, rows, call.hidden, layer.int8, layer.activation, add, add ? add : out};
 }
 
 // A layer up to its attention; `index` counts the call's layers.
@@ -144,8 +177,8 @@ static void run_first_half(const Stage& stage, long index) {
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
   long wide = (call.heads_q + 2 * call.heads) * call.dim;
-  norm(stage, layer.before_attention);
-  stage.product(layer, layer.qkv, room.normed, call.hidden, nullptr, room.qkv, shares_of(room, index));
+  bf16* in = norm(stage, layer.before_attention);
+  stage.product(layer, layer.qkv, in, call.hidden, nullptr, room.qkv, shares_of(room, index));
   stage.rows([&](long r) { place(call, layer, spans, room.qkv + r * wide, r); });
 }
 
@@ -154,19 +187,19 @@ static void run_second_half(const Stage& stage, long index) {
   const Layer& layer = call.layers[first_layer(call) + index];
   const Room& room = stage.room;
   Shares* shares = shares_of(room, index);
-  long hidden = call.hidden, inner = call.inner;
   attend(stage, index, room.spans + index * call.span_count, shares + 4);
-  stage.product(layer, layer.o, room.read, call.heads_q * call.dim, call.x, call.x, shares + 1);
-  norm(stage, layer.before_mlp);
-  stage.product(layer, layer.gate_up, room.normed, hidden, nullptr, room.gate_up, shares + 2);
-  long slice = (inner / stage.all + LANES) / LANES * LANES;  // every thread takes some columns of every row
-  long from = stage.thread * slice, to = from + slice < inner ? from + slice : inner;
-  for (long r = 0; r < call.rows && from < to; r++) {
-    const bf16* gate = room.gate_up + r * 2 * inner;
-    swish(gate + from, gate + inner + from, to - from, room.gated + r * inner + from);
+  add_product(stage, layer, layer.o, room.read, layer.after_attention, shares + 1);
+  bf16* in = norm(stage, layer.before_mlp);
+  if (layer.experts) {
+    Mixed rows = mixed(call, layer, in, room.normed, call.rows);
+    mix(rows, room.mixing, shares + 2, stage.thread, stage.all);
+    if (layer.after_mlp.weight) add_norm(stage, layer.after_mlp);
+    return;
   }
+  stage.product(layer, layer.gate_up, in, call.hidden, nullptr, room.gate_up, shares + 2);
+  gate_rows(layer.activation, room.gate_up, call.rows, layer.down->inputs, room.gated, stage.thread, stage.all);
   wait_for_all(stage.all);
-  stage.product(layer, layer.down, room.gated, inner, call.x, call.x, shares + 3);
+  add_product(stage, layer, layer.down, room.gated, layer.after_mlp, shares + 3);
 }
 
 // Spans of the call's layers: where the queries lie, and the planes of that layer: addresses of keys and values,
@@ -202,17 +235,25 @@ static char* take(char*& at, long bytes) {
 
 // The memory laid out from `at` on (null: only measured); returns its end.
 static char* lay_out(const StackCall& call, Room& room, char* at) {
-  long rows = call.rows, inputs = 0;
-  long widths[] = {call.hidden, call.heads_q * call.dim, call.inner};
+  long rows = call.rows, inner = 0, mixing = 0;
+  for (long i = 0; i < layer_count(call); i++) {
+    const Layer& layer = call.layers[first_layer(call) + i];
+    long own = layer.experts ? 0 : layer.down->inputs;
+    inner = own > inner ? own : inner;
+    own = layer.experts ? mix_room(mixed(call, layer, nullptr, nullptr, rows)) : 0;
+    mixing = own > mixing ? own : mixing;
+  }
+  long inputs = inner, widths[] = {call.hidden, call.heads_q * call.dim};
   for (long width : widths) inputs = width > inputs ? width : inputs;
   room.normed = (bf16*)take(at, rows * call.hidden * 2);
   room.qkv = call.qkv ? call.qkv : (bf16*)take(at, rows * (call.heads_q + 2 * call.heads) * call.dim * 2);
   room.read = call.read ? call.read : (bf16*)take(at, rows * call.heads_q * call.dim * 2);
-  room.gate_up = (bf16*)take(at, rows * 2 * call.inner * 2);
-  room.gated = (bf16*)take(at, rows * call.inner * 2);
+  room.gate_up = (bf16*)take(at, rows * 2 * inner * 2);
+  room.gated = (bf16*)take(at, rows * inner * 2);
   room.spans = (Span*)take(at, layer_count(call) * call.span_count * sizeof(Span));
   room.shares = (Shares*)take(at, layer_count(call) * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
   room.inputs = take(at, rows * (inputs + 4) * 4);
+  room.mixing = take(at, mixing);
   room.packed = at;
   slices(call, call.layers[0], nullptr, nullptr,
          [&](const PrefillCall& slice, long, char*) { take(at, prefill_room(slice)); });
@@ -226,7 +267,11 @@ API int64_t stack(const StackCall* call) {
   const Layer* layers = call->layers + first_layer(*call);
   long count = layer_count(*call);
   int64_t weights = 0;
-  for (long i = 0; i < count; i++) weights += layers[i].down->outputs * layers[i].down->inputs;
+  for (long i = 0; i < count; i++) {
+    const Experts* experts = layers[i].experts;
+    const Weights& down = experts ? *experts->products[1] : *layers[i].down;
+    weights += down.outputs * down.inputs * (experts ? experts->top : 1);
+  }
   int threads = enough(call->threads, call->rows * weights);
   Room room;
   room.stages = stages_of(attention_of(*call, layers[0], nullptr));
@@ -249,9 +294,11 @@ API int64_t stack(const StackCall* call) {
     AttentionCall attention = attention_of(*call, layers[i], room.spans);
     plans[i] = same_as(i) < i ? plans[same_as(i)] : make_plan(attention, at);
     if (same_as(i) == i) at += plan_room(attention);
-    const Weights* products[] = {layers[i].qkv, layers[i].o, layers[i].gate_up, layers[i].down};
+    const Experts* experts = layers[i].experts;
+    const Weights* products[] = {layers[i].qkv, layers[i].o, experts ? experts->router : layers[i].gate_up,
+                                 layers[i].down};
     Shares* shares = shares_of(room, i);
-    for (int p = 0; p < 4; p++) shares[p] = Shares(panels(products[p]->outputs), threads);
+    for (int p = 0; p < (experts ? 3 : 4); p++) shares[p] = Shares(panels(products[p]->outputs), threads);
     share_out(plans[i], threads, shares + 4);
     slices(*call, layers[i], room.spans + i * call->span_count, nullptr, [&](const PrefillCall& slice, long s, char*) {
       shares[4 + room.stages + 2 * s] = prefill_packs(slice, threads);

@@ -1,4 +1,4 @@
-"""Embeddings and all layers of a plain decoder in one native call, for steps in which nobody looks inside a layer."""
+"""Embeddings and all layers of a decoder in one native call, for steps in which nobody looks inside a layer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,39 @@ PER_CALL = struct.Struct("=11q")  # the end of StackCall
 SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
 
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu")  # as kernels.h numbers them
+
+
+class StackNorm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class StackExperts:
+    """A layer's experts, gate and up with down; the router's weights are bfloat16 whatever theirs are."""
+
+    router: Packed
+    products: Sequence[tuple[Packed, Packed]]
+    top: int
+    renormalise: bool
+
+
 @dataclass(frozen=True, eq=False)
 class StackLayer:
-    """What the kernel needs of one layer. `heads_norm` [Hq + H, D] is of queries and keys; `turn` its rotation."""
+    """What the kernel needs of one layer. `heads_norm` [Hq + H, D] is of queries and keys, each head by itself; or, if
+    `whole`, over all queries of a row, then over all its keys. `turn` is its rotation."""
 
-    products: tuple[Packed, Packed, Packed, Packed]  # qkv, o, gate and up, down
-    before_attention: Tensor
-    before_mlp: Tensor
-    heads_norm: Tensor | None
-    eps: tuple[float, float, float]
+    attention: tuple[Packed, Packed]  # qkv, o
+    mlp: tuple[Packed, Packed] | StackExperts  # gate and up, down
+    norms: Sequence[StackNorm | None]  # before and after attention, before and after the MLP
+    heads_norm: StackNorm | None
+    whole: bool
+    activation: str
     turn: int | None
     window: int | None
     scale: float
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,6 @@ class StackShape:
     heads_q: int
     heads: int
     dim: int
-    inner: int
 
 
 class Turns:
@@ -96,16 +116,11 @@ class Stack:
         assert kernels is not None
         self.windowed = any(layer.window is not None for layer in layers)
         self._kept: list[object] = [layers, table]
+        counts = [len(layer.mlp.products) if isinstance(layer.mlp, StackExperts) else 0 for layer in layers]
+        self._loads = torch.zeros((len(layers), max(counts)), dtype=torch.uint8) if any(counts) else None
         words = array("q")
-        for layer in layers:
-            norms = zip((layer.before_attention, layer.before_mlp, layer.heads_norm), layer.eps)
-            for weight, eps in norms:
-                words.append(0 if weight is None else self._keep(weight.float().contiguous()))
-                words.frombytes(struct.pack("d", eps))
-            words.extend(product.address for product in layer.products)
-            words.append(layer.products[0].int8)
-            words.extend([-1 if layer.turn is None else layer.turn, layer.window or 0])
-            words.frombytes(struct.pack("d", layer.scale))
+        for i, layer in enumerate(layers):
+            words.extend(self._layer(layer, i))
         self._layers, self.hidden, self.count = words, shape.hidden, len(layers)
         self.heads = shape.heads_q, shape.heads, shape.dim
         if isinstance(table, Tensor):
@@ -115,10 +130,42 @@ class Stack:
         self._table.frombytes(struct.pack("d", scale))
         self._fixed = (
             words.buffer_info()[0], self._table.buffer_info()[0], len(layers),
-            shape.hidden, shape.heads_q, shape.heads, shape.dim, shape.inner,
+            shape.hidden, shape.heads_q, shape.heads, shape.dim,
         )  # fmt: skip
         self._run = kernels.stack
         self._last: _Ready | None = None
+
+    def _layer(self, layer: StackLayer, index: int) -> array[int]:
+        words = array("q")
+        for norm in (*layer.norms, layer.heads_norm):
+            words.append(0 if norm is None else self._keep(norm.weight.float().contiguous()))
+            words.frombytes(struct.pack("d", 0.0 if norm is None else norm.eps))
+        words.append(layer.whole)
+        words.extend(product.address for product in layer.attention)
+        if isinstance(layer.mlp, StackExperts):
+            words.extend((0, 0, self._experts(layer.mlp, index)))
+        else:
+            words.extend((*(product.address for product in layer.mlp), 0))
+        words.extend((layer.attention[0].int8, ACTIVATIONS.index(layer.activation)))
+        words.extend((-1 if layer.turn is None else layer.turn, layer.window or 0))
+        words.frombytes(struct.pack("2d", layer.scale, layer.softcap or 0.0))
+        return words
+
+    def _experts(self, experts: StackExperts, index: int) -> int:
+        assert self._loads is not None
+        products = array("q", [product.address for both in experts.products for product in both])
+        words = array("q", (experts.router.address, products.buffer_info()[0], len(experts.products), experts.top))
+        words.extend((experts.renormalise, self._loads[index].data_ptr()))
+        self._kept += [products, words]
+        return words.buffer_info()[0]
+
+    def loaded(self) -> int:
+        """How many experts' weights were read since it was last asked, each counted once per layer."""
+        if self._loads is None:
+            return 0
+        count = int(self._loads.sum())
+        self._loads.zero_()
+        return count
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)

@@ -4,6 +4,7 @@
 // a row's result does not depend on the rows beside it.
 #pragma once
 #include "kernels.h"
+#include "curves.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -173,6 +174,8 @@ inline void write(const LinearCall& call, Best* best, long row, long column, lon
     const bf16* a = (const bf16*)add.data + row * add.stride + column;
     for (long i = 0; i < count; i++) v[i] += widen(a[i]);
   }
+  if (call.cap)
+    for (int j = 0; j < WIDTH / LANES; j++) values[j] = tanh_of(values[j] * (float)(1 / call.cap)) * (float)call.cap;
   if (best) {
     keep(best[row], column, count, values);
     return;

@@ -84,7 +84,7 @@ class Packed:
         else:
             add = add if add.stride(1) == 1 else add.contiguous()
             call += [add.data_ptr(), add.stride(0), KIND[add.dtype]]
-        words = array("q", [*call, y.data_ptr(), outputs, kind, rows, torch.get_num_threads(), 0])
+        words = array("q", [*call, y.data_ptr(), outputs, kind, rows, torch.get_num_threads(), 0, 0])
         self._multiply(words.buffer_info()[0])
         return y
 
