@@ -149,3 +149,27 @@ def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
     assert after[4].isnan().all()
     kept = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(after[kept], before[kept])
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("int8", [False, True])
+def test_threads_change_nothing(int8: bool) -> None:
+    torch.manual_seed(0)
+    hidden, inner, table = 256, 130, torch.randn(70, 256).bfloat16()
+    products = [
+        (packed(torch.randn(2 * inner, hidden), int8=int8), packed(torch.randn(hidden, inner), int8=int8))
+        for _ in range(8)
+    ]
+    mixture = StackExperts(packed(torch.randn(8, hidden)), products, 3, True)
+    dense = packed(torch.randn(2 * inner, hidden), int8=int8), packed(torch.randn(hidden, inner), int8=int8)
+    before = torch.get_num_threads()
+    try:
+        for mlp in (mixture, dense):
+            results = []
+            for threads in (1, 2, 3, 5):
+                torch.set_num_threads(threads)
+                results.append([run(layer(mlp, "gelu", table, int8), some) for some in (range(70), range(8))])
+            assert all(torch.equal(got[0], results[0][0]) and torch.equal(got[1], results[0][1]) for got in results)
+            assert torch.equal(results[0][0][:8], results[0][1])
+    finally:
+        torch.set_num_threads(before)

@@ -129,16 +129,17 @@ struct Experts {                   // of a layer: every row has the weighted sum
 
 constexpr int SILU = 0, GELU_TANH = 1, GELU = 2;  // else RELU
 
-struct Layer {  // of a stack: what a decoder layer is
+struct Layer {  // of a stack
   Norm before_attention, after_attention, before_mlp, after_mlp;
-  Norm heads;                                   // of queries and keys, weight [heads_q + heads, dim]
-  int64_t whole;                                // whether it is over all of a row's queries, then over all of its keys
-  const Weights *qkv, *o, *gate_up, *down;      // the last two null where there are
-  const Experts* experts;                       // or null
-  int64_t int8;                                 // whether weights are rounded
+  Norm heads;     // of queries and keys, weight [heads_q + heads, dim]
+  int64_t whole;  // whether it is over all queries of a row, then over all its keys; else each head by itself
+  const Weights *qkv, *o;
+  const Weights *gate_up, *down;  // null where there are experts
+  const Experts* experts;         // or null
+  int64_t int8;                   // whether weights are rounded
   int64_t activation;
-  int64_t turn;    // which of the rotations; -1: none
-  int64_t window;  // 0: none
+  int64_t turn;           // which of the rotations; -1: none
+  int64_t window;         // 0: none
   double scale, softcap;  // as in AttentionCall
 };
 

@@ -71,5 +71,6 @@ SYSTEM = System(
         Timing("longest time between two tokens of a stream", seconds=loads.longest_gap, price=True),
     ),
     note="Random weights: routers choose nearly evenly, which is the case the closed form describes. A step with layer "
-    "groups takes the operator-by-operator path for everybody in it; so does every step of a mixture of experts.",
+    "groups takes the operator-by-operator path for everybody in it; when this was measured, so did every step of a "
+    "mixture of experts.",
 )  # fmt: skip
