@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 4600,
+    ("", "verbs", "engine", "step", "request"): 5000,
     ("speculation",): 900,
     ("kv",): 2900,
     ("cluster",): 4000,
     ("serve",): 2600,
-    ("ops",): 1200,
+    ("ops",): 1300,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects
 

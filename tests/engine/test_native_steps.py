@@ -35,7 +35,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     steps, whole = engine.counters.forwards, sum(each.whole for each in made)
     method, phase = catalog.method(verb, name), engine.parts.phases[-1]
     acts = set(getattr(method, "phases", ("prefill", "decode")))
-    looks = (verb == "evict" and name != DEFAULTS[verb]) or (
+    looks = (verb == "evict" and name != DEFAULTS[verb] and phase.sight is None) or (
         verb == "attend" and not getattr(method, "everything", False)
     )
     if name == "layered":  # its prompt crosses in several steps, and then tokens are native again

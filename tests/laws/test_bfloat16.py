@@ -23,7 +23,14 @@ PARAMS = {
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
 @pytest.mark.parametrize(
-    "verbs", [{}, {"evict": "snapkv:keep=8,window=4"}, {"attend": "quest:page=4,budget=12,dense_layers=1"}], ids=str
+    "verbs",
+    [
+        {},
+        {"evict": "snapkv:keep=8,window=4"},
+        {"evict": "streaming:sinks=3,window=20"},
+        {"attend": "quest:page=4,budget=12,dense_layers=1"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("how", PARAMS)
 def test_independent_of_batch_mates_in_bfloat16(how: str, verbs: dict[str, str], experts: int) -> None:

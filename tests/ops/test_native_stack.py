@@ -193,12 +193,16 @@ def test_slices_of_prompts(
 
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "qwen3-sliding"])
-def test_slices_longer_than_a_window(name: str, directories: dict[str, Path]) -> None:
+def test_slices_longer_than_a_window(name: str, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = passes(monkeypatch)
     half, full = (Model.load(directories[name], dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     runners = [Runner(half, stack=True), Runner(half), Runner(full)]
-    for rows in ({0: [3 + i * 7 % 50 for i in range(150)], 1: [5]}, {0: [9], 1: [6]}):
+    long = [3 + i * 7 % 50 for i in range(300)]
+    steps: list[dict[int, Sequence[int]]] = [{0: long[:150], 1: [5]}, {0: [9], 1: [6]}, {1: long, 0: long[:80]}]
+    for rows in steps:
         fused, opened, wanted = (runner.step(rows) for runner in runners)
         assert far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3
+    assert [each.rows for each in made if each.whole] == [151, 2, 380], "a step was no native call"
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 40])

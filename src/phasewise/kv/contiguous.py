@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import torch
+
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
 
@@ -18,12 +20,13 @@ class ContiguousView:
     all layers.
     """
 
-    __slots__ = ("_planes", "_slabs", "address", "gaps", "n", "row_bytes")
+    __slots__ = ("_line", "_planes", "_slabs", "address", "gaps", "n", "row_bytes")
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self._slabs = [layer.slabs[0] for layer in layers]
         self.n = self._slabs[0].n
         self.gaps = any(slab.positions is not None for slab in self._slabs)
+        self._line: tuple[int, int] | None = None
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -49,6 +52,23 @@ class ContiguousView:
             if slab is None or slab.n != n or slab.heads is not None or layer.fresh:
                 return None
         return cls(layers)
+
+    def lined(self, first: int, position: int) -> bool:
+        """Whether the committed rows are those of the first positions, `first` of them, and then consecutive ones right
+        before `position`, in all layers and heads."""
+        lost = position - self.n
+        if not self.gaps:
+            return lost == 0
+        if self._line != (first, lost):  # rows that came after it was asked continue them: others change `lost`
+            wanted = torch.arange(self.n)
+            wanted[first:] += lost
+            for slab in self._slabs:
+                if slab.positions is None and lost:
+                    return False
+                if slab.positions is not None and not bool((slab.positions[:, : self.n].cpu() == wanted).all()):
+                    return False
+            self._line = first, lost
+        return True
 
     def advance(self, positions: range) -> None:
         """Rows of these positions that were written behind them are committed, in all layers."""

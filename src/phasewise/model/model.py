@@ -102,7 +102,7 @@ class Model:
         self.unembed = weights.packed(table) if config.tied else weights.linear("head")
         # a tied table that the native kernels have packed need not be kept twice
         self.table = None if config.tied and self.unembed.native is not None else table
-        self._ropes = RopeTables(config.ropes, self.dtype, self.device)
+        self._ropes = RopeTables(config.ropes, config.max_positions, self.dtype, self.device)
         packed, half = self.unembed.native, self.dtype == torch.bfloat16
         # final norm, `unembed` and softcap in one native call, if the kernels have the weights
         cap = config.logit_softcap
@@ -141,6 +141,16 @@ class Model:
     def turns(self, end: int) -> Turns:
         """The same for all positions below `end`, as `stack` takes them."""
         return self._ropes.turns(end)
+
+    def turns_at(self, positions: Sequence[int]) -> Turns:
+        """The same for these positions alone, one place each, however large they are."""
+        return self._ropes.turns_at(positions)
+
+    @property
+    def turned(self) -> int:
+        """Positions below this one are kept in tables once they have been met; later ones are worked out step
+        by step."""
+        return self._ropes.most
 
     def stack_of(self, walk: tuple[int, ...] | None) -> Stack | None:
         """The native call for some layers, increasing; None: for all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,40 +216,61 @@ LEAST = 1024  # positions that tables are made for
 
 
 class RopeTables:
-    """cos and sin of all kinds of rotation of a model, on its device, worked out as far as positions have been met."""
+    """cos and sin of all kinds of rotation of a model, on its device, worked out as far as positions have been met.
 
-    def __init__(self, ropes: tuple[Rope, ...], dtype: torch.dtype, device: torch.device) -> None:
+    Tables end at `most`, the model's context. What lies beyond, as far as texts may go on there, is worked out for the
+    rows of a step alone: so no text takes memory for its length.
+    """
+
+    def __init__(self, ropes: tuple[Rope, ...], context: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self._device = dtype, device
         self.scales = tuple(rope.scale for rope in ropes)
         halves = [torch.tensor(rope.inverse, dtype=torch.float32, device=device) for rope in ropes]
         self.signed = tuple(torch.cat((-half, half)) for half in halves)  # [R]: cos is even, sin is odd
+        self.most = max(LEAST, 1 << (context - 1).bit_length())
         self._grow(0)
 
     def __call__(self, positions: Tensor, end: int | None = None) -> Rotary:
         """`end`: no position is as large; asked of the device if not given."""
         end = int(positions.max()) + 1 if end is None else end
+        if end > self.most:
+            return Rotary(self._far(positions), torch.arange(positions.shape[0], device=positions.device))
         if end > self._end:
             self._grow(end)
         return Rotary(self._tables, positions)
 
     def turns(self, end: int) -> Turns:
-        """The tables for native kernels, for all positions below `end`."""
+        """The tables for native kernels, for all positions below `end`, which is at most `most`."""
         if end > self._end:
             self._grow(end)
         return self._turns
 
+    def turns_at(self, positions: Sequence[int]) -> Turns:
+        """Tables of these positions, one after the other."""
+        return Turns(self._far(torch.tensor(positions, device=self._device)))
+
+    def _far(self, positions: Tensor) -> Tables:
+        """Tables of `positions` int64 [T] alone. A position's numbers are the same whatever else is asked for."""
+        if self._end < self.most:
+            self._grow(self.most)
+        kept, near = positions.clamp_max(self.most - 1), (positions < self.most)[:, None, None]
+        column = positions.double()[:, None, None]  # in float32 angles of large positions would be far off
+        return tuple(
+            (torch.where(near, cos[kept], far_cos), torch.where(near, sin[kept], far_sin))
+            for (cos, sin), (far_cos, far_sin) in zip(self._tables, self._made(column))
+        )
+
     def _grow(self, end: int) -> None:
         end = max(LEAST, 1 << (end - 1).bit_length()) if end else 0
-        self._tables = self._made(end)
+        self._tables = self._made(torch.arange(end, dtype=torch.float32, device=self._device)[:, None, None])
         self._turns = Turns(self._tables)
         self._end = end
 
-    def _made(self, end: int) -> Tables:
-        column = torch.arange(end, dtype=torch.float32, device=self._device)[:, None, None]
+    def _made(self, column: Tensor) -> Tables:
         return tuple(self._table(column, kind) for kind in range(len(self.signed)))
 
     def _table(self, column: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-        angles = column * self.signed[kind]  # [P, 1, R]
+        angles = column * self.signed[kind].to(column.dtype)  # [P, 1, R]
         cos, sin = angles.cos(), angles.sin_()
         if self.scales[kind] != 1.0:
             cos, sin = cos.mul_(self.scales[kind]), sin.mul_(self.scales[kind])
@@ -257,9 +278,10 @@ class RopeTables:
 
     def shift(self, kind: int, k: Tensor, delta: int | Tensor) -> Tensor:
         """Rotated keys `k` [..., D] moved by `delta` positions (int, or a tensor that broadcasts over k's leading
-        dimensions), computed in float32 and returned in k's dtype. The factor on cos and sin is already in `k`."""
-        steps = torch.as_tensor(delta, dtype=torch.float32, device=k.device)[..., None]
-        angles = steps * self.signed[kind]
+        dimensions), in float32 but for the angles, and returned in k's dtype. The factor on cos and sin is already in
+        `k`."""
+        steps = torch.as_tensor(delta, dtype=torch.float64, device=k.device)[..., None]
+        angles = steps * self.signed[kind].double()
         size = angles.shape[-1]
-        moved = _turn(k[..., :size].float(), angles.cos(), angles.sin()).to(k.dtype)
+        moved = _turn(k[..., :size].float(), angles.cos().float(), angles.sin().float()).to(k.dtype)
         return moved if size == k.shape[-1] else torch.cat((moved, k[..., size:]), -1)

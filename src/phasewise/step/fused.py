@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan
+from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan, Turns
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
@@ -33,7 +33,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._count, self._x = 0, torch.empty(0)
-        self._between: tuple[Tensor, Tensor] | None = None
+        self._between: tuple[Tensor, Tensor, Tensor] | None = None
 
     def take(self, count: int, width: int) -> Tensor:
         """bfloat16 [count, width]; always of one width. With few rows, making a tensor would cost as much as the rest
@@ -42,11 +42,13 @@ class Scratch:
             self._count, self._x = count, torch.empty((count, width), dtype=torch.bfloat16)
         return self._x
 
-    def between(self, rows: int, heads_q: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-        """What two halves of a layer need: bfloat16 [rows, heads_q + 2 heads, dim], [rows, heads_q, dim]."""
+    def between(self, rows: int, heads_q: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What two halves of a layer need: bfloat16 [rows, heads_q + 2 heads, dim], twice [rows, heads_q, dim]."""
         if self._between is None or self._between[0].shape[0] != rows:
-            shapes = (rows, heads_q + 2 * heads, dim), (rows, heads_q, dim)
-            self._between = torch.empty(shapes[0], dtype=torch.bfloat16), torch.empty(shapes[1], dtype=torch.bfloat16)
+            wide, read, far = (
+                torch.empty((rows, each, dim), dtype=torch.bfloat16) for each in (heads_q + 2 * heads, heads_q, heads_q)
+            )
+            self._between = wide, read, far
         return self._between
 
 
@@ -68,10 +70,13 @@ def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     if flat is None:
         return None
     end = flat.n + span.rows
-    far = span.positions[-1] >= end  # rows were given up: a window is counted in positions, not in slots
-    if (span.rows > SLICE and (sees is not None or any(end > window for window in windows))) or (windows and far):
+    far = span.positions[-1] >= end  # rows were given up: a layer's window is counted in positions, not in slots
+    if (span.rows > SLICE and sees is not None) or (windows and far):
         return None
-    return StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address)
+    whole = StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address)
+    if phase.sight is None or not phase.sight.hides(span):
+        return whole
+    return None if windows else phase.sight.natively(span, flat, whole)
 
 
 def _windows(model: Model) -> list[int]:
@@ -132,25 +137,37 @@ class NativeStep:
             self.counters.expert_loads += stack.loaded()
 
     def _through(self, stack: Stack, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
-        spans, turns = batch.spans, self.model.turns(batch.end)
+        spans = batch.spans
+        turns, numbers, parts = self._turned(batch, parts)
         looking = [i for i, span in enumerate(spans) if span.phase.looks(span)]
         for i, span in enumerate(spans):
             if i not in looking:  # who looks counts for itself
-                self.counters.kv_bytes_read += parts[i].n * _width(span)
+                self.counters.kv_bytes_read += parts[i].reads * _width(span)
         if looking or self.taps or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in looking]
             rows = Rows(x, *self.room.between(batch.rows, *stack.heads))
             commons = self._commons(spans, parts, plain)
-            halves = Halves(stack, batch.numbers, turns, parts, rows, commons)
+            halves = Halves(stack, numbers, turns, parts, rows, commons)
             return run_halves(self.model, batch, halves, looking, self.counters, self.taps)
-        for call in [_Call(batch.numbers, x, spans, parts)] if batch.rows <= MOST else _calls(batch, x, parts):
+        whole = _Call(numbers, x, spans, parts)
+        for call in [whole] if batch.rows <= MOST else _calls(whole, batch.rows):
             stack(
                 call.numbers, turns, call.parts, call.x, self._commons(call.spans, call.parts, range(len(call.parts)))
             )
         return {}
 
+    def _turned(self, batch: Batch, parts: Sequence[StackSpan]) -> tuple[Turns, array[int], Sequence[StackSpan]]:
+        """The rotations of all rows, with `batch.numbers` and `parts` that count places in them."""
+        if batch.end <= self.model.turned:
+            return self.model.turns(batch.end), batch.numbers, parts
+        near = {part.near: batch.rows + i for i, part in enumerate({p.near: p for p in parts if p.near >= 0}.values())}
+        turns = self.model.turns_at([*batch.numbers[batch.rows :], *near])
+        numbers = batch.numbers[: batch.rows] + array("q", range(batch.rows))
+        return turns, numbers, [part._replace(near=near.get(part.near, -1)) for part in parts]
+
     def _commons(self, spans: Sequence[Span], parts: Sequence[StackSpan], some: Sequence[int]) -> Sequence[Common]:
         """What `some` of the spans, which read by themselves, read in common; it is counted once."""
+        some = [i for i in some if not parts[i].window]
         if len(some) < 2:
             return ()
         commons = _commons(spans, some, max([parts[i].n for i in some]), self.windows)
@@ -175,7 +192,7 @@ class _Call(NamedTuple):
     parts: Sequence[StackSpan]
 
 
-def _calls(batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> list[_Call]:
+def _calls(whole: _Call, rows: int) -> list[_Call]:
     """A step in calls of about MOST rows. Slices of prompts are cut where a call is full: later rows see the earlier
     ones in the KV. No piece has SLICE rows or fewer, for another kernel would round those differently; so no row's
     result depends on the call it is in."""
@@ -187,11 +204,11 @@ def _calls(batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> list[_Call]:
     def close() -> None:
         nonlocal start, spans, own
         if own:
-            numbers = batch.numbers[start:at] + batch.numbers[batch.rows + start : batch.rows + at]
-            found.append(_Call(numbers, x[start:at], spans, own))
+            numbers = whole.numbers[start:at] + whole.numbers[rows + start : rows + at]
+            found.append(_Call(numbers, whole.x[start:at], spans, own))
         start, spans, own = at, [], []
 
-    for span, part in zip(batch.spans, parts):
+    for span, part in zip(whole.spans, whole.parts):
         left = part.rows
         while left:
             space = start + MOST - at

@@ -15,6 +15,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
+from phasewise.step.sight import Sight
 from phasewise.verbs.host import Host
 
 EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
@@ -55,6 +56,7 @@ class _Streaming:
     def __init__(self, knobs: Streaming) -> None:
         self.sinks, self.window = knobs.sinks, knobs.window
         self.shifts = knobs.positions == "cache" and knobs.sinks > 0
+        self.sight = Sight(self.sinks, self.window, self.shifts)
 
     def observe(self, read: Read) -> None:
         """Needs no scores."""

@@ -69,6 +69,12 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
     const int32_t *keys = block + b * shape.block, *ahead = b + 1 < blocks ? keys + shape.block : block + shape.key_block;
     add_panel<Bf16>(keys, KEYS, KEYS, (const int32_t*)tile.q, shape.words, shape.words, ahead);
     store_sums((char*)scores[b], ACROSS);
+    if (tile.turns && slot + b * KEYS < tile.sinks) {
+      start_sums(true, nullptr, ACROSS);
+      add_panel<Bf16>(keys, KEYS, KEYS, (const int32_t*)tile.far, shape.words, shape.words, ahead);
+      store_sums((char*)sums, ACROSS);
+      for (long r = 0; r < queries; r++) take_sinks(scores[b][r], sums[r], tile.sinks - slot - b * KEYS);
+    }
     cap_all(scaling.cap, queries, scores[b]);
     hide_all(tile, queries, slot + b * KEYS, scores[b]);
   }

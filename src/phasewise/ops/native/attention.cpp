@@ -49,8 +49,9 @@ static void keep(const Call& call, const Plan& plan, const Job& job, const Part&
 // ---- reading
 // Scores of slots that a query may not see become -inf.
 static void hide(const Call& call, const Span& span, long row, long slot, long to, float* scores) {
-  long end = limit(span, row), begin = start(call, end), own = span.n - span.rows;
-  keep_between(scores, begin - slot, (end < to ? end : to) - slot);
+  long end = limit(span, row), begin = start(call, span, row), own = span.n - span.rows;
+  keep_between(scores, sinks(span) > slot ? 0 : begin - slot, (end < to ? end : to) - slot);
+  for (long at = sinks(span); at > slot && at < begin && at < slot + KEYS; at++) scores[at - slot] = -INFINITY;
   if (!span.sees) return;
   for (long j = 0; j < KEYS; j++) {
     long at = slot + j;
@@ -81,6 +82,21 @@ static void fetch(const Lines& keys, long key, const Lines& values, long value, 
     }
 }
 
+// The block that a job reads after that at `slot`.
+static long after(const Span& span, const Job& job, long slot) {
+  return slot + KEYS >= sinks(span) && slot + KEYS < job.start ? job.start : slot + KEYS;
+}
+
+// Scores of slots that are sinks, by the queries which read them.
+template <class T>
+static void score_sinks(const Call& call, const Job& job, long i, const T* const* rows, long slot, float* scores) {
+  const Span& span = call.spans[job.span];
+  float found[LANES];
+  const T* far = (const T*)span.sight.far;
+  score(far + (row_of(call, job, i).row * call.heads_q + head_of(call, job, i)) * call.dim, rows, call.dim, found);
+  for (long r = 0; r < LANES && slot + r < sinks(span); r++) scores[r] = found[r];
+}
+
 // `next` are the lines of the part after this one.
 template <class T>
 static void read_part(const Call& call, const Job& job, long from, long to, const Lines& next, State& s) {
@@ -95,9 +111,10 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   Weight<T> weights[QUERIES][KEYS];
   T wide[2][KEYS * MOST_DIM];  // a block of int8
   Softcap cap(call.softcap, call.scale);
-  for (long slot = from; slot < to; slot += KEYS) {
+  for (long slot = from, then; slot < to; slot = then) {
     long count = to - slot < KEYS ? to - slot : KEYS;
-    Lines here(call, job, slot), ahead = slot + KEYS < to ? Lines(call, job, slot + KEYS) : next;
+    then = after(span, job, slot);
+    Lines here(call, job, slot), ahead = then < to ? Lines(call, job, then) : next;
     const T *k = (const T*)here.k, *v = (const T*)here.v;
     long k_row = span.k_row, v_row = span.v_row;
     if (span.k_scale) {
@@ -115,13 +132,14 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
         fetch(ahead, j + r, here, j + r, some);
         r += some;
         score(queries[i], rows, dim, scores[i] + j);
+        if (span.sight.far && slot + j < sinks(span)) score_sinks<T>(call, job, i, rows, slot + j, scores[i] + j);
       }
     }
     for (long i = 0; i < job.count; i++) {
       long row = (job.first + i) / group(call), end = limit(span, row);
       for (long j = 0; cap && j < KEYS; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
       if (job.rows) keep_between(scores[i], 0, to - slot);
-      else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, end) > slot)
+      else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, span, row) > slot)
         hide(call, span, row, slot, to, scores[i]);
       weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
     }

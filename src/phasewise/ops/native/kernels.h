@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 14;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 15;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -40,6 +40,13 @@ struct LinearCall {  // y = x W^T + bias + add
   double cap;  // 0: none; else y becomes cap tanh(y / cap)
 };
 
+struct Sight {  // which slots before them a span's rows see; window 0: all, but for what their call says
+  int64_t window;        // a row sees this many up to its own
+  int64_t sinks;         // and the first ones
+  const void* far;       // [rows, heads_q, dim], queries that read these first ones; null: those that read all
+  const int64_t* seats;  // [rows], slots that the window is counted from; null: those the rows lie in
+};
+
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
   void* out;
@@ -51,6 +58,7 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   // null, or bfloat16 [heads, slots]: k and v are int8, and a row's numbers these many times as large
   const uint16_t *k_scale, *v_scale;
   int64_t k_scale_head, v_scale_head;
+  Sight sight;  // with a window, none of its slots are read in common
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -112,6 +120,7 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, 
   const uint16_t *k_scale, *v_scale;  // as in a Span
   int64_t k_scale_head, v_scale_head;
   double softcap;  // as in AttentionCall
+  Sight sight;
 };
 
 struct Norm {
@@ -161,6 +170,9 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t common;
   const int64_t* planes;
   int64_t done;  // whether what its rows read stands in `read` already
+  int64_t window, sinks;  // as in Sight; with a window, no layer has one that hides anything of the span
+  int64_t near, beyond;   // rows seated from slot `beyond` on read sinks as if at place `near` of the turns; or near -1
+  const int64_t* seats;
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive
@@ -172,13 +184,14 @@ struct StackCall {
   uint16_t* x;
   int64_t rows, threads;
   const Turn* turns;  // from here on another in every call
-  const int64_t *tokens, *positions;  // [rows]; tokens null: x has been embedded; positions of the turns
+  const int64_t *tokens, *positions;  // [rows]; tokens null: x has been embedded; places in the turns
   const StackSpan* spans;
   int64_t span_count;
   const Common* commons;  // of spans that are no slices (see stack.cpp)
   int64_t common_count;
   int64_t from, to;       // halves
   uint16_t *qkv, *read;   // bfloat16 [rows, heads_q + 2 heads, dim], [rows, heads_q, dim]: kept between calls, or null
+  uint16_t* far;          // bfloat16 [rows, heads_q, dim]: as those, for spans that have a `near`
 };
 
 struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row

@@ -66,8 +66,12 @@ template <class T> struct Tile {
   static_assert(TILE<T> <= LANES);
   F top;                // largest score of each query, in powers of two
   F total[TILE<T>];     // sums of weights, lane by lane
-  long limit[TILE<T>];  // how many slots each sees, in rising order
+  long limit[TILE<T>];  // how many slots each sees, in rising order, but for those from `sinks` to `begin`
+  long begin[TILE<T>];  // in rising order
+  long sinks;
+  bool turns;                                 // whether `far` are the queries of the sinks
   alignas(64) float q[TILE<T> * MOST_DIM];    // [TILE, words]
+  alignas(64) float far[TILE<T> * MOST_DIM];
   alignas(64) float sum[TILE<T> * MOST_DIM];  // [TILE, padded], values under weights
 };
 
@@ -83,10 +87,10 @@ inline void store_weights(float* words, const F* weights, const bf16*) {  // KEY
 inline void store_weights(float* words, const F* weights, const float*) { memcpy(words, weights, KEYS * 4); }
 
 template <class T, int R>
-void score(const Tile<T>& tile, const Shape& shape, const float* keys, F (*scores)[KEYS / LANES]) {
+void score(const float* q, const Shape& shape, const float* keys, F (*scores)[KEYS / LANES]) {
   for (int at = 0; at < KEYS / LANES; at += WIDE) {
     F sums[R][WIDE] = {};
-    multiply<T>(tile.q, shape.words, keys + at * LANES, KEYS, shape.words, sums);
+    multiply<T>(q, shape.words, keys + at * LANES, KEYS, shape.words, sums);
     for (int r = 0; r < R; r++)
       for (int i = 0; i < WIDE; i++) scores[r][at + i] = sums[r][i];
   }
@@ -102,11 +106,33 @@ inline void cap_all(const Softcap& cap, long queries, F (*scores)[KEYS / LANES])
     for (int i = 0; i < KEYS / LANES; i++) scores[r][i] = cap(scores[r][i]);
 }
 
-inline void hide(F* scores, long visible) {
+inline I first_lanes() {
   I lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
-  int32_t seen = visible > 0 ? (int32_t)visible : 0;
+  return lane;
+}
+
+inline int32_t within(long slots) { return (int32_t)(slots < 0 ? 0 : slots < KEYS ? slots : KEYS); }
+
+inline void hide(F* scores, long visible) {
+  I lane = first_lanes();
+  int32_t seen = within(visible);
   for (int i = 0; i < KEYS / LANES; i++, lane += LANES) scores[i] = select(lane < seen, scores[i], splat(-INFINITY));
+}
+
+// Those of slots from `sinks` to `begin`.
+inline void hide_between(F* scores, long sinks, long begin) {
+  I lane = first_lanes();
+  int32_t from = within(sinks), to = within(begin);
+  for (int i = 0; i < KEYS / LANES; i++, lane += LANES)
+    scores[i] = select((lane < from) | (lane >= to), scores[i], splat(-INFINITY));
+}
+
+// Of the sinks, the scores of the queries that read them.
+inline void take_sinks(F* scores, const F* far, long sinks) {
+  I lane = first_lanes();
+  int32_t count = within(sinks);
+  for (int i = 0; i < KEYS / LANES; i++, lane += LANES) scores[i] = select(lane < count, far[i], scores[i]);
 }
 
 // The scores, times scale, become weights; -> by what to scale the sums so far.
@@ -148,13 +174,20 @@ __attribute__((noinline)) void add_values(float* sum, long row, const F& shrink,
 template <class T> void hide_all(const Tile<T>& tile, long queries, long slot, F (*scores)[KEYS / LANES]) {
   if (slot + KEYS > tile.limit[0])
     for (long r = 0; r < queries; r++) hide(scores[r], tile.limit[r] - slot);
+  if (tile.begin[queries - 1] > slot && tile.sinks < slot + KEYS)
+    for (long r = 0; r < queries; r++) hide_between(scores[r], tile.sinks - slot, tile.begin[r] - slot);
 }
 
 template <class T, int R>
 void pass(Tile<T>& tile, const Shape& shape, const float* block, long slot, const Scaling& scaling) {
   F scores[R][KEYS / LANES];
   alignas(64) float weights[R * KEYS / PER_WORD<T>];
-  score<T, R>(tile, shape, block, scores);
+  score<T, R>(tile.q, shape, block, scores);
+  if (tile.turns && slot < tile.sinks) {
+    F far[R][KEYS / LANES];
+    score<T, R>(tile.far, shape, block, far);
+    for (int r = 0; r < R; r++) take_sinks(scores[r], far[r], tile.sinks - slot);
+  }
   cap_all(scaling.cap, R, scores);
   hide_all(tile, R, slot, scores);
   F shrink = weigh<T, R>(tile, scores, scaling.scale, weights);

@@ -34,8 +34,31 @@ static void add_common(const AttentionCall& call, Plan& plan, const Common& comm
       for (long first = 0; first < queries; first += size) {
         long from = at > common.from ? at : common.from, to = at + PART < common.to ? at + PART : common.to;
         add_part(plan, {plan.job_count, from, to, at / PART, from > at});
-        add_job(plan, {common.spans[0], head, first, queries - first < size ? queries - first : size, 0, 1, rows});
+        add_job(plan, {common.spans[0], head, first, queries - first < size ? queries - first : size, 0, 1, rows, 0});
       }
+}
+
+// The first block that a window of some rows reaches into.
+static long first_block(const AttentionCall& call, const Span& span, long row, long last) {
+  long first = start(call, span, row);
+  for (; span.sight.seats && row <= last; row++)  // of a tree: later rows may sit before earlier ones
+    if (start(call, span, row) < first) first = start(call, span, row);
+  return first / KEYS * KEYS;
+}
+
+// A job whose queries see `sinks` slots and then those from `from` on: of a part that holds both, what lies between is
+// left out when it is read.
+static void add_apart(Plan& plan, Job job, long from, long sinks, long to) {
+  auto all = [&](auto work) {
+    for (long at = 0; at < to; at += PART)
+      if (at < sinks || at + PART > from) work(at);
+  };
+  all([&](long) { job.parts++; });
+  add_job(plan, job);
+  all([&](long at) {
+    long end = at + PART < to ? at + PART : to, next = at >= sinks && from > at ? from : at;
+    add_part(plan, {plan.job_count - 1, next, end, at / PART, false});
+  });
 }
 
 // What a span reads for itself. Parts that were read in common are only taken over.
@@ -44,11 +67,16 @@ static void add_own(const AttentionCall& call, Plan& plan, long b, long first_pa
   for (long head = 0; head < call.heads; head++)
     for (long first = 0; first < span.rows * group(call); first += QUERIES) {
       long left = span.rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
-      long from = start(call, limit(span, first / group(call))) / KEYS * KEYS;
-      long to = limit(span, (first + some - 1) / group(call)), begin = from / PART * PART;
+      long last = (first + some - 1) / group(call), from = first_block(call, span, first / group(call), last);
+      long to = limit(span, last), begin = from / PART * PART;
+      Job job = {b, head, first, some, plan.part_count - first_part, 0, nullptr, from};
+      if (sinks(span) && from) {
+        add_apart(plan, job, from, sinks(span), to);
+        continue;
+      }
       if (span.common > from) from = span.common;
-      long pieces = (to - begin + PART - 1) / PART;
-      add_job(plan, {b, head, first, some, plan.part_count - first_part, pieces, nullptr});
+      job.parts = (to - begin + PART - 1) / PART;
+      add_job(plan, job);
       for (long at = begin; at < to; at += PART) {
         long end = at + PART < to ? at + PART : to, next = at > from ? at : from < end ? from : end;
         add_part(plan, {plan.job_count - 1, next, end, at / PART, at < span.common});

@@ -13,6 +13,7 @@ struct Job {
   long span, head, first, count;  // queries, numbered row * group + query head of the group
   long part, parts;
   const Row* rows;  // of all spans of a common; null: the span reads for itself
+  long start;       // none of its queries sees a slot between the sinks and this one
 };
 
 struct Part {
@@ -35,7 +36,12 @@ struct Plan {  // null pointers: only counted
 
 inline long group(const AttentionCall& call) { return call.heads_q / call.heads; }
 inline long limit(const Span& span, long row) { return span.sees ? span.n : span.n - span.rows + row + 1; }
-inline long start(const AttentionCall& call, long limit) {
-  return call.window && limit > call.window ? limit - call.window : 0;
+// The first slot of a row's window, and how many slots it sees before that.
+inline long start(const AttentionCall& call, const Span& span, long row) {
+  const Sight& sight = span.sight;
+  long window = sight.window ? sight.window : call.window;
+  long end = (sight.seats ? sight.seats[row] : span.n - span.rows + row) + 1;
+  return window && end > window ? end - window : 0;
 }
+inline long sinks(const Span& span) { return span.sight.window ? span.sight.sinks : 0; }
 inline long parts_in_common(const Span& span) { return (span.common + PART - 1) / PART; }

@@ -16,6 +16,19 @@ using namespace prompt;
 
 constexpr long TILES = 8;  // that pass together over a block of slots
 
+constexpr float LOWEST = -1e30f;  // below any score; a row may meet blocks of which it sees nothing before others
+
+// The first slot of a row's window.
+long begin_of(const PrefillCall& call, long row) {
+  long end = call.n - call.rows + row + 1;
+  return call.sight.window && end > call.sight.window ? end - call.sight.window : 0;
+}
+
+// Whether the blocks that are passed over together from block b on lie between the sinks and a window.
+template <class T> bool unseen(long sinks, long begin, long b) {
+  return b * KEYS >= sinks && (b + PASS<T>) * KEYS <= begin;
+}
+
 // ---- jobs: the queries `first` .. of a KV head, numbered row * group + query head of the group
 template <class T> struct Job {
   const PrefillCall& call;
@@ -36,11 +49,15 @@ template <class T> struct Job {
     for (long i = 0; i < count; i++) {
       Tile<T>& tile = tiles[i / TILE<T>];
       long r = i % TILE<T>, query = first + i;
-      tile.top = splat(-INFINITY), tile.total[r] = F{};
-      tile.limit[r] = call.n - call.rows + row(query) + 1;
+      tile.top = splat(LOWEST), tile.total[r] = F{};
+      tile.limit[r] = call.n - call.rows + row(query) + 1, tile.begin[r] = begin_of(call, row(query));
+      tile.sinks = call.sight.window ? call.sight.sinks : 0, tile.turns = call.sight.far && tile.sinks;
       const T* q = (const T*)call.q + row(query) * call.q_row + head_q(query) * call.q_head;
+      const T* far = (const T*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;
       pack_words(q, call.dim, 1, tile.q + r * shape.words);
       memset(tile.q + r * shape.words + used, 0, (shape.words - used) * 4);
+      if (tile.turns) pack_words(far, call.dim, 1, tile.far + r * shape.words);
+      if (tile.turns) memset(tile.far + r * shape.words + used, 0, (shape.words - used) * 4);
       memset(tile.sum + r * shape.padded, 0, shape.padded * 4);
     }
   }
@@ -51,8 +68,9 @@ template <class T> struct Job {
       bool any = false;
       for (long t = 0; t * TILE<T> < count; t++) {
         if (tiles[t].limit[size(t) - 1] <= b * KEYS) continue;
-        pass_over(size(t), tiles[t], shape, packed, b * KEYS, scaling);
         any = true;
+        if (unseen<T>(tiles[t].sinks, tiles[t].begin[0], b)) continue;
+        pass_over(size(t), tiles[t], shape, packed, b * KEYS, scaling);
       }
       if (!any) return;
     }
@@ -86,8 +104,11 @@ struct Cut {
 template <class T> void pack_all(const PrefillCall& call, float* packed, Shares& packs) {
   Shape shape = shape_of<T>(call);
   for (long from, to; packs.take(from, to);)
-    for (long i = from; i < to; i++)
-      pack<T>(call, shape, i / shape.blocks, i % shape.blocks * KEYS, packed + i * shape.block);
+    for (long i = from; i < to; i++) {
+      long b = i % shape.blocks;
+      if (unseen<T>(call.sight.sinks, begin_of(call, 0), b / PASS<T> * PASS<T>)) continue;
+      pack<T>(call, shape, i / shape.blocks, b * KEYS, packed + i * shape.block);
+    }
 }
 
 template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads) {

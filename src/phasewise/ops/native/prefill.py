@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
+from phasewise.ops.native.spans import Seen
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
@@ -18,9 +19,10 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None =
 
 def causal(
     q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, seen: Seen | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the last R of N rows, row i seeing 0 .. N-R+i. -> [R, Hq, D]. The tensors must fit (`fits`).
+    """Attention of the last R of N rows, row i seeing 0 .. N-R+i, or what `seen` (without `seats`) leaves of them.
+    -> [R, Hq, D]. The tensors must fit (`fits`).
 
     Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
     row reads is the same bit for bit however the prompt is sliced. With `scales` bfloat16 [H, N], k and v are int8: a
@@ -41,5 +43,6 @@ def causal(
     else:
         call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
     call.frombytes(struct.pack("d", softcap or 0.0))
+    call.extend((0, 0, 0, 0) if seen is None else seen.words)
     kernels.prefill(call.buffer_info()[0])
     return out

@@ -13,12 +13,32 @@ from torch import Tensor
 from phasewise.ops.native import fit, library
 
 
+class Seen(NamedTuple):
+    """What rows see of the slots before them: `window` slots up to their own, and the first `sinks`.
+
+    `far` [R, Hq, D], contiguous, are the queries that read these first ones, where they are others than q. `seats`
+    int64 [R] are the slots that windows are counted from, where they are not those the rows lie in.
+    """
+
+    window: int
+    sinks: int = 0
+    far: Tensor | None = None
+    seats: Tensor | None = None
+
+    @property
+    def words(self) -> tuple[int, int, int, int]:
+        """As the kernels take it (Sight)."""
+        far, seats = (0 if x is None else x.data_ptr() for x in (self.far, self.seats))
+        return self.window, self.sinks, far, seats
+
+
 class Few(NamedTuple):
     """Rows q [R, Hq, D] that read k, v [H, N, D], the last R of the N being their own.
 
     `sees` bool [R, R] says which of its span's own slots a row reads; None: those before it, and itself. The N are the
     slots from `start` on, where those before are read from others (`Common`). With `scales` bfloat16 [H, N], keys and
-    values are int8: a row's numbers are its levels times its scale, in q's dtype.
+    values are int8: a row's numbers are its levels times its scale, in q's dtype. `seen` takes the place of a window of
+    the call; such spans are no members of commons.
     """
 
     q: Tensor
@@ -27,6 +47,7 @@ class Few(NamedTuple):
     sees: Tensor | None = None
     start: int = 0
     scales: tuple[Tensor, Tensor] | None = None
+    seen: Seen | None = None
 
 
 class Common(NamedTuple):
@@ -110,7 +131,7 @@ def attend(
     out_row, lse_row = heads_q * dim * kind.itemsize, 0 if lse is None else heads_q * 4
     words: list[int] = []
     kept: list[Tensor] = []  # copies that must outlive the call
-    for (q, k, v, sees, start, scales), reach in zip(spans, reaches(commons, len(spans))):
+    for (q, k, v, sees, start, scales, seen), reach in zip(spans, reaches(commons, len(spans))):
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
             kept.append(q)
@@ -126,6 +147,7 @@ def attend(
             words += (0, 0, 0, 0)
         else:
             words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
+        words += (0, 0, 0, 0) if seen is None else seen.words
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

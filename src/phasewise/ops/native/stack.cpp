@@ -12,6 +12,7 @@
 // The threads' common memory for one call.
 struct Room {
   bf16 *normed, *qkv, *read, *gate_up, *gated;
+  bf16* far;       // queries of sinks; null: none of the spans has any
   Span* spans;     // [layers of the call, spans]
   Shares* shares;  // [layers of the call, 4 + stages + 2 slices]: products, the stages of attention, the slices' two
   long stages, slices;
@@ -46,25 +47,37 @@ static bool is_slice(const StackSpan& span) { return span.rows > LONG && !span.s
 static long first_layer(const StackCall& call) { return call.from / 2; }
 static long layer_count(const StackCall& call) { return (call.to + 1) / 2 - first_layer(call); }
 
+static void turn_at(const StackCall& call, const Layer& layer, long place, bf16* head) {
+  const Turn& t = call.turns[layer.turn];
+  turn(head, t.cos + place * t.size, t.sin + place * t.size, t.size);
+}
+
+// Some normed queries as they read sinks.
+static void place_far(const StackCall& call, const Layer& layer, const StackSpan& own, const bf16* q, long local,
+                      long row, bf16* far) {
+  long seat = own.seats ? own.seats[local] : own.n - own.rows + local;
+  memcpy(far, q, call.heads_q * call.dim * 2);
+  for (long h = 0; h < call.heads_q && layer.turn >= 0; h++)
+    turn_at(call, layer, seat >= own.beyond ? own.near : call.positions[row], far + h * call.dim);
+}
+
 // One row's queries and keys normed and turned, its keys and values put into their slots.
-static void place(const StackCall& call, const Layer& layer, const Span* spans, bf16* qkv, long row) {
+static void place(const StackCall& call, const Layer& layer, const Room& room, const Span* spans, long row) {
   long b = 0, local = row;
   for (; local >= call.spans[b].rows; b++) local -= call.spans[b].rows;
   const Span& span = spans[b];
   long dim = call.dim, turned = call.heads_q + call.heads, slot = span.n - call.spans[b].rows + local;
+  bf16* qkv = room.qkv + row * (turned + call.heads) * dim;
   if (layer.whole) {
     long of_queries = call.heads_q * dim;
     normalise(qkv, layer.heads.weight, layer.heads.eps, of_queries, qkv);
     normalise(qkv + of_queries, layer.heads.weight + of_queries, layer.heads.eps, call.heads * dim, qkv + of_queries);
   }
-  for (long h = 0; h < turned; h++) {
-    bf16* head = qkv + h * dim;
-    if (layer.heads.weight && !layer.whole) normalise(head, layer.heads.weight + h * dim, layer.heads.eps, dim, head);
-    if (layer.turn >= 0) {
-      const Turn& t = call.turns[layer.turn];
-      turn(head, t.cos + call.positions[row] * t.size, t.sin + call.positions[row] * t.size, t.size);
-    }
-  }
+  for (long h = 0; h < turned && layer.heads.weight && !layer.whole; h++)
+    normalise(qkv + h * dim, layer.heads.weight + h * dim, layer.heads.eps, dim, qkv + h * dim);
+  if (call.spans[b].near >= 0)
+    place_far(call, layer, call.spans[b], qkv, local, row, room.far + row * call.heads_q * dim);
+  for (long h = 0; h < turned && layer.turn >= 0; h++) turn_at(call, layer, call.positions[row], qkv + h * dim);
   for (long h = 0; h < call.heads; h++) {
     long k = h * span.k_head + slot * span.k_row, v = h * span.v_head + slot * span.v_row;
     const bf16 *key = qkv + (call.heads_q + h) * dim, *value = qkv + (turned + h) * dim;
@@ -90,6 +103,8 @@ static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Spa
   slice.kind = BFLOAT, slice.threads = call.threads;
   slice.scale = layer.scale, slice.softcap = layer.softcap;
   if (!span) return slice;
+  slice.sight = span->sight;
+  if (!slice.sight.window) slice.sight.window = layer.window;
   slice.q = span->q, slice.q_row = span->q_row, slice.q_head = call.dim, slice.out = span->out;
   slice.k = span->k, slice.k_head = span->k_head, slice.k_row = span->k_row;
   slice.v = span->v, slice.v_head = span->v_head, slice.v_row = span->v_row;
@@ -176,10 +191,9 @@ static void run_first_half(const Stage& stage, long index) {
   const Layer& layer = call.layers[first_layer(call) + index];
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
-  long wide = (call.heads_q + 2 * call.heads) * call.dim;
   bf16* in = norm(stage, layer.before_attention);
   stage.product(layer, layer.qkv, in, call.hidden, nullptr, room.qkv, shares_of(room, index));
-  stage.rows([&](long r) { place(call, layer, spans, room.qkv + r * wide, r); });
+  stage.rows([&](long r) { place(call, layer, room, spans, r); });
 }
 
 static void run_second_half(const Stage& stage, long index) {
@@ -222,6 +236,7 @@ static void fill_spans(const StackCall& call, const Room& room) {
       span.k_scale_head = span.v_scale_head = planes[5];
       span.q = room.qkv + row * wide, span.q_row = wide;
       span.out = room.read + row * call.heads_q * call.dim;
+      span.sight = {own.window, own.sinks, own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim, own.seats};
       row += own.rows;
     }
   }
@@ -248,6 +263,9 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
   room.normed = (bf16*)take(at, rows * call.hidden * 2);
   room.qkv = call.qkv ? call.qkv : (bf16*)take(at, rows * (call.heads_q + 2 * call.heads) * call.dim * 2);
   room.read = call.read ? call.read : (bf16*)take(at, rows * call.heads_q * call.dim * 2);
+  bool far = false;
+  for (long b = 0; b < call.span_count; b++) far = far || call.spans[b].near >= 0;
+  room.far = call.far ? call.far : far ? (bf16*)take(at, rows * call.heads_q * call.dim * 2) : nullptr;
   room.gate_up = (bf16*)take(at, rows * 2 * inner * 2);
   room.gated = (bf16*)take(at, rows * inner * 2);
   room.spans = (Span*)take(at, layer_count(call) * call.span_count * sizeof(Span));

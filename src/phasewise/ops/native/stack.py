@@ -15,7 +15,7 @@ from phasewise.ops.native import library
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
-PER_CALL = struct.Struct("=11q")  # the end of StackCall
+PER_CALL = struct.Struct("=12q")  # the end of StackCall
 SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
 
 
@@ -80,12 +80,35 @@ class StackSpan(NamedTuple):
 
     `planes` is the address of int64 [layers, 6]: addresses of the keys and the values [H, cap, D], cap * D, then 0, 0,
     0; or, where these are int8, the addresses of their scales bfloat16 [H, cap], and cap.
+
+    With a `window`, rows see so many slots and the first `sinks` (see Seen), counted from `seats` where given. Rows
+    seated from slot `beyond` on read the sinks as if they stood at place `near` of the turns; -1: all read them alike.
     """
 
     n: int
     rows: int
     sees: Tensor | None
     planes: int
+    window: int = 0
+    sinks: int = 0
+    near: int = -1
+    beyond: int = 0
+    seats: array[int] | None = None
+
+    @property
+    def reads(self) -> int:
+        """How many slots some of its rows see."""
+        start = self.n - self.rows + 1 - self.window  # of the first row's window
+        return self.n - max(0, start - self.sinks) if self.window else self.n
+
+    @property
+    def words(self) -> tuple[int, int, int, int, int]:
+        seats = 0 if self.seats is None else self.seats.buffer_info()[0]
+        return self.window, self.sinks, self.near, self.beyond, seats
+
+
+WORDS = 11  # of a span in the call
+DONE = 5  # which of them says so
 
 
 class _Ready:
@@ -175,10 +198,11 @@ class Stack:
         self, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], x: Tensor,
         commons: Sequence[Common] = (),
     ) -> None:  # fmt: skip
-        """`numbers` int64 [2 T]: tokens, then their positions, all within the tables of `turns`. Writes x.
+        """`numbers` int64 [2 T]: tokens, then their places in the tables of `turns`. Writes x.
 
-        No layer's window may hide slots of `commons`, nor any of a span of more than SLICE rows; none of those are
-        members of `commons`. Raises IndexError for a token that has no embedding, and nothing is written.
+        No layer's window may hide slots of `commons`, nor any of a span that has a window; spans that have one, or more
+        than SLICE rows, are no members of `commons`. Raises IndexError for a token that has no embedding, and
+        nothing is written.
         """
         Halves(self, numbers, turns, spans, Rows(x), commons).upto(2 * self.count)
 
@@ -197,11 +221,12 @@ class Stack:
 
 class Rows(NamedTuple):
     """What a pass writes: x bfloat16 [T, d]; and, if it stops in between, what the layer under way goes on from: qkv
-    bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D]."""
+    bfloat16 [T, Hq + 2 H, D], read bfloat16 [T, Hq, D], far [T, Hq, D] (queries of sinks)."""
 
     x: Tensor
     qkv: Tensor | None = None
     read: Tensor | None = None
+    far: Tensor | None = None
 
 
 class Halves:
@@ -212,7 +237,7 @@ class Halves:
     others.
     """
 
-    __slots__ = ("_at", "_embedded", "_numbers", "_rows", "_shared", "_stack", "_table", "_turns", "x")
+    __slots__ = ("_at", "_embedded", "_numbers", "_rows", "_shared", "_spans", "_stack", "_table", "_turns", "x")
 
     def __init__(
         self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: Rows,
@@ -220,14 +245,16 @@ class Halves:
     ) -> None:  # fmt: skip
         self.x, self._stack, self._numbers, self._turns = rows.x, stack, numbers, turns
         self._rows, self._embedded, self._at = rows, False, 0
+        self._spans = spans  # whose seats the table has the addresses of
         self._shared, self._table = Table(commons), array("q")
-        for (n, own, sees, planes), reach in zip(spans, reaches(commons, len(spans))):
-            self._table.extend((n, own, 0 if sees is None else sees.data_ptr(), reach, planes, 0))
+        for span, reach in zip(spans, reaches(commons, len(spans))):
+            sees = 0 if span.sees is None else span.sees.data_ptr()
+            self._table.extend((span.n, span.rows, sees, reach, span.planes, 0, *span.words))
 
     @property
     def between(self) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq, D] of the layer under way, and where `done` spans put what they read [T, Hq, D]."""
-        _, qkv, read = self._rows
+        _, qkv, read, _ = self._rows
         assert qkv is not None and read is not None
         return qkv[:, : read.shape[1]], read
 
@@ -238,7 +265,7 @@ class Halves:
 
     def done(self, span: int) -> None:
         """Until the next stop."""
-        self._table[6 * span + 5] = 1
+        self._table[WORDS * span + DONE] = 1
 
     def upto(self, half: int) -> None:
         """Run the halves before `half` that have not run. Raises IndexError for a token that has no embedding."""
@@ -246,15 +273,15 @@ class Halves:
             return
         tokens, words = self._numbers.buffer_info()
         given = self._at > 0 or self._embedded
-        qkv, read = (0 if each is None else each.data_ptr() for each in self._rows[1:])
-        count = len(self._table) // 6
+        room = [0 if each is None else each.data_ptr() for each in self._rows[1:]]
+        count = len(self._table) // WORDS
         ran = self._stack.run(
             self.x, self._turns.address, 0 if given else tokens, tokens + 4 * words, self._table.buffer_info()[0],
-            count, self._shared.address, self._shared.count, self._at, half, qkv, read,
+            count, self._shared.address, self._shared.count, self._at, half, *room,
         )  # fmt: skip
         if not ran:
             wrong = self._numbers[: words // 2].tolist()
             raise IndexError(f"tokens {wrong} are not all among the {self._stack.vocab} of the model")
         self._at = half
-        if qkv:
-            self._table[5::6] = array("q", bytes(8 * count))
+        if room[0]:
+            self._table[DONE::WORDS] = array("q", bytes(8 * count))

@@ -1,0 +1,52 @@
+"""What the rows of a phase see of the cached ones, said as data: then nobody has to be asked inside a layer."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phasewise.ops.native.stack import StackSpan
+
+if TYPE_CHECKING:
+    from phasewise.kv.contiguous import ContiguousView
+    from phasewise.step.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A row sees the first `sinks` positions and the last `window` ones, its own included.
+
+    `moved`: a row that has lost some of those between reads the sinks as if it stood at position sinks + window - 1,
+    so that they lie right before its window.
+    """
+
+    sinks: int
+    window: int
+    moved: bool
+
+    def hides(self, span: Span) -> bool:
+        """Whether a row of the span does not see all before it."""
+        positions = span.positions
+        last = positions[-1] if isinstance(positions, range) else max(positions)
+        return last >= self.sinks + self.window
+
+    def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
+        """`whole`, which sees everything, as it is with this sight; `near` is still a position, no place in the turns.
+
+        None where the native step cannot tell by slots what is seen: the cached rows are others than the sinks and then
+        consecutive positions, or the span's own rows lie further apart than the window reaches.
+        """
+        first = span.positions[0]
+        if not flat.lined(self.sinks, first):
+            return None
+        lost, seats = first - flat.n, None  # a row's position is that much larger than its slot
+        if span.sees is not None:
+            seats = array("q", (position - lost for position in span.positions))
+            if max(seats) - min(seats) >= self.window:
+                return None
+        elif span.positions[-1] - first != span.rows - 1:
+            return None
+        near = self.sinks + self.window - 1 if self.moved and self.sinks else -1
+        beyond = max(0, self.sinks + self.window - lost)
+        return whole._replace(window=self.window, sinks=self.sinks, near=near, beyond=beyond, seats=seats)

@@ -1,0 +1,74 @@
+"""Windows with sinks in native steps: as the open path reads them, for prompts, tokens and draft trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.bench.drive import Bench
+from phasewise.engine.limits import Limits
+from phasewise.model.model import Model
+from phasewise.ops import native
+from tests import tiny
+from tests.engine.test_native_steps import Follows
+from tests.watched import passes
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
+PROMPT, TOKENS = 330, 120
+
+
+SMALL = tiny.checkpoint(hidden=64)
+
+
+def loaded() -> Model:
+    return Model.load(SMALL, dtype=torch.bfloat16)
+
+
+def far(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+def written(model: Model, verbs: dict[str, str | None], prompt: int = PROMPT) -> tuple[Tensor, int]:
+    """Logits of TOKENS tokens of one text after a prompt, and the bytes of KV that were read."""
+    text = tiny.prompts(prompt + TOKENS + 8)[0]
+    follows = Follows(text)
+    engine = Bench(model).engine({"schedule": "prefill_first"} | verbs, Limits(prefix_cache=False), sample=follows)
+    tiny.run(engine, [list(text[:prompt])], tiny.greedy(TOKENS))
+    return torch.cat(follows.seen)[:TOKENS], engine.counters.kv_bytes_read
+
+
+@pytest.mark.parametrize("prompt", [30, 60, PROMPT])
+@pytest.mark.parametrize("store", ["slab", "int8"])
+@pytest.mark.parametrize("evict", ["streaming:sinks=4,window=28", "streaming:sinks=0,window=70",
+                                   "streaming:sinks=3,window=40,positions=text"])  # fmt: skip
+def test_sinks_and_windows_are_read_as_the_open_path_reads_them(
+    evict: str, store: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made = loaded(), passes(monkeypatch)
+    whole, read = written(model, {"evict": evict, "store": store}, prompt)
+    assert len(made) == TOKENS and all(each.whole for each in made), "a step was no native call"
+    dense, all_of_it = written(model, {"store": store}, prompt)
+    monkeypatch.setattr(model, "stack", None)
+    opened, same = written(model, {"evict": evict, "store": store}, prompt)
+    exact, _ = written(Model.load(SMALL, dtype=torch.float32), {"evict": evict, "store": store}, prompt)
+    assert read < same < all_of_it, "what a step does not see is not read"
+    assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup:k=4"])
+def test_draft_trees_over_sinks(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that come true and others: the same tokens as one by one, in native steps."""
+    model, prompts = loaded(), tiny.prompts(90, 40)
+    prompts = [prompt + prompt[:30] for prompt in prompts]
+    verbs = {"evict": "streaming:sinks=3,window=25", "schedule": "prefill_first"}
+
+    def outs(**more: str) -> list[list[int]]:
+        return tiny.outs(tiny.run(tiny.engine(verbs | more, of=model), prompts, tiny.greedy(60)))
+
+    plain = outs()
+    made = passes(monkeypatch)
+    drafted = outs(draft=draft)
+    assert made and all(each.whole for each in made)
+    agree = sum(a == b for one, two in zip(plain, drafted) for a, b in zip(one, two))
+    assert agree > 0.9 * sum(map(len, plain)), "more than near-ties fell the other way"
