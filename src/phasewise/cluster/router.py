@@ -121,7 +121,7 @@ class Router:
         if request.id in self.flights:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         for front in self.fronts:
-            front.check(request)
+            front.check(request, self.reach(request.recipe))
         request.trace.arrived = self.clock()
         parent = None if request.parent is None else self.flights.get(request.parent.id)
         if parent is not None and not parent.held and parent.computing:
@@ -130,6 +130,10 @@ class Router:
         else:
             self.flights[request.id] = flight = InFlight(request, self._start_of(request), next(self._attempts))
             self._begin(flight)
+
+    def reach(self, recipe: str) -> int:
+        """Texts beyond the context are for one engine alone."""
+        return self.model.config.max_positions
 
     def cancel(self, request: Request) -> bool:
         flight = self.flights.get(request.id)

@@ -87,9 +87,15 @@ class Engine:
         """What the request is computed with."""
         return self.recipes[request.recipe]
 
-    def check(self, request: Request) -> None:
-        """Raise UserError if the request can never run here. A `max_tokens` beyond the model's context means as many as
-        fit, in the context and in the KV budget: it is cut to that."""
+    def reach(self, recipe: str) -> int:
+        """Positions that a text may have with a recipe: the model's context, or more where its methods carry that."""
+        config = self.model.config
+        endless = all(rope.fixed for rope in config.ropes) and not self._departs
+        return self.recipes[recipe].reach(config.max_positions) if endless else config.max_positions
+
+    def check(self, request: Request, reach: int | None = None) -> None:
+        """Raise UserError if the request can never run here. A `max_tokens` beyond its `reach` means as many as fit, in
+        that and in the KV budget: it is cut to them."""
         config, limit = self.model.config, self.ledger.limit
         if request.left is not None:
             raise UserError(f"request {request.id!r} has already left: make a new Request to run it again")
@@ -104,13 +110,14 @@ class Engine:
         bad = next((t for t in request.params.logit_bias if not 0 <= t < config.vocab), None)
         if bad is not None:
             raise UserError(f"logit_bias names token id {bad}: ids must lie in [0, {config.vocab})")
-        if request.prompt_len >= config.max_positions:
+        reach = self.reach(request.recipe) if reach is None else reach
+        if request.prompt_len >= reach:
             raise UserError(
-                f"the prompt has {request.prompt_len} tokens, but the model's context is {config.max_positions}: "
-                f"shorten it to at most {config.max_positions - 1}"
+                f"the prompt has {request.prompt_len} tokens, but the model's context is {reach}: "
+                f"shorten it to at most {reach - 1}{self._why(runtime)}"
             )
-        if request.limit > config.max_positions:
-            most = config.max_positions if self._departs else self._longest(runtime)
+        if request.limit > reach:
+            most = reach if self._departs else self._longest(runtime, reach)
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
         tokens = (request.prompt_len if self._departs else request.limit) + MARGIN
         if runtime.need(tokens) > limit:
@@ -119,11 +126,24 @@ class Engine:
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
 
-    def _longest(self, runtime: Runtime) -> int:
-        """Tokens one request may hold: the model's context, or fewer where the KV budget ends."""
-        most = self.model.config.max_positions
-        whole = rounded(most)  # what is kept beside rows may begin at some length: no less than its share of the whole
-        return min(most, self.ledger.limit * whole // runtime.need(whole) // ROUND * ROUND - MARGIN)
+    def _why(self, runtime: Runtime) -> str:
+        """What keeps texts within the context although their methods would carry them further."""
+        context = self.model.config.max_positions
+        schemes = {rope.scheme for rope in self.model.config.ropes if not rope.fixed}
+        if not schemes or runtime.reach(context) <= context:
+            return ""
+        return (
+            f" (its rope scaling {', '.join(sorted(schemes))!r} depends on the length, so texts cannot go on beyond it)"
+        )
+
+    def _longest(self, runtime: Runtime, reach: int) -> int:
+        """Tokens one request may have: `reach`, or fewer where the KV budget ends."""
+        if runtime.need(reach + MARGIN) <= self.ledger.limit:
+            return reach
+        whole = rounded(self.model.config.max_positions)
+        # rows are bounded or not, and what is kept beside them may begin at some length: the least that either leaves
+        fit = min(self.ledger.limit * rows // runtime.need(rows) // ROUND * ROUND for rows in (ROUND, whole))
+        return min(reach, fit - MARGIN)
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
@@ -181,7 +201,8 @@ class Engine:
         return request.departs or self._departs
 
     def _admit(self) -> None:
-        """First come first served: open KV for the whole prompt, stop at the first request that finds no room."""
+        """First come first served: open KV for what a request will hold of its prompt, stop at the first that finds no
+        room."""
         for request in list(self.waiting):
             if request.parent is not None and self._may_fork(request.parent):
                 continue
@@ -190,7 +211,7 @@ class Engine:
             if len(self.running) >= self.parts.max_running or not self.prefixes.room(runtime.need(tokens)):
                 return
             try:
-                request.kv = runtime.store.open(request, tokens)
+                request.kv = runtime.store.open(request, runtime.held(tokens))
             except Exception as error:
                 self._fail(request, error)
                 continue
@@ -211,7 +232,9 @@ class Engine:
             try:
                 under_way = request.slice
                 if under_way is None:
-                    request.rows = self.recipes[request.recipe].phase(request).decode.rows(request)
+                    runtime = self.recipes[request.recipe]
+                    rows = runtime.phase(request).decode.rows(request)
+                    request.rows = rows if runtime.most is None else min(rows, runtime.most)
                 else:
                     request.rows = under_way.rows
             except Exception as error:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from phasewise.verbs.host import ENDLESS
+
 if TYPE_CHECKING:
     from phasewise.kv.store import Store
     from phasewise.model.model import Model
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from phasewise.speculation.companion import Companion
     from phasewise.step.phase import Phase
     from phasewise.verbs.schedule import Scheduler
+
+
+PIECE = 512  # rows
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +37,35 @@ class Runtime:
                 return phase
         raise AssertionError(f"{request} is in no phase of this engine")
 
+    @property
+    def most(self) -> int | None:
+        """Rows that a request may bring to a step, where that decides what it ever holds; None: as many as it likes."""
+        return PIECE if all(hasattr(phase.evict, "most") for phase in self.phases) else None
+
+    def held(self, tokens: int) -> int:
+        """Rows of KV that a request of `tokens` tokens holds at most."""
+        if self.most is None:
+            return tokens
+        left = [int(phase.evict.most(tokens)) for phase in self.phases]  # type: ignore[union-attr]
+        return min(tokens, self.most + max(left))
+
+    def reach(self, context: int) -> int:
+        """Positions that a text may have, where the model's context is `context`."""
+        if self.companions:
+            return context  # theirs are those of their own models
+        found = ENDLESS
+        for phase in self.phases:
+            acting: list[object] = [phase.decode, phase.evict]  # with no evict method, the KV is for the context
+            acting += [] if phase.skip is None else [phase.skip]
+            acting += [] if getattr(phase.attend, "everything", False) else [phase.attend]
+            for method in acting:
+                say = getattr(method, "reach", None)
+                found = min(found, context if say is None else say(context))
+        return found
+
     def need(self, tokens: int) -> int:
         """Bytes of KV for `tokens` tokens of one request, companions included."""
-        return self.store.cost(tokens) + sum(companion.store.cost(tokens) for companion in self.companions)
+        return self.store.cost(self.held(tokens)) + sum(companion.store.cost(tokens) for companion in self.companions)
 
 
 @dataclass

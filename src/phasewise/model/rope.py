@@ -20,6 +20,12 @@ class Rope:
 
     inverse: tuple[float, ...]
     scale: float = 1.0
+    scheme: str = "default"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the frequencies are the same for texts of all lengths."""
+        return self.scheme not in ("dynamic", "longrope", "su")
 
     @property
     def dim(self) -> int:
@@ -170,7 +176,7 @@ def context_limits(settings: Mapping[str, Any], trained: int, original: int) -> 
 
 def make_rope(request: RopeRequest) -> Rope:
     inverse, scale = SCHEMES[scheme_name(request.settings)](request)
-    return Rope(tuple(inverse.tolist()), scale)
+    return Rope(tuple(inverse.tolist()), scale, scheme_name(request.settings))
 
 
 Tables = tuple[tuple[Tensor, Tensor], ...]

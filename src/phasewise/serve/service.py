@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -122,7 +123,8 @@ class Service:
             return json_response(wire.body(answer, pieces))
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
-        params, asked, context = ask.params(), ask.limit(), self.llm.model.config.max_positions
+        slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
+        params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
         longest = max(map(len, prompts))
         if longest >= context or (asked is not None and longest + asked > context):
             raise ApiError(
@@ -133,7 +135,9 @@ class Service:
             )  # fmt: skip
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_tokens)
-        slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
+        own = self.llm.model.config.max_positions
+        if asked is None and context > own:  # such an answer ends with the context, or is one long
+            params = replace(params, max_tokens=own - longest if longest < own else own)
         return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe)
 
     def _recipe(self, name: str | None) -> str:

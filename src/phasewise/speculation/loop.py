@@ -74,6 +74,11 @@ class Speculation:
         if companion is not None:
             companion.optional = self._sized
 
+    def reach(self, context: int) -> int:
+        """What drafts are made with says for itself: second models end texts where their context ends."""
+        say = getattr(self.drafter, "reach", None)
+        return context if say is None else int(say(context))
+
     def whole(self, request: Request) -> bool:
         """Whether its guesses have to be made, and in full, whatever the load."""
         if self.matches == "point":

@@ -23,6 +23,8 @@ class Evict(Protocol):
     Optional:
         looks(span: Span) -> bool  -- whether `observe` and `view` have anything to do for this span; if not, they are
             not asked, and its step need not be halved. It must depend on the span and its request alone
+        most(total: int) -> int  -- how many rows it ever leaves of a text of `total` tokens, where that is known: a
+            request then needs no memory for all of them, and its prompt comes in pieces
         sight: Sight  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing to do:
             native steps then see that much and ask nobody, as long as all heads and layers keep the same rows, the
             first ones and then consecutive ones. `view` is still asked on the open path

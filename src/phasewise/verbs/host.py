@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from phasewise.verbs.sample import Sample
 
 
+ENDLESS = (1 << 31) - 1  # positions
+
+
 class Method(Protocol):
     """Any verb: a frozen dataclass whose fields are its knobs. Its class attributes say what it promises and needs.
 
@@ -33,6 +36,9 @@ class Method(Protocol):
         untrained: dict  -- of a method that needs training: knob values at which it works without, at the same price
         tight: dict  -- knob values at which it bites within a few dozen tokens: the laws are tested there
         fork() -> drawer  -- of an object in a drawer: its copy for a fork of the request, else a deep copy
+        reach(context: int) -> int  -- of a runtime of decode, draft, attend, evict or skip: how many positions a text
+            may have with it, where that may be more than the model's context; ENDLESS where it sets no bound itself.
+            Texts go beyond the context where a recipe's evict method carries them and no other sets a bound
         close() -> None  -- of an object in a drawer: told when the request gives the drawer up
     """
 

@@ -10,7 +10,7 @@ from phasewise.speculation.loop import pending, slices
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome, draw_outcomes
-from phasewise.verbs.host import Host
+from phasewise.verbs.host import ENDLESS, Host
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class _Autoregressive:
 
     def __init__(self, host: Host) -> None:
         self.host = host
+
+    def reach(self, context: int) -> int:
+        return ENDLESS
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         return draw_outcomes(self.host, spans, hidden)

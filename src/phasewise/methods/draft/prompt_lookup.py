@@ -14,6 +14,7 @@ from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.host import ENDLESS
 
 CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
 NEAR = 4  # matches looked at per branch wanted
@@ -45,6 +46,9 @@ class PromptLookup:
 
     def size(self, request: Request) -> int:
         return min(self.k, headroom(request)) * self.branches
+
+    def reach(self, context: int) -> int:
+        return ENDLESS
 
     def draws(self, request: Request) -> bool:
         return False

@@ -1,7 +1,7 @@
 """Attention sinks and a moving window: long texts in constant memory (StreamingLLM, arXiv 2309.17453).
 
 Promises dense attention's results until a row has more than `sinks + window` rows to see, and bytes that never grow
-after. It is not a longer context: what has left the window is gone. Nor is it, here, an endless one: see *Left out*.
+after, however long the text. It is not a longer context: what has left the window is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
 from phasewise.step.sight import Sight
-from phasewise.verbs.host import Host
+from phasewise.verbs.host import ENDLESS, Host
 
 EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
 
@@ -27,9 +27,9 @@ class Streaming:
 
     With positions "cache", the paper's, a row's distance to a sink is counted within the cache: the window keeps its
     rotation and the sinks are read as if they stood right before it. With "text" every row keeps its place in the text,
-    which is meaningful within the trained length only. Left out: texts beyond the model's context, which are what the
-    paper is about: the engine refuses them, although positions "cache" would allow them; and models trained with a sink
-    of their own.
+    which is meaningful within the trained length only; so the model's context ends there. With "cache", or without
+    sinks, texts go on beyond it, prompts as well as answers, as long as sinks and window fit into it. Left out: models
+    trained with a sink of their own; models with windows of their own take the open path.
     """
 
     sinks: int = 4
@@ -71,6 +71,14 @@ class _Streaming:
             return View(mask)
         beyond = (at[:, 0] - (self.sinks + self.window - 1)).clamp_min(0)  # [R]: rows given up before this one
         return View(mask, (torch.nonzero(rows[0, 0] < self.sinks)[:, 0], beyond))
+
+    def most(self, total: int) -> int:
+        return self.sinks + self.window + EVERY
+
+    def reach(self, context: int) -> int:
+        """No row sees another as further away than the window is long."""
+        near = self.shifts or not self.sinks
+        return ENDLESS if near and self.sinks + self.window <= context else context
 
     def due(self, request: Request) -> bool:
         return self._first(request) - int(request.state.get("streaming", self.sinks)) >= EVERY
