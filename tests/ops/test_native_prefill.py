@@ -69,11 +69,11 @@ def test_capped_scores(softcap: float, kind: torch.dtype) -> None:
     for scale in (0.01, 0.3, 2.0):
         for rows, n in CASES:
             q, k, v = make((6, 2, 40), rows, n, kind)
-            out, want = prefill.causal(q, k, v, scale, softcap=softcap), exact(q, k, v, scale, softcap)
+            out, want = prefill.causal(q, k, v, (scale, softcap)), exact(q, k, v, scale, softcap)
             most = tolerance * float(want.abs().max())
             torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=most)
-            part = prefill.causal(q[: rows // 2], k[:, : n - rows + rows // 2], v[:, : n - rows + rows // 2], scale,
-                                  softcap=softcap)  # fmt: skip
+            seen = n - rows + rows // 2
+            part = prefill.causal(q[: rows // 2], k[:, :seen], v[:, :seen], (scale, softcap))
             assert torch.equal(part, out[: rows // 2])
 
 

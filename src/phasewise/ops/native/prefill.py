@@ -18,31 +18,32 @@ def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None =
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None,
-    softcap: float | None = None, seen: Seen | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | tuple[float, float], scales: tuple[Tensor, Tensor] | None = None,
+    seen: Seen | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the last R of N rows, row i seeing 0 .. N-R+i, or what `seen` (without `seats`) leaves of them.
     -> [R, Hq, D]. The tensors must fit (`fits`).
 
     Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
     row reads is the same bit for bit however the prompt is sliced. With `scales` bfloat16 [H, N], k and v are int8: a
-    row's numbers are its levels times its scale, in q's dtype. With a `softcap`, a score s becomes
+    row's numbers are its levels times its scale, in q's dtype. `scale` may come with a softcap: a score s becomes
     softcap tanh(s / softcap).
     """
     kernels = library()
     assert kernels is not None
     rows, heads_q, dim = q.shape
     heads, n, _ = k.shape
+    of_scores, softcap = scale if isinstance(scale, tuple) else (scale, 0.0)
     out = torch.empty((rows, heads_q, dim), dtype=q.dtype)
     call = array("q", (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()))
     call.extend((*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], n, rows, heads_q, heads, dim))
     call.extend((fit.KIND[q.dtype], torch.get_num_threads()))
-    call.frombytes(struct.pack("d", scale))
+    call.frombytes(struct.pack("d", of_scores))
     if scales is None:
         call.extend((0, 0, 0, 0))
     else:
         call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
-    call.frombytes(struct.pack("d", softcap or 0.0))
+    call.frombytes(struct.pack("d", softcap))
     call.extend((0, 0, 0, 0) if seen is None else seen.words)
     kernels.prefill(call.buffer_info()[0])
     return out

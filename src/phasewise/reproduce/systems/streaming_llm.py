@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
+from phasewise.bench.forced import STRETCH, Forced, write
 from phasewise.methods.evict.streaming import EVERY
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, play
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import Asked, code_ids
 
 SINKS, WINDOW, TIMES = 4, 252, 20
+FLAT = 0.05  # nats per token
 ON = Setting({"evict": f"streaming:sinks={SINKS},window={WINDOW}"})
+
+
+NONE = Setting({"evict": f"streaming:sinks=0,window={SINKS + WINDOW}"})
 
 
 def long(asked: Asked) -> list[Entry]:
@@ -34,6 +40,27 @@ def stream(lab: Lab) -> Tried:
     return Tried(written == 64, f"{written} tokens after a text of {length - 64:,}")
 
 
+def flat(lab: Lab) -> Tried:
+    """Stretches of code after one context of text and after twenty (two, in a quick run); and without sinks."""
+    ids, context = code_ids(), lab.model("pocket").config.max_positions
+    times, stretches = (2, 1) if lab.scale.quick else (TIMES, 4)
+    if lab.model("pocket").config.vocab <= max(ids):
+        return Tried(False, "no code in this model's tokens")
+    ends = [times * context + i * (len(ids) - times * context) // stretches for i in range(stretches)]
+
+    def losses(setting: Setting, contexts: int) -> list[float]:
+        texts, forced = [ids[end - contexts * context : end] for end in ends], Forced()
+        with lab.engine(setting, sample=forced) as engine:
+            written = write(engine, forced, [(text, len(text) - STRETCH) for text in texts])
+        return [statistics.fmean(each.nats) for each in written]
+
+    near, far, bare = losses(ON, 1), losses(ON, times), losses(NONE, times)
+    grown = statistics.fmean(b - a for a, b in zip(near, far))
+    worse = statistics.fmean(b - a for a, b in zip(far, bare))
+    said = f"{grown:+.3f} nats per token after {times} contexts ({worse:+.3f} without sinks)"
+    return Tried(abs(grown) <= FLAT, said)
+
+
 SYSTEM = System(
     title="StreamingLLM",
     paper=Paper("Efficient Streaming Language Models with Attention Sinks", "2309.17453"),
@@ -44,7 +71,7 @@ SYSTEM = System(
                 "models that have learned to attend to their first tokens"),
     method=ON,
     baseline=Setting(),
-    control=Setting({"evict": f"streaming:sinks=0,window={SINKS + WINDOW}"}),
+    control=NONE,
     control_is="a plain window of as many rows, without sinks",
     load=long,
     counters=(
@@ -54,7 +81,10 @@ SYSTEM = System(
     ),
     savings=(Saving("KV bytes held, at most", lambda case, run: loads.held(run), "baseline", 1.4),),
     quality=Quality(("code",), allowed=0.1, examples=10, window=640),
-    attempts=(Attempt("claim", "a text of twenty times the context", "64 further tokens", stream),),
+    attempts=(
+        Attempt("claim", "a text of twenty times the context", "64 further tokens", stream),
+        Attempt("claim", "loss of code after one context of text and after twenty", f"within {FLAT} nats", flat),
+    ),
     timings=(
         Timing("time per token, against computing the window afresh", 1.0, loads.per_token,
                settings={"baseline": replace(Setting(), most=1, load=recomputed)}),
