@@ -72,3 +72,20 @@ def test_draft_trees_over_sinks(draft: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert made and all(each.whole for each in made)
     agree = sum(a == b for one, two in zip(plain, drafted) for a, b in zip(one, two))
     assert agree > 0.9 * sum(map(len, plain)), "more than near-ties fell the other way"
+
+
+@pytest.mark.parametrize("evict", ["streaming:sinks=4,window=28", "streaming:sinks=0,window=70"])
+def test_beyond_the_tables_of_rotations(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of more than one and a half contexts, whose last rows have turns of their own; company changes no bit."""
+    model, prompt = loaded(), 1500
+    made = passes(monkeypatch)
+    whole, _ = written(model, {"evict": evict}, prompt)
+    assert model.config.max_positions < prompt and all(each.whole for each in made)
+    monkeypatch.setattr(model, "stack", None)
+    opened, _ = written(model, {"evict": evict}, prompt)
+    exact, _ = written(Model.load(SMALL, dtype=torch.float32), {"evict": evict}, prompt)
+    assert far(whole, exact) < 1.2 * far(opened, exact) < 0.3
+    monkeypatch.undo()
+    verbs, prompts = {"evict": evict, "schedule": "prefill_first"}, tiny.prompts(1500, 40, 1000)
+    alone = [tiny.outs(tiny.run(tiny.engine(verbs, of=model), [p], tiny.greedy(60)))[0] for p in prompts]
+    assert tiny.outs(tiny.run(tiny.engine(verbs, of=model), prompts, tiny.greedy(60))) == alone
