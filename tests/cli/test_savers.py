@@ -73,7 +73,7 @@ def test_a_shape_is_random_weights_with_just_enough_context(cli: Cli, monkeypatc
     ("words", "says"),
     [
         (("--model", "pokcet"), "pocket"),
-        (("--model", str(tiny.checkpoint()), "--tokens", 1020), "lower --tokens to at most 926"),
+        (("--model", "TINY", "--tokens", 1020), "lower --tokens to at most 926"),
         (("--batch", "4,4"), "batch="),
         (("--batch", "0"), "batch="),
         (("--shape", "8by512"), "LAYERSxHIDDEN"),
@@ -85,7 +85,7 @@ def test_a_shape_is_random_weights_with_just_enough_context(cli: Cli, monkeypatc
     ids=str,
 )
 def test_mistakes_are_named(cli: Cli, words: tuple[Any, ...], says: str) -> None:
-    said = cli("bench", "savers", *words)
+    said = cli("bench", "savers", *(tiny.checkpoint() if word == "TINY" else word for word in words))
     assert said.code == 2 and says in said.err
 
 
