@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class Rope:
 
     inverse: tuple[float, ...]
     scale: float = 1.0
-    scheme: str = "default"
+    scheme: str = field(default="default", compare=False)  # by which these were found
 
     @property
     def fixed(self) -> bool:
