@@ -25,6 +25,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from phasewise.errors import UserError
 from phasewise.train.dense import Block, Dense, losses
 from phasewise.train.log import Log
+from phasewise.train.memory import keep_freed_memory
 from phasewise.train.mixture import Mixture, Stage
 
 TASK_WEIGHT = 2.0
@@ -195,6 +196,7 @@ def fit(
     `saved` is called after every checkpoint. Raises FloatingPointError when the loss is no number any more.
     """
     out.mkdir(parents=True, exist_ok=True)
+    keep_freed_memory()
     plan = list(recipe.steps())
     last_save = time.monotonic()
     with Log(out / "losses.csv", run.step) as log, _bar() as bar:
