@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -203,8 +202,7 @@ def batched(llama: Path, file: Path, job: Job, number: int) -> Iterator[dict[str
             "-npp", str(length), "-ntg", str(new), "-npl", str(test.batch), "-t", threads, "-tb", threads,
             "--output-format", "jsonl",
         ]  # fmt: skip
-        path = {"LD_LIBRARY_PATH": str(program.parent)}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | path)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         value = lines[-1]["speed_tg" if test.kind == "decode" else "speed_pp"] if lines else None
         yield {"contender": LLAMA, "round": number, "test": name, "value": value}

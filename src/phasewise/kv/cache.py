@@ -43,9 +43,22 @@ class KV:
         return self.layers if walk is None else [self.layers[i] for i in walk]
 
     def written(self, positions: Sequence[int]) -> None:
-        """A native kernel has put this step's rows behind the committed ones in all layers of the last `flat`."""
-        assert self._flat is not None and not self._written
-        self._written = positions
+        """A native kernel has put this step's rows behind the committed ones in all layers of the last `flat`; behind
+        those that it has put there before, where rows of one tree come in pieces."""
+        assert self._flat is not None
+        before = self._written
+        if isinstance(before, range) and isinstance(positions, range) and before.stop == positions.start:
+            self._written = range(before.start, positions.stop)
+        else:
+            self._written = [*before, *positions] if before else positions
+
+    def spread(self) -> None:
+        """Rows that a native kernel has put there so far become rows that were appended, layer by layer."""
+        written, self._written = self._written, ()
+        if written:
+            for layer in self._of(self._walk):
+                layer.appended(written)
+            self._flat = None
 
     @property
     def bytes(self) -> int:
@@ -92,10 +105,9 @@ class KV:
             flat.advance(written[:rows])
             self.spare -= rows
             return
+        self._written = written
+        self.spread()
         self._flat = None  # skipped layers, or positions that are not slots
-        if written:
-            for layer in self._of(self._walk):
-                layer.appended(written)
         moved = 0
         for layer in self.layers:
             moved += layer.commit(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
+from phasewise.speculation.grown import Grown
 from phasewise.step.forward import forward
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
@@ -20,20 +22,40 @@ if TYPE_CHECKING:
     from phasewise.request.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """New nodes of one request's tree. `parents` number the nodes grown before; -1: below its last known token."""
+
+    request: Request
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
 class Follower:
     """What a companion holds of one request, in the request's drawer: KV of the request's first `base` tokens (which
-    never change again), then of the tokens in `tail`."""
+    never change again), then of the tokens in `tail`; then, uncommitted, of what was `grown` below these."""
 
     def __init__(self, kv: KV) -> None:
         self.kv = kv
         self.base = 0
         self.tail: list[int] = []
+        self.grown = Grown()
 
     @property
     def rows(self) -> int:
         return self.base + len(self.tail)
 
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Of what was grown, only the rows of the request's tokens stay."""
+        if not self.grown.tokens:
+            return
+        path = self.grown.path(tokens[self.rows :])
+        self.kv.commit(len(path) if path == list(range(len(path))) else path)
+        self.tail += [self.grown.tokens[node] for node in path]
+        self.grown = Grown()
+
     def fork(self) -> Follower:
+        self.settle([])
         twin = Follower(self.kv.fork())
         twin.base, twin.tail = self.base, list(self.tail)
         return twin
@@ -57,7 +79,7 @@ class Companion:
     # ---- memory
     def growth(self, request: Request, rows: int) -> int:
         """Bytes that following `rows` tokens would take from the budget."""
-        follower: Follower | None = request.state.get(self.name)
+        follower = self._held(request)
         return self.store.cost(rows) if follower is None else follower.kv.growth(max(1, rows - follower.rows))
 
     def reserve(self, request: Request, rows: int) -> bool:
@@ -71,7 +93,7 @@ class Companion:
     # ---- computing
     def lag(self, request: Request) -> int:
         """How many known tokens of the request are still to be computed here."""
-        follower: Follower | None = request.state.get(self.name)
+        follower = self._held(request)
         if follower is None:
             return request.known
         ahead = request.tokens[follower.base :]
@@ -87,6 +109,35 @@ class Companion:
             spans.append(self._span(request, follower, follower.base + shared, ahead[shared:]))
             follower.base, follower.tail = request.known - 1, [request.tokens[-1], *path]
         return self._logits(spans)
+
+    def root(self, requests: Sequence[Request]) -> Tensor:
+        """Rows of the last layer [n, d] after each request's tokens, below which `grow` may go on."""
+        spans = []
+        for request in requests:
+            follower = self._follower(request, request.known)
+            ahead = request.tokens[follower.base :]
+            shared = min(common(follower.tail, ahead), len(ahead) - 1)
+            spans.append(self._span(request, follower, follower.base + shared, ahead[shared:]))
+            follower.base, follower.tail = request.known - 1, [request.tokens[-1]]
+        return self._ends(spans)
+
+    def grow(self, growths: Sequence[Growth]) -> Tensor:
+        """Rows of the last layer [all new nodes, d], growth by growth: one pass for a level of all trees. Each row sees
+        its ancestors alone, and none is computed twice.
+
+        The memory must have been reserved, and `root` have come before. What was grown waits, uncommitted, until
+        something else is asked: then the rows of what the request went on with stay, and the others go.
+        """
+        return self._forward([self._below(growth) for growth in growths]).x
+
+    def _below(self, growth: Growth) -> Span:
+        follower: Follower = growth.request.state[self.name]
+        grown, first = follower.grown, len(follower.grown.tokens)
+        sees = grown.add(growth.tokens, growth.parents)
+        start = follower.rows
+        chain = range(start + first, start + first + 1)
+        positions = chain if sees is None else [start + depth for depth in grown.depths[first:]]
+        return Span(growth.request, follower.kv, self.phase, growth.tokens, positions, sees, first=first)
 
     def advance(self, requests: Sequence[Request], sequences: Sequence[Sequence[int]]) -> Tensor:
         """Logits float32 [n, V] after each whole sequence, which need not be the request's own (compared in full)."""
@@ -107,7 +158,7 @@ class Companion:
             end = min(start + most, request.known - 1)
             spans.append(self._span(request, follower, start, request.tokens[start:end]))
             follower.base, follower.tail = end, []
-        self._forward(spans)
+        self._committed(spans)
 
     def _span(self, request: Request, follower: Follower, start: int, tokens: Sequence[int]) -> Span:
         """`tokens` at positions `start` and on; rows of other tokens there are dropped."""
@@ -124,16 +175,29 @@ class Companion:
                 span.request.state.pop(self.name).close()
             raise
         self.counters.draft_forwards += 1
+        return hidden
+
+    def _committed(self, spans: Sequence[Span]) -> Hidden:
+        hidden = self._forward(spans)
         for span in spans:
             span.kv.commit(span.rows)
         return hidden
 
+    def _ends(self, spans: Sequence[Span]) -> Tensor:
+        x = self._committed(spans).x
+        return x[torch.tensor([span.start + span.rows - 1 for span in spans], device=x.device)]
+
     def _logits(self, spans: Sequence[Span]) -> Tensor:
-        x = self._forward(spans).x
-        return self.model.head(x[torch.tensor([span.start + span.rows - 1 for span in spans], device=x.device)])
+        return self.model.head(self._ends(spans))
+
+    def _held(self, request: Request) -> Follower | None:
+        follower: Follower | None = request.state.get(self.name)
+        if follower is not None:
+            follower.settle(request.tokens)
+        return follower
 
     def _follower(self, request: Request, tokens: int) -> Follower:
-        follower: Follower | None = request.state.get(self.name)
+        follower = self._held(request)
         if follower is None:
             follower = request.state[self.name] = Follower(self.store.open(request, tokens))
         return follower

@@ -66,10 +66,13 @@ def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     phase, sees = span.phase, span.sees
     if not phase.walks or span.layers is not None or (sees is not None and windows):
         return None
+    if span.first and (sees is not None or any(layer.fresh for layer in span.kv.layers)):
+        span.kv.spread()
+        return None
     flat = span.kv.flat(phase.walk)
     if flat is None:
         return None
-    end = flat.n + span.rows
+    end = flat.n + span.first + span.rows
     far = span.positions[-1] >= end  # rows were given up: a layer's window is counted in positions, not in slots
     if (span.rows > SLICE and sees is not None) or (windows and far):
         return None

@@ -97,8 +97,8 @@ class Read:
         every = torch.arange(self.span.rows, device=device)
         rows = every if self.rows is None else every[self.rows]
         ids = torch.arange(part.fresh, device=device) if part.ids is None else part.ids
-        sees = self.span.sees
-        fresh = ids[None, :] <= rows[:, None] if sees is None else sees[rows][:, ids]  # [R, fresh]
+        sees, first = self.span.sees, self.span.first
+        fresh = ids[None, :] <= rows[:, None] + first if sees is None else sees[rows][:, ids]  # [R, fresh]
         mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
         if window is not None:
             distance = self.q_positions[None, :, None] - part.positions[:, None, :]

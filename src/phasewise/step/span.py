@@ -21,6 +21,8 @@ class Span:
 
     `sees` says which rows of the span a row may read: None = causal (itself and those before), else bool
     [rows, rows]. Committed cache rows at smaller positions are always visible, unless a method says otherwise.
+    `first` rows of the same tree are in the KV already, uncommitted: rows that come in pieces, a forward each. They are
+    the first of those that `sees` tells, bool [rows, first + rows].
     `layers` is a half-open range when only part of the depth runs now, which the schedule alone decides; then `hidden`
     [rows, d] and `taps` {layer: [rows, d]} carry the state from step to step, and the span object stays the same. A
     method may give `hidden` instead of embedded tokens where the whole depth runs.
@@ -36,6 +38,7 @@ class Span:
     hidden: Tensor | None = None
     taps: dict[int, Tensor] = field(default_factory=dict)
     note: Any = None  # the proposing method's own memory from `propose` to `accept`
+    first: int = 0
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
 
