@@ -10,7 +10,7 @@ from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Companion, common
+from phasewise.speculation.companion import Companion, Growth, common
 from tests import oracle, tiny
 
 
@@ -30,37 +30,32 @@ def no_autograd():
         yield
 
 
-def test_following_paths_that_come_and_go() -> None:
-    """Extend, branch off, commit something else, stand still: always the logits of the whole sequence."""
+def rooted(second: Companion, requests: list[Request]) -> torch.Tensor:
+    return second.model.head(second.root(requests))
+
+
+def test_following_requests() -> None:
+    """Extend by a few tokens, stand still: always the logits of the whole sequence."""
     second, requests = companion(), [Request(p) for p in tiny.prompts(20, 33)]
     rows = 0
-    for committed, paths, new in [
-        ([], [], 20 + 33),
-        ([], [5], 2), ([], [5, 6], 2), ([], [5, 7], 2),
-        ([5, 7, 9], [], 2),  # two committed tokens were drafted, one is new
-        ([9], [4, 4, 4], 8),
-        ([8], [], 2),  # all drafts wrong
-        ([], [], 2),  # nothing new: the last row once more
-        ([1, 2, 3, 4, 5], [6], 12),
-    ]:  # fmt: skip
+    for committed, new in [([], 20 + 33), ([5, 7, 9], 6), ([9], 2), ([], 2), ([1, 2, 3, 4, 5], 10)]:
         for request in requests:
             request.tokens += committed
-        logits = second.follow(requests, [paths] * 2)
-        for request, row in zip(requests, logits):
-            torch.testing.assert_close(row, wanted([*request.tokens, *paths]), atol=1e-4, rtol=1e-4)
+        for request, row in zip(requests, rooted(second, requests)):
+            torch.testing.assert_close(row, wanted(request.tokens), atol=1e-4, rtol=1e-4)
             assert second.lag(request) == 0
-        assert second.own.rows - rows == new
+        assert second.own.rows - rows == new, "where nothing is new, the last row once more"
         rows = second.own.rows
 
 
 def test_sequences_of_all_kinds() -> None:
-    """`advance` follows any sequence, also after `follow` and back."""
+    """`advance` follows any sequence, also after `root` and back."""
     second, request = companion(), Request(tiny.prompts(20)[0])
     prompt = request.tokens
-    second.follow([request], [[1, 2]])
+    second.root([request])
     for tokens in ([*prompt, 1, 5], prompt[:7], [*prompt[:7], 4, 4, 4], prompt, prompt):
         torch.testing.assert_close(second.advance([request], [tokens])[0], wanted(tokens), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(second.follow([request], [[3]])[0], wanted([*prompt, 3]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rooted(second, [request])[0], wanted(prompt), atol=1e-4, rtol=1e-4)
 
 
 def test_catching_up_in_pieces() -> None:
@@ -71,13 +66,13 @@ def test_catching_up_in_pieces() -> None:
         assert second.lag(request) == lag
         if lag == 1:
             break
-    second.follow([request], [[7]])
-    assert second.own.rows == 51 and second.lag(request) == 0
+    second.root([request])
+    assert second.own.rows == 50 and second.lag(request) == 0
     request.tokens += [8] * 30
     assert second.lag(request) == 30
     second.catch_up([request], 20)
-    torch.testing.assert_close(second.follow([request], [[]])[0], wanted(request.tokens), atol=1e-4, rtol=1e-4)
-    assert second.own.rows == 51 + 30
+    torch.testing.assert_close(rooted(second, [request])[0], wanted(request.tokens), atol=1e-4, rtol=1e-4)
+    assert second.own.rows == 50 + 30
 
 
 def test_costs_do_not_grow_with_the_sequence() -> None:
@@ -97,12 +92,13 @@ def test_costs_do_not_grow_with_the_sequence() -> None:
             return super().__iter__()
 
     second, request = companion(), Request(tiny.prompts(300)[0])
-    second.follow([request], [[]])
+    second.root([request])
     request.tokens = Watched(request.tokens)
     for step in range(6):
         second.reserve(request, request.known + 4)
+        second.root([request])
         for n in range(3):
-            second.follow([request], [[3] * n])
+            second.grow([Growth(request, [3], [n - 1])])
         request.tokens += [3, step]
         assert second.lag(request) <= 2
     assert Watched.longest <= 4
@@ -114,7 +110,8 @@ def test_reserve_answers_and_takes() -> None:
     assert not second.reserve(request, 65) and second.store.ledger.used == 0
     assert second.reserve(request, 64) and second.store.ledger.used == 64 * one_row
     assert second.growth(request, 64) == 0 < second.growth(request, 65)
-    second.follow([request], [[1] * 40])
+    second.root([request])
+    second.grow([Growth(request, [1] * 40, [-1] * 40)])
     assert second.store.ledger.used == 64 * one_row, "reserved rows cost nothing more"
     request.release()
     assert second.store.ledger.used == 0
@@ -122,11 +119,11 @@ def test_reserve_answers_and_takes() -> None:
 
 def test_a_fork_shares_until_it_writes() -> None:
     second, request = companion(), Request(tiny.prompts(20)[0])
-    second.follow([request], [[1, 2]])
+    second.advance([request], [[*request.tokens, 1, 2]])
     twin = Request(request.tokens)
     twin.state["second"] = request.state["second"].fork()
     assert second.growth(twin, 22) > 0, "its first write makes a copy, however small"
-    logits = second.follow([request, twin], [[1, 5], [9]])
+    logits = second.advance([request, twin], [[*request.tokens, 1, 5], [*request.tokens, 9]])
     for row, path in zip(logits, ([1, 5], [9])):
         torch.testing.assert_close(row, wanted([*request.tokens, *path]), atol=1e-4, rtol=1e-4)
     request.release()

@@ -93,7 +93,7 @@ def test_other_questions_settle_what_was_grown() -> None:
     close(second.model, second.root([request]), [request.tokens])
     second.grow([Growth(request, [1, 2], [-1, -1])])
     wanted = oracle.logits(second.model, [*request.tokens, 2, 4])[-1]
-    torch.testing.assert_close(second.follow([request], [[2, 4]])[0], wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(second.advance([request], [[*request.tokens, 2, 4]])[0], wanted, atol=1e-4, rtol=1e-4)
     second.root([request])
     second.grow([Growth(request, [1, 2], [-1, -1])])
     held = second._held(request)

@@ -99,17 +99,6 @@ class Companion:
         ahead = request.tokens[follower.base :]
         return len(ahead) - common(follower.tail, ahead)
 
-    def follow(self, requests: Sequence[Request], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Logits float32 [n, V] after each request's tokens and then its path. Costs what is new, not what is long."""
-        spans = []
-        for request, path in zip(requests, paths):
-            follower = self._follower(request, request.known + len(path))
-            ahead = [*request.tokens[follower.base :], *path]
-            shared = min(common(follower.tail, ahead), len(ahead) - 1)
-            spans.append(self._span(request, follower, follower.base + shared, ahead[shared:]))
-            follower.base, follower.tail = request.known - 1, [request.tokens[-1], *path]
-        return self._logits(spans)
-
     def root(self, requests: Sequence[Request]) -> Tensor:
         """Rows of the last layer [n, d] after each request's tokens, below which `grow` may go on."""
         spans = []

@@ -1,0 +1,210 @@
+"""Trees of a second model's guesses: a shape says which, and every level is one pass for all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.request.request import Request
+from phasewise.speculation.companion import Companion, Growth
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft, Drawn, headroom
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, Purpose, uniform
+
+
+class Asked(NamedTuple):
+    """A node whose children are asked for (-1: the request's last token), and what may follow it: probabilities
+    float32 [V], by the request's own rules. Where it is greedy, the second model's, its choice the largest."""
+
+    node: int
+    q: Tensor
+
+
+@dataclass(slots=True)
+class Tree:
+    """One request's guesses under way: at most `room` of them and `levels` in a row. `notes` are the shape's own.
+
+    Guesses for greedy requests are chosen, `point`; others are drawn, and each has a row of `q` (see Draft).
+    """
+
+    request: Request
+    levels: int
+    room: int
+    point: bool
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)
+    notes: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def left(self) -> int:
+        return self.room - len(self.tokens)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        return () if node < 0 else self.paths[node]
+
+    def add(self, parent: int, token: int, q: Tensor | None = None) -> int:
+        """A new child, after its siblings, and what it was drawn from. -> its number"""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.paths.append((*self.path(parent), token))
+        if q is not None:
+            self.q.append(q)
+        return len(self.tokens) - 1
+
+    def us(self, node: int) -> Callable[[int], float]:
+        """The uniform numbers for children of a node. The first is the one that the target draws with there, so that
+        a good guess is the target's very choice (arXiv 2408.07978)."""
+        seed, position = self.request.params.seed, self.request.known + len(self.path(node))
+        return lambda i: uniform(seed, position, Purpose.DRAFT if i else Purpose.SAMPLE, i)
+
+    def draft(self, drawn: Drawn) -> Draft:
+        if self.point or not self.q:
+            return Draft(self.tokens, self.parents)
+        return Draft(self.tokens, self.parents, drawn, torch.stack(self.q))
+
+
+class Shape(Protocol):
+    """Which guesses a tree is made of. Whether there is another child of a node may hang on what is known before it is
+    drawn, never on which token it turns out to be; siblings stay in the order they were drawn in.
+
+    Optional:
+        runs(levels: int) -> int  -- the most nodes that are asked; without it as many as there may be
+        finish(tree: Tree) -> Draft  -- what is proposed in the end; without it the tree as it is
+    """
+
+    @property
+    def levels(self) -> int:
+        """The most guesses in a row."""
+        ...
+
+    @property
+    def drawn(self) -> Drawn: ...
+
+    def nodes(self, levels: int) -> int:
+        """The most guesses in so many levels."""
+        ...
+
+    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
+        """Add children of the nodes asked for, `tree.left` at most. -> those to ask for next"""
+        ...
+
+
+class Grower:
+    """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
+    to read are read at once, more of them in pieces, and meanwhile nothing is guessed."""
+
+    def __init__(self, host: Host, companion: Companion, shape: Shape, chunk: int) -> None:
+        self.host, self.companion, self.shape, self.chunk = host, companion, shape, chunk
+
+    def draws(self, request: Request) -> bool:
+        return self.shape.drawn != "point" and not request.params.greedy
+
+    def size(self, request: Request) -> int:
+        return self.shape.nodes(min(self.shape.levels, headroom(request)))
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        late = {r.id: r for r in requests if self._late(r)}
+        trees: dict[int, Tree] = {}
+        for i in sorted(range(len(requests)), key=lambda i: self.companion.optional(requests[i])):
+            request = requests[i]
+            levels = min(self.shape.levels, headroom(request))
+            if request.id in late or min(levels, budgets[i]) < 1:
+                continue
+            if self.companion.reserve(request, request.known + self._runs(levels)):
+                point = not self.draws(request)
+                trees[i] = Tree(request, levels, min(budgets[i], self.shape.nodes(levels)), point)
+        if trees:
+            self._grow(list(trees.values()))
+        ready = [r for r in late.values() if self.companion.reserve(r, r.known)]
+        if ready:
+            self.companion.catch_up(ready, self.chunk)
+        finish = getattr(self.shape, "finish", lambda tree: tree.draft(self.shape.drawn))
+        return [finish(trees[i]) if i in trees else None for i in range(len(requests))]
+
+    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        pass  # the companion finds out by itself which of its rows still hold
+
+    def _runs(self, levels: int) -> int:
+        runs = getattr(self.shape, "runs", self.shape.nodes)
+        return int(runs(levels - 1)) if levels > 1 else 0  # the last level is guessed, not asked
+
+    def _late(self, request: Request) -> bool:
+        """Whether the second model has still to read, and nothing is guessed in this step.
+
+        Where a guess must be, that is the request's own affair: so many tokens as it takes to read the prompt if
+        nothing comes between, however much is really read (after a preemption the rest is read at once).
+        """
+        if self.companion.optional(request):
+            return self.companion.lag(request) > self.chunk
+        return request.known - (request.n_out - 1) * self.chunk > self.chunk
+
+    def _grow(self, trees: Sequence[Tree]) -> None:
+        x = self.companion.root([tree.request for tree in trees])
+        asked = [(tree, [-1]) for tree in trees]
+        ran: dict[int, dict[tuple[int, ...], int]] = {id(tree): {} for tree in trees}  # lane rows by path
+        level = 1
+        while asked:
+            after: list[tuple[Tree, list[int]]] = []
+            for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
+                following = self.shape.grow(tree, [Asked(node, q) for node, q in zip(nodes, rows)])
+                if following and level < tree.levels and tree.left > 0:
+                    after.append((tree, following))
+            if not after:
+                break
+            x, asked, level = self._run(after, ran), after, level + 1
+
+    def _run(self, asked: Sequence[tuple[Tree, list[int]]], ran: dict[int, dict[tuple[int, ...], int]]) -> Tensor:
+        """Rows after all nodes asked for; equal paths are one row of the second model's."""
+        growths, places, total = list[Growth](), list[int](), 0
+        for tree, nodes in asked:
+            known, tokens, parents, own = ran[id(tree)], list[int](), list[int](), dict[tuple[int, ...], int]()
+            first = len(known)
+            for node in nodes:
+                path = tree.path(node)
+                if path not in own:
+                    own[path] = len(tokens)
+                    tokens.append(path[-1])
+                    parents.append(known[path[:-1]] if len(path) > 1 else -1)
+                places.append(total + own[path])
+            known |= {path: first + row for path, row in own.items()}
+            growths.append(Growth(tree.request, tokens, parents))
+            total += len(tokens)
+        x = self.companion.grow(growths)
+        return x if places == list(range(total)) else x[torch.tensor(places, device=x.device)]
+
+    def _thought(self, x: Tensor, asked: Sequence[tuple[Tree, list[int]]]) -> list[list[Tensor]]:
+        """What may follow each of the nodes asked for; rows of x are theirs, in order."""
+        contexts = [Context(tree.request, tree.path(node)) for tree, nodes in asked for node in nodes]
+        chosen = [row for row, context in enumerate(contexts) if context.request.params.greedy]
+        logits = self.companion.model.head(x)
+        plain = logits[chosen].softmax(-1) if chosen else logits
+        dist = self.host.sample(logits, contexts)
+        for own, row in zip(plain, chosen):
+            best, first = dist.top[row], int(own.argmax())
+            own[[best, first]] = own[[first, best]]
+        rows = dict(zip(chosen, plain))
+        thought = (rows[row] if row in rows else dist.row(row) for row in range(len(contexts)))
+        return [list(islice(thought, len(nodes))) for _, nodes in asked]
+
+
+def grower(host: Host, name: str, model: str, shape: Shape, chunk: int) -> Grower:
+    """Of a drafter called `name` and a second model by name or path. Raises UserError if the vocabularies differ."""
+    second = host.load(model)
+    ours, theirs = second.config.vocab, host.model.config.vocab
+    if ours != theirs:
+        raise UserError(
+            f"{name}: {model!r} has {ours:,} tokens in its vocabulary, the model has {theirs:,}: "
+            f"give a draft model made for the same tokenizer"
+        )
+    return Grower(host, host.companion(name, second), shape, chunk)
