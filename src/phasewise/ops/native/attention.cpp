@@ -52,7 +52,7 @@ static void hide(const Call& call, const Span& span, long row, long slot, long t
   long end = limit(span, row), begin = start(call, span, row), own = span.n - span.rows;
   keep_between(scores, sinks(span) > slot ? 0 : begin - slot, (end < to ? end : to) - slot);
   for (long at = sinks(span); at > slot && at < begin && at < slot + KEYS; at++) scores[at - slot] = -INFINITY;
-  if (!span.sees) return;
+  if (!span.sees || slot + KEYS <= own) return;
   for (long j = 0; j < KEYS; j++) {
     long at = slot + j;
     if (at >= own && at < end && !span.sees[row * span.rows + at - own]) scores[j] = -INFINITY;
