@@ -25,6 +25,7 @@ from phasewise.step.phase import Phase
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.store import Codec
 from tests import tiny
+from tests.kv.harness import sliding
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
@@ -139,8 +140,8 @@ def test_blocks_are_the_mask_that_they_stand_for(block: int, dtype: torch.dtype)
         assert far([by_block], [masked]) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_a_tree_of_many_rows_has_the_bits_of_its_branches(model: Model) -> None:
-    """A node of a large tree, of a small one that ends with it, and the last of a chain of its ancestors."""
+def test_a_large_tree_begins_with_the_bits_of_a_small_one(model: Model) -> None:
+    """And reads what a chain of a node's ancestors reads, which lie in other slots."""
     parents, tokens = tree(150), text(150, 3)
     [whole] = Runner(model).step([Rows(tokens, parents=parents)])
     [small] = Runner(model).step([Rows(tokens[:40], parents=parents[:40])])
@@ -149,4 +150,22 @@ def test_a_tree_of_many_rows_has_the_bits_of_its_branches(model: Model) -> None:
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
     [chain] = Runner(model).step([Rows([tokens[node] for node in path])])
-    assert torch.equal(chain, whole[path])
+    assert far([chain], [whole[path]]) < 0.02
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_trees_under_a_models_own_windows(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole calls while no window ends among a tree's own rows; and what the open path makes of them, always."""
+    half, exact = (sliding(40, 4, dtype, 64) for dtype in (torch.bfloat16, torch.float32))
+    for rows in (9, 100):
+        given, made = [Rows(text(rows, 3), parents=tree(rows, width)), Rows(text(90, 4), 8)], passes(monkeypatch)
+        got = Runner(half, before=60).step(given)
+        deep = max(depths(tree(rows, width))) >= 40
+        assert made[-1].whole and made[-1].rows == (90 if deep else rows + 90)
+        full = Runner(exact, before=60).step(given)
+        kept, half.stack = half.stack, None
+        try:
+            opened = Runner(half, before=60).step(given)
+        finally:
+            half.stack = kept
+        assert far(got, full) < 1.5 * far(opened, full) + 1e-3

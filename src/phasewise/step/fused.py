@@ -64,7 +64,7 @@ def natively(model: Model, spans: Sequence[Span]) -> list[StackSpan | None]:
 
 def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     phase, sees = span.phase, span.sees
-    if not phase.walks or span.layers is not None or (sees is not None and windows):
+    if not phase.walks or span.layers is not None:
         return None
     if span.first and (sees is not None or any(layer.fresh for layer in span.kv.layers)):
         span.kv.spread()
@@ -73,10 +73,16 @@ def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     if flat is None:
         return None
     end = flat.n + span.first + span.rows
-    far = span.positions[-1] >= end  # rows were given up: a layer's window is counted in positions, not in slots
-    if windows and far:
-        return None
-    whole = StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address, block=span.block)
+    seats = None
+    if windows:  # they are counted in positions, where slots are meant
+        if span.positions[0] > flat.n + span.first:  # rows were given up
+            return None
+        if sees is not None:  # of a tree, own slots are others than positions: no window may end among them
+            seats = array("q", span.positions)
+            if max(seats) - min(seats) >= min(windows):
+                return None
+    own = None if sees is None else sees.contiguous()
+    whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
     if phase.sight is None or not phase.sight.hides(span):
         return whole
     return None if windows else phase.sight.natively(span, flat, whole)
