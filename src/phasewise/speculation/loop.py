@@ -80,6 +80,10 @@ class Speculation:
         say = getattr(self.drafter, "reach", None)
         return context if say is None else int(say(context))
 
+    @property
+    def margin(self) -> int:
+        return int(getattr(self.drafter, "largest", 0))
+
     def whole(self, request: Request) -> bool:
         """Whether its guesses have to be made, and in full, whatever the load."""
         if self.matches == "point":

@@ -94,6 +94,10 @@ class _DraftModel:
     def draws(self, request: Request) -> bool:
         return self.knobs.drawn != "point" and not request.params.greedy
 
+    @property
+    def largest(self) -> int:
+        return self.knobs.k * self.knobs.branches
+
     def size(self, request: Request) -> int:
         return min(self.knobs.k, headroom(request)) * self.knobs.branches
 
