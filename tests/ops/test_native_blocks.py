@@ -128,6 +128,9 @@ def test_any_mask_of_any_size(data: st.DataObject) -> None:
             whole = spans.attend([few._replace(sees=small), beside], 0.2)[0][:rows]
             piece = _piece(few, 0, some)._replace(sees=small[:some, :some].contiguous())
             assert torch.equal(spans.attend([piece], 0.2)[0], whole[:some])
+            if some < rows:  # the others come later, when the first are there
+                later = few._replace(q=few.q[some:], sees=small[some:].contiguous())
+                assert torch.equal(spans.attend([later, beside], 0.2)[0][: rows - some], whole[some:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -153,6 +153,37 @@ def test_a_large_tree_begins_with_the_bits_of_a_small_one(model: Model) -> None:
     assert far([chain], [whole[path]]) < 0.02
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("sizes", [(1, 3, 9, 27, 81, 29), (100, 50), (20, 130)], ids=str)
+def test_trees_that_come_in_pieces_are_native(
+    sizes: Sequence[int], window: int | None, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what the tree has at once; then a path of it is committed, and read by what follows."""
+    model = model if window is None else sliding(window, 4, torch.bfloat16, 64)
+    parents, tokens = tree(150), text(150, 3)
+    [whole], made = Runner(model).step([Rows(tokens, parents=parents)]), passes(monkeypatch)
+    runner, request = Runner(model), Request([3], Params())
+    kv = runner.store.open(request, 7 + 150 + 1)
+    sees, first, found = ancestors(parents), 0, []
+    with torch.inference_mode():
+        forward(model, [Span(request, kv, PLAIN, text(7, 0), range(7))], runner.counters)
+        kv.commit(7)
+        for size in sizes:
+            end = first + size
+            at, own = [7 + depth for depth in depths(parents)[first:end]], sees[first:end, :end]
+            span = Span(request, kv, PLAIN, tokens[first:end], at, own, first=first)
+            found.append(forward(model, [span], runner.counters).x.clone())
+            first = end
+        assert torch.equal(torch.cat(found), whole)
+        kv.commit([0, 2, 8])
+        last = forward(model, [Span(request, kv, PLAIN, [5], [10])], runner.counters).x.clone()
+        assert len(made) == len(sizes) + 2 and all(each.whole for each in made)
+        again = runner.store.open(Request([3], Params()), 20)
+        chain = [*text(7, 0), *(tokens[node] for node in (0, 2, 8)), 5]
+        plain = forward(model, [Span(request, again, PLAIN, chain, range(11))], runner.counters).x[-1:]
+    assert far([last], [plain]) < 0.02
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_trees_under_a_models_own_windows(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole calls while no window ends among a tree's own rows; and what the open path makes of them, always."""

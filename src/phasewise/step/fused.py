@@ -59,15 +59,18 @@ def natively(model: Model, spans: Sequence[Span]) -> list[StackSpan | None]:
     if stack is None:
         return [None] * len(spans)
     windows = _windows(model)
-    return [_natively(span, windows) for span in spans]
+    parts = [_natively(span, windows) for span in spans]
+    for span, part in zip(spans, parts):
+        if part is None and span.first:
+            span.kv.spread()
+    return parts
 
 
 def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     phase, sees = span.phase, span.sees
     if not phase.walks or span.layers is not None:
         return None
-    if span.first and (sees is not None or any(layer.fresh for layer in span.kv.layers)):
-        span.kv.spread()
+    if span.first and (not phase.plain or any(layer.fresh for layer in span.kv.layers)):
         return None
     flat = span.kv.flat(phase.walk)
     if flat is None:
@@ -75,17 +78,17 @@ def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     end = flat.n + span.first + span.rows
     seats = None
     if windows:  # they are counted in positions, where slots are meant
-        if span.positions[0] > flat.n + span.first:  # rows were given up
+        if span.positions[0] > flat.n + span.first or (span.first and flat.gaps):  # rows were given up
             return None
         if sees is not None:  # of a tree, own slots are others than positions: no window may end among them
             seats = array("q", span.positions)
-            if max(seats) - min(seats) >= min(windows):
+            if max(seats) - flat.n >= min(windows):
                 return None
     own = None if sees is None else sees.contiguous()
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
     if phase.sight is None or not phase.sight.hides(span):
         return whole
-    return None if windows else phase.sight.natively(span, flat, whole)
+    return None if windows or span.first else phase.sight.natively(span, flat, whole)
 
 
 def _windows(model: Model) -> list[int]:

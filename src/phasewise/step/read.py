@@ -216,7 +216,7 @@ class Read:
         spec = self.step.model.config.attention[self.layer]
         if (rows > FEW and sees is None) or self.rows is not None or self.view is not None:
             return None
-        if part.fresh != rows or part.ids is not None:
+        if part.fresh != self.span.first + rows or part.ids is not None:
             return None
         if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
             return None

@@ -60,12 +60,13 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   float* lse;  // [rows, heads_q] or null
   int64_t q_row, k_head, k_row, v_head, v_row;  // strides count elements
   int64_t n, rows;
-  const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: as `sight.block` has it
+  const uint8_t* sees;  // [rows, first + rows], which of the last slots a row sees; null: as `sight.block` has it
   int64_t common;       // how many of its first slots are read by commons: all of them, without gaps
   // null, or bfloat16 [heads, slots]: k and v are int8, and a row's numbers these many times as large
   const uint16_t *k_scale, *v_scale;
   int64_t k_scale_head, v_scale_head;
   Sight sight;  // with a window, none of its slots are read in common
+  int64_t first;  // slots before its own that are of the same tree: rows that came earlier
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -180,7 +181,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t window, sinks;  // as in Sight; with a window, no layer has one that hides anything of the span
   int64_t near, beyond;   // rows seated from slot `beyond` on read sinks as if at place `near` of the turns; or near -1
   const int64_t* seats;
-  int64_t block;
+  int64_t block, first;
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive

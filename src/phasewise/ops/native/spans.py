@@ -37,11 +37,11 @@ class Seen(NamedTuple):
 class Few(NamedTuple):
     """Rows q [R, Hq, D] that read k, v [H, N, D], the last R of the N being their own.
 
-    `sees` bool [R, R] says which of its span's own slots a row reads; None: as `seen` has it, else those before it and
-    itself. The N are the
-    slots from `start` on, where those before are read from others (`Common`). With `scales` bfloat16 [H, N], keys and
-    values are int8: a row's numbers are its levels times its scale, in q's dtype. A window of `seen` takes the
-    place of the call's; such spans are no members of commons.
+    `sees` bool [R, F + R] says which of the last slots a row reads: F of its tree that came earlier, and its span's.
+    None: as `seen` has it, else those before it, and itself. The N are the slots from `start` on, where those before
+    are read from others (`Common`). With `scales` bfloat16 [H, N], keys and values are int8: a row's numbers are its
+    levels times its scale, in q's dtype. A window of `seen` takes the place of the call's; such spans are no members of
+    commons.
     """
 
     q: Tensor
@@ -151,6 +151,7 @@ def attend(
         else:
             words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
         words += (0, 0, 0, 0, 0) if seen is None else seen.words
+        words.append(0 if sees is None else sees.shape[1] - rows)
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

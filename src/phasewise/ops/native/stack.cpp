@@ -238,6 +238,7 @@ static void fill_spans(const StackCall& call, const Room& room) {
       span.out = room.read + row * call.heads_q * call.dim;
       void* far = own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim;
       span.sight = {own.window, own.sinks, far, own.seats, own.block};
+      span.first = own.first;
       row += own.rows;
     }
   }

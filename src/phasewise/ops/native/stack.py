@@ -103,12 +103,13 @@ class StackSpan(NamedTuple):
         return self.n - max(0, start - self.sinks) if self.window else self.n
 
     @property
-    def words(self) -> tuple[int, int, int, int, int, int]:
+    def words(self) -> tuple[int, ...]:
         seats = 0 if self.seats is None else self.seats.buffer_info()[0]
-        return self.window, self.sinks, self.near, self.beyond, seats, self.block
+        first = 0 if self.sees is None else self.sees.shape[1] - self.rows
+        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first
 
 
-WORDS = 12  # of a span in the call
+WORDS = 13  # of a span in the call
 DONE = 5  # which of them says so
 
 
