@@ -65,15 +65,19 @@ class Drafts:
         """Nothing."""
 
 
-def drafting(model: Model, script: Script, make: Any = wide, kv_bytes: int = 64 << 20) -> Placed:
-    methods = {**parse({"schedule": "prefill_first"}), "decode": Speculative(Drafts(script, make), Match())}
-    return Builder(model, methods, Limits(kv_bytes=kv_bytes, prefix_cache=False), load=tiny.load).build()
+def drafting(
+    model: Model, script: Script, make: Any = wide, kv_bytes: int = 64 << 20, attend: str = "dense",
+    prefix_cache: bool = False,
+) -> Placed:  # fmt: skip
+    methods = parse({"schedule": "prefill_first", "attend": attend})
+    methods["decode"] = Speculative(Drafts(script, make), Match())
+    return Builder(model, methods, Limits(kv_bytes=kv_bytes, prefix_cache=prefix_cache), load=tiny.load).build()
 
 
-def alone(model: Model, tokens: int = N) -> Script:
+def alone(model: Model, tokens: int = N, prompts: Sequence[list[int]] = PROMPTS) -> Script:
     return {
         tuple(prompt): tiny.outs(tiny.run(tiny.engine(of=model), [prompt], tiny.greedy(tokens)))[0]
-        for prompt in PROMPTS
+        for prompt in prompts
     }
 
 
@@ -96,6 +100,23 @@ def test_natively_no_row_depends_on_mates(monkeypatch: pytest.MonkeyPatch) -> No
     assert tiny.outs(tiny.run(engine, PROMPTS, tiny.greedy(N))) == want
     assert len(made) == engine.counters.forwards and all(each.whole for each in made)
     assert max(each.rows for each in made) > len(PROMPTS) * 64
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_what_large_trees_have_in_common_is_read_once() -> None:
+    """And not a bit of their rows changes by that."""
+    model, shared = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(130, seed=1)[0]
+    prompts = [shared + prompt for prompt in PROMPTS]
+    script = alone(model, prompts=prompts)
+
+    def run(attend: str) -> tuple[list[list[int]], int]:
+        engine = drafting(model, script, attend=attend, prefix_cache=True)
+        tiny.run(engine, [shared], tiny.greedy(1))
+        return tiny.outs(tiny.run(engine, prompts, tiny.greedy(N))), engine.counters.kv_bytes_read
+
+    script[tuple(shared)] = [3] * N
+    (dense, read), (once, less) = run("dense"), run("hydragen:rows=64")
+    assert once == dense and less < read
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels here")
