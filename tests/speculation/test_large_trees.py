@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from phasewise.bench.drive import Bench
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -152,3 +153,14 @@ def test_their_rows_are_within_the_budget(rows: int) -> None:
     small = drafting(model, script, kv_bytes=192 * per_row)
     with pytest.raises(UserError, match=f"{len(PROMPTS[2]) + N + WIDE * DEEP} tokens"):
         small.add(Request(PROMPTS[2], tiny.greedy(N)))
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_trees_that_a_second_model_grows_are_native_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    made = passes(monkeypatch)
+    second = f"draft_model:model={tiny.checkpoint(hidden=64, layers=2, seed=1)},k=3,branches=3"
+    engine = Bench(model).engine({"draft": second}, Limits(prefix_cache=False))
+    tiny.run(engine, PROMPTS, tiny.greedy(N))
+    assert engine.counters.draft_forwards > engine.counters.forwards
+    assert len(made) == engine.counters.forwards + engine.counters.draft_forwards and all(each.whole for each in made)
