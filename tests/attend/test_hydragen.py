@@ -108,21 +108,25 @@ def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
 
 
 def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
-    """Spans are numbered as in the step; a method shares among its own, and slices of prompts read by themselves."""
+    """Spans are numbered as in the step; a method shares among its own, trees of any size included; slices of prompts
+    read by themselves."""
 
     def flat(walk: None) -> Any:
         return SimpleNamespace(gaps=False)
 
-    names = ("abcd", "abcd", "abcd", "abcd", "ab", "abcd")
+    names = ("abcd", "abcd", "abcd", "abcd", "ab", "abcd", "ab")
     paths: list[Any] = [SimpleNamespace(nodes=branch(path), flat=flat) for path in names]
     one, other = Hydragen(), Hydragen(rows=128)
     spans: list[Any] = [
-        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend, walk=None), rows=rows)
-        for kv, attend, rows in zip(paths, (one, other, Dense(), other, one, one), (1, 1, 1, 1, 64, 65))
-    ]
-    assert sorted(_commons(spans, range(6), 200, [])) == [Common((0, 4), 0, 64, 0), Common((1, 3), 0, 128, 0)]
-    assert sorted(_commons(spans, range(6), 200, [200])) == sorted(_commons(spans, range(6), 200, []))
-    assert _commons(spans, range(6), 200, [200, 199]) == []
+        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend, walk=None), rows=rows, sees=sees)
+        for kv, attend, (rows, sees) in zip(
+            paths, (one, other, Dense(), other, one, one, one),
+            [*[(1, None)] * 4, (64, None), (65, None), (65, torch.ones(65, 65).bool())],
+        )
+    ]  # fmt: skip
+    assert sorted(_commons(spans, range(7), 200, [])) == [Common((0, 4, 6), 0, 64, 0), Common((1, 3), 0, 128, 0)]
+    assert sorted(_commons(spans, range(7), 200, [200])) == sorted(_commons(spans, range(7), 200, []))
+    assert _commons(spans, range(7), 200, [200, 199]) == []
 
 
 # ---- engines

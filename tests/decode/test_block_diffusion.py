@@ -265,6 +265,16 @@ def test_reaches_the_end_of_a_context_that_cuts_the_last_block() -> None:
     assert request.known == 30 and request.left is not None and request.left.reason == "length"
 
 
+def test_a_budget_has_to_hold_a_whole_block() -> None:
+    """A request that would find no room for the block it ends in is refused, and one that does is not."""
+    model, prompt = tiny.model(), tiny.prompts(20)[0]
+    row = 2 * 4 * model.config.layers * model.config.kv_heads * model.config.head_dim  # keys and values, float32
+    with pytest.raises(UserError, match="lower max_tokens"):
+        engine("block=200,steps=2", kv_bytes=128 * row).add(Request(prompt, tiny.greedy(N)))
+    enough = engine("block=200,steps=2", kv_bytes=256 * row)
+    assert tiny.outs(tiny.run(enough, [prompt], tiny.greedy(N)))[0] == alone("block=200,steps=2", prompt)
+
+
 def test_the_models_own_mask_token_is_found_and_never_drawn(tmp_path: Any) -> None:
     path = tiny.write_checkpoint(tmp_path / "masked")
     values = json.loads((path / "config.json").read_text())

@@ -238,14 +238,14 @@ def drafting(verbs: dict[str, str], script: dict[tuple[int, ...], list[int]], **
 
 
 @cache
-def sliding(window: int, layers: int) -> Model:
+def sliding(window: int, layers: int, dtype: torch.dtype | None = None, hidden: int = 48) -> Model:
     """A tiny model whose layers see `window` rows."""
     path = Path(tempfile.mkdtemp(prefix="phasewise-sliding-"))
-    shutil.copytree(tiny.checkpoint(layers=layers), path, dirs_exist_ok=True)
+    shutil.copytree(tiny.checkpoint(layers=layers, hidden=hidden), path, dirs_exist_ok=True)
     config = json.loads((path / "config.json").read_text())
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     (path / "config.json").write_text(json.dumps(config))
-    return Model.load(path)
+    return Model.load(path, dtype=dtype)
 
 
 @cache

@@ -132,11 +132,10 @@ def test_no_further_from_float32_than_the_open_path(name: str, directories: dict
     for rows in steps:
         fused, opened, wanted = (runner.step(rows) for runner in runners)
         assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
-    if not half.stack.windowed:
-        fused, opened, wanted = (runner.step({0: [5, 6, 7, 8, 9, 10], 2: [8] * 6}, tree=True) for runner in runners)
-        assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
-        fused, opened, wanted = (runner.step({0: [5], 2: [9]}) for runner in runners)
-        assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
+    fused, opened, wanted = (runner.step({0: [5, 6, 7, 8, 9, 10], 2: [8] * 6}, tree=True) for runner in runners)
+    assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
+    fused, opened, wanted = (runner.step({0: [5], 2: [9]}) for runner in runners)
+    assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
     whole, parts, _ = (runner.counters for runner in runners)
     for counter in ("row_layers", "kv_bytes_read", "kv_bytes_written"):
         assert getattr(whole, counter) == getattr(parts, counter), counter

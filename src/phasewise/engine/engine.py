@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from phasewise.kv.prefix import PrefixCache
 
 log = logging.getLogger(__name__)
-MARGIN = 64  # rows beyond its limit that a request may hold for a while: drafts, blocks
 _DEPTH = (
     "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
     "a schedule that runs whole steps; a decode method leaves `layers` alone, and `hidden` where the depth is split"
@@ -119,7 +118,7 @@ class Engine:
         if request.limit > reach:
             most = reach if self._departs else self._longest(runtime, reach)
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
-        tokens = (request.prompt_len if self._departs else request.limit) + MARGIN
+        tokens = (request.prompt_len if self._departs else request.limit) + runtime.margin
         if runtime.need(tokens) > limit:
             raise UserError(
                 f"the request may need {runtime.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
@@ -138,12 +137,12 @@ class Engine:
 
     def _longest(self, runtime: Runtime, reach: int) -> int:
         """Tokens one request may have: `reach`, or fewer where the KV budget ends."""
-        if runtime.need(reach + MARGIN) <= self.ledger.limit:
+        if runtime.need(reach + runtime.margin) <= self.ledger.limit:
             return reach
         whole = rounded(self.model.config.max_positions)
         # rows are bounded or not, and what is kept beside them may begin at some length: the least that either leaves
         fit = min(self.ledger.limit * rows // runtime.need(rows) // ROUND * ROUND for rows in (ROUND, whole))
-        return min(reach, fit - MARGIN)
+        return min(reach, fit - runtime.margin)
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""

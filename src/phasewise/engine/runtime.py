@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 PIECE = 512  # rows
+MARGIN = 64  # rows
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,11 @@ class Runtime:
             return tokens
         left = [int(phase.evict.most(tokens)) for phase in self.phases]  # type: ignore[union-attr]
         return min(tokens, self.most + max(left))
+
+    @property
+    def margin(self) -> int:
+        """Rows beyond its limit that a request may hold for a while: of a draft, or of a block."""
+        return max([MARGIN, *(int(getattr(phase.decode, "margin", 0)) for phase in self.phases)])
 
     def reach(self, context: int) -> int:
         """Positions that a text may have, where the model's context is `context`."""

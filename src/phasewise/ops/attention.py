@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phasewise.ops.native import prefill
+from phasewise.ops.native.spans import Seen
 
 
 def attention(
@@ -35,15 +36,18 @@ def attention(
     return out[0].transpose(0, 1)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of the last R of N rows, row i seeing 0 .. N-R+i, without building a mask. -> [R, Hq, D]."""
-    return prefill.causal(q, k, v, scale) if prefill.fits(q, k, v) else causal_plain(q, k, v, scale)
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int = 1) -> Tensor:
+    """Attention of the last R of N rows, row i seeing 0 .. N-R+i and the rest of its block of so many of the R, without
+    building a mask. -> [R, Hq, D]."""
+    if prefill.fits(q, k, v):
+        return prefill.causal(q, k, v, scale, seen=Seen(0, block=block))
+    return causal_plain(q, k, v, scale, block)
 
 
 ROWS = 64  # query rows per block of `causal_plain`: its scores stay in the cache, and most of the future is skipped
 
 
-def causal_plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal_plain(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int = 1) -> Tensor:
     """`causal` in torch's operators, the kernel's twin. -> [R, Hq, D].
 
     Scores and softmax in float32, weights rounded to v's dtype, as fused kernels do; two large products per block are
@@ -55,12 +59,15 @@ def causal_plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out = q.new_empty(rows, heads_q, dim)
     keys = k.float().transpose(1, 2)  # [H, D, N]
     scaled = (q.float() * scale).view(rows, heads, group, dim).permute(1, 2, 0, 3)  # [H, G, R, D]
-    future = torch.ones(ROWS, ROWS, dtype=torch.bool, device=q.device).triu_(1)
+    every = torch.arange(rows, device=q.device)
+    ends = ((every // block + 1) * block).clamp_max(rows)  # of the own rows each sees
     for start in range(0, rows, ROWS):
         end = min(start + ROWS, rows)
-        width, seen = end - start, n - rows + end
+        width, own = end - start, min(-(-end // block) * block, rows)
+        seen = n - rows + own
         logits = torch.bmm(scaled[:, :, start:end].reshape(heads, group * width, dim), keys[:, :, :seen])
-        logits.view(heads, group, width, seen)[..., seen - width :].masked_fill_(future[:width, :width], float("-inf"))
+        future = every[start:own] >= ends[start:end, None]
+        logits.view(heads, group, width, seen)[..., n - rows + start :].masked_fill_(future, float("-inf"))
         read = torch.bmm(logits.softmax(-1).to(v.dtype), v[:, :seen])  # [H, G * width, D]
         out[start:end] = read.view(heads, group, width, dim).permute(2, 0, 1, 3).reshape(width, heads_q, dim)
     return out

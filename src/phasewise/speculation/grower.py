@@ -107,6 +107,10 @@ class Grower:
     def __init__(self, host: Host, companion: Companion, shape: Shape, chunk: int) -> None:
         self.host, self.companion, self.shape, self.chunk = host, companion, shape, chunk
 
+    @property
+    def largest(self) -> int:
+        return self.shape.nodes(self.shape.levels)
+
     def draws(self, request: Request) -> bool:
         return self.shape.drawn != "point" and not request.params.greedy
 

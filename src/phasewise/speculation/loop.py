@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from phasewise.step.phase import Hidden, Phase
+from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.decode import Outcome, catching_up, slice_span
 from phasewise.verbs.draft import headroom
@@ -38,7 +39,7 @@ def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
     assert request.kv is not None
     tree = [-1, *(parent + 1 for parent in draft.parents)]
     start = request.computed
-    if tree == list(range(-1, len(tree) - 1)):  # a chain is causal
+    if len(tree) <= FEW and tree == list(range(-1, len(tree) - 1)):  # a chain is causal; a long one is no prompt slice
         return Span(
             request, request.kv, phase, [request.tokens[-1], *draft.tokens], range(start, start + len(tree)), note=draft
         )
@@ -78,6 +79,10 @@ class Speculation:
         """What drafts are made with says for itself: second models end texts where their context ends."""
         say = getattr(self.drafter, "reach", None)
         return context if say is None else int(say(context))
+
+    @property
+    def margin(self) -> int:
+        return int(getattr(self.drafter, "largest", 0))
 
     def whole(self, request: Request) -> bool:
         """Whether its guesses have to be made, and in full, whatever the load."""

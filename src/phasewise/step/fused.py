@@ -59,27 +59,36 @@ def natively(model: Model, spans: Sequence[Span]) -> list[StackSpan | None]:
     if stack is None:
         return [None] * len(spans)
     windows = _windows(model)
-    return [_natively(span, windows) for span in spans]
+    parts = [_natively(span, windows) for span in spans]
+    for span, part in zip(spans, parts):
+        if part is None and span.first:
+            span.kv.spread()
+    return parts
 
 
 def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
     phase, sees = span.phase, span.sees
-    if not phase.walks or span.layers is not None or (sees is not None and windows):
+    if not phase.walks or span.layers is not None:
         return None
-    if span.first and (sees is not None or any(layer.fresh for layer in span.kv.layers)):
-        span.kv.spread()
+    if span.first and (not phase.plain or any(layer.fresh for layer in span.kv.layers)):
         return None
     flat = span.kv.flat(phase.walk)
     if flat is None:
         return None
     end = flat.n + span.first + span.rows
-    far = span.positions[-1] >= end  # rows were given up: a layer's window is counted in positions, not in slots
-    if (span.rows > SLICE and sees is not None) or (windows and far):
-        return None
-    whole = StackSpan(end, span.rows, None if sees is None else sees.contiguous(), flat.address)
+    seats = None
+    if windows:  # they are counted in positions, where slots are meant
+        if span.positions[0] > flat.n + span.first or (span.first and flat.gaps):  # rows were given up
+            return None
+        if sees is not None:  # of a tree, own slots are others than positions: no window may end among them
+            seats = array("q", span.positions)
+            if max(seats) - flat.n >= min(windows):
+                return None
+    own = None if sees is None else sees.contiguous()
+    whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
     if phase.sight is None or not phase.sight.hides(span):
         return whole
-    return None if windows else phase.sight.natively(span, flat, whole)
+    return None if windows or span.first else phase.sight.natively(span, flat, whole)
 
 
 def _windows(model: Model) -> list[int]:
@@ -196,9 +205,9 @@ class _Call(NamedTuple):
 
 
 def _calls(whole: _Call, rows: int) -> list[_Call]:
-    """A step in calls of about MOST rows. Slices of prompts are cut where a call is full: later rows see the earlier
-    ones in the KV. No piece has SLICE rows or fewer, for another kernel would round those differently; so no row's
-    result depends on the call it is in."""
+    """A step in calls of about MOST rows. Slices of prompts are cut where a call is full, only between blocks: later
+    rows see the earlier ones in the KV. No piece has SLICE rows or fewer, for another kernel would round those
+    differently; so no row's result depends on the call it is in."""
     found: list[_Call] = []
     spans: list[Span] = []  # of the call that is being filled
     own: list[StackSpan] = []
@@ -213,12 +222,15 @@ def _calls(whole: _Call, rows: int) -> list[_Call]:
 
     for span, part in zip(whole.spans, whole.parts):
         left = part.rows
+        block = part.block if part.sees is None else left  # a tree stays whole
+        least = (SLICE // block + 1) * block
         while left:
             space = start + MOST - at
-            if space < min(left, SLICE + 1):
+            if own and space < min(left, least):
                 close()
                 continue
-            take = left if left - space <= SLICE else space
+            take = max(space // block * block, least)
+            take = left if left - take <= SLICE else take
             spans.append(span)
             own.append(part._replace(n=part.n - left + take, rows=take))
             at, left = at + take, left - take
@@ -235,7 +247,8 @@ def _commons(spans: Sequence[Span], some: Sequence[int], longest: int, windows: 
     for i in some:
         span = spans[i]
         flat = span.kv.flat(span.phase.walk)
-        if hasattr(span.phase.attend, "commons") and span.rows <= SLICE and flat is not None and not flat.gaps:
+        few = span.rows <= SLICE or span.sees is not None
+        if hasattr(span.phase.attend, "commons") and few and flat is not None and not flat.gaps:
             groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)
     return [
         common._replace(members=tuple(index[m] for m in common.members))

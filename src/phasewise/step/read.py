@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phasewise.step.inside import Inside
     from phasewise.step.span import Span
 
-FEW = SLICE  # rows of a span that are read in one native call with all others; more are worth a matrix product
+FEW = SLICE  # rows of a span, unless it is a tree, that are read in one call with all others; more are worth a product
 
 
 @dataclass(slots=True)
@@ -97,8 +97,7 @@ class Read:
         every = torch.arange(self.span.rows, device=device)
         rows = every if self.rows is None else every[self.rows]
         ids = torch.arange(part.fresh, device=device) if part.ids is None else part.ids
-        sees, first = self.span.sees, self.span.first
-        fresh = ids[None, :] <= rows[:, None] + first if sees is None else sees[rows][:, ids]  # [R, fresh]
+        fresh = self.span.seen(rows, ids)
         mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
         if window is not None:
             distance = self.q_positions[None, :, None] - part.positions[:, None, :]
@@ -124,8 +123,9 @@ class Read:
             if scaled(part.codec):
                 k, k_scale, v, v_scale = part.planes
                 if prefill.fits(self.q, k, v, (k_scale, v_scale)):  # nothing needs to be decoded
-                    return prefill.causal(self.q, k, v, spec.scale, (k_scale, v_scale))
-            return ops.causal(self.q, part.k, part.v, spec.scale)
+                    seen = native.Seen(0, block=self.span.block)
+                    return prefill.causal(self.q, k, v, spec.scale, (k_scale, v_scale), seen)
+            return ops.causal(self.q, part.k, part.v, spec.scale, self.span.block)
         mask = self.mask()
         if select is not None:
             mask = select if mask is None else mask & select
@@ -203,28 +203,31 @@ class Read:
         return self.step.model.rotate(self.layer, self.q, -self._moved[1][:, None])
 
     def _causal(self, softcap: float | None, window: int | None) -> bool:
-        """Whether the rows simply see everything before them."""
+        """Whether the rows simply see everything before them, and what comes later of their block."""
         plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
         return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
 
     def few(self, start: int = 0) -> native.Few | None:
-        """What the native kernel needs, if it can do this read: few rows that see all before them, or a plain tree.
+        """What the native kernel needs, if it can do this read: a tree, or few rows that see all before them.
 
         Slots before `start` are read from others.
         """
         part, rows, sees = self.part, self.q.shape[0], self.span.sees
         spec = self.step.model.config.attention[self.layer]
-        if rows > FEW or part.fresh != rows or part.ids is not None or self.rows is not None or self.view is not None:
+        if (rows > FEW and sees is None) or self.rows is not None or self.view is not None:
+            return None
+        if part.fresh != self.span.first + rows or part.ids is not None:
             return None
         if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
             return None
+        seen = native.Seen(0, block=self.span.block) if self.span.block > 1 else None
         if scaled(part.codec):
             k, k_scale, v, v_scale = (plane[:, start:] for plane in part.planes)
-            few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale))
+            few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale), seen)
         elif start and not isinstance(part.codec, Raw):  # what need not be decoded is not
-            few = native.Few(self.q, *part.between(start, part.size[1]), sees, start)
+            few = native.Few(self.q, *part.between(start, part.size[1]), sees, start, seen=seen)
         else:
-            few = native.Few(self.q, part.k, part.v, sees)
+            few = native.Few(self.q, part.k, part.v, sees, seen=seen)
         return few if native.fits(few) else None
 
     def _in_order(self) -> bool:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class Span:
     """Rows of one request in one step: a prompt slice, the last token, a draft tree, a block of masks.
 
-    `sees` says which rows of the span a row may read: None = causal (itself and those before), else bool
-    [rows, rows]. Committed cache rows at smaller positions are always visible, unless a method says otherwise.
+    `sees` says which rows of the span a row may read: None = those up to the end of its block, else bool [rows, rows].
+    Blocks are of `block` rows, counted from the span's first: of one row, it is causal (itself and those before); of no
+    fewer than the span has, every row sees all. Committed cache rows at smaller positions are always visible, unless a
+    method says otherwise.
     `first` rows of the same tree are in the KV already, uncommitted: rows that come in pieces, a forward each. They are
     the first of those that `sees` tells, bool [rows, first + rows].
     `layers` is a half-open range when only part of the depth runs now, which the schedule alone decides; then `hidden`
@@ -39,6 +41,7 @@ class Span:
     taps: dict[int, Tensor] = field(default_factory=dict)
     note: Any = None  # the proposing method's own memory from `propose` to `accept`
     first: int = 0
+    block: int = 1
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
 
@@ -48,6 +51,12 @@ class Span:
     @property
     def slice(self) -> slice:
         return slice(self.start, self.start + self.rows)
+
+    def seen(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Which of the rows `ids` [F] (those in the KV first) the span's `rows` [R] see: bool [R, F]."""
+        if self.sees is not None:
+            return self.sees[rows][:, ids]
+        return ids[None, :] < (rows[:, None] // self.block + 1) * self.block + self.first
 
     @property
     def finishes(self) -> bool:

@@ -89,6 +89,7 @@ class Drafter(Protocol):
 
     Optional:
         draws(request: Request) -> bool  -- whether guesses for it may be drawn, with a `q`; without it all may be
+        largest: int  -- the most nodes that any of its drafts has, where these may be more than 64 (`Decode.margin`)
         companion: Companion  -- its second model, if it has one
     """
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
@@ -124,6 +123,7 @@ class _BlockDiffusion:
     def __init__(self, host: Host, knobs: BlockDiffusion, select: Selector, mask: int) -> None:
         self.host, self.select, self.mask = host, select, mask
         self.unit = knobs.block
+        self.margin = min(self.unit, host.model.config.max_positions)
         self.steps = knobs.steps or knobs.block
         self.shift = knobs.shift
         self.fuse = knobs.fuse and not knobs.shift  # a shifted block needs the last row of the one before
@@ -165,8 +165,8 @@ class _BlockDiffusion:
         tokens = request.tokens[start:end]
         if canvas is not None:
             tokens = tokens + [self.mask if token is None else token for token in canvas.cells]
-        sees = block_causal(len(tokens), self.unit) if self.unit > 1 else None
-        return Span(request, request.kv, phase, tokens, range(start, start + len(tokens)), sees, note=canvas)
+        at = range(start, start + len(tokens))  # from a block's start on
+        return Span(request, request.kv, phase, tokens, at, note=canvas, block=self.unit)
 
     # ---- what becomes of them
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
@@ -223,12 +223,6 @@ class _BlockDiffusion:
             return Outcome(keep, [])
         request.state.pop("block_diffusion", None)
         return Outcome(keep, list(_final(cells, request.known - canvas.at)))
-
-
-def block_causal(rows: int, block: int) -> Tensor:
-    """bool [rows, rows], the first row at a block's start: a row sees its own block and those before."""
-    index = torch.arange(rows) // block
-    return index[None, :] <= index[:, None]
 
 
 def _final(cells: Sequence[int | None], known: int) -> Iterator[int]:

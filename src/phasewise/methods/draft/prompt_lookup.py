@@ -44,6 +44,10 @@ class PromptLookup:
             if getattr(self, knob) < 1:
                 raise UserError(f"prompt_lookup: {knob}={getattr(self, knob)} must be at least 1")
 
+    @property
+    def largest(self) -> int:
+        return self.k * self.branches
+
     def size(self, request: Request) -> int:
         return min(self.k, headroom(request)) * self.branches
 

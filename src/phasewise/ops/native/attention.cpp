@@ -49,13 +49,13 @@ static void keep(const Call& call, const Plan& plan, const Job& job, const Part&
 // ---- reading
 // Scores of slots that a query may not see become -inf.
 static void hide(const Call& call, const Span& span, long row, long slot, long to, float* scores) {
-  long end = limit(span, row), begin = start(call, span, row), own = span.n - span.rows;
+  long end = limit(span, row), begin = start(call, span, row), own = span.n - span.rows - span.first;
   keep_between(scores, sinks(span) > slot ? 0 : begin - slot, (end < to ? end : to) - slot);
   for (long at = sinks(span); at > slot && at < begin && at < slot + KEYS; at++) scores[at - slot] = -INFINITY;
-  if (!span.sees) return;
+  if (!span.sees || slot + KEYS <= own) return;
   for (long j = 0; j < KEYS; j++) {
     long at = slot + j;
-    if (at >= own && at < end && !span.sees[row * span.rows + at - own]) scores[j] = -INFINITY;
+    if (at >= own && at < end && !span.sees[row * (span.first + span.rows) + at - own]) scores[j] = -INFINITY;
   }
 }
 

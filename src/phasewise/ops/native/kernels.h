@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 15;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 16;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -45,7 +45,14 @@ struct Sight {  // which slots before them a span's rows see; window 0: all, but
   int64_t sinks;         // and the first ones
   const void* far;       // [rows, heads_q, dim], queries that read these first ones; null: those that read all
   const int64_t* seats;  // [rows], slots that the window is counted from; null: those the rows lie in
+  int64_t block;         // rows see all of their block of so many own rows; 0 or 1: up to themselves
 };
+
+// How many of a span's own rows one of them sees.
+inline long own_seen(const Sight& sight, long rows, long row) {
+  long end = sight.block > 1 ? (row / sight.block + 1) * sight.block : row + 1;
+  return end < rows ? end : rows;
+}
 
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
@@ -53,12 +60,13 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   float* lse;  // [rows, heads_q] or null
   int64_t q_row, k_head, k_row, v_head, v_row;  // strides count elements
   int64_t n, rows;
-  const uint8_t* sees;  // [rows, rows], which own slots a row sees; null: those before it, and itself
+  const uint8_t* sees;  // [rows, first + rows], which of the last slots a row sees; null: as `sight.block` has it
   int64_t common;       // how many of its first slots are read by commons: all of them, without gaps
   // null, or bfloat16 [heads, slots]: k and v are int8, and a row's numbers these many times as large
   const uint16_t *k_scale, *v_scale;
   int64_t k_scale_head, v_scale_head;
   Sight sight;  // with a window, none of its slots are read in common
+  int64_t first;  // slots before its own that are of the same tree: rows that came earlier
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -110,7 +118,7 @@ struct PagesCall {
   int64_t kind, threads;
 };
 
-struct PrefillCall {  // q [rows, heads_q, dim] see slots up to their own of k, v [heads, n, dim]; theirs are the last
+struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim] as `sight` has it; theirs are the last
   const void *q, *k, *v;
   void* out;  // [rows, heads_q, dim]
   int64_t q_row, q_head, k_head, k_row, v_head, v_row;  // strides count elements
@@ -173,6 +181,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t window, sinks;  // as in Sight; with a window, no layer has one that hides anything of the span
   int64_t near, beyond;   // rows seated from slot `beyond` on read sinks as if at place `near` of the turns; or near -1
   const int64_t* seats;
+  int64_t block, first;
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive

@@ -35,7 +35,9 @@ struct Plan {  // null pointers: only counted
 };
 
 inline long group(const AttentionCall& call) { return call.heads_q / call.heads; }
-inline long limit(const Span& span, long row) { return span.sees ? span.n : span.n - span.rows + row + 1; }
+inline long limit(const Span& span, long row) {
+  return span.sees ? span.n : span.n - span.rows + own_seen(span.sight, span.rows, row);
+}
 // The first slot of a row's window, and how many slots it sees before that.
 inline long start(const AttentionCall& call, const Span& span, long row) {
   const Sight& sight = span.sight;

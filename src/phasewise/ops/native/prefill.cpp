@@ -1,4 +1,4 @@
-// Causal attention of many consecutive rows, the last of their sequence.
+// Attention of many consecutive rows, the last of their sequence: causal, or so by blocks.
 //
 // Keys and values are packed once per call; blocks of queries then pass over them with a running softmax. Blocks of
 // slots start at fixed slots and every sum has one order, so a row's result depends neither on the other rows nor on
@@ -50,7 +50,7 @@ template <class T> struct Job {
       Tile<T>& tile = tiles[i / TILE<T>];
       long r = i % TILE<T>, query = first + i;
       tile.top = splat(LOWEST), tile.total[r] = F{};
-      tile.limit[r] = call.n - call.rows + row(query) + 1, tile.begin[r] = begin_of(call, row(query));
+      tile.limit[r] = call.n - call.rows + own_seen(call.sight, call.rows, row(query)), tile.begin[r] = begin_of(call, row(query));
       tile.sinks = call.sight.window ? call.sight.sinks : 0, tile.turns = call.sight.far && tile.sinks;
       const T* q = (const T*)call.q + row(query) * call.q_row + head_q(query) * call.q_head;
       const T* far = (const T*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;

@@ -1,4 +1,4 @@
-"""Causal attention of a slice of a prompt in one native call: many rows, whose keys and values are packed once."""
+"""Attention of a slice of a prompt in one native call: many rows, whose keys and values are packed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def causal(
     q: Tensor, k: Tensor, v: Tensor, scale: float | tuple[float, float], scales: tuple[Tensor, Tensor] | None = None,
     seen: Seen | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the last R of N rows, row i seeing 0 .. N-R+i, or what `seen` (without `seats`) leaves of them.
+    """Attention of the last R of N rows, row i seeing 0 .. N-R+i, or as `seen` (without `seats`) has it.
     -> [R, Hq, D]. The tensors must fit (`fits`).
 
     Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
@@ -44,6 +44,6 @@ def causal(
     else:
         call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
     call.frombytes(struct.pack("d", softcap))
-    call.extend((0, 0, 0, 0) if seen is None else seen.words)
+    call.extend((0, 0, 0, 0, 0) if seen is None else seen.words)
     kernels.prefill(call.buffer_info()[0])
     return out

@@ -14,8 +14,9 @@ from phasewise.ops.native import fit, library
 
 
 class Seen(NamedTuple):
-    """What rows see of the slots before them: `window` slots up to their own, and the first `sinks`.
+    """What rows see of the slots before them: `window` slots up to their own, and the first `sinks`; or all (0).
 
+    Of their span's own slots, those up to the end of their `block` of so many rows, counted from the span's first.
     `far` [R, Hq, D], contiguous, are the queries that read these first ones, where they are others than q. `seats`
     int64 [R] are the slots that windows are counted from, where they are not those the rows lie in.
     """
@@ -24,21 +25,23 @@ class Seen(NamedTuple):
     sinks: int = 0
     far: Tensor | None = None
     seats: Tensor | None = None
+    block: int = 1
 
     @property
-    def words(self) -> tuple[int, int, int, int]:
+    def words(self) -> tuple[int, int, int, int, int]:
         """As the kernels take it (Sight)."""
         far, seats = (0 if x is None else x.data_ptr() for x in (self.far, self.seats))
-        return self.window, self.sinks, far, seats
+        return self.window, self.sinks, far, seats, self.block
 
 
 class Few(NamedTuple):
     """Rows q [R, Hq, D] that read k, v [H, N, D], the last R of the N being their own.
 
-    `sees` bool [R, R] says which of its span's own slots a row reads; None: those before it, and itself. The N are the
-    slots from `start` on, where those before are read from others (`Common`). With `scales` bfloat16 [H, N], keys and
-    values are int8: a row's numbers are its levels times its scale, in q's dtype. `seen` takes the place of a window of
-    the call; such spans are no members of commons.
+    `sees` bool [R, F + R] says which of the last slots a row reads: F of its tree that came earlier, and its span's.
+    None: as `seen` has it, else those before it, and itself. The N are the slots from `start` on, where those before
+    are read from others (`Common`). With `scales` bfloat16 [H, N], keys and values are int8: a row's numbers are its
+    levels times its scale, in q's dtype. A window of `seen` takes the place of the call's; such spans are no members of
+    commons.
     """
 
     q: Tensor
@@ -147,7 +150,8 @@ def attend(
             words += (0, 0, 0, 0)
         else:
             words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
-        words += (0, 0, 0, 0) if seen is None else seen.words
+        words += (0, 0, 0, 0, 0) if seen is None else seen.words
+        words.append(0 if sees is None else sees.shape[1] - rows)
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

@@ -236,7 +236,9 @@ static void fill_spans(const StackCall& call, const Room& room) {
       span.k_scale_head = span.v_scale_head = planes[5];
       span.q = room.qkv + row * wide, span.q_row = wide;
       span.out = room.read + row * call.heads_q * call.dim;
-      span.sight = {own.window, own.sinks, own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim, own.seats};
+      void* far = own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim;
+      span.sight = {own.window, own.sinks, far, own.seats, own.block};
+      span.first = own.first;
       row += own.rows;
     }
   }

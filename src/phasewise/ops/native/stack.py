@@ -16,7 +16,7 @@ from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
 PER_CALL = struct.Struct("=12q")  # the end of StackCall
-SLICE = 64  # a causal span of more rows is a slice of a prompt (LONG in stack.cpp)
+SLICE = 64  # a span of more rows is a slice of a prompt, unless it is a tree (LONG in stack.cpp)
 
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "relu")  # as kernels.h numbers them
@@ -76,7 +76,7 @@ class Turns:
 
 
 class StackSpan(NamedTuple):
-    """`rows` rows that end at slot `n`; `sees` as in Few.
+    """`rows` rows that end at slot `n`; `sees` as in Few, `block` as in Seen.
 
     `planes` is the address of int64 [layers, 6]: addresses of the keys and the values [H, cap, D], cap * D, then 0, 0,
     0; or, where these are int8, the addresses of their scales bfloat16 [H, cap], and cap.
@@ -94,6 +94,7 @@ class StackSpan(NamedTuple):
     near: int = -1
     beyond: int = 0
     seats: array[int] | None = None
+    block: int = 1
 
     @property
     def reads(self) -> int:
@@ -102,12 +103,13 @@ class StackSpan(NamedTuple):
         return self.n - max(0, start - self.sinks) if self.window else self.n
 
     @property
-    def words(self) -> tuple[int, int, int, int, int]:
+    def words(self) -> tuple[int, ...]:
         seats = 0 if self.seats is None else self.seats.buffer_info()[0]
-        return self.window, self.sinks, self.near, self.beyond, seats
+        first = 0 if self.sees is None else self.sees.shape[1] - self.rows
+        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first
 
 
-WORDS = 11  # of a span in the call
+WORDS = 13  # of a span in the call
 DONE = 5  # which of them says so
 
 
@@ -200,8 +202,8 @@ class Stack:
     ) -> None:  # fmt: skip
         """`numbers` int64 [2 T]: tokens, then their places in the tables of `turns`. Writes x.
 
-        No layer's window may hide slots of `commons`, nor any of a span that has a window; spans that have one, or more
-        than SLICE rows, are no members of `commons`. Raises IndexError for a token that has no embedding, and
+        No layer's window may hide slots of `commons`, nor any of a span that has a window; spans that have one, and
+        slices, are no members of `commons`. Raises IndexError for a token that has no embedding, and
         nothing is written.
         """
         Halves(self, numbers, turns, spans, Rows(x), commons).upto(2 * self.count)
