@@ -185,6 +185,36 @@ def test_what_is_read_in_common_changes_no_bit(shape: tuple[int, int, int], stop
     assert torch.equal(got, want) and torch.equal(lse, want_lse)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), rows=st.integers(1, 4), shape=st.sampled_from(SHAPES), n=st.integers(1, 900),
+    run=st.sampled_from([1, 5, 16, 64, 200]), threads=st.integers(1, 3),
+)  # fmt: skip
+def test_listed_rows(
+    seed: int, rows: int, shape: tuple[int, int, int], n: int, run: int, threads: int, target: str
+) -> None:
+    """Lists of runs, of which some are left out, with gaps; in company of another list, on some threads."""
+    few, heads = make(shape, rows, n, seed), shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(heads, rows, -(-n // run), generator=generator) < 0.4
+    seen = chosen.repeat_interleave(run, -1)[..., :n]
+    lists = torch.where(seen, torch.arange(n), -1).int()
+    one = Listed(few.q, few.k, few.v, lists.sort(dim=-1).values, few.scales)  # gaps first: runs begin anywhere
+    mate = Listed(few.q, few.k, few.v, lists.flip(0), few.scales)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        got, _ = listed.attend([one, mate], SCALE)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got, listed.attend([one], SCALE)[0])
+    mask = seen.repeat_interleave(shape[0] // heads, 0)  # [Hq, R, N]
+    blind = ~mask.any(-1).T
+    assert not got[blind].any(), "a row that sees nothing reads 0"
+    want = exact(few, mask | ~mask.any(-1, keepdim=True))
+    check(torch.where(blind[..., None], want.out.to(got.dtype), got), None, want, target)
+
+
 def test_nothing_and_bad_numbers(target: str) -> None:
     """Queries of zeros read the mean; rows of zeros are nothing; what is not a number spoils those who read it."""
     few = make((4, 2, 64), 1, 100, 3)
