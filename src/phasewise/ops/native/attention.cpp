@@ -77,8 +77,8 @@ struct Lines {
   }
 };
 
-// Lines of `count` rows of keys and of values that are read next: short rows here and there are not foreseen. Inlined, as
-// a compiler leaves out the call of what has no effect.
+// Lines of `count` rows of keys and of values that are read next: short rows here and there are not foreseen. Inlined,
+// as a compiler leaves out the call of what has no effect.
 __attribute__((always_inline)) inline void fetch(const Lines& keys, long key, const Lines& values, long value,
                                                  long count) {
   for (long i = 0; i < count; i++)
@@ -181,15 +181,18 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
     long count = to - slot < KEYS ? to - slot : KEYS;
     then = after(span, job, slot);
     Lines here(call, job, slot), ahead = then < to ? Lines(call, job, then) : next;
-    auto within = [&](long j) { return j < count ? j : count - 1; };  // the last one stands in for those there are not
+    const int8_t *keys[KEYS], *values[KEYS];  // the last one stands in for those that there are not
+    for (long j = 0; j < KEYS; j++) {
+      long at = j < count ? j : count - 1;
+      keys[j] = (const int8_t*)here.k + at * here.k_row, values[j] = (const int8_t*)here.v + at * here.v_row;
+    }
     for (long j = 0; j < count; j += LANES) {
-      auto row = [&](long r) { return (const int8_t*)here.k + within(j + r) * here.k_row; };
       F worth = load_worth(here.k_worth + j, count - j);
       fetch(ahead, j, here, j, LANES);
-      score_levels(queries, job.count, dim, row, worth, scores, j);
+      score_levels(queries, job.count, dim, keys + j, worth, scores, j);
       if (!turns || slot + j >= sinks(span)) continue;
       float found[QUERIES][KEYS];
-      score_levels(far, job.count, dim, row, worth, found, 0);
+      score_levels(far, job.count, dim, keys + j, worth, found, 0);
       for (long i = 0; i < job.count; i++)
         for (long r = 0; r < LANES && slot + j + r < sinks(span); r++) scores[i][j + r] = found[i][r];
     }
@@ -200,8 +203,7 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
       weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
       weights[i].take(scores[i], worth);
     }
-    auto row = [&](long j) { return (const int8_t*)here.v + within(j) * here.v_row; };
-    add_levels<6>(weights, row, count, dim, job.count, s.sum);
+    add_levels<6>(weights, values, count, dim, job.count, s.sum);
   }
 }
 #else

@@ -69,11 +69,11 @@ inline F load_worth(const bf16* p, long count) {
 
 // ---- scores
 // Chunks of 16 rows: four rows by four levels of every quarter, see OfChunk. A level of zero is the byte 128.
-template <bool WHOLE, class Row> inline void gather(const Row& row, I (&k)[4][4]) {
+template <bool WHOLE> inline void gather(const int8_t* const* rows, long d, I (&k)[4][4]) {
   const __m512i zero = _mm512_set1_epi8((char)128);
   for (int x = 0; x < 4; x++) {
     __m512i v[4];
-    for (int r = 0; r < 4; r++) v[r] = _mm512_xor_si512(load_levels(row(4 * x + r), WHOLE), zero);
+    for (int r = 0; r < 4; r++) v[r] = _mm512_xor_si512(load_levels(rows[4 * x + r] + d, WHOLE), zero);
     __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
     __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
     k[x][0] = (I)_mm512_unpacklo_epi64(a, b), k[x][1] = (I)_mm512_unpackhi_epi64(a, b);
@@ -97,24 +97,22 @@ inline I score_chunk(const I (&k)[4][4], const OfChunk& high, const OfChunk& low
   return fold(fold(sums[0], sums[1]), fold(sums[2], sums[3]));
 }
 
-// sums[i] += query i . chunk(r) for 16 rows
-template <bool WHOLE, class Row>
-inline void score_chunks(const LevelQueries& q, long queries, const Row& chunk, long c, I* sums) {
+// sums[i] += query i . rows[r], of their chunks at d, for 16 rows
+template <bool WHOLE>
+inline void score_chunks(const LevelQueries& q, long queries, const int8_t* const* rows, long d, I* sums) {
   I k[4][4];
-  gather<WHOLE>(chunk, k);
-  for (long i = 0; i < queries; i++) sums[i] += score_chunk(k, q.high[i][c], q.low[i][c]);
+  gather<WHOLE>(rows, d, k);
+  for (long i = 0; i < queries; i++) sums[i] += score_chunk(k, q.high[i][d / LEVELS], q.low[i][d / LEVELS]);
 }
 
-// out[i][at + r] = query i . row(r) for 16 rows, whose levels are worth `worth`
-template <class Row>
-inline void score_levels(const LevelQueries& q, long queries, long dim, const Row& row, F worth, float (*out)[KEYS],
-                         long at) {
+// out[i][at + r] = query i . rows[r] for 16 rows, whose levels are worth `worth`
+inline void score_levels(const LevelQueries& q, long queries, long dim, const int8_t* const* rows, F worth,
+                         float (*out)[KEYS], long at) {
   I sums[QUERIES];
   for (long i = 0; i < queries; i++) sums[i] = splat(-q.zero[i]);
   for (long d = 0; d < dim; d += LEVELS) {
-    auto chunk = [&](long r) { return row(r) + d; };
-    if (d + LEVELS <= dim) score_chunks<true>(q, queries, chunk, d / LEVELS, sums);
-    else score_chunks<false>(q, queries, chunk, d / LEVELS, sums);
+    if (d + LEVELS <= dim) score_chunks<true>(q, queries, rows, d, sums);
+    else score_chunks<false>(q, queries, rows, d, sums);
   }
   for (long i = 0; i < queries; i++) store(out[i] + at, __builtin_convertvector(sums[i], F) * (worth * q.step[i]));
 }
@@ -156,17 +154,17 @@ template <int N, int FROM> inline void interleave(const __m512i (&v)[4], I (&to)
   }
 }
 
-// found[q][m] = the weighted sums of Q queries over a chunk of `count` rows, for N registers m from FROM on. A block
-// has 64 rows, so that sums stay below 2^31: 64 x 65535 x 128.
-template <int Q, int N, int FROM, bool WHOLE, class Row>
-inline void sum_levels(const LevelWeights* weights, const Row& row, long count, I (*found)[4]) {
+// found[q][m] = the weighted sums of Q queries over the chunks at d of `count` rows, for N registers m from FROM on. A
+// block has 64 rows, so that sums stay below 2^31: 64 x 65535 x 128.
+template <int Q, int N, int FROM, bool WHOLE>
+inline void sum_levels(const LevelWeights* weights, const int8_t* const* rows, long d, long count, I (*found)[4]) {
   I high[Q][N], low[Q][N];
   for (int q = 0; q < Q; q++)
     for (int i = 0; i < N; i++) high[q][i] = low[q][i] = I{};
   for (long j = 0; j < count; j += 4) {
     __m512i v[4];
     I m[N];
-    for (int r = 0; r < 4; r++) v[r] = load_levels(row(j + r), WHOLE);
+    for (int r = 0; r < 4; r++) v[r] = load_levels(rows[j + r] + d, WHOLE);
     interleave<N, FROM>(v, m);
     for (int q = 0; q < Q; q++) {
       I upper = splat(load<int32_t>(weights[q].high + j)), lower = splat(load<int32_t>(weights[q].low + j));
@@ -190,27 +188,27 @@ template <bool WHOLE> inline void add_found(const I (&found)[4], float step, flo
     }
 }
 
-template <int Q, bool WHOLE, class Row>
-inline void add_chunk(const LevelWeights* weights, const Row& row, long count, float (*sum)[MOST_DIM], long d) {
+template <int Q, bool WHOLE>
+inline void add_chunk(const LevelWeights* weights, const int8_t* const* rows, long d, long count,
+                      float (*sum)[MOST_DIM]) {
   I found[Q][4];
-  if constexpr (Q <= 3) sum_levels<Q, 4, 0, WHOLE>(weights, row, count, found);
+  if constexpr (Q <= 3) sum_levels<Q, 4, 0, WHOLE>(weights, rows, d, count, found);
   else {
-    sum_levels<Q, 2, 0, WHOLE>(weights, row, count, found);
-    sum_levels<Q, 2, 2, WHOLE>(weights, row, count, found);
+    sum_levels<Q, 2, 0, WHOLE>(weights, rows, d, count, found);
+    sum_levels<Q, 2, 2, WHOLE>(weights, rows, d, count, found);
   }
   for (int q = 0; q < Q; q++) add_found<WHOLE>(found[q], weights[q].step, sum[q] + d);
 }
 
-// sum[q] += the rows' numbers under their weights. What stands in for a row that there is not has the weight nought.
-template <int Q, class Row>
-inline void add_levels(const LevelWeights* weights, const Row& row, long count, long dim, long queries,
+// sum[q] += the rows' numbers under their weights, four at a time: what stands in for rows that there are not has the
+// weight nought.
+template <int Q>
+inline void add_levels(const LevelWeights* weights, const int8_t* const* rows, long count, long dim, long queries,
                        float (*sum)[MOST_DIM]) {
   for (; queries >= Q; queries -= Q, weights += Q, sum += Q)
-    for (long d = 0; d < dim; d += LEVELS) {
-      auto chunk = [&](long j) { return row(j) + d; };
-      if (d + LEVELS <= dim) add_chunk<Q, true>(weights, chunk, count, sum, d);
-      else add_chunk<Q, false>(weights, chunk, count, sum, d);
-    }
-  if constexpr (Q > 1) add_levels<Q - 1>(weights, row, count, dim, queries, sum);
+    for (long d = 0; d < dim; d += LEVELS)
+      if (d + LEVELS <= dim) add_chunk<Q, true>(weights, rows, d, count, sum);
+      else add_chunk<Q, false>(weights, rows, d, count, sum);
+  if constexpr (Q > 1) add_levels<Q - 1>(weights, rows, count, dim, queries, sum);
 }
 #endif

@@ -202,10 +202,11 @@ void read_levels(const ListedCall& call, const Plan& plan, long number, Block (&
       for (long r = 0; r < LANES; r++) each[r] = widen(all[here.slots[j + r]]);
       return each;
     };
+    const int8_t *keys[KEYS], *values[KEYS];
+    for (long j = 0; j < KEYS; j++) keys[j] = (const int8_t*)here.key(j), values[j] = (const int8_t*)here.value(j);
     for (long j = 0; j < here.count; j += LANES) {
       ahead.fetch(j, j + LANES);
-      auto row = [&](long r) { return (const int8_t*)here.key(j + r); };
-      score_levels(queries, job.count, dim, row, worth(here.k_worth, j), scores, j);
+      score_levels(queries, job.count, dim, keys + j, worth(here.k_worth, j), scores, j);
     }
     F of_values[KEYS / LANES];
     for (long j = 0; j < KEYS; j += LANES) of_values[j / LANES] = worth(here.v_worth, j);
@@ -214,8 +215,7 @@ void read_levels(const ListedCall& call, const Plan& plan, long number, Block (&
       weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
       weights[i].take(scores[i], of_values);
     }
-    auto row = [&](long j) { return (const int8_t*)here.value(j); };
-    add_levels<6>(weights, row, here.count, dim, job.count, s.sum);
+    add_levels<6>(weights, values, here.count, dim, job.count, s.sum);
   });
 }
 #else
