@@ -2,7 +2,8 @@
 
 Promises that no number is off by more than half its row's scale, and that a row's form depends on that row alone. Every
 row is read in this form, its own step included, so results do not depend on chunks or prefix hits, but for the rare
-number that the last bit of a float moves over the edge of a level.
+number that the last bit of a float moves over the edge of a level. Kernels with products of bytes read levels as they
+are, and round queries and weights to 16 bits instead; others decode rows first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEVELS = 127
 class Int8:
     """Keys (rotated) and values as int8 with a bfloat16 scale: `2 * (D + 2)` bytes per row and head. 16 bits = as is.
 
-    Left out: keys quantised per channel, which low bit widths need (KIVI, arXiv 2402.02750), and products on int8.
+    Left out: keys quantised per channel, which low bit widths need (KIVI, arXiv 2402.02750).
     """
 
     bits: Literal[8, 16] = 8

@@ -5,6 +5,7 @@
 // spans have in common are read first, level by level, for the queries of all of them; what a query has summed by then
 // is kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
 #include "curves.h"
+#include "levels.h"
 #include "parts.h"
 #include "plan.h"
 #include "rows.h"
@@ -63,6 +64,7 @@ static void hide(const Call& call, const Span& span, long row, long slot, long t
 struct Lines {
   const char *k, *v;
   long k_row, v_row, bytes;
+  const bf16 *k_worth, *v_worth;  // of levels
 
   Lines(const Call& call, const Job& job, long slot) {
     const Span& span = call.spans[job.span];
@@ -70,15 +72,19 @@ struct Lines {
     k_row = span.k_row * size, v_row = span.v_row * size, bytes = call.dim * size;
     k = (const char*)span.k + job.head * span.k_head * size + slot * k_row;
     v = (const char*)span.v + job.head * span.v_head * size + slot * v_row;
+    k_worth = span.k_scale ? span.k_scale + job.head * span.k_scale_head + slot : nullptr;
+    v_worth = span.v_scale ? span.v_scale + job.head * span.v_scale_head + slot : nullptr;
   }
 };
 
-// Lines of `count` rows of keys and of values that are read next: short rows here and there are not foreseen.
-static void fetch(const Lines& keys, long key, const Lines& values, long value, long count) {
+// Lines of `count` rows of keys and of values that are read next: short rows here and there are not foreseen. Inlined,
+// as a compiler leaves out the call of what has no effect.
+__attribute__((always_inline)) inline void fetch(const Lines& keys, long key, const Lines& values, long value,
+                                                 long count) {
   for (long i = 0; i < count; i++)
     for (long at = 0; at < keys.bytes; at += 64) {
-      __builtin_prefetch(keys.k + (key + i) * keys.k_row + at, 0, 2);
-      __builtin_prefetch(values.v + (value + i) * values.v_row + at, 0, 2);
+      __builtin_prefetch(keys.k + (key + i) * keys.k_row + at, 0, 3);
+      __builtin_prefetch(values.v + (value + i) * values.v_row + at, 0, 3);
     }
 }
 
@@ -87,14 +93,33 @@ static long after(const Span& span, const Job& job, long slot) {
   return slot + KEYS >= sinks(span) && slot + KEYS < job.start ? job.start : slot + KEYS;
 }
 
+template <class T> static const T* far_query(const Call& call, const Job& job, long i) {
+  const T* far = (const T*)call.spans[job.span].sight.far;
+  return far + (row_of(call, job, i).row * call.heads_q + head_of(call, job, i)) * call.dim;
+}
+
 // Scores of slots that are sinks, by the queries which read them.
 template <class T>
 static void score_sinks(const Call& call, const Job& job, long i, const T* const* rows, long slot, float* scores) {
   const Span& span = call.spans[job.span];
   float found[LANES];
-  const T* far = (const T*)span.sight.far;
-  score(far + (row_of(call, job, i).row * call.heads_q + head_of(call, job, i)) * call.dim, rows, call.dim, found);
+  score(far_query<T>(call, job, i), rows, call.dim, found);
   for (long r = 0; r < LANES && slot + r < sinks(span); r++) scores[r] = found[r];
+}
+
+// What a query makes of a block's scores, before its softmax.
+static void see(const Call& call, const Job& job, long i, const Softcap& cap, long slot, long to, float* scores) {
+  const Span& span = call.spans[job.span];
+  long row = (job.first + i) / group(call), end = limit(span, row);
+  for (long j = 0; cap && j < KEYS; j += LANES) store(scores + j, cap(load<F>(scores + j)));
+  if (job.rows) keep_between(scores, 0, to - slot);
+  else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, span, row) > slot)
+    hide(call, span, row, slot, to, scores);
+}
+
+template <class T> static const T* query(const Call& call, const Job& job, long i) {
+  Row at = row_of(call, job, i);
+  return (const T*)call.spans[at.span].q + at.row * call.spans[at.span].q_row + head_of(call, job, i) * call.dim;
 }
 
 // `next` are the lines of the part after this one.
@@ -103,10 +128,7 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   const Span& span = call.spans[job.span];
   long dim = call.dim;
   const T* queries[QUERIES];
-  for (long i = 0; i < job.count; i++) {
-    Row at = row_of(call, job, i);
-    queries[i] = (const T*)call.spans[at.span].q + at.row * call.spans[at.span].q_row + head_of(call, job, i) * dim;
-  }
+  for (long i = 0; i < job.count; i++) queries[i] = query<T>(call, job, i);
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
   T wide[2][KEYS * MOST_DIM];  // a block of int8
@@ -118,10 +140,8 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
     const T *k = (const T*)here.k, *v = (const T*)here.v;
     long k_row = span.k_row, v_row = span.v_row;
     if (span.k_scale) {
-      const bf16* k_scale = span.k_scale + job.head * span.k_scale_head;
-      const bf16* v_scale = span.v_scale + job.head * span.v_scale_head;
-      k = widen_rows((const int8_t*)here.k, here.k_row, k_scale + slot, count, dim, wide[0]);
-      v = widen_rows((const int8_t*)here.v, here.v_row, v_scale + slot, count, dim, wide[1]);
+      k = widen_rows((const int8_t*)here.k, here.k_row, here.k_worth, count, dim, wide[0]);
+      v = widen_rows((const int8_t*)here.v, here.v_row, here.v_worth, count, dim, wide[1]);
       k_row = v_row = dim;
     }
     for (long j = 0; j < count; j += LANES) {
@@ -136,16 +156,59 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
       }
     }
     for (long i = 0; i < job.count; i++) {
-      long row = (job.first + i) / group(call), end = limit(span, row);
-      for (long j = 0; cap && j < KEYS; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
-      if (job.rows) keep_between(scores[i], 0, to - slot);
-      else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, span, row) > slot)
-        hide(call, span, row, slot, to, scores[i]);
+      see(call, job, i, cap, slot, to, scores[i]);
       weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
     add_all_values<T, MOST_QUERIES>(weights, v, v_row, count, dim, job.count, s.sum);
   }
 }
+
+#if DOT_INSTRUCTIONS
+// The same over levels, as they are.
+static void read_levels(const Call& call, const Job& job, long from, long to, const Lines& next, State& s) {
+  const Span& span = call.spans[job.span];
+  long dim = call.dim;
+  bool turns = span.sight.far && from < sinks(span);
+  LevelQueries queries, far;
+  for (long i = 0; i < job.count; i++) {
+    queries.take(i, query<bf16>(call, job, i), dim);
+    if (turns) far.take(i, far_query<bf16>(call, job, i), dim);
+  }
+  alignas(64) float scores[QUERIES][KEYS];
+  LevelWeights weights[QUERIES];
+  Softcap cap(call.softcap, call.scale);
+  for (long slot = from, then; slot < to; slot = then) {
+    long count = to - slot < KEYS ? to - slot : KEYS;
+    then = after(span, job, slot);
+    Lines here(call, job, slot), ahead = then < to ? Lines(call, job, then) : next;
+    const int8_t *keys[KEYS], *values[KEYS];  // the last one stands in for those that there are not
+    for (long j = 0; j < KEYS; j++) {
+      long at = j < count ? j : count - 1;
+      keys[j] = (const int8_t*)here.k + at * here.k_row, values[j] = (const int8_t*)here.v + at * here.v_row;
+    }
+    for (long j = 0; j < count; j += LANES) {
+      F worth = load_worth(here.k_worth + j, count - j);
+      fetch(ahead, j, here, j, LANES);
+      score_levels(queries, job.count, dim, keys + j, worth, scores, j);
+      if (!turns || slot + j >= sinks(span)) continue;
+      float found[QUERIES][KEYS];
+      score_levels(far, job.count, dim, keys + j, worth, found, 0);
+      for (long i = 0; i < job.count; i++)
+        for (long r = 0; r < LANES && slot + j + r < sinks(span); r++) scores[i][j + r] = found[i][r];
+    }
+    F worth[KEYS / LANES];
+    for (long j = 0; j < KEYS; j += LANES) worth[j / LANES] = load_worth(here.v_worth + j, count - j);
+    for (long i = 0; i < job.count; i++) {
+      see(call, job, i, cap, slot, to, scores[i]);
+      weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
+      weights[i].take(scores[i], worth);
+    }
+    add_levels<6>(weights, values, count, dim, job.count, s.sum);
+  }
+}
+#else
+static void read_levels(const Call&, const Job&, long, long, const Lines&, State&) {}
+#endif
 
 template <class T> static void finish(const Call& call, const Job& job, const State& s) {
   const Span& span = call.spans[job.span];
@@ -182,7 +245,9 @@ template <class T> static void run_parts(const Call& call, const Plan& plan, lon
       State& s = job.parts > 1 ? plan.states[p] : own;
       begin(call, plan, job, part, s);
       const Part& next = plan.parts[first + p + 1 < plan.ends[stage] ? first + p + 1 : first + p];
-      read_part<T>(call, job, part.from, part.to, Lines(call, plan.jobs[next.job], next.from), s);
+      Lines then(call, plan.jobs[next.job], next.from);
+      if (call.spans[job.span].k_scale && by_levels<T>(call.dim)) read_levels(call, job, part.from, part.to, then, s);
+      else read_part<T>(call, job, part.from, part.to, then, s);
       if (job.rows) keep(call, plan, job, part, s);
       else if (job.parts == 1) finish<T>(call, job, s);
     }

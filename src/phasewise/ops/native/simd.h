@@ -47,18 +47,21 @@ template <class V> inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
 inline F splat(float x) { return x - F{}; }
 inline I splat(int32_t x) { return x - I{}; }
-inline F select(I where, F yes, F no) { return (F)((where & (I)yes) | (~where & (I)no)); }
-inline F max(F a, F b) { return select(a > b, a, b); }
+inline F select(I where, F yes, F no) { return where ? yes : no; }
 
+// max(a, b): b if one is NaN
 #if LANES == 16
+inline F max(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 inline bool any(I v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0; }
 inline float sum(F v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float most(F v) { return _mm512_reduce_max_ps((__m512)v); }
 #elif LANES == 4
+inline F max(F a, F b) { return select(a > b, a, b); }
 inline bool any(I v) { return vmaxvq_u32((uint32x4_t)v) != 0; }
 inline float sum(F v) { return vaddvq_f32((float32x4_t)v); }
 inline float most(F v) { return vmaxnmvq_f32((float32x4_t)v); }
 #else
+inline F max(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 inline bool any(I v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
 inline float sum(F v) {
   float s = 0;
