@@ -15,9 +15,12 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.kv.layer_kv import rounded
+from phasewise.kv.pages import PageKeys
 from phasewise.kv.part import Part
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Pages
+from phasewise.step.choice import PageChoice
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -55,6 +58,10 @@ class Quest:
         """Rows that one query row reads per KV head, at most."""
         return max(self.budget, 3 * self.page)
 
+    @property
+    def choice(self) -> PageChoice:
+        return PageChoice(self.page, self.most, self.dense_layers)
+
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         """Two keys per head of every page, and for each group of heads the pages' numbers and rows."""
         if layer < self.dense_layers or end <= self.most:
@@ -66,44 +73,53 @@ class Quest:
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
-        steps: dict[int, _Bounds] = {}  # of single rows that see all before them, none missing
+        steps: dict[int, PageKeys | _Bounds] = {}  # of single rows that see all before them, none missing
         for i, read in enumerate(reads):
             part = read.part
             if read.layer < self.dense_layers or part.size[1] <= self.most:
                 continue
             bounds = self._bounds(read)
-            read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
+            low, high = bounds.known
+            read.count_bytes(low.nbytes + high.nbytes)
             if part.plain and part.n == read.span.positions[0] and read.mask() is None:
                 steps[i] = bounds
             else:
-                out[i] = read.attend(self._select(read, bounds))
+                out[i] = read.attend(self._select(read, _Bounds.of(bounds)))
         if steps:
             some = [reads[i] for i in steps]
             for i, result in zip(steps, attend_listed(some, self._best(some, [*steps.values()]))):
                 out[i] = result
         return out
 
-    def _bounds(self, read: Read) -> _Bounds:
+    def _bounds(self, read: Read) -> PageKeys | _Bounds:
         """Bounds of the pages that are complete before this step."""
         part = read.part
-        upto = min(read.span.positions) // self.page
-        key = ("quest", self.page, part.slab)
+        upto = min(read.span.positions)
+        upto = (min(upto, part.n) if part.plain else upto) // self.page
+        key = PageKeys.key("bounds", self.page, part.slab)
         bounds = part.derived.get(key)
-        if not isinstance(bounds, _Bounds):
-            bounds = _Bounds.none(part)
-        if bounds.upto < upto:
-            read.count_keys((part.n - bounds.start) * part.size[0])
-            bounds = bounds.extend(part, upto, self.page)
+        if not isinstance(bounds, PageKeys | _Bounds):
+            bounds = PageKeys.none("bounds", self.page, part.keys(0, 0)) if part.plain else _Bounds.none(part)
+        if isinstance(bounds, PageKeys) and not part.plain:  # whose rows went on elsewhere
+            bounds = _Bounds.of(bounds)
+        before = bounds.upto
+        if before < upto:
+            if isinstance(bounds, PageKeys):
+                read.count_keys((part.n - before * self.page) * part.size[0])
+                bounds = bounds.roomy(rounded(part.size[1]) // self.page)
+                bounds.fill(part, upto)
+            else:
+                read.count_keys((part.n - bounds.start) * part.size[0])
+                bounds = bounds.extend(part, upto, self.page)
             part.derived.keep(key, bounds)
         return bounds
 
-    def _best(self, reads: Sequence[Read], bounds: Sequence[_Bounds]) -> list[Tensor]:
+    def _best(self, reads: Sequence[Read], bounds: Sequence[PageKeys | _Bounds]) -> list[Tensor]:
         """For single rows that see all rows before them, none missing: the slots they read, int32 [h, 1, S]."""
-        pages = [
-            Pages(read.q, own.low, own.high, self.page, (self.most - n + own.upto * self.page) // self.page,
-                  own.upto * self.page, n)
-            for read, own, n in ((read, own, read.part.size[1]) for read, own in zip(reads, bounds))
-        ]  # fmt: skip
+        pages = []
+        for read, own in zip(reads, bounds):
+            (low, high), n, first = own.known, read.part.size[1], own.upto * self.page
+            pages.append(Pages(read.q, low, high, self.page, (self.most - n + first) // self.page, first, n))
         if all(listed.takes(each) for each in pages) and len({each.low.shape[0] for each in pages}) == 1:
             return listed.choose(pages)
         return [_chosen(each) for each in pages]
@@ -181,7 +197,8 @@ def _promise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Smallest and largest keys of all pages below `upto`. Tensors are never written to, so forks share them."""
+    """Smallest and largest keys of all pages below `upto`, of rows that may lie in other slots than their positions or
+    be missing. Tensors are never written to, so forks share them."""
 
     pages: Tensor  # int64 [P], increasing: pages of which some head stores rows
     rows: Tensor  # int64 [1 | h, P]: how many
@@ -195,6 +212,18 @@ class _Bounds:
         keys = part.keys(0, 0)  # [h, 0, D]
         nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
         return cls(nothing, nothing[None], keys, keys, 0, 0)
+
+    @classmethod
+    def of(cls, bounds: PageKeys | _Bounds) -> _Bounds:
+        if isinstance(bounds, _Bounds):
+            return bounds
+        low, high = bounds.known
+        pages = torch.arange(bounds.upto, device=low.device)
+        return cls(pages, torch.full_like(pages, bounds.size)[None], low, high, bounds.upto, bounds.upto * bounds.size)
+
+    @property
+    def known(self) -> tuple[Tensor, Tensor]:
+        return self.low, self.high
 
     @property
     def bytes(self) -> int:
