@@ -18,6 +18,7 @@ from phasewise.kv.buffer import KVShape
 from phasewise.kv.layer_kv import rounded
 from phasewise.kv.pages import PageKeys
 from phasewise.kv.part import Part
+from phasewise.kv.promises import chosen, promises, split
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Pages
 from phasewise.step.choice import PageChoice
@@ -122,7 +123,7 @@ class Quest:
             pages.append(Pages(read.q, low, high, self.page, (self.most - n + first) // self.page, first, n))
         if all(listed.takes(each) for each in pages) and len({each.low.shape[0] for each in pages}) == 1:
             return listed.choose(pages)
-        return [_chosen(each) for each in pages]
+        return [chosen(each) for each in pages]
 
     def _select(self, read: Read, bounds: _Bounds) -> Tensor:
         """What every row reads, bool [h, R, N], for rows with structure, windows or evicted caches."""
@@ -144,8 +145,8 @@ class Quest:
         rows = rows.scatter_add(2, of_row, rivals.int())[..., :-1]  # [h, R, pages]
         order = self._values(read, bounds, rivals, column, rows).argsort(-1, descending=True)
         fits = rows.gather(2, order).cumsum(-1) <= left
-        chosen = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.bool, device=page.device)
-        return must | (rivals & chosen.scatter(2, order, fits).gather(2, of_row))
+        taken = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.bool, device=page.device)
+        return must | (rivals & taken.scatter(2, order, fits).gather(2, of_row))
 
     def _values(self, read: Read, bounds: _Bounds, rivals: Tensor, column: Tensor, rows: Tensor) -> Tensor:
         """What each page promises each row, [h, R, pages]; `rows` of it are rivals that the row sees.
@@ -155,7 +156,7 @@ class Quest:
         """
         known = len(bounds.pages)
         value = rows.new_full(rows.shape, float("-inf"), dtype=torch.float32)
-        value[..., :known] = _promise(read.q, bounds.low, bounds.high)
+        value[..., :known] = promises(read.q, bounds.low, bounds.high)
         value.masked_fill_(rows == 0, float("-inf"))
         partial = rows > 0
         partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
@@ -167,32 +168,10 @@ class Quest:
             among = (rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
             low = k.masked_fill(~among, float("inf")).amin(2)  # [h, R, D]
             high = k.masked_fill(~among, float("-inf")).amax(2)
-            up, down = _split(read.q, len(here))
+            up, down = split(read.q, len(here))
             exact = (up * high[:, None] + down * low[:, None]).sum(-1).amax(1)  # [h, R]
             value[..., c] = torch.where(partial[..., c], exact, value[..., c])
         return value
-
-
-def _chosen(pages: Pages) -> Tensor:
-    """What `listed.choose` lists for one row."""
-    value = _promise(pages.q, pages.low, pages.high)[:, 0]  # [h, pages]
-    best = value.sort(descending=True, stable=True).indices[:, : pages.chosen].sort().values
-    slots = (best[:, :, None] * pages.size + torch.arange(pages.size, device=best.device)).flatten(1)
-    last = torch.arange(pages.own, pages.n, device=best.device).expand(len(best), -1)
-    return torch.cat((slots, last), 1)[:, None].int()
-
-
-def _split(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """q [R, h * G, D] -> its positive and its negative part, float32 [h, G, R, D]."""
-    grouped = q.float().view(q.shape[0], heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-    return grouped.clamp_min(0), grouped.clamp_max(0)
-
-
-def _promise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The most that q [R, h * G, D] times a key within bounds [h, P, D] can be, over the group: float32 [h, R, P]."""
-    up, down = _split(q, low.shape[0])
-    best: Tensor = (up @ high.float()[:, None].mT + down @ low.float()[:, None].mT).amax(1)
-    return best
 
 
 @dataclass(frozen=True)

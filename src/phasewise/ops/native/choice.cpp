@@ -26,16 +26,21 @@ struct Keys {
   }
 };
 
+// A number that is none stays.
 void seal_bounds(const Keys& keys, long slot, long size, bf16* low, bf16* high) {
   bf16 room[MOST_DIM];
-  for (long j = 0; j < size; j++) {
-    const bf16* key = keys.at(slot + j, room);
+  float least[MOST_DIM], most[MOST_DIM];
+  const bf16* key = keys.at(slot, room);
+  for (long d = 0; d < keys.dim; d++) least[d] = most[d] = widen(key[d]);
+  for (long j = 1; j < size; j++) {
+    key = keys.at(slot + j, room);
     for (long d = 0; d < keys.dim; d++) {
-      float x = widen(key[d]), least = widen(low[d]), most = widen(high[d]);
-      if (!j || x < least || x != x) low[d] = key[d];
-      if (!j || x > most || x != x) high[d] = key[d];
+      float x = widen(key[d]);
+      least[d] = (x < least[d]) | (x != x) ? x : least[d];
+      most[d] = (x > most[d]) | (x != x) ? x : most[d];
     }
   }
+  for (long d = 0; d < keys.dim; d++) low[d] = narrow(least[d]), high[d] = narrow(most[d]);
 }
 
 void seal_mean(const Keys& keys, long slot, long size, bf16* mean) {
