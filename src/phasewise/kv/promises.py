@@ -18,10 +18,12 @@ def promises(q: Tensor, low: Tensor, high: Tensor | None) -> Tensor:
     """The most that q [R, h * G, D] times a key within the bounds [h, P, D] can be, or without high what q times low
     is: the largest over the group, float32 [h, R, P]."""
     if high is None:
-        alone: Tensor = (_grouped(q, low.shape[0]) @ low.float()[:, None].mT).amax(1)
-        return alone
-    up, down = split(q, low.shape[0])
-    best: Tensor = (up @ high.float()[:, None].mT + down @ low.float()[:, None].mT).amax(1)
+        each = _grouped(q, low.shape[0]).flatten(1, 2) @ low.float().mT  # [h, G * R, P]
+    else:
+        up, down = split(q, low.shape[0])
+        each = up.flatten(1, 2) @ high.float().mT + down.flatten(1, 2) @ low.float().mT
+    heads, pages = low.shape[:2]
+    best: Tensor = each.view(heads, q.shape[1] // heads, q.shape[0], pages).amax(1)
     return best
 
 

@@ -127,7 +127,26 @@ class Quest:
 
     def _select(self, read: Read, bounds: _Bounds) -> Tensor:
         """What every row reads, bool [h, R, N], for rows with structure, windows or evicted caches."""
+        layout = self._laid_out(read, bounds)
+        order = self._values(read, bounds, layout).argsort(-1, descending=True)
+        fits = layout.rows.gather(2, order).cumsum(-1) <= layout.left
+        taken = layout.rows.new_zeros((*order.shape[:2], order.shape[2] + 1), dtype=torch.bool).scatter(2, order, fits)
+        of_row = layout.column[:, None].expand_as(layout.rivals)
+        return layout.must | (layout.rivals & taken.gather(2, of_row))
+
+    def _laid_out(self, read: Read, bounds: _Bounds) -> _Layout:
+        """The same for all layers in which rows lie and are seen alike."""
         part, mask = read.part, read.mask()
+        if not part.plain or read.rows is not None or read.view is not None:
+            return self._lay_out(read, bounds, mask)
+        key = self, id(read.span), id(mask), part.size, bounds.upto  # such a mask is kept for all layers
+        if key not in read.step.notes:
+            read.step.notes[key] = self._lay_out(read, bounds, mask)
+        layout: _Layout = read.step.notes[key]
+        return layout
+
+    def _lay_out(self, read: Read, bounds: _Bounds, mask: Tensor | None) -> _Layout:
+        part = read.part
         heads, n = part.size
         page = part.positions // self.page  # [1 | h, N]
         own = read.q_positions // self.page  # [R]
@@ -143,35 +162,47 @@ class Quest:
         of_row = column[:, None].expand_as(rivals)
         rows = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.int32, device=page.device)
         rows = rows.scatter_add(2, of_row, rivals.int())[..., :-1]  # [h, R, pages]
-        order = self._values(read, bounds, rivals, column, rows).argsort(-1, descending=True)
-        fits = rows.gather(2, order).cumsum(-1) <= left
-        taken = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.bool, device=page.device)
-        return must | (rivals & taken.scatter(2, order, fits).gather(2, of_row))
+        known = len(bounds.pages)
+        partial = rows > 0
+        partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
+        own_bounds = partial.any(0).any(0).nonzero()[:, 0].tolist()
+        return _Layout(must, rivals, left, column, rows, partial, own_bounds)
 
-    def _values(self, read: Read, bounds: _Bounds, rivals: Tensor, column: Tensor, rows: Tensor) -> Tensor:
-        """What each page promises each row, [h, R, pages]; `rows` of it are rivals that the row sees.
+    def _values(self, read: Read, bounds: _Bounds, layout: _Layout) -> Tensor:
+        """What each page promises each row, [h, R, pages]; `layout.rows` of it are rivals that the row sees.
 
         Pages of which a row sees all that is stored have their bounds; the others (filled by this step, or at the edge
         of a window) get bounds of their own.
         """
-        known = len(bounds.pages)
+        rows, known = layout.rows, len(bounds.pages)
         value = rows.new_full(rows.shape, float("-inf"), dtype=torch.float32)
         value[..., :known] = promises(read.q, bounds.low, bounds.high)
         value.masked_fill_(rows == 0, float("-inf"))
-        partial = rows > 0
-        partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
-        for c in partial.any(0).any(0).nonzero()[:, 0].tolist():
-            here = column == c  # [h, N]
+        for c in layout.own_bounds:
+            here = layout.column == c  # [h, N]
             slots = here.any(0).nonzero()[:, 0]
             k = read.part.take(slots.expand(len(here), -1))[0][:, None]  # [h, 1, m, D]
             read.count_keys(len(here) * len(slots))
-            among = (rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
+            among = (layout.rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
             low = k.masked_fill(~among, float("inf")).amin(2)  # [h, R, D]
             high = k.masked_fill(~among, float("-inf")).amax(2)
             up, down = split(read.q, len(here))
             exact = (up * high[:, None] + down * low[:, None]).sum(-1).amax(1)  # [h, R]
-            value[..., c] = torch.where(partial[..., c], exact, value[..., c])
+            value[..., c] = torch.where(layout.partial[..., c], exact, value[..., c])
         return value
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Who sees what of which page, for some rows of one span."""
+
+    must: Tensor  # bool [1 | h, R, N]: read in any case
+    rivals: Tensor  # bool [h, R, N]: read if their page is chosen
+    left: Tensor  # [1 | h, R, 1]: how many of these
+    column: Tensor  # [h, N]: the page among all that are ranked; as many as there are: none of them
+    rows: Tensor  # int32 [h, R, pages]: rivals that a row sees
+    partial: Tensor  # bool [h, R, pages]: it does not see all that are stored
+    own_bounds: list[int]  # pages of which that is so for some row
 
 
 @dataclass(frozen=True)
