@@ -14,7 +14,8 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.methods.attend.quest import Quest, _Bounds, _promise
+from phasewise.kv.promises import promises
+from phasewise.methods.attend.quest import Quest, _Bounds
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.store.int8 import Int8
@@ -71,7 +72,7 @@ def test_no_key_scores_above_its_pages_bound(seed: int, page: int, n: int, steps
     assert bounds is not None and bounds.pages.tolist() == list(range(n // page))
     whole = n // page * page
     scores = torch.einsum("rhgd,hnd->hrgn", q.view(3, 2, 2, 6), k[:, :whole]).amax(2).view(2, 3, -1, page).amax(-1)
-    got = _promise(q, bounds.low, bounds.high)
+    got = promises(q, bounds.low, bounds.high)
     assert got.shape == scores.shape and bool((got >= scores - 1e-5).all())
     if page == 1:
         torch.testing.assert_close(got, scores, atol=1e-5, rtol=1e-5)

@@ -65,15 +65,15 @@ def test_memory_per_request_is_rows_and_what_is_kept_beside_them() -> None:
     quest, snapkv = "attend=quest:page=4,budget=12,dense_layers=1", "evict=snapkv:keep=8,window=4"
     run = compared(quest, snapkv, "store=int8", rounds=1)
     numbers = {trial.setting: trial.numbers() for trial in run.trials}
-    row, layers, page = 4 * 2 * 12 * 2 * 4, 4, 2 * 2 * 12 * 4 + 16  # k and v of 2 heads of 12 floats in 4 layers
+    row, layers, page = 4 * 2 * 12 * 2 * 4, 4, 2 * 2 * 12 * 4  # k and v of 2 heads of 12 floats in 4 layers
     rows = [3 * 10 + 7, 3 * 12 + 7]  # the last token is not computed
     live = {name: each["live_bytes_per_request"] for name, each in numbers.items()}
     assert live[DEFAULT] == row * sum(rows) / 2
-    assert live[quest] == live[DEFAULT] + (layers - 1) * page * sum((n - 1) // 4 for n in rows) / 2
+    assert live[quest] == live[DEFAULT] + (layers - 1) * page * 64 // 4  # room for the pages of 64 rows
     assert live[snapkv] == row * (8 + 7)
     assert live["store=int8"] == layers * 2 * 2 * (12 + 2) * sum(rows) / 2
     booked = {name: each["booked_bytes_per_request"] for name, each in numbers.items()}
-    assert booked[DEFAULT] == row * 64 and booked[quest] == row * 64 + (layers - 1) * 64 // 4 * (page + 16)
+    assert booked[DEFAULT] == row * 64 and booked[quest] == row * 64 + (layers - 1) * 64 // 4 * (page + 32)
     header, body = run.table()
     fit = {line[0]: line[header.index("fit 256 MiB")] for line in body}
     assert fit == {name: str((256 << 20) // int(each)) for name, each in booked.items()}

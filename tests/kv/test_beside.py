@@ -181,7 +181,8 @@ def test_without_room_bounds_are_worked_out_anew_each_time() -> None:
 
 
 def test_quest_says_what_its_bounds_take() -> None:
-    """Exactly: of a plain cache whose rows all lie in complete pages, with what it writes down of pages on top."""
+    """Exactly: of a plain cache, with room for as many pages as its rows have room for; of one with gaps it also
+    writes down which pages there are."""
     knobs = Quest(page=4, budget=12, dense_layers=1)
     walk = Walk(tiny.model(), tiny.prompts(72)[0][:71], attend=knobs)
     walk.feed(walk.request.tokens[:71])
@@ -189,7 +190,8 @@ def test_quest_says_what_its_bounds_take() -> None:
     walk.feed([6])
     shape = KVShape(2, 12, torch.float32)
     kept = [sum(value.bytes for value in layer.derived.values()) for layer in walk.kv.layers]
-    bounds, pages = 72 // 4 * 2 * 12 * 4 * shape.heads, 72 // 4 * 16
-    assert kept == [0, *[bounds + pages] * 3]
-    assert [knobs.beside(layer, shape, 72) - most for layer, most in enumerate(kept)] == [0, *[pages] * 3]
+    rows = walk.kv.layers[1].slabs[0].buffer.cap
+    assert rows == 128 and kept == [0, *[rows // 4 * 2 * 12 * 4 * shape.heads] * 3]
+    more = [0, *[rows // 4 * 16 * shape.heads] * 3]
+    assert [knobs.beside(layer, shape, rows) - most for layer, most in enumerate(kept)] == more
     assert knobs.beside(1, shape, knobs.most) == 0

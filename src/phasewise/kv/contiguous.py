@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.pages import PageTable
 
 
 class ContiguousView:
@@ -17,12 +18,13 @@ class ContiguousView:
 
     `n`: committed rows. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
     differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row takes in
-    all layers.
+    all layers. `tables`: of page keys beside them, by whoever asked for them.
     """
 
-    __slots__ = ("_line", "_planes", "_slabs", "address", "gaps", "n", "row_bytes")
+    __slots__ = ("_line", "_planes", "_slabs", "address", "gaps", "layers", "n", "row_bytes", "tables")
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
+        self.layers, self.tables = layers, dict[Hashable, PageTable]()
         self._slabs = [layer.slabs[0] for layer in layers]
         self.n = self._slabs[0].n
         self.gaps = any(slab.positions is not None for slab in self._slabs)

@@ -59,14 +59,14 @@ def natively(model: Model, spans: Sequence[Span]) -> list[StackSpan | None]:
     if stack is None:
         return [None] * len(spans)
     windows = _windows(model)
-    parts = [_natively(span, windows) for span in spans]
+    parts = [_natively(span, windows, stack) for span in spans]
     for span, part in zip(spans, parts):
         if part is None and span.first:
             span.kv.spread()
     return parts
 
 
-def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
+def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | None:
     phase, sees = span.phase, span.sees
     if not phase.walks or span.layers is not None:
         return None
@@ -86,9 +86,12 @@ def _natively(span: Span, windows: Sequence[int]) -> StackSpan | None:
                 return None
     own = None if sees is None else sees.contiguous()
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
-    if phase.sight is None or not phase.sight.hides(span):
+    if phase.sight is not None and phase.sight.hides(span):
+        return None if windows or span.first else phase.sight.natively(span, flat, whole)
+    choice = phase.choice
+    if choice is None or not choice.acts(span) or stack.capped or any(w < end for w in windows) or phase.watches(span):
         return whole
-    return None if windows or span.first else phase.sight.natively(span, flat, whole)
+    return choice.natively(span, flat, whole) or whole  # who is asked in each layer
 
 
 def _windows(model: Model) -> list[int]:
@@ -113,7 +116,9 @@ class NativeStep:
             kept = self._run(batch, x, parts)
         else:
             kept = self._by_walk(batch, x, parts)
-        for span in spans:
+        for span, part in zip(spans, parts):
+            if part.choice is not None:
+                part.choice.done()
             span.kv.written(span.positions)
             self.counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
             self.counters.kv_bytes_written += span.rows * _width(span)
@@ -151,10 +156,11 @@ class NativeStep:
     def _through(self, stack: Stack, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
         spans = batch.spans
         turns, numbers, parts = self._turned(batch, parts)
-        looking = [i for i, span in enumerate(spans) if span.phase.looks(span)]
+        looking = [i for i, span in enumerate(spans) if parts[i].choice is None and span.phase.looks(span)]
         for i, span in enumerate(spans):
             if i not in looking:  # who looks counts for itself
-                self.counters.kv_bytes_read += parts[i].reads * _width(span)
+                choice = parts[i].choice
+                self.counters.kv_bytes_read += parts[i].reads * _width(span) if choice is None else choice.bytes
         if looking or self.taps or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in looking]
             rows = Rows(x, *self.room.between(batch.rows, *stack.heads))
@@ -179,7 +185,7 @@ class NativeStep:
 
     def _commons(self, spans: Sequence[Span], parts: Sequence[StackSpan], some: Sequence[int]) -> Sequence[Common]:
         """What `some` of the spans, which read by themselves, read in common; it is counted once."""
-        some = [i for i in some if not parts[i].window]
+        some = [i for i in some if not parts[i].window and parts[i].choice is None]
         if len(some) < 2:
             return ()
         commons = _commons(spans, some, max([parts[i].n for i in some]), self.windows)

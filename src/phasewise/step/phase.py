@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
     from phasewise.request.request import Request
+    from phasewise.step.choice import PageChoice
     from phasewise.step.sight import Sight
     from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
@@ -52,6 +53,7 @@ class Phase:
     walk: tuple[int, ...] | None = field(init=False)  # the layers that its rows run, where that is known; None = all
     walks: bool = field(init=False)  # rows run `walk` with the model's own weights: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
+    choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -60,17 +62,19 @@ class Phase:
         object.__setattr__(self, "walk", getattr(self.skip, "walk", None))
         object.__setattr__(self, "walks", self.skip is None or (self.walk is not None and self.delta is None))
         object.__setattr__(self, "sight", getattr(self.evict, "sight", None))
+        object.__setattr__(self, "choice", getattr(self.attend, "choice", None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
 
     def looks(self, span: Span) -> bool:
         """Whether a method acts between the queries and the attention of this span's rows in some layer."""
         if self.plain:
             return False
-        asked = (
-            None if self.sight is not None else self.evict,
-            None if getattr(self.attend, "everything", False) else self.attend,
-        )
-        return any(_looks(method, span) for method in asked if method is not None)
+        everything = getattr(self.attend, "everything", False)
+        return self.watches(span) or (not everything and _looks(self.attend, span))
+
+    def watches(self, span: Span) -> bool:
+        """Whether the evict method acts there."""
+        return self.evict is not None and self.sight is None and _looks(self.evict, span)
 
 
 def _looks(method: Attend | Evict, span: Span) -> bool:

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.kv.layer_kv import rounded
+from phasewise.kv.pages import PageKeys
 from phasewise.kv.part import Part
+from phasewise.kv.promises import chosen, promises, split
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Pages
+from phasewise.step.choice import PageChoice
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -55,6 +59,10 @@ class Quest:
         """Rows that one query row reads per KV head, at most."""
         return max(self.budget, 3 * self.page)
 
+    @property
+    def choice(self) -> PageChoice:
+        return PageChoice(self.page, self.most, self.dense_layers)
+
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         """Two keys per head of every page, and for each group of heads the pages' numbers and rows."""
         if layer < self.dense_layers or end <= self.most:
@@ -66,51 +74,79 @@ class Quest:
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
-        steps: dict[int, _Bounds] = {}  # of single rows that see all before them, none missing
+        steps: dict[int, PageKeys | _Bounds] = {}  # of single rows that see all before them, none missing
         for i, read in enumerate(reads):
             part = read.part
             if read.layer < self.dense_layers or part.size[1] <= self.most:
                 continue
             bounds = self._bounds(read)
-            read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
+            low, high = bounds.known
+            read.count_bytes(low.nbytes + high.nbytes)
             if part.plain and part.n == read.span.positions[0] and read.mask() is None:
                 steps[i] = bounds
             else:
-                out[i] = read.attend(self._select(read, bounds))
+                out[i] = read.attend(self._select(read, _Bounds.of(bounds)))
         if steps:
             some = [reads[i] for i in steps]
             for i, result in zip(steps, attend_listed(some, self._best(some, [*steps.values()]))):
                 out[i] = result
         return out
 
-    def _bounds(self, read: Read) -> _Bounds:
+    def _bounds(self, read: Read) -> PageKeys | _Bounds:
         """Bounds of the pages that are complete before this step."""
         part = read.part
-        upto = min(read.span.positions) // self.page
-        key = ("quest", self.page, part.slab)
+        upto = min(read.span.positions)
+        upto = (min(upto, part.n) if part.plain else upto) // self.page
+        key = PageKeys.key("bounds", self.page, part.slab)
         bounds = part.derived.get(key)
-        if not isinstance(bounds, _Bounds):
-            bounds = _Bounds.none(part)
-        if bounds.upto < upto:
-            read.count_keys((part.n - bounds.start) * part.size[0])
-            bounds = bounds.extend(part, upto, self.page)
+        if not isinstance(bounds, PageKeys | _Bounds):
+            bounds = PageKeys.none("bounds", self.page, part.keys(0, 0)) if part.plain else _Bounds.none(part)
+        if isinstance(bounds, PageKeys) and not part.plain:  # whose rows went on elsewhere
+            bounds = _Bounds.of(bounds)
+        before = bounds.upto
+        if before < upto:
+            if isinstance(bounds, PageKeys):
+                read.count_keys((part.n - before * self.page) * part.size[0])
+                bounds = bounds.roomy(rounded(part.size[1]) // self.page)
+                bounds.fill(part, upto)
+            else:
+                read.count_keys((part.n - bounds.start) * part.size[0])
+                bounds = bounds.extend(part, upto, self.page)
             part.derived.keep(key, bounds)
         return bounds
 
-    def _best(self, reads: Sequence[Read], bounds: Sequence[_Bounds]) -> list[Tensor]:
+    def _best(self, reads: Sequence[Read], bounds: Sequence[PageKeys | _Bounds]) -> list[Tensor]:
         """For single rows that see all rows before them, none missing: the slots they read, int32 [h, 1, S]."""
-        pages = [
-            Pages(read.q, own.low, own.high, self.page, (self.most - n + own.upto * self.page) // self.page,
-                  own.upto * self.page, n)
-            for read, own, n in ((read, own, read.part.size[1]) for read, own in zip(reads, bounds))
-        ]  # fmt: skip
+        pages = []
+        for read, own in zip(reads, bounds):
+            (low, high), n, first = own.known, read.part.size[1], own.upto * self.page
+            pages.append(Pages(read.q, low, high, self.page, (self.most - n + first) // self.page, first, n))
         if all(listed.takes(each) for each in pages) and len({each.low.shape[0] for each in pages}) == 1:
             return listed.choose(pages)
-        return [_chosen(each) for each in pages]
+        return [chosen(each) for each in pages]
 
     def _select(self, read: Read, bounds: _Bounds) -> Tensor:
         """What every row reads, bool [h, R, N], for rows with structure, windows or evicted caches."""
+        layout = self._laid_out(read, bounds)
+        order = self._values(read, bounds, layout).argsort(-1, descending=True)
+        fits = layout.rows.gather(2, order).cumsum(-1) <= layout.left
+        taken = layout.rows.new_zeros((*order.shape[:2], order.shape[2] + 1), dtype=torch.bool).scatter(2, order, fits)
+        of_row = layout.column[:, None].expand_as(layout.rivals)
+        return layout.must | (layout.rivals & taken.gather(2, of_row))
+
+    def _laid_out(self, read: Read, bounds: _Bounds) -> _Layout:
+        """The same for all layers in which rows lie and are seen alike."""
         part, mask = read.part, read.mask()
+        if not part.plain or read.rows is not None or read.view is not None:
+            return self._lay_out(read, bounds, mask)
+        key = self, id(read.span), id(mask), part.size, bounds.upto  # such a mask is kept for all layers
+        if key not in read.step.notes:
+            read.step.notes[key] = self._lay_out(read, bounds, mask)
+        layout: _Layout = read.step.notes[key]
+        return layout
+
+    def _lay_out(self, read: Read, bounds: _Bounds, mask: Tensor | None) -> _Layout:
+        part = read.part
         heads, n = part.size
         page = part.positions // self.page  # [1 | h, N]
         own = read.q_positions // self.page  # [R]
@@ -126,62 +162,53 @@ class Quest:
         of_row = column[:, None].expand_as(rivals)
         rows = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.int32, device=page.device)
         rows = rows.scatter_add(2, of_row, rivals.int())[..., :-1]  # [h, R, pages]
-        order = self._values(read, bounds, rivals, column, rows).argsort(-1, descending=True)
-        fits = rows.gather(2, order).cumsum(-1) <= left
-        chosen = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.bool, device=page.device)
-        return must | (rivals & chosen.scatter(2, order, fits).gather(2, of_row))
+        known = len(bounds.pages)
+        partial = rows > 0
+        partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
+        own_bounds = partial.any(0).any(0).nonzero()[:, 0].tolist()
+        return _Layout(must, rivals, left, column, rows, partial, own_bounds)
 
-    def _values(self, read: Read, bounds: _Bounds, rivals: Tensor, column: Tensor, rows: Tensor) -> Tensor:
-        """What each page promises each row, [h, R, pages]; `rows` of it are rivals that the row sees.
+    def _values(self, read: Read, bounds: _Bounds, layout: _Layout) -> Tensor:
+        """What each page promises each row, [h, R, pages]; `layout.rows` of it are rivals that the row sees.
 
         Pages of which a row sees all that is stored have their bounds; the others (filled by this step, or at the edge
         of a window) get bounds of their own.
         """
-        known = len(bounds.pages)
+        rows, known = layout.rows, len(bounds.pages)
         value = rows.new_full(rows.shape, float("-inf"), dtype=torch.float32)
-        value[..., :known] = _promise(read.q, bounds.low, bounds.high)
+        value[..., :known] = promises(read.q, bounds.low, bounds.high)
         value.masked_fill_(rows == 0, float("-inf"))
-        partial = rows > 0
-        partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
-        for c in partial.any(0).any(0).nonzero()[:, 0].tolist():
-            here = column == c  # [h, N]
+        for c in layout.own_bounds:
+            here = layout.column == c  # [h, N]
             slots = here.any(0).nonzero()[:, 0]
             k = read.part.take(slots.expand(len(here), -1))[0][:, None]  # [h, 1, m, D]
             read.count_keys(len(here) * len(slots))
-            among = (rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
+            among = (layout.rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
             low = k.masked_fill(~among, float("inf")).amin(2)  # [h, R, D]
             high = k.masked_fill(~among, float("-inf")).amax(2)
-            up, down = _split(read.q, len(here))
+            up, down = split(read.q, len(here))
             exact = (up * high[:, None] + down * low[:, None]).sum(-1).amax(1)  # [h, R]
-            value[..., c] = torch.where(partial[..., c], exact, value[..., c])
+            value[..., c] = torch.where(layout.partial[..., c], exact, value[..., c])
         return value
 
 
-def _chosen(pages: Pages) -> Tensor:
-    """What `listed.choose` lists for one row."""
-    value = _promise(pages.q, pages.low, pages.high)[:, 0]  # [h, pages]
-    best = value.sort(descending=True, stable=True).indices[:, : pages.chosen].sort().values
-    slots = (best[:, :, None] * pages.size + torch.arange(pages.size, device=best.device)).flatten(1)
-    last = torch.arange(pages.own, pages.n, device=best.device).expand(len(best), -1)
-    return torch.cat((slots, last), 1)[:, None].int()
+@dataclass(frozen=True)
+class _Layout:
+    """Who sees what of which page, for some rows of one span."""
 
-
-def _split(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """q [R, h * G, D] -> its positive and its negative part, float32 [h, G, R, D]."""
-    grouped = q.float().view(q.shape[0], heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-    return grouped.clamp_min(0), grouped.clamp_max(0)
-
-
-def _promise(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The most that q [R, h * G, D] times a key within bounds [h, P, D] can be, over the group: float32 [h, R, P]."""
-    up, down = _split(q, low.shape[0])
-    best: Tensor = (up @ high.float()[:, None].mT + down @ low.float()[:, None].mT).amax(1)
-    return best
+    must: Tensor  # bool [1 | h, R, N]: read in any case
+    rivals: Tensor  # bool [h, R, N]: read if their page is chosen
+    left: Tensor  # [1 | h, R, 1]: how many of these
+    column: Tensor  # [h, N]: the page among all that are ranked; as many as there are: none of them
+    rows: Tensor  # int32 [h, R, pages]: rivals that a row sees
+    partial: Tensor  # bool [h, R, pages]: it does not see all that are stored
+    own_bounds: list[int]  # pages of which that is so for some row
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Smallest and largest keys of all pages below `upto`. Tensors are never written to, so forks share them."""
+    """Smallest and largest keys of all pages below `upto`, of rows that may lie in other slots than their positions or
+    be missing. Tensors are never written to, so forks share them."""
 
     pages: Tensor  # int64 [P], increasing: pages of which some head stores rows
     rows: Tensor  # int64 [1 | h, P]: how many
@@ -195,6 +222,18 @@ class _Bounds:
         keys = part.keys(0, 0)  # [h, 0, D]
         nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
         return cls(nothing, nothing[None], keys, keys, 0, 0)
+
+    @classmethod
+    def of(cls, bounds: PageKeys | _Bounds) -> _Bounds:
+        if isinstance(bounds, _Bounds):
+            return bounds
+        low, high = bounds.known
+        pages = torch.arange(bounds.upto, device=low.device)
+        return cls(pages, torch.full_like(pages, bounds.size)[None], low, high, bounds.upto, bounds.upto * bounds.size)
+
+    @property
+    def known(self) -> tuple[Tensor, Tensor]:
+        return self.low, self.high
 
     @property
     def bytes(self) -> int:

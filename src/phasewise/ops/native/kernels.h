@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 16;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 17;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -105,7 +105,8 @@ struct ListedCall {
 };
 
 struct Pages {  // of consecutive slots; one query row is to read the `chosen` of them that promise the most, per head
-  const void *q, *low, *high;  // [heads_q, dim]; bounds of each page's keys [heads, pages, dim]
+  const void *q;           // [heads_q, dim]
+  const void *low, *high;  // bounds of each page's keys [heads, pages, dim]; high null: low is what a score is taken with
   int64_t low_head, high_head;
   int64_t pages, size, chosen;
   int64_t own, n;  // slots from `own` to `n` are read in any case
@@ -172,6 +173,12 @@ struct Embeddings {  // a table [outputs, inputs] of `packed`, or as it lies; it
   double scale;
 };
 
+struct Choice {  // of a span whose only row, at slot n - 1, reads some pages of `size` slots of those before its own
+  int64_t pages, size, chosen;  // as in Pages; the slots after these pages are read in any case
+  int64_t sealed;               // of so many pages the vectors are there; the call adds those of the others
+  const int64_t* vectors;       // [layers, 3]: addresses of low and high as in Pages, numbers between two heads; low null:
+};                              // the layer's rows read everything. High null: a page has the mean of its keys
+
 struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans
   int64_t n, rows;
   const uint8_t* sees;
@@ -182,6 +189,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t near, beyond;   // rows seated from slot `beyond` on read sinks as if at place `near` of the turns; or near -1
   const int64_t* seats;
   int64_t block, first;
+  const Choice* choice;  // or null; such a span has no window, nothing in common, and no layer a cap of its scores
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive

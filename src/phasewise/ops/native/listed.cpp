@@ -4,6 +4,7 @@
 // their log-sum-exp: a row's result depends neither on other rows nor on the number of threads.
 #include "kernels.h"
 #include "levels.h"
+#include "listed.h"
 #include "pool.h"
 #include "rows.h"
 #include "softmax.h"
@@ -262,17 +263,45 @@ template <class T> void run(const ListedCall& call, const Plan& plan, Shares* sh
 
 }  // namespace
 
+struct ListedPlan {
+  Plan plan;
+};
+
+// The memory laid out from `at` on (null: only measured); returns its end.
+static char* lay_out(const ListedCall& call, Plan& plan, char* at) {
+  Plan counted = {};
+  make_plan(call, counted);
+  plan.jobs = (Job*)at, at += counted.job_count * sizeof(Job);
+  plan.parts = (Part*)at, at += counted.part_count * sizeof(Part);
+  plan.states = (State*)at;
+  return at + counted.part_count * sizeof(State);
+}
+
+long listed_room(const ListedCall& call) {
+  Plan plan;
+  return (long)lay_out(call, plan, (char*)sizeof(ListedPlan));
+}
+
+ListedPlan* plan_listed(const ListedCall& call, void* room) {
+  ListedPlan* plan = (ListedPlan*)room;
+  lay_out(call, plan->plan, (char*)(plan + 1));
+  make_plan(call, plan->plan);
+  return plan;
+}
+
+void share_listed(const ListedPlan* plan, int threads, Shares* shares) {
+  shares[0] = Shares(plan->plan.part_count, threads), shares[1] = Shares(plan->plan.job_count, threads);
+}
+
+void listed_part(const ListedCall& call, const ListedPlan* plan, Shares* shares, int all) {
+  if (call.kind == FLOAT) run<float>(call, plan->plan, shares, all);
+  else run<bf16>(call, plan->plan, shares, all);
+}
+
 API void attend_listed(const ListedCall* call) {
-  Plan plan = {};
-  make_plan(*call, plan);
-  long jobs = plan.job_count * sizeof(Job), parts = plan.part_count * sizeof(Part);
-  char* room = (char*)scratch(OF_ATTENTION, jobs + parts + plan.part_count * sizeof(State));
-  plan.jobs = (Job*)room, plan.parts = (Part*)(room + jobs), plan.states = (State*)(room + jobs + parts);
-  make_plan(*call, plan);
-  int threads = enough(call->threads, plan.part_count * PART * call->dim * call->heads_q / call->heads);
-  Shares shares[] = {{plan.part_count, threads}, {plan.job_count, threads}};
-  together(threads, [&](int, int all) {
-    if (call->kind == FLOAT) run<float>(*call, plan, shares, all);
-    else run<bf16>(*call, plan, shares, all);
-  });
+  ListedPlan* plan = plan_listed(*call, scratch(OF_ATTENTION, listed_room(*call)));
+  int threads = enough(call->threads, plan->plan.part_count * PART * call->dim * call->heads_q / call->heads);
+  Shares shares[] = {{0, 1}, {0, 1}};
+  share_listed(plan, threads, shares);
+  together(threads, [&](int, int all) { listed_part(*call, plan, shares, all); });
 }

@@ -25,14 +25,15 @@ class Listed(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """One row q [1, Hq, D] and the bounds low, high [H, P, D] of the keys of P pages of `size` slots from slot 0 on.
+    """One row q [1, Hq, D] and the bounds low, high [H, P, D] of the keys of P pages of `size` slots from slot 0 on; or
+    one vector for each page, low, without high.
 
     It is to read `chosen` of them, and the slots from `own` to `n` in any case.
     """
 
     q: Tensor
     low: Tensor
-    high: Tensor
+    high: Tensor | None
     size: int
     chosen: int
     own: int
@@ -69,13 +70,14 @@ def attend(spans: Sequence[Listed], scale: float) -> list[Tensor]:
 
 def takes(pages: Pages) -> bool:
     """Whether `choose` does this one."""
-    kinds = {x.dtype for x in (pages.q, pages.low, pages.high)}
+    kinds = {x.dtype for x in (pages.q, pages.low, pages.high) if x is not None}
     return len(kinds) == 1 and kinds <= set(fit.KIND) and pages.q.device.type == "cpu" and library() is not None
 
 
 def choose(spans: Sequence[Pages]) -> list[Tensor]:
     """The slots to read, int32 [H, 1, chosen * size + n - own], increasing: of the pages that promise the most (largest
-    sum over d of max(q low, q high) over the query heads of a KV head; of equal ones the earlier), and the last ones.
+    sum over d of max(q low, q high), or of q low, over the query heads of a KV head; of equal ones the earlier), and
+    the last ones.
 
     All of one head shape; every one must be taken (`takes`).
     """
@@ -84,12 +86,20 @@ def choose(spans: Sequence[Pages]) -> list[Tensor]:
     heads_q, dim = spans[0].q.shape[1:]
     heads, out, words, kept = spans[0].low.shape[0], list[Tensor](), array("q"), list[Tensor]()
     for q, low, high, size, chosen, own, n in spans:
-        q, low, high = q.contiguous(), *(x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (low, high))
-        kept += (q, low, high)
+        q, low = q.contiguous(), _lined(low)
+        kept += (q, low)
+        if high is not None:
+            kept.append(high := _lined(high))
         out.append(torch.empty((heads, 1, chosen * size + n - own), dtype=torch.int32))
-        words.extend((q.data_ptr(), low.data_ptr(), high.data_ptr(), low.stride(0), high.stride(0)))
+        words.extend((q.data_ptr(), low.data_ptr(), 0 if high is None else high.data_ptr(), low.stride(0)))
+        words.append(0 if high is None else high.stride(0))
         words.extend((low.shape[1], size, chosen, own, n, out[-1].data_ptr()))
     call = array("q", (words.buffer_info()[0], len(spans), heads_q, heads, dim))
     call.extend((fit.KIND[spans[0].q.dtype], torch.get_num_threads()))
     kernels.choose_pages(call.buffer_info()[0])
     return out
+
+
+def _lined(x: Tensor) -> Tensor:
+    """[H, P, D] whose pages of a head lie one after the other."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -95,7 +95,7 @@ static inline void store_weights(bf16* weights, const F* values) {
 #endif
 
 // Scores outside from .. to-1 become -inf.
-static void keep_between(float* scores, long from, long to) {
+inline void keep_between(float* scores, long from, long to) {
   I lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   int32_t first = (int32_t)(from > 0 ? from : 0), end = (int32_t)(to > 0 ? to < KEYS ? to : KEYS : 0);

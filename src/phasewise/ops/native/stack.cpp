@@ -4,6 +4,7 @@
 // The threads stay in one parallel region and meet at the end of every stage. What a layer computes is what the open
 // path in Python computes, operator by operator; only the number of roundings to bfloat16 differs. Spans of many rows,
 // slices of a prompt, have their attention to themselves (prefill.cpp).
+#include "choice.h"
 #include "curves.h"
 #include "experts.h"
 #include "parts.h"
@@ -19,6 +20,7 @@ struct Room {
   char* packed;    // keys and values of all slices
   void* inputs;    // of a product, rounded
   void* mixing;    // what experts need
+  Choosing* choosing;  // or null
 };
 
 struct Stage {
@@ -132,6 +134,7 @@ static void attend(const Stage& stage, long index, const Span* spans, Shares* sh
   Shares* own = shares + room.stages;
   slices(call, layer, spans, room.packed,
          [&](const PrefillCall& slice, long i, char* packed) { prefill_pack(slice, packed, own + 2 * i); });
+  if (room.choosing) read_chosen(*room.choosing, index, stage.thread, stage.all);
   attention_part(attention_of(call, layer, spans), stage.plans[index], shares, stage.all);
   wait_for_all(stage.all);
   if (!room.slices) return;
@@ -228,7 +231,8 @@ static void fill_spans(const StackCall& call, const Room& room) {
       const int64_t* planes = own.planes + (first_layer(call) + i) * 6;
       span = {};
       span.n = own.n;
-      span.rows = is_slice(own) || own.done ? 0 : own.rows;  // a slice's rows are not for the others' attention
+      bool elsewhere = is_slice(own) || own.done || chooses(own, first_layer(call) + i);  // its rows are read
+      span.rows = elsewhere ? 0 : own.rows;
       span.sees = own.sees, span.common = own.common;
       span.k = (void*)planes[0], span.v = (void*)planes[1];
       span.k_head = span.v_head = planes[2], span.k_row = span.v_row = call.dim;
@@ -251,7 +255,7 @@ static char* take(char*& at, long bytes) {
 }
 
 // The memory laid out from `at` on (null: only measured); returns its end.
-static char* lay_out(const StackCall& call, Room& room, char* at) {
+static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   long rows = call.rows, inner = 0, mixing = 0;
   for (long i = 0; i < layer_count(call); i++) {
     const Layer& layer = call.layers[first_layer(call) + i];
@@ -274,6 +278,8 @@ static char* lay_out(const StackCall& call, Room& room, char* at) {
   room.shares = (Shares*)take(at, layer_count(call) * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
   room.inputs = take(at, rows * (inputs + 4) * 4);
   room.mixing = take(at, mixing);
+  long choosing = choosing_room(call, first_layer(call), layer_count(call), threads);
+  room.choosing = choosing ? (Choosing*)take(at, choosing) : nullptr;
   room.packed = at;
   slices(call, call.layers[0], nullptr, nullptr,
          [&](const PrefillCall& slice, long, char*) { take(at, prefill_room(slice)); });
@@ -297,21 +303,26 @@ API int64_t stack(const StackCall* call) {
   room.stages = stages_of(attention_of(*call, layers[0], nullptr));
   room.slices = 0;
   for (long b = 0; b < call->span_count; b++) room.slices += is_slice(call->spans[b]) && !call->spans[b].done;
-  char* start = (char*)scratch(OF_STACK, (long)lay_out(*call, room, nullptr) + count * sizeof(Plan*));
-  Plan** plans = (Plan**)lay_out(*call, room, start);
+  char* start = (char*)scratch(OF_STACK, (long)lay_out(*call, room, threads, nullptr) + count * sizeof(Plan*));
+  Plan** plans = (Plan**)lay_out(*call, room, threads, start);
   fill_spans(*call, room);
+  if (room.choosing) make_choosing(*call, first_layer(*call), count, threads, room.spans, room.choosing);
 
-  long sizes = 0;  // layers of one window share one plan
-  auto same_as = [&](long i) {
-    for (long j = 0; j < i; j++)
-      if (layers[j].window == layers[i].window) return j;
+  long sizes = room.choosing ? choosing_plans(*room.choosing) : 0;
+  auto spans = [&](long i) { return room.spans + i * call->span_count; };
+  auto same_as = [&](long i) {  // layers of one window, in which the same spans read, share one plan
+    for (long j = 0; j < i; j++) {
+      bool same = layers[j].window == layers[i].window;
+      for (long b = 0; room.choosing && b < call->span_count; b++) same = same && spans(j)[b].rows == spans(i)[b].rows;
+      if (same) return j;
+    }
     return i;
   };
   for (long i = 0; i < count; i++)
-    if (same_as(i) == i) sizes += plan_room(attention_of(*call, layers[i], room.spans));
+    if (same_as(i) == i) sizes += plan_room(attention_of(*call, layers[i], spans(i)));
   char* at = (char*)scratch(OF_ATTENTION, sizes);
   for (long i = 0; i < count; i++) {
-    AttentionCall attention = attention_of(*call, layers[i], room.spans);
+    AttentionCall attention = attention_of(*call, layers[i], spans(i));
     plans[i] = same_as(i) < i ? plans[same_as(i)] : make_plan(attention, at);
     if (same_as(i) == i) at += plan_room(attention);
     const Experts* experts = layers[i].experts;
@@ -320,11 +331,12 @@ API int64_t stack(const StackCall* call) {
     Shares* shares = shares_of(room, i);
     for (int p = 0; p < (experts ? 3 : 4); p++) shares[p] = Shares(panels(products[p]->outputs), threads);
     share_out(plans[i], threads, shares + 4);
-    slices(*call, layers[i], room.spans + i * call->span_count, nullptr, [&](const PrefillCall& slice, long s, char*) {
+    slices(*call, layers[i], spans(i), nullptr, [&](const PrefillCall& slice, long s, char*) {
       shares[4 + room.stages + 2 * s] = prefill_packs(slice, threads);
       shares[4 + room.stages + 2 * s + 1] = prefill_reads(slice, threads);
     });
   }
+  if (room.choosing) plan_choosing(*room.choosing, threads, at);
   together(threads, [&](int thread, int all) {
     Stage stage = {*call, room, plans, thread, all};
     if (call->tokens) stage.rows([&](long r) { embed(*call, r); });

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +75,22 @@ class Turns:
         self.address = self._words.buffer_info()[0]
 
 
+class Chosen:
+    """How a single row, at slot n - 1, reads pages of the slots before it. `words`: pages before its own, their size,
+    how many of them it reads, of how many there are page keys already (the step adds the others), and the address of
+    int64 [layers, 3]: those of low and high [H, room, D] and room * D. High 0: low is the means; low 0: the layer's row
+    reads everything.
+
+    `bytes`: what it reads of KV and page keys in all layers. `done`: to be called once the step has added page keys.
+    """
+
+    __slots__ = ("_words", "address", "bytes", "done")
+
+    def __init__(self, words: tuple[int, int, int, int, int], read: int, done: Callable[[], None]) -> None:
+        self._words = array("q", words)
+        self.address, self.bytes, self.done = self._words.buffer_info()[0], read, done
+
+
 class StackSpan(NamedTuple):
     """`rows` rows that end at slot `n`; `sees` as in Few, `block` as in Seen.
 
@@ -83,6 +99,7 @@ class StackSpan(NamedTuple):
 
     With a `window`, rows see so many slots and the first `sinks` (see Seen), counted from `seats` where given. Rows
     seated from slot `beyond` on read the sinks as if they stood at place `near` of the turns; -1: all read them alike.
+    With a `choice`, which no layer's window or cap may meet, its row reads less.
     """
 
     n: int
@@ -95,6 +112,7 @@ class StackSpan(NamedTuple):
     beyond: int = 0
     seats: array[int] | None = None
     block: int = 1
+    choice: Chosen | None = None
 
     @property
     def reads(self) -> int:
@@ -106,10 +124,11 @@ class StackSpan(NamedTuple):
     def words(self) -> tuple[int, ...]:
         seats = 0 if self.seats is None else self.seats.buffer_info()[0]
         first = 0 if self.sees is None else self.sees.shape[1] - self.rows
-        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first
+        choice = 0 if self.choice is None else self.choice.address
+        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice
 
 
-WORDS = 13  # of a span in the call
+WORDS = 14  # of a span in the call
 DONE = 5  # which of them says so
 
 
@@ -140,6 +159,7 @@ class Stack:
         kernels = library()
         assert kernels is not None
         self.windowed = any(layer.window is not None for layer in layers)
+        self.capped = any(layer.softcap is not None for layer in layers)
         self._kept: list[object] = [layers, table]
         counts = [len(layer.mlp.products) if isinstance(layer.mlp, StackExperts) else 0 for layer in layers]
         self._loads = torch.zeros((len(layers), max(counts)), dtype=torch.uint8) if any(counts) else None
@@ -202,8 +222,8 @@ class Stack:
     ) -> None:  # fmt: skip
         """`numbers` int64 [2 T]: tokens, then their places in the tables of `turns`. Writes x.
 
-        No layer's window may hide slots of `commons`, nor any of a span that has a window; spans that have one, and
-        slices, are no members of `commons`. Raises IndexError for a token that has no embedding, and
+        No layer's window may hide slots of `commons`, nor any of a span that has a window; spans that have one or a
+        choice, and slices, are no members of `commons`. Raises IndexError for a token that has no embedding, and
         nothing is written.
         """
         Halves(self, numbers, turns, spans, Rows(x), commons).upto(2 * self.count)
