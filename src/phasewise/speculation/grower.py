@@ -77,10 +77,6 @@ class Tree:
 class Shape(Protocol):
     """Which guesses a tree is made of. Whether there is another child of a node may hang on what is known before it is
     drawn, never on which token it turns out to be; siblings stay in the order they were drawn in.
-
-    Optional:
-        runs(levels: int) -> int  -- the most nodes that are asked; without it as many as there may be
-        finish(tree: Tree) -> Draft  -- what is proposed in the end; without it the tree as it is
     """
 
     @property
@@ -95,8 +91,16 @@ class Shape(Protocol):
         """The most guesses in so many levels."""
         ...
 
+    def runs(self, levels: int) -> int:
+        """The most nodes that are asked for when so many levels are."""
+        ...
+
     def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
         """Add children of the nodes asked for, `tree.left` at most. -> those to ask for next"""
+        ...
+
+    def finish(self, tree: Tree) -> Draft:
+        """What is proposed in the end."""
         ...
 
 
@@ -133,15 +137,13 @@ class Grower:
         ready = [r for r in late.values() if self.companion.reserve(r, r.known)]
         if ready:
             self.companion.catch_up(ready, self.chunk)
-        finish = getattr(self.shape, "finish", lambda tree: tree.draft(self.shape.drawn))
-        return [finish(trees[i]) if i in trees else None for i in range(len(requests))]
+        return [self.shape.finish(trees[i]) if i in trees else None for i in range(len(requests))]
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
         pass  # the companion finds out by itself which of its rows still hold
 
     def _runs(self, levels: int) -> int:
-        runs = getattr(self.shape, "runs", self.shape.nodes)
-        return int(runs(levels - 1)) if levels > 1 else 0  # the last level is guessed, not asked
+        return self.shape.runs(levels - 1) if levels > 1 else 0  # the last level is guessed, not asked
 
     def _late(self, request: Request) -> bool:
         """Whether the second model has still to read, and nothing is guessed in this step.
@@ -209,6 +211,6 @@ def grower(host: Host, name: str, model: str, shape: Shape, chunk: int) -> Growe
     if ours != theirs:
         raise UserError(
             f"{name}: {model!r} has {ours:,} tokens in its vocabulary, the model has {theirs:,}: "
-            f"give a draft model made for the same tokenizer"
+            f"give one made for the same tokenizer"
         )
     return Grower(host, host.companion(name, second), shape, chunk)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from phasewise.errors import UserError
 from phasewise.speculation.branching import branch
 from phasewise.speculation.grower import Asked, Grower, Tree, grower
-from phasewise.verbs.draft import Drawn
+from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
 
 
@@ -64,3 +64,6 @@ class _Spine:
         tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node))
         added = [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
         return added[:1]
+
+    def finish(self, tree: Tree) -> Draft:
+        return tree.draft(self.drawn)
