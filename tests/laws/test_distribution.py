@@ -170,7 +170,11 @@ PARAMS = {
     ),
 }  # fmt: skip
 PAIRS = list(itertools.product(catalog.names("draft"), VERIFIERS))
-KNOBS = {"prompt_lookup": {"min_match": 1, "branches": 2}, "draft_model": {"k": 3}}
+KNOBS = {
+    "prompt_lookup": {"min_match": 1, "branches": 2},
+    "draft_model": {"k": 3},
+    "aggressive": {"source": "marks", "opens": 6},  # what follows it has every token once
+}
 
 
 def target() -> Model:

@@ -38,7 +38,9 @@ DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.n
     "draft_model tree": "draft_model:model=tiny-draft,k=3,branches=3",
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
 }
-FORGETFUL = {("prompt_lookup", "lax")}  # its cap on a guess's length is learned, and lost with all else in a preemption
+FORGETFUL = {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
+    (draft, "lax") for draft in ("prompt_lookup", "token_recycling")
+}
 
 
 @dataclass(frozen=True)

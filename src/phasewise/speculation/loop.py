@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
+from phasewise.errors import UserError
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.decode import Outcome, catching_up, slice_span
-from phasewise.verbs.draft import headroom
+from phasewise.verbs.draft import headroom, judged
 from phasewise.verbs.host import Host
-from phasewise.verbs.sample import Context, Dist, Purpose, distribution, uniform
+from phasewise.verbs.sample import Context, Dist, Purpose, distribution, distribution_shown, uniform
+from phasewise.verbs.verify import Shown
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
@@ -74,6 +77,13 @@ class Speculation:
         companion: Companion | None = getattr(drafter, "companion", None)
         if companion is not None:
             companion.optional = self._sized
+        if matches == "none" and getattr(drafter, "shared", False):
+            raise UserError(
+                f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "
+                "depend on them; let it learn from each request alone (scope=request)"
+            )
+        self._top: int = getattr(drafter, "top", 0)
+        self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""
@@ -130,42 +140,62 @@ class Speculation:
         wanted: list[int] = []
         contexts: list[Context] = []
         for span in spans:
+            rows = judged(span)
+            wanted.extend(range(span.start + rows.start, span.start + rows.stop))
             if span.note is not None:
-                draft: Draft = span.note
-                wanted.extend(range(span.start, span.start + span.rows))
-                contexts.extend(Context(span.request, draft.path(node)) for node in range(-1, len(draft.tokens)))
-            elif span.positions[-1] + 1 == span.request.known:
-                wanted.append(span.start + span.rows - 1)
-                contexts.append(Context(span.request))
-        if wanted:
-            dist = distribution(self.host.sample, self.host.model, hidden.rows(wanted), contexts)
-            self.host.counters.head_rows += len(wanted)
-        else:
-            dist = Dist([], self.host.model.config.vocab)
+                contexts.extend(Context(span.request, span.note.path(row - 1)) for row in rows)
+            else:
+                contexts.extend(Context(span.request) for _ in rows)
+        dist, shown, tops = self._distributions(hidden, wanted, contexts)
         outcomes, row = [], 0
         for span in spans:
-            outcome, used = self._judge(span, dist, row)
-            outcomes.append(outcome)
+            used = len(judged(span))
+            outcomes.append(self._judge(span, dist, row, shown.part(row, row + used)))
             row += used
-        self.drafter.learn(spans, hidden, outcomes)
+        self.drafter.learn(spans, hidden, outcomes, *tops)
         return outcomes
 
-    def _judge(self, span: Span, dist: Dist, row: int) -> tuple[Outcome, int]:
-        """The outcome of one span whose distributions start at `row`, and how many rows it had."""
+    def _distributions(
+        self, hidden: Hidden, wanted: list[int], contexts: list[Context]
+    ) -> tuple[Dist, Shown, Sequence[Tensor]]:
+        """What the verifier and, beside spans and outcomes, the drafter are told of these rows."""
+        host = self.host
+        if not wanted:
+            nothing = [torch.empty(0, self._top, dtype=torch.int64)] if self._top else []
+            return Dist([], host.model.config.vocab), Shown(), nothing
+        host.counters.head_rows += len(wanted)
+        x = hidden.rows(wanted)
+        logits, tops = None, []
+        if self._top or "logits" in self._wants:
+            dist, logits, ids = distribution_shown(
+                host.sample, host.model, x, contexts, "logits" in self._wants, self._top
+            )
+            tops = [ids] if self._top else []
+        else:
+            dist = distribution(host.sample, host.model, x, contexts)
+        return dist, Shown(logits, x if "hidden" in self._wants else None), tops
+
+    def _judge(self, span: Span, dist: Dist, row: int, shown: Shown) -> Outcome:
+        """The outcome of one span whose distributions start at `row`."""
         seed, known = span.request.params.seed, span.request.known
 
         def rng(depth: int, purpose: int, index: int = 0) -> float:
             return uniform(seed, known + depth, purpose, index)
 
         if span.note is None:
-            if span.positions[-1] + 1 != known:
-                return Outcome(span.rows, []), 0
+            if not judged(span):
+                return Outcome(span.rows, [])
             u = 0.0 if dist.greedy(row) else rng(0, Purpose.SAMPLE)
-            return Outcome(span.rows, [dist.draw(row, u)]), 1
+            return Outcome(span.rows, [dist.draw(row, u)])
         draft: Draft = span.note
-        path, token = self.verifier(draft, dist.part(row, row + span.rows), rng)
+        told: Sequence[Shown] = [shown] if self._wants else []
+        path, token = self.verifier(draft, dist.part(row, row + span.rows), rng, *told)
         keep: int | list[int] = [0, *(node + 1 for node in path)]
         if keep == list(range(len(path) + 1)):
             keep = len(path) + 1
         tokens = [*(draft.tokens[node] for node in path), token]
-        return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path)), span.rows
+        return Outcome(keep, tokens, drafted=len(draft.tokens), accepted=len(path))
+
+
+def _name(method: Any) -> str:
+    return str(type(method).__module__).rpartition(".")[2]

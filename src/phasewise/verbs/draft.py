@@ -91,6 +91,9 @@ class Drafter(Protocol):
         draws(request: Request) -> bool  -- whether guesses for it may be drawn, with a `q`; without it all may be
         largest: int  -- the most nodes that any of its drafts has, where these may be more than 64 (`Decode.margin`)
         companion: Companion  -- its second model, if it has one
+        top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
+            [rows, top], best first, all rows of each draft and the last of a plain one (`judged`), span by span
+        shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 
     def size(self, request: Request) -> int:
@@ -112,3 +115,10 @@ class Drafter(Protocol):
 def headroom(request: Request) -> int:
     """How many drafted tokens in a row the request could still take; one more follows them."""
     return request.limit - request.known - 1
+
+
+def judged(span: Span) -> range:
+    """The rows of a span after which a token is judged or drawn: all of a draft's, the last of a request's text."""
+    if span.note is not None:
+        return range(span.rows)
+    return range(span.rows - (span.positions[-1] + 1 == span.request.known), span.rows)

@@ -145,6 +145,18 @@ def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Con
     return sample(model.head(x), contexts)
 
 
+def distribution_shown(
+    sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context], logits: bool, top: int
+) -> tuple[Dist, Tensor | None, Tensor]:
+    """The same distributions, with the logits they came from, float32 [n, V], if asked for, and the ids of the `top`
+    largest of each row, int64 [n, top], best first. One pass of the head."""
+    raw = model.head(x)
+    ids = raw.topk(min(top, raw.shape[-1]), -1).indices
+    if _greedy(sample, contexts):
+        return Dist(raw.argmax(-1).tolist(), model.config.vocab), raw if logits else None, ids
+    return sample(raw.clone() if logits else raw, contexts), raw if logits else None, ids
+
+
 def _greedy(sample: Sample, contexts: Sequence[Context]) -> bool:
     greedy = getattr(sample, "greedy", None)
     return greedy is not None and greedy(contexts)

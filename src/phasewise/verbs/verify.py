@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
 
 from phasewise.verbs.sample import Dist
 
@@ -16,10 +19,24 @@ class Random(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the pass showed of a draft's rows, of which a verifier `wants` some; the rest is None."""
+
+    logits: Tensor | None = None  # float32 [rows, V], as the model says them, before any sampling rule
+    hidden: Tensor | None = None  # rows of the last layer [rows, d]
+
+    def part(self, start: int, end: int) -> Shown:
+        """Rows start .. end-1, sharing memory."""
+        logits = None if self.logits is None else self.logits[start:end]
+        return Shown(logits, None if self.hidden is None else self.hidden[start:end])
+
+
 class Verifier(Protocol):
     """verify: which guesses stay? Pure: no model, no cache.
 
     Optional:
+        wants: frozenset  -- "logits", "hidden": it is called with a `Shown` that has them, as a fourth argument
         matches: str  -- the drafts under which its tokens are plain decoding's, random number by random number,
             whatever was guessed: "all", those whose guesses were chosen ("point"), or "none", as without it
     """
