@@ -20,7 +20,7 @@ BUDGETS = {  # folders that share a budget ("" = the files at the root of the pa
     ("kv",): 2900,
     ("cluster",): 4000,
     ("serve",): 2600,
-    ("ops",): 1300,
+    ("ops",): 1340,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects
 
