@@ -31,7 +31,7 @@ from phasewise.bench.contender import Job, Test
 from phasewise.bench.rounds import median, ratio
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError, near
-from phasewise.train.corpus import sources
+from phasewise.known.corpus import sources
 
 VOCAB = 32_000
 SIZES: dict[str, Any] = {

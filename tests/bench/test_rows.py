@@ -23,10 +23,10 @@ from phasewise.bench.rows import agreement, english, index, longtext
 from phasewise.bench.rows.subject import Subject
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
+from phasewise.known.corpus import sources
 from phasewise.llm import LLM
 from phasewise.load import model_path
 from phasewise.model.tokenizer import Tokenizer
-from phasewise.train.corpus import sources
 from tests import tiny
 from tests.oracle import logits
 from tests.serve.tiny_chat import CONTEXT, chat_checkpoint

@@ -9,7 +9,8 @@ import pytest
 
 from phasewise.methods.draft import _automaton
 from phasewise.methods.draft._automaton import SuffixAutomaton
-from phasewise.methods.draft.prompt_lookup import CHUNK, NAME, PromptLookup, copied
+from phasewise.methods.draft._continuations import copied
+from phasewise.methods.draft.prompt_lookup import CHUNK, NAME, PromptLookup
 from phasewise.methods.verify.match import Match
 from phasewise.request.params import Params
 from phasewise.request.request import Request

@@ -8,7 +8,10 @@ from typing import Any
 from phasewise import catalog
 from phasewise.load import EMBEDDED
 
-UNTRAINED = {"weights": "random:0"}  # a method with this knob has trained weights: the laws hold with any
+UNTRAINED = {  # knobs of methods that need what the tiny model has not: the laws hold with any weights, over any text
+    "weights": "random:0",
+    "store": "random:0",
+}
 
 
 def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:

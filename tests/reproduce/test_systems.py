@@ -22,7 +22,7 @@ NAMES = index.names()
 WANTED = {
     "sarathi_serve", "fastgen", "layered_prefill", "distserve", "splitwise", "semi_pd", "cachegen", "hydragen",
     "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
-    "token_recycling", "aggressive",
+    "token_recycling", "aggressive", "retrieval",
 }  # fmt: skip
 
 
@@ -64,8 +64,9 @@ def test_methods_are_in_the_catalogue_and_controls_are_not(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with Lab.open(Scale(quick=True, time=False)) as made:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch, Lab.open(Scale(quick=True, time=False)) as made:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield made
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
+from phasewise.known.corpus import sources
 from phasewise.llm import LLM
 from phasewise.load import config_of, files_of
 from phasewise.model.model import Model
 from phasewise.train import dense, draft, written
 from phasewise.train.agreement import agreement, walk
-from phasewise.train.corpus import sources
 from phasewise.train.draft import Job, train
 from phasewise.train.tasks import Turn, held_out
 from phasewise.train.tokenizer import plain

@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.bench.quality import ALL, TASKS, Row, Text, evaluate, mean, next_line, proportion, table
 from phasewise.errors import UserError
-from phasewise.train.corpus import sources
+from phasewise.known.corpus import sources
 from phasewise.train.tasks import example
 from phasewise.train.tokenizer import write
 from tests.train import tiny

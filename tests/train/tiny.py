@@ -7,7 +7,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from phasewise.train.corpus import sources
+from phasewise.known.corpus import sources
 from phasewise.train.dense import Shape
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.tasks import TASKS, turns

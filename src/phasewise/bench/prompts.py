@@ -16,9 +16,9 @@ def prompts_from(kind: str, model: str, vocab: int, seed: int) -> Prompts:
     """`random`, `code`, or the path of a text file, in the tokens of `model`. Raises UserError."""
     if kind == "random":
         return random_prompts(vocab, seed)
+    from phasewise.known.corpus import sources
     from phasewise.load import model_path
     from phasewise.model.tokenizer import Tokenizer
-    from phasewise.train.corpus import sources
 
     if kind == "code":
         text = "\n\n".join(sources(held_out=True).values())

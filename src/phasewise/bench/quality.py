@@ -17,7 +17,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from phasewise.errors import UserError, near
-from phasewise.train.corpus import sources
+from phasewise.known.corpus import sources
 from phasewise.train.tasks import Example, Message, example
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]

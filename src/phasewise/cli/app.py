@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phasewise import __version__
-from phasewise.cli import bench, evaluate, methods, models, reproduce, run, serve, train, widen
+from phasewise.cli import bench, datastore, evaluate, methods, models, reproduce, run, serve, train, widen
 from phasewise.errors import UserError
 
 # typer ships its own copy of click and exports no name for "the command line is wrong" but this one's parent.
@@ -40,6 +40,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(models.app, name="models")
 app.command("widen")(widen.widen)
+app.command("datastore")(datastore.datastore)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 

@@ -19,7 +19,7 @@ def place(model: Embedded | Known) -> Path:
     """The directory of an embedded model; the file of another, whether it is there or not."""
     if isinstance(model, Embedded):
         return Path(str(files("phasewise").joinpath("pocket", model.folder)))
-    return _caches() / "phasewise" / "models" / model.name / model.file
+    return caches() / "phasewise" / "models" / model.name / model.file
 
 
 def found(model: Known) -> Path | None:
@@ -69,7 +69,8 @@ def _remember(model: Known, path: Path, about: os.stat_result) -> None:
         _stamp(path).write_text(_mark(model, about), encoding="utf-8")
 
 
-def _caches() -> Path:
+def caches() -> Path:
+    """Where programs keep what they can make or get again. Raises UserError where there is no such place."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():  # others do not count, says the specification
         return named

@@ -9,8 +9,8 @@ from random import Random
 
 from phasewise.bench.prompts import Prompts, random_prompts, text_prompts
 from phasewise.bench.quality import TASKS, Text
+from phasewise.known.corpus import sources
 from phasewise.load import model_path
-from phasewise.train.corpus import sources
 from phasewise.train.tasks import Example, example
 
 SHRINK = 8  # of lengths in a quick run

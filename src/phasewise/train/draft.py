@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from phasewise.errors import UserError
+from phasewise.known.corpus import sources
 from phasewise.llm import LLM
 from phasewise.load import config_of, files_of
 from phasewise.model.config import ModelConfig
@@ -20,7 +21,6 @@ from phasewise.model.source import copy_vocabulary
 from phasewise.request.params import Params
 from phasewise.train import dense
 from phasewise.train.agreement import Agreement, agreement
-from phasewise.train.corpus import sources
 from phasewise.train.dense import Block, Dense, Shape
 from phasewise.train.folders import replaced
 from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, Stage, batched

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 
+from phasewise.known.corpus import sources
 from phasewise.train import curve, dense
 from phasewise.train.chat import TALK
-from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense, Shape
 from phasewise.train.folders import replaced
 from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, batched

@@ -14,7 +14,7 @@ from random import Random
 import torch
 from torch.nn import functional as F
 
-from phasewise.train.corpus import sources
+from phasewise.known.corpus import sources
 from phasewise.train.dense import Block, Dense
 from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, pad_rows

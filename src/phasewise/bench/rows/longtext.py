@@ -17,7 +17,7 @@ from phasewise.bench.forced import STRETCH
 from phasewise.bench.quality import Measured, averaged, per_byte
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
-from phasewise.train.corpus import sources
+from phasewise.known.corpus import sources
 
 QUARTERS = 4
 TRAINED_ON = ("debugger",)  # topics whose text is in a library file too, one that is not held out

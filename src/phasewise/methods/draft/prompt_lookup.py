@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.methods.draft._continuations import copied
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -97,11 +98,3 @@ class _Lookup:
 
     def fork(self) -> _Lookup:
         return _Lookup(self.text.fork(), self.cap)
-
-
-def copied(tokens: Sequence[int], start: int, length: int) -> list[int]:
-    """`length` tokens from `start` on; where the text ends, the copy goes on with what it has copied."""
-    out: list[int] = []
-    for at in range(start, start + length):
-        out.append(tokens[at] if at < len(tokens) else out[at - len(tokens)])
-    return out

@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 
 from phasewise.errors import UserError, near
+from phasewise.known.corpus import sources
 from phasewise.load import files_of, load_model, model_path
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact
 from phasewise.model.model import Model
 from phasewise.train import dense
-from phasewise.train.corpus import sources
 from phasewise.train.dense import Dense
 from phasewise.train.mixture import Mixture
 from phasewise.train.tokenizer import WRITTEN

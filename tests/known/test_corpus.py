@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phasewise.train.corpus import is_held_out, sources
+from phasewise.known.corpus import is_held_out, sources
 
 
 def test_every_file_is_in_exactly_one_part() -> None:

@@ -1,0 +1,61 @@
+"""`phasewise datastore`: texts in a model's tokens, to be searched by drafters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise.cli.progress import counting, working
+from phasewise.errors import UserError
+
+
+def datastore(
+    out: Annotated[Path, typer.Argument(help="Folder for the datastore; new, or empty.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Text files below this folder; without it, Python's own library.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="A model with the tokenizer: a directory, a hub id, a name.")] = "pocket",
+) -> None:
+    """Make a datastore for --draft retrieval: texts in a model's tokens, sorted so that a match is found by search.
+
+    Of a folder, all files that are text in UTF-8 count, but for hidden ones. It serves every model with this tokenizer.
+
+    [bold]Examples[/]
+
+      phasewise datastore runs/mine --folder src
+      phasewise run "import os" --draft retrieval:store=runs/mine
+    """
+    from phasewise.known.corpus import sources
+    from phasewise.load import files_of
+    from phasewise.methods.draft._datastore import encoded, vocabulary
+
+    texts = list(sources(held_out=False).values()) if folder is None else _texts(folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there and not an empty folder: name a new one")
+    files = files_of(model)
+    with counting("tokens", len(texts)) as done:
+        made = encoded(files, texts, done)
+    with working("writing"):
+        made.save(out, vocabulary(files), "Python's library" if folder is None else str(folder))
+    print(f"{out}\n{len(made.tokens):,} tokens of {len(texts):,} texts. Use it with --draft retrieval:store={out}")
+
+
+def _texts(folder: Path) -> list[str]:
+    """Of the files below a folder, in name order."""
+    if not folder.is_dir():
+        raise UserError(f"--folder {folder}: there is no such folder")
+    texts = []
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text and "\0" not in text:
+            texts.append(text)
+    if not texts:
+        raise UserError(f"--folder {folder}: there is no text in it: a datastore needs files in UTF-8")
+    return texts

@@ -1,0 +1,105 @@
+"""What others wrote after the same words: continuations found in a datastore, merged into a tree. Exact under every
+verifier that keeps chosen guesses exact, no model, no training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from phasewise.errors import UserError
+from phasewise.methods.draft import _datastore
+from phasewise.methods.draft._continuations import heaviest
+from phasewise.methods.draft._datastore import ORDERED, Datastore
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.host import ENDLESS, Host
+
+LIBRARY, RANDOM = "library", "random:"
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """The longest end of the text that occurs in a datastore, and what followed there: the `nodes` beginnings that most
+    of its continuations share.
+
+    `store`: `library` (Python's own, made once per tokenizer, in seconds, and kept where caches lie), a folder that
+    `phasewise datastore` made, or `random:SEED`. `hits` continuations of `length` tokens are counted; of more, so many
+    evenly spread.
+    """
+
+    store: str = LIBRARY
+    nodes: int = 16
+    longest: int = ORDERED  # tokens of a match
+    shortest: int = 2
+    length: int = 10
+    hits: int = 1000
+
+    paper: ClassVar[str] = "arXiv 2311.08252"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    def __post_init__(self) -> None:
+        for knob in ("nodes", "shortest", "length", "hits"):
+            if getattr(self, knob) < 1:
+                raise UserError(f"retrieval: {knob}={getattr(self, knob)} must be at least 1")
+        if not self.shortest <= self.longest <= ORDERED:
+            raise UserError(f"retrieval: longest={self.longest} must be from shortest={self.shortest} to {ORDERED}")
+
+    def bind(self, host: Host) -> _Retrieval:
+        if not self.store.startswith(RANDOM):
+            files = host.model.files
+            found = _datastore.library(files) if self.store == LIBRARY else _datastore.load(_folder(self.store), files)
+            return _Retrieval(self, found)
+        seed = self.store.removeprefix(RANDOM)
+        if not seed.isdecimal():
+            raise UserError(f"retrieval: store={self.store}: the seed must be a whole number, as in random:0")
+        return _Retrieval(self, _datastore.random(host.model.config.vocab, int(seed)))
+
+
+def _folder(store: str) -> Path:
+    folder = Path(store).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"retrieval: store={store}: there is no such folder. Say {LIBRARY}, or make one with "
+                        f"phasewise datastore {store}")  # fmt: skip
+    return folder
+
+
+class _Retrieval:
+    """Nothing is remembered of a request: a guess follows from its tokens."""
+
+    def __init__(self, method: Retrieval, store: Datastore) -> None:
+        self.method, self.store = method, store
+        self.largest = method.nodes
+
+    def size(self, request: Request) -> int:
+        return self.method.nodes if headroom(request) > 0 else 0
+
+    def reach(self, context: int) -> int:
+        return ENDLESS
+
+    def draws(self, request: Request) -> bool:
+        return False
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
+
+    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+    def _guess(self, request: Request, budget: int) -> Draft | None:
+        method = self.method
+        length, nodes = min(method.length, headroom(request)), min(method.nodes, budget)
+        if length < 1 or nodes < 1:
+            return None
+        _, places = self.store.find(request.tokens[-method.longest :], method.shortest, method.longest)
+        if len(places) > method.hits:
+            places = places[np.arange(method.hits) * len(places) // method.hits]
+        return heaviest(self.store.continuations(places, length), nodes) if len(places) else None
