@@ -25,7 +25,7 @@ def branch(q: Tensor, n: int, drawn: Drawn, us: Callable[[int], float]) -> tuple
         return _top_plus_one(q, n, us)
     tokens, rows = [pick(q, us(0))], [q]
     while len(tokens) < n:
-        rest = _without(rows[-1], tokens[-1:])
+        rest = without(rows[-1], tokens[-1:])
         if rest is None:
             break
         tokens.append(pick(rest, us(len(tokens))))
@@ -36,7 +36,7 @@ def branch(q: Tensor, n: int, drawn: Drawn, us: Callable[[int], float]) -> tuple
 def _top_plus_one(q: Tensor, n: int, us: Callable[[int], float]) -> tuple[list[int], Tensor]:
     top = _likeliest(q, n - 1)
     rows = q.new_zeros((len(top) + 1, q.shape[0]))  # zero rows: chosen, not drawn
-    rest = _without(q, top)
+    rest = without(q, top)
     if rest is None:
         return top, rows[:-1]
     rows[-1] = rest
@@ -48,7 +48,7 @@ def _likeliest(q: Tensor, n: int) -> list[int]:
     return [token for token, value in zip(tokens.tolist(), values.tolist()) if value > 0]
 
 
-def _without(q: Tensor, tokens: list[int]) -> Tensor | None:
+def without(q: Tensor, tokens: list[int]) -> Tensor | None:
     """q with some tokens taken out, renormalised; None if nothing is left."""
     rest = q.clone()
     for token in tokens:

@@ -48,7 +48,7 @@ class Tree:
 
     @property
     def left(self) -> int:
-        return self.room - len(self.tokens)
+        return max(0, self.room - len(self.tokens))
 
     def path(self, node: int) -> tuple[int, ...]:
         return () if node < 0 else self.paths[node]
@@ -96,7 +96,7 @@ class Shape(Protocol):
         ...
 
     def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
-        """Add children of the nodes asked for, `tree.left` at most. -> those to ask for next"""
+        """Add children of the nodes asked for. -> those to ask for next; none where a tree is full"""
         ...
 
     def finish(self, tree: Tree) -> Draft:
@@ -164,7 +164,7 @@ class Grower:
             after: list[tuple[Tree, list[int]]] = []
             for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
                 following = self.shape.grow(tree, [Asked(node, q) for node, q in zip(nodes, rows)])
-                if following and level < tree.levels and tree.left > 0:
+                if following and level < tree.levels:
                     after.append((tree, following))
             if not after:
                 break

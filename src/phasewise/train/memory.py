@@ -1,4 +1,4 @@
-"""Memory that a training step frees is kept for the next one."""
+"""Memory that a training step frees is kept for the next one, and given back now and then."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library never to give memory back, for the rest of this process; False where it cannot be told so.
+    """Tell the C library not to give memory back by itself while this process lives; False where that cannot be said.
 
     A step allocates and frees hundreds of megabytes. Given back, every page of it is cleared by the kernel again, which
-    took up to half of a step's time. What is kept is no more than the largest step needs.
+    took up to half of a step's time. Steps of different sizes leave gaps, which `give_back` returns.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         return False
     wanted = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20))
     return all(mallopt(what, value) == 1 for what, value in wanted)
+
+
+def give_back() -> None:
+    """Return what is free now, gaps included."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -25,7 +25,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from phasewise.errors import UserError
 from phasewise.train.dense import Block, Dense, losses
 from phasewise.train.log import Log
-from phasewise.train.memory import keep_freed_memory
+from phasewise.train.memory import give_back, keep_freed_memory
 from phasewise.train.mixture import Mixture, Stage
 
 TASK_WEIGHT = 2.0
@@ -215,6 +215,7 @@ def fit(
             bar.update(shown, completed=run.step, note=f"{note}  {speed:,.0f} tok/s")
             if run.step == len(plan) or time.monotonic() - last_save > recipe.checkpoint_seconds:
                 run.write(out / "checkpoint.pt")
+                give_back()
                 last_save = time.monotonic()
                 if saved:
                     saved(run)

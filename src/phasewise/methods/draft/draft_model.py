@@ -63,7 +63,7 @@ class _Spine:
         drawn = "point" if tree.point else self.drawn
         tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node))
         added = [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
-        return added[:1]
+        return added[:1] if tree.left else []
 
     def finish(self, tree: Tree) -> Draft:
         return tree.draft(self.drawn)
