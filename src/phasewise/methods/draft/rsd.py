@@ -74,6 +74,8 @@ class _Widths:
     def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
         width, added = self.widths[len(tree.path(asked[0].node))], list[int]()
         for node, q in asked:
+            if not tree.left:
+                break
             tokens, rows = branch(q, min(width, tree.left), "point" if tree.point else DRAWN, tree.us(node))
             added += [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
         return added if tree.left else []
@@ -111,16 +113,16 @@ class _Beam:
                 if value > -math.inf
             ]
         found.sort(key=lambda child: -child[0])
-        added, rest = list[int](), {place: each.q for place, each in enumerate(asked)}
+        rest: dict[int, Tensor | None] = {place: each.q for place, each in enumerate(asked)}
+        added: list[int] = []
         for value, path, place, token in found[: min(self.width, tree.left)]:
-            q = rest.get(place)
-            if q is None:  # all of its weight is drawn: what is left is rounding
+            left = rest[place]
+            if left is None:  # all of its weight is drawn: what is found there is rounding
                 continue
-            added.append(tree.add(asked[place].node, token, None if tree.point else q))
+            added.append(tree.add(asked[place].node, token, None if tree.point else left))
             tree.notes[added[-1]] = (path, value)
             if not tree.point:
-                left = without(q, [token])
-                rest = {**rest, place: left} if left is not None else {k: v for k, v in rest.items() if k != place}
+                rest[place] = without(left, [token])
         return added if tree.left else []
 
     def _noise(self, tree: Tree, node: int, place: int, n: int) -> Tensor:
