@@ -77,6 +77,8 @@ class Speculation:
         companion: Companion | None = getattr(drafter, "companion", None)
         if companion is not None:
             companion.optional = self._sized
+        if hasattr(drafter, "sized"):
+            drafter.sized = self._sized
         if matches == "none" and getattr(drafter, "shared", False):
             raise UserError(
                 f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "

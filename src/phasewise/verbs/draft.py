@@ -75,7 +75,10 @@ class Draft:
         """The nodes at most `levels` tokens after the pending one."""
         if len(self.tokens) <= levels:
             return self
-        kept = [node for node, depth in enumerate(depths(self.parents)) if depth < levels]
+        return self.only([node for node, depth in enumerate(depths(self.parents)) if depth < levels])
+
+    def only(self, kept: Sequence[int]) -> Draft:
+        """These nodes, in ascending order; the parent of each must be among them."""
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
         return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q)
@@ -93,6 +96,9 @@ class Drafter(Protocol):
         companion: Companion  -- its second model, if it has one
         top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
             [rows, top], best first, all rows of each draft and the last of a plain one (`judged`), span by span
+        sized: Callable[[Request], bool]  -- set by the loop: whether load may size its guesses for a request
+        sort(request: Request) -> int  -- how good its last guess for the request is taken to be, in a few steps from 0
+            on: guesses of one sort are counted together (speculation/planner.py)
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 

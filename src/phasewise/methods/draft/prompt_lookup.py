@@ -19,6 +19,7 @@ from phasewise.verbs.host import ENDLESS
 
 CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
 NEAR = 4  # matches looked at per branch wanted
+SORTS = 6  # of guesses, by their match's length
 NAME = "prompt_lookup"
 
 
@@ -57,6 +58,11 @@ class PromptLookup:
 
     def draws(self, request: Request) -> bool:
         return False
+
+    def sort(self, request: Request) -> int:
+        """The longer the match, the better the guess: 1 token, 2 or 3, 4 to 7, ..."""
+        state: _Lookup = request.state[NAME]
+        return min(SORTS, state.text.match.bit_length())
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
