@@ -16,7 +16,7 @@ RENEW = 1e9  # weights are scaled down when one has grown to this
 PRIOR_SHARE = 0.05  # what a further row is taken to cost before it was seen, as a share of a step of one row
 PRIOR_WEIGHT = 16.0  # how firmly: as if so many steps one row from the mean had been seen
 SPIKE = 3.0  # a step that takes so many times what was expected was disturbed
-OWN_WEIGHT = 3.0  # a request's own record counts half once it has so many trials
+OWN_WEIGHT = 5.0  # a request's own record counts half once it has so many trials
 OWN_FADE, ALL_FADE = 0.95, 0.998  # what a trial leaves of the trials of its kind before it
 DEEPEST, LAST_RANK = 7, 3  # of kinds of guesses: what is deeper or further behind counts with these
 
@@ -51,7 +51,7 @@ class Costs:
 
     def near(self, rows: int) -> Line | None:
         """Of a step of `rows` rows and a few more; None before any was seen."""
-        near = [(n, w, y) for n, (w, y) in self._seen.items() if rows <= 2 * n and n <= 3 * rows + 8]
+        near = [(n, w, y) for n, (w, y) in self._seen.items() if rows <= 2 * n and n <= 10 * rows + 8]
         total = sum(w for _, w, _ in near)
         if total <= 1e-9 * self._weight:
             return None

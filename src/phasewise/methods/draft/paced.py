@@ -21,7 +21,7 @@ from phasewise.verbs.host import Host
 
 NAME = "paced"
 SHARE = 0.01  # of the time that may go into looking for guesses while none pays
-PAUSE = 64  # steps without looking, at most
+PAUSE = 4096  # steps without looking, at most
 MEMORY = 0.9  # what a step leaves of the balance before it
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
@@ -97,7 +97,7 @@ class Pacer:
                 for i, draft in zip(asked, own):
                     drafts[i] = draft
         else:
-            line = self.costs.near(len(requests)) or Line(1.0, 0.0)  # unknown: guesses are free
+            line = self.costs.near(len(requests)) or Line(1.0, 1.0)  # unknown: a step without guesses will show
             copies = self.companion is None
             drafts, gain = (self._cut if copies else self._bounded)(requests, budgets, free, line)
             self._weigh(self.clock() - began, gain, line)
