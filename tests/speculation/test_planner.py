@@ -79,9 +79,7 @@ def test_the_plan_is_the_best_of_all(raw: list[list[float]], row: float) -> None
     """Against every choice of sizes."""
     likely, cost = [sorted(each, reverse=True) for each in raw], Line(1.0, row)
     found = plan(likely, cost)
-    best = max(
-        speed(sizes, likely, cost) for sizes in itertools.product(*(range(len(each) + 1) for each in likely))
-    )
+    best = max(speed(sizes, likely, cost) for sizes in itertools.product(*(range(len(each) + 1) for each in likely)))
     assert speed(tuple(found.sizes), likely, cost) == pytest.approx(best, abs=1e-9)
     assert found.gain * len(likely) == pytest.approx(best, abs=1e-9)
 
