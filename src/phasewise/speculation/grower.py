@@ -44,6 +44,7 @@ class Tree:
     parents: list[int] = field(default_factory=list)
     paths: list[tuple[int, ...]] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
+    thought: Tensor | None = None  # what may follow the request's last token
     notes: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -137,7 +138,7 @@ class Grower:
         ready = [r for r in late.values() if self.companion.reserve(r, r.known)]
         if ready:
             self.companion.catch_up(ready, self.chunk)
-        return [self.shape.finish(trees[i]) if i in trees else None for i in range(len(requests))]
+        return [self._finished(trees[i]) if i in trees else None for i in range(len(requests))]
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
         pass  # the companion finds out by itself which of its rows still hold
@@ -155,6 +156,11 @@ class Grower:
             return self.companion.lag(request) > self.chunk
         return request.known - (request.n_out - 1) * self.chunk > self.chunk
 
+    def _finished(self, tree: Tree) -> Draft:
+        draft = self.shape.finish(tree)
+        draft.thought = tree.thought
+        return draft
+
     def _grow(self, trees: Sequence[Tree]) -> None:
         x = self.companion.root([tree.request for tree in trees])
         asked = [(tree, [-1]) for tree in trees]
@@ -163,6 +169,8 @@ class Grower:
         while asked:
             after: list[tuple[Tree, list[int]]] = []
             for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
+                if nodes == [-1]:
+                    tree.thought = rows[0]
                 following = self.shape.grow(tree, [Asked(node, q) for node, q in zip(nodes, rows)])
                 if following and level < tree.levels:
                     after.append((tree, following))

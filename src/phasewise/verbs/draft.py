@@ -26,12 +26,15 @@ class Draft:
     `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
     siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
+    `thought` float32 [V]: what a second model thinks follows the pending token, whatever was guessed; for who holds its
+    drafter, and gone where the tree was cut.
     """
 
     tokens: list[int]
     parents: list[int]
     drawn: Drawn = "point"
     q: Tensor | None = None
+    thought: Tensor | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
