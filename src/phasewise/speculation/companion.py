@@ -68,6 +68,7 @@ class Companion:
     """Computes logits of a second model after any continuation of a request, recomputing only what changed.
 
     For whom it is `optional` (a drafter's mostly is), nobody makes way when memory is short: ask `reserve` first.
+    What grows may be computed by a `rough` model of the same KV; if `calibrated`, none of its rows ever stays.
     """
 
     def __init__(self, name: str, model: Model, store: Store, phase: Phase, counters: Counters) -> None:
@@ -75,6 +76,8 @@ class Companion:
         self.counters = counters  # the engine's; the companion's own passes are counted apart
         self.own = Counters()
         self.optional: Callable[[Request], bool] = lambda request: False
+        self.rough: Model | None = None
+        self.calibrated = False
 
     # ---- memory
     def growth(self, request: Request, rows: int) -> int:
@@ -117,7 +120,7 @@ class Companion:
         The memory must have been reserved, and `root` have come before. What was grown waits, uncommitted, until
         something else is asked: then the rows of what the request went on with stay, and the others go.
         """
-        return self._forward([self._below(growth) for growth in growths]).x
+        return self._forward([self._below(growth) for growth in growths], self.rough).x
 
     def _below(self, growth: Growth) -> Span:
         follower: Follower = growth.request.state[self.name]
@@ -156,14 +159,16 @@ class Companion:
         follower.kv.reserve(len(tokens))
         return Span(request, follower.kv, self.phase, tokens, range(start, start + len(tokens)))
 
-    def _forward(self, spans: Sequence[Span]) -> Hidden:
+    def _forward(self, spans: Sequence[Span], rough: Model | None = None) -> Hidden:
+        model = rough or self.model
         try:
-            hidden = forward(self.model, spans, self.own)
+            hidden = forward(model, spans, self.own)
         except Exception:
             for span in spans:  # what they hold is no longer what they say: they start again if tried again
                 span.request.state.pop(self.name).close()
             raise
         self.counters.draft_forwards += 1
+        self.counters.draft_depth += model.depth
         return hidden
 
     def _committed(self, spans: Sequence[Span]) -> Hidden:
@@ -182,7 +187,7 @@ class Companion:
     def _held(self, request: Request) -> Follower | None:
         follower: Follower | None = request.state.get(self.name)
         if follower is not None:
-            follower.settle(request.tokens)
+            follower.settle([] if self.calibrated else request.tokens)
         return follower
 
     def _follower(self, request: Request, tokens: int) -> Follower:
