@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -26,12 +26,14 @@ class Draft:
     `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
     siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
+    `thoughts`, if wanted: by path, what the drafter held likely to follow it, float32 [V], drawn from or not.
     """
 
     tokens: list[int]
     parents: list[int]
     drawn: Drawn = "point"
     q: Tensor | None = None
+    thoughts: Mapping[tuple[int, ...], Tensor] | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -69,7 +71,7 @@ class Draft:
         if nodes >= len(self.tokens):
             return self
         q = None if self.q is None else self.q[:nodes]
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q)
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -78,7 +80,8 @@ class Draft:
         kept = [node for node, depth in enumerate(depths(self.parents)) if depth < levels]
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
-        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q)
+        tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
+        return Draft(tokens, parents, self.drawn, q, self.thoughts)
 
 
 class Drafter(Protocol):
@@ -93,6 +96,7 @@ class Drafter(Protocol):
         companion: Companion  -- its second model, if it has one
         top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
             [rows, top], best first, all rows of each draft and the last of a plain one (`judged`), span by span
+        thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts`
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 
