@@ -86,6 +86,8 @@ class Speculation:
             )
         self._top: int = getattr(drafter, "top", 0)
         self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
+        if "thoughts" in self._wants and hasattr(drafter, "thoughts"):
+            drafter.thoughts = True
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""

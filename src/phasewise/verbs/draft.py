@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -26,15 +26,15 @@ class Draft:
     `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
     siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
-    `thought` float32 [V]: what a second model thinks follows the pending token, whatever was guessed; for who holds its
-    drafter, and gone where the tree was cut.
+    `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
+    token alone unless more is wanted (see Drafter).
     """
 
     tokens: list[int]
     parents: list[int]
     drawn: Drawn = "point"
     q: Tensor | None = None
-    thought: Tensor | None = None
+    thoughts: Mapping[tuple[int, ...], Tensor] | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -72,7 +72,7 @@ class Draft:
         if nodes >= len(self.tokens):
             return self
         q = None if self.q is None else self.q[:nodes]
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q)
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -84,7 +84,8 @@ class Draft:
         """These nodes, in ascending order; the parent of each must be among them."""
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
-        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q)
+        tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
+        return Draft(tokens, parents, self.drawn, q, self.thoughts)
 
 
 class Drafter(Protocol):
@@ -102,6 +103,7 @@ class Drafter(Protocol):
         sized: Callable[[Request], bool]  -- set by the loop: whether load may size its guesses for a request
         sort(request: Request) -> int  -- how good its last guess for the request is taken to be, in a few steps from 0
             on: guesses of one sort are counted together (speculation/planner.py)
+        thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts` after all that it asked
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 

@@ -105,9 +105,9 @@ class Fusion:
         assert source.q is None, "a source chooses its guesses"
         if base is None:
             return source
-        likely = None
-        if self.among and base.thought is not None:
-            likely = base.thought.topk(min(self.among, len(base.thought))).indices.tolist()
+        likely, thought = None, (base.thoughts or {}).get(())
+        if self.among and thought is not None:
+            likely = thought.topk(min(self.among, len(thought))).indices.tolist()
         return fuse(base, source, likely).cut(budget)
 
 
