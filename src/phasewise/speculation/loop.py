@@ -94,6 +94,10 @@ class Speculation:
         say = getattr(self.drafter, "reach", None)
         return context if say is None else int(say(context))
 
+    def close(self) -> None:
+        if hasattr(self.drafter, "close"):
+            self.drafter.close()
+
     @property
     def margin(self) -> int:
         return int(getattr(self.drafter, "largest", 0))
