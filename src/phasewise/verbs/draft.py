@@ -26,12 +26,14 @@ class Draft:
     `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
     siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
+    The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
     """
 
     tokens: list[int]
     parents: list[int]
     drawn: Drawn = "point"
     q: Tensor | None = None
+    ask: int = 0
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -69,7 +71,8 @@ class Draft:
         if nodes >= len(self.tokens):
             return self
         q = None if self.q is None else self.q[:nodes]
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q)
+        ask = max(0, self.ask - (len(self.tokens) - nodes))
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, ask)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -78,7 +81,8 @@ class Draft:
         kept = [node for node, depth in enumerate(depths(self.parents)) if depth < levels]
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
-        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q)
+        ask = sum(node >= len(self.tokens) - self.ask for node in kept)
+        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q, ask)
 
 
 class Drafter(Protocol):
@@ -92,7 +96,8 @@ class Drafter(Protocol):
         largest: int  -- the most nodes that any of its drafts has, where these may be more than 64 (`Decode.margin`)
         companion: Companion  -- its second model, if it has one
         top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
-            [rows, top], best first, all rows of each draft and the last of a plain one (`judged`), span by span
+            [rows, top], best first, all guesses of each draft and the last row of a plain one (`judged`), span by
+            span; after these, of the nodes that ask
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 
@@ -118,7 +123,8 @@ def headroom(request: Request) -> int:
 
 
 def judged(span: Span) -> range:
-    """The rows of a span after which a token is judged or drawn: all of a draft's, the last of a request's text."""
+    """The rows of a span after which a token is judged or drawn: a draft's, but for those that ask, or the last of a
+    request's text."""
     if span.note is not None:
-        return range(span.rows)
+        return range(span.rows - span.note.ask)
     return range(span.rows - (span.positions[-1] + 1 == span.request.known), span.rows)
