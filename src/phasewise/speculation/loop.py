@@ -146,15 +146,18 @@ class Speculation:
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         wanted: list[int] = []
+        asking: list[int] = []
         contexts: list[Context] = []
         for span in spans:
             rows = judged(span)
             wanted.extend(range(span.start + rows.start, span.start + rows.stop))
+            if self._top and rows.stop < span.rows:
+                asking.extend(range(span.start + rows.stop, span.start + span.rows))
             if span.note is not None:
                 contexts.extend(Context(span.request, span.note.path(row - 1)) for row in rows)
             else:
                 contexts.extend(Context(span.request) for _ in rows)
-        dist, shown, tops = self._distributions(hidden, wanted, contexts)
+        dist, shown, tops = self._distributions(hidden, wanted + asking, contexts)
         outcomes, row = [], 0
         for span in spans:
             used = len(judged(span))
@@ -166,7 +169,8 @@ class Speculation:
     def _distributions(
         self, hidden: Hidden, wanted: list[int], contexts: list[Context]
     ) -> tuple[Dist, Shown, Sequence[Tensor]]:
-        """What the verifier and, beside spans and outcomes, the drafter are told of these rows."""
+        """What the verifier and, beside spans and outcomes, the drafter are told of these rows; those beyond the
+        contexts are the drafter's alone."""
         host = self.host
         if not wanted:
             nothing = [torch.empty(0, self._top, dtype=torch.int64)] if self._top else []
@@ -195,9 +199,10 @@ class Speculation:
                 return Outcome(span.rows, [])
             u = 0.0 if dist.greedy(row) else rng(0, Purpose.SAMPLE)
             return Outcome(span.rows, [dist.draw(row, u)])
-        draft: Draft = span.note
+        rows = len(judged(span))
+        draft: Draft = span.note.cut(rows - 1)
         told: Sequence[Shown] = [shown] if self._wants else []
-        path, token = self.verifier(draft, dist.part(row, row + span.rows), rng, *told)
+        path, token = self.verifier(draft, dist.part(row, row + rows), rng, *told)
         keep: int | list[int] = [0, *(node + 1 for node in path)]
         if keep == list(range(len(path) + 1)):
             keep = len(path) + 1

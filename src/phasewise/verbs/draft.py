@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
@@ -28,6 +28,8 @@ class Draft:
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
     `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
     token alone unless more is wanted (see Drafter).
+
+    The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
     """
 
     tokens: list[int]
@@ -35,6 +37,7 @@ class Draft:
     drawn: Drawn = "point"
     q: Tensor | None = None
     thoughts: Mapping[tuple[int, ...], Tensor] | None = None
+    ask: int = 0
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -72,7 +75,8 @@ class Draft:
         if nodes >= len(self.tokens):
             return self
         q = None if self.q is None else self.q[:nodes]
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts)
+        ask = max(0, self.ask - (len(self.tokens) - nodes))
+        return replace(self, tokens=self.tokens[:nodes], parents=self.parents[:nodes], q=q, ask=ask)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -85,7 +89,8 @@ class Draft:
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
         tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
-        return Draft(tokens, parents, self.drawn, q, self.thoughts)
+        ask = sum(node >= len(self.tokens) - self.ask for node in kept)
+        return replace(self, tokens=tokens, parents=parents, q=q, ask=ask)
 
 
 class Drafter(Protocol):
@@ -99,7 +104,8 @@ class Drafter(Protocol):
         largest: int  -- the most nodes that any of its drafts has, where these may be more than 64 (`Decode.margin`)
         companion: Companion  -- its second model, if it has one
         top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
-            [rows, top], best first, all rows of each draft and the last of a plain one (`judged`), span by span
+            [rows, top], best first, all guesses of each draft and the last row of a plain one (`judged`), span by
+            span; after these, of the nodes that ask
         sized: Callable[[Request], bool]  -- set by the loop: whether load may size its guesses for a request
         sort(request: Request) -> int  -- how good its last guess for the request is taken to be, in a few steps from 0
             on: guesses of one sort are counted together (speculation/planner.py)
@@ -129,7 +135,8 @@ def headroom(request: Request) -> int:
 
 
 def judged(span: Span) -> range:
-    """The rows of a span after which a token is judged or drawn: all of a draft's, the last of a request's text."""
+    """The rows of a span after which a token is judged or drawn: a draft's, but for those that ask, or the last of a
+    request's text."""
     if span.note is not None:
-        return range(span.rows)
+        return range(span.rows - span.note.ask)
     return range(span.rows - (span.positions[-1] + 1 == span.request.known), span.rows)

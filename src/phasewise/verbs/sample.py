@@ -149,9 +149,10 @@ def distribution_shown(
     sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context], logits: bool, top: int
 ) -> tuple[Dist, Tensor | None, Tensor]:
     """The same distributions, with the logits they came from, float32 [n, V], if asked for, and the ids of the `top`
-    largest of each row, int64 [n, top], best first. One pass of the head."""
+    largest of each row of x, int64 [rows, top], best first; x may have more rows than contexts. One pass of the head.
+    """
     raw = model.head(x)
-    ids = raw.topk(min(top, raw.shape[-1]), -1).indices
+    ids, raw = raw.topk(min(top, raw.shape[-1]), -1).indices, raw[: len(contexts)]
     if _greedy(sample, contexts):
         return Dist(raw.argmax(-1).tolist(), model.config.vocab), raw if logits else None, ids
     return sample(raw.clone() if logits else raw, contexts), raw if logits else None, ids

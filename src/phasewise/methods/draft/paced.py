@@ -135,7 +135,7 @@ class Pacer:
         for request, draft, sized in zip(requests, drafts, free):
             record = _record(request)
             record.settle(request.tokens, self.chances)
-            if draft is None or not draft.tokens or not sized:
+            if draft is None or not draft.tokens or draft.ask or not sized:  # rows that ask go with their guesses
                 likely.append([])
                 orders.append([])
                 continue
@@ -148,6 +148,8 @@ class Pacer:
         best = plan(likely, line)
         for i, (size, order) in enumerate(zip(best.sizes, orders)):
             if free[i] and drafts[i] is not None:
+                if not order:
+                    continue
                 drafts[i] = drafts[i].only(sorted(order[:size])) if size else None  # type: ignore[union-attr]
         return drafts, best.gain
 
