@@ -57,3 +57,11 @@ def test_a_failure_is_said() -> None:
     short = replace(Entry(tiny.prompts(5)[0], 10))
     with pytest.raises(UserError, match="did not finish"):
         play(engine, [short], most=3)
+
+
+def test_a_temperature_draws_by_a_seed_per_request() -> None:
+    (prompt,) = tiny.prompts(9)
+    entries = [Entry(prompt, 12, temperature=1.0)] * 3
+    runs = [play(tiny.engine(prefix_cache=False), entries).outs for _ in range(2)]
+    assert runs[0] == runs[1], "the same again"
+    assert len(set(map(tuple, runs[0]))) == 3, "and each its own"

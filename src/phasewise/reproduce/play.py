@@ -20,7 +20,8 @@ QUIET, PATIENCE = 0.25, 30.0  # seconds without news after which workers have sa
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request that is made once the first one has emitted `after` tokens; the end token is ignored.
+    """A request that is made once the first one has emitted `after` tokens; the end token is ignored. At a
+    temperature each request of a load draws by a seed of its own.
 
     The first `shared` tokens of its prompt have been asked for before.
     """
@@ -29,6 +30,7 @@ class Entry:
     new: int
     after: int = 0
     shared: int = 0
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,12 @@ class Run:
 
 
 def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int = 200_000) -> Run:
-    """Run all of them to their end, greedily. Raises UserError if one of them fails."""
+    """Run all of them to their end. Raises UserError if one of them fails."""
     _ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
-    requests = [Request(entry.prompt, Params(max_tokens=entry.new, ignore_eos=True)) for entry in entries]
+    requests = [
+        Request(entry.prompt, Params(entry.new, entry.temperature, seed=seed, ignore_eos=True))
+        for seed, entry in enumerate(entries)
+    ]
     before, peak, steps = copy.copy(engine.counters), 0, list[Step]()
     pending = sorted(zip(entries, requests), key=lambda pair: pair[0].after)
     start = time.perf_counter()

@@ -143,7 +143,7 @@ SYSTEM = System(
     claim="a tree of retrieved continuations, pruned by the draft model and fused with its own tree, is accepted "
     "further than the draft model's alone: the fastest on 4 kinds of tasks (questions about documents, summaries, "
     "code, questions in a domain); its abstract has no figures.",
-    conditions=("a trained drafter (EAGLE-2) as the base", "retrieval from the prompt or a datastore", "A100"),
+    conditions=("a trained drafter (EAGLE-2) as the base", "retrieval from the prompt or a datastore"),
     method=fused(),
     baseline=Setting({"draft": base()}, most=1),
     control=fused(source=f"retrieval:nodes={COPIED},store=random:0,shortest=1"),
