@@ -130,7 +130,7 @@ def test_switches_and_globals_are_found(tmp_path: Path) -> None:
 ORDINARY = {
     "all", "none",  # words
     "dense", "match", "slab", "standard",  # models, regular expressions, memory and libraries are such as well
-    "int8", "slo",  # a type of weights, and targets of requests
+    "int8", "slo", "transfer",  # a type of weights, targets of requests, and what carries KV
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._pieces import Scorer, bm25, nearest, shortened
@@ -15,6 +15,9 @@ from phasewise.speculation.branching import branch
 from phasewise.speculation.grower import SELF, Asked, Grower, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
 
 NAME, DRAWER = "rapid", "rapid text"
 DRAWN: Drawn = "without_replacement"
@@ -36,7 +39,7 @@ class Rapid:
     k: int = 6
     context: int = 512
     piece: int = 32
-    query: int = 64
+    query: int = 16
     scorer: Literal["bm25", "embedding"] = "bm25"
     confidence: float = 0.1
     chunk: int = 512  # tokens of its text the drafter computes per step while it lags behind
@@ -68,8 +71,12 @@ class Rapid:
             raise UserError(
                 f"rapid: context={self.context}, but that of {self.model!r} is {reader.config.max_positions}: lower it"
             )
-        made.companion.text = partial(self._text, bm25 if self.scorer == "bm25" else partial(nearest, reader.embed))
+        made.companion.text = partial(self._text, self.scores(reader))
         return made
+
+    def scores(self, reader: Model) -> Scorer:
+        """How pieces are told apart."""
+        return bm25 if self.scorer == "bm25" else partial(nearest, reader.embed)
 
     def _text(self, scorer: Scorer, request: Request) -> list[int]:
         """What the drafter reads of a request: pieces of its prompt, then what was generated."""
