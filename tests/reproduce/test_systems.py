@@ -22,7 +22,7 @@ NAMES = index.names()
 WANTED = {
     "sarathi_serve", "fastgen", "layered_prefill", "distserve", "splitwise", "semi_pd", "cachegen", "hydragen",
     "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
-    "token_recycling", "aggressive", "retrieval",
+    "token_recycling", "aggressive", "retrieval", "pearl",
 }  # fmt: skip
 
 
