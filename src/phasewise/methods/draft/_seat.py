@@ -198,15 +198,18 @@ class Process(Seat):
     def _child(self) -> _Child:
         """The process that is there, or a new one."""
         if not self._children:
-            ours, theirs = Pipe()
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, json.dumps(asdict(self.furniture)), str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()], start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                )  # fmt: skip
-            self._children.append(_Child(process, ours))
+            self._children.append(self._start())
         return self._children[0]
+
+    def _start(self) -> _Child:
+        ours, theirs = Pipe()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, json.dumps(asdict(self.furniture)), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+        return _Child(process, ours)
 
     def _died(self, error: Exception) -> None:
         """Go on with another one, or without."""

@@ -1,0 +1,131 @@
+"""PEARL: the draft model guesses while the target verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+
+from phasewise.bench.rounds import order, ratio
+from phasewise.reproduce import loads
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.play import Entry, Run, play
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Tried
+from phasewise.reproduce.workload import Asked
+
+K = 3
+LOAD = loads.answering("json", "arithmetic", "list", n=16)
+
+
+def beside(model: str, where: str = "inline") -> Setting:
+    return Setting({"draft": f"pearl:model={model},k={K},where={where}"}, most=1)
+
+
+def writing(asked: Asked) -> list[Entry]:
+    """Texts so long that how they begin and end is a small part of them."""
+    return [Entry(asked.code(64), asked.size(160, 96)) for _ in range(6)]
+
+
+def passes(case: Case, run: Run) -> float:
+    """Per token."""
+    return run.work.forwards / run.work.emitted
+
+
+def rounds(case: Case) -> list[int]:
+    """Rows of the target in every pass after the prompts'."""
+    return [step.rows for step in case.method.steps if step.streams]
+
+
+def per_round(case: Case) -> float:
+    return (case.work.emitted - len(case.entries)) / len(rounds(case))
+
+
+def expected(case: Case) -> float:
+    """[1/a + 1/(1 - a)] / [1/a + 1/(1 - a^k)], a being the share of judged guesses that hold: each wrong one is
+    followed by a round without a draft, as is each prompt."""
+    wrong = rounds(case).count(1) - len(case.entries)
+    a = 1 - wrong / (case.work.emitted - len(case.entries))
+    return float((1 / a + 1 / (1 - a)) / (1 / a + 1 / (1 - a**K)))
+
+
+def twins(lab: Lab) -> Tried:
+    """The same load with the draft model in a process of its own."""
+    found = []
+    for where in ("inline", "process"):
+        run = lab.play(beside("pocket-draft", where), LOAD(lab.asked("pocket")), "pocket", "float32")
+        found.append((run.outs, run.work.as_dict()))
+    (outs, work), (other_outs, other_work) = found
+    off = [name for name in work if work[name] != other_work[name]]
+    words = "the same tokens" if outs == other_outs else "other tokens"
+    return Tried(outs == other_outs and not off, f"{words}, {', '.join(off) + ' off' if off else 'all counters equal'}")
+
+
+def against_plain(lab: Lab) -> Tried:
+    return _one_core_each(lab, Setting(most=1))
+
+
+def against_turns(lab: Lab) -> Tried:
+    return _one_core_each(lab, Setting({"draft": f"draft_model:model=pocket-draft-wide,k={K}"}, most=1))
+
+
+def _one_core_each(lab: Lab, other: Setting) -> Tried:
+    """Seconds per token of another setting over those of the method, models padded; a thread for each model."""
+    settings = {"beside": beside("pocket-draft-wide", "process"), "other": other}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as stack:
+            engines = {name: stack.enter_context(lab.engine(each, "pocket-wide")) for name, each in settings.items()}
+            seconds: dict[str, dict[int, float]] = {name: {} for name in engines}
+            for number in range(-1, lab.scale.rounds):
+                for name in order(list(engines), number + 1):
+                    run = play(engines[name], LOAD(lab.asked("pocket-wide", number + 2)), watch=False)
+                    if number >= 0:  # the first one starts the process
+                        seconds[name][number] = loads.pace(run)
+    finally:
+        torch.set_num_threads(threads)
+    return _faster(seconds)
+
+
+def _faster(seconds: Mapping[str, Mapping[int, float]]) -> Tried:
+    found = ratio(seconds["other"], seconds["beside"])
+    assert found is not None
+    return Tried(found.low > 1, f"{found} times as fast in {found.n} rounds")
+
+
+SYSTEM = System(
+    title="PEARL",
+    paper=Paper("PEARL: Parallel Speculative Decoding with Adaptive Draft Length", "2408.11850"),
+    claim="drafting and verifying at the same time, with the first guess verified early and the next ones drafted "
+    "ahead, gives up to 3.79 times the speed of plain decoding and 1.52 times that of speculative decoding in turns.",
+    conditions=("draft and target on GPUs of their own, H100 and A100", "drafts of 1B to 7B for targets of 33B to 70B",
+                "one request at a time, as many guesses as draft passes fit into one of the target"),
+    method=beside("pocket-draft"),
+    baseline=Setting(most=1),
+    control=beside("untrained-draft"),
+    control_is="a draft of the same shape with random weights",
+    load=LOAD,
+    exact=True,
+    counters=(
+        Counter("passes of the model", "one per prompt, and tokens - first tokens - accepted guesses",
+                lambda case: case.work.forwards, lambda case: case.work.emitted - case.work.accepted),
+        Counter("tokens per round", "[1/a + 1/(1 - a)] / [1/a + 1/(1 - a^k)] at the acceptance measured", per_round,
+                expected, within=0.1, load=writing),
+        Counter("passes of the draft model", f"{K} a round", lambda case: case.work.draft_forwards,
+                lambda case: K * len(rounds(case)), bound="at most"),
+    ),
+    savings=(
+        Saving("passes per token", passes, "baseline", 1.5),
+        Saving("passes per token", passes, "control", 1.2),
+    ),
+    attempts=(
+        Attempt("exact", "the draft model in a process of its own", "the twin's tokens and counters", twins),
+        Attempt("claim", "time per token, both models padded, a core for each, against plain decoding on one",
+                "above 1 in every round", against_plain),
+        Attempt("claim", "time per token, both models padded, a core for each, against drafting in turns on one",
+                "above 1 in every round", against_turns),
+    ),
+    note="The models share two cores and one memory bus, and reading weights is most of what either does; the paper "
+    "gives each a device. Counters are those of the twin in the engine's thread, which does all the same in turns.",
+)  # fmt: skip
