@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from phasewise import catalog
 from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
+from phasewise.bench.report import filled
 from phasewise.bench.rounds import Ratio
 from phasewise.bench.savers import DENSE, SAVING, Load, Savers, Turn, savers, together
 from phasewise.bench.settings import Setting
-from phasewise.bench.worth import INTRO, Worth, cells, filled, layer_bytes, promised, section, worths
+from phasewise.bench.worth import INTRO, Worth, cells, layer_bytes, promised, section, worths
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.options import DEFAULTS
@@ -184,7 +185,7 @@ def table(gain: float) -> str:
 
 
 def test_a_page_keeps_what_others_wrote() -> None:
-    page = filled("", "M 9", table(1.25))
+    page = filled(INTRO, "M 9", table(1.25))
     assert page.startswith(INTRO) and "| store=int8 | 10 ms | 1.25 | 2 KiB | 1.50 | 50% |" in page
     assert "4 at once:" in page and "not run: x: y" in page
     both = filled(page, "S 9", table(1.5))

@@ -140,11 +140,26 @@ def test_the_cap_follows_the_verdicts() -> None:
     def told(accepted: int) -> int:
         draft = drafter.draft([request], [100])[0]
         span = type("Span", (), {"note": draft, "request": request})
-        drafter.learn([span], None, [Outcome(1, [0], drafted=len(draft.tokens), accepted=accepted)])
+        said = [*draft.tokens[:accepted], 0]
+        drafter.learn([span], None, [Outcome(1, said, drafted=len(draft.tokens), accepted=accepted)])
         return len(draft.tokens)
 
     verdicts = (0, 0, 0, 0, 1, 1, 2, 3, 4, 8)
     assert [told(accepted) for accepted in verdicts] == [8, 4, 2, 1, 1, 2, 2, 4, 4, 8]
+
+
+def test_the_cap_follows_its_own_guess() -> None:
+    """Not what else was in the draft: a drafter that holds this one may have had more accepted, or guessed on."""
+    drafter, request = PromptLookup(k=8), Request([*range(10, 30), *range(10, 20)])
+
+    def told(said: list[int], others: Draft) -> int:
+        drafter.draft([request], [100])
+        span = type("Span", (), {"note": others, "request": request})
+        drafter.learn([span], None, [Outcome(1, said, drafted=len(others.tokens), accepted=len(said) - 1)])
+        return len(drafter.draft([request], [100])[0].tokens)
+
+    assert told([7, 8, 9], Draft.chain([7, 8])) == 4, "others were right, it was not"
+    assert told([*range(20, 24), 0], Draft.chain([*range(20, 24), 1, 2, 3, 4])) == 8, "it was right, others guessed on"
 
 
 def test_a_copying_target_needs_few_passes() -> None:

@@ -16,11 +16,16 @@ UNTRAINED = {  # knobs of methods that need what the tiny model has not: the law
 
 def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
     """The text of a method with these knobs. One whose default is a model that ships with the package names a second
-    model, and gets a tiny one."""
+    model, and gets a tiny one; so does a method of a verb that it holds."""
     cls = catalog.method(verb, name)
     known = catalog.knobs_of(cls)
     second = {field.name: "tiny-draft" for field in dataclasses.fields(cls) if field.default in list(EMBEDDED)}
-    chosen = second | {knob: value for knob, value in UNTRAINED.items() if knob in known} | (knobs or {})
+    held = {
+        field: f"({spell(its.kind, its.default)})"
+        for field, its in catalog.parts_of(cls).items()
+        if field in known and its.kind in catalog.VERBS and its.default in catalog.names(its.kind)
+    }
+    chosen = second | {knob: value for knob, value in UNTRAINED.items() if knob in known} | held | (knobs or {})
     return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
 
 

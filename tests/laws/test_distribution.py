@@ -173,6 +173,10 @@ PAIRS = list(itertools.product(catalog.names("draft"), VERIFIERS))
 KNOBS = {
     "prompt_lookup": {"min_match": 1, "branches": 2},
     "draft_model": {"k": 3},
+    "rasd": {
+        "base": "(draft_model:model=tiny-draft,k=2)",
+        "source": "(retrieval:store=random:0,nodes=4,length=2,hits=9)",
+    },
     "aggressive": {"source": "marks", "opens": 6},  # what follows it has every token once
 }
 

@@ -22,7 +22,8 @@ NAMES = index.names()
 WANTED = {
     "sarathi_serve", "fastgen", "layered_prefill", "distserve", "splitwise", "semi_pd", "cachegen", "hydragen",
     "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
-    "token_recycling", "aggressive", "retrieval", "lookahead",
+    "token_recycling", "aggressive", "retrieval",
+    "rasd", "lookahead",
 }  # fmt: skip
 
 

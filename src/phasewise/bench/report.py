@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.table import Table
 
 Numbers = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def json_lines(rows: Iterable[Numbers], path: Path | None) -> None:
@@ -80,3 +81,23 @@ def size(n: float) -> str:
             return f"{short(n)} {unit}"
         n /= 1024
     return f"{short(n)} GiB"
+
+
+def filled(page: str, name: str, section: str) -> str:
+    """`page` with the section of this name replaced, or added at the end.
+
+    Raises ValueError where the markers of the section are not there once each.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    body = f"{begin}\n{section.strip()}\n{end}"
+    if begin not in page and end not in page:
+        return f"{page.rstrip()}\n\n{body}\n"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page must hold {begin} and, after it, {end}, once each")
+    before, rest = page.split(begin)
+    return f"{before}{body}{rest.split(end)[1]}"
+
+
+def unique(items: Iterable[T]) -> list[T]:
+    """Each once, in the order of their first."""
+    return list(dict.fromkeys(items))

@@ -151,21 +151,6 @@ less than 1 % is promised.
 """
 
 
-def filled(page: str, name: str, section: str) -> str:
-    """`page` with the section of this name replaced, or added at the end; an empty page gets its beginning.
-
-    Raises ValueError where the markers of the section are not there once each.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    page, body = page or INTRO, f"{begin}\n{section.strip()}\n{end}"
-    if begin not in page and end not in page:
-        return f"{page.rstrip()}\n\n{body}\n"
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f"the page must hold {begin} and, after it, {end}, once each")
-    before, rest = page.split(begin)
-    return f"{before}{body}{rest.split(end)[1]}"
-
-
 def section(found: Sequence[Worth], about: str, notes: Sequence[str]) -> str:
     """A table per batch below what was measured where."""
     lines = [about]

@@ -39,7 +39,7 @@ class Loaded:
         """Raises UserError for a `batch` that is none."""
         from phasewise.bench.savers import Load
 
-        return Load(self.tokens, _batches(self.batch), self.new, self.rounds)
+        return Load(self.tokens, show.batches(self.batch), self.new, self.rounds)
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,9 @@ def _groups(run: Savers) -> list[str]:
 
 
 def _page(path: Path, name: str, section: str) -> str:
-    """The page with the section of this name in it. Raises UserError where its markers are broken."""
-    from phasewise.bench.worth import filled
+    from phasewise.bench.worth import INTRO
 
-    page = path.read_text(encoding="utf-8") if path.is_file() else ""
-    try:
-        return filled(page, name, section)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+    return show.page(path, name, section, INTRO)
 
 
 @contextmanager
@@ -178,13 +173,3 @@ def _model(name: str, shape: str | None, load: Load) -> Iterator[str]:
         target = Path(room) / shape
         random_llama(target, layers=int(found[1]), hidden=int(found[2]), context=load.tokens + load.most)
         yield str(target)
-
-
-def _batches(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1 or len(set(found)) < len(found):
-        raise UserError(f"batch={text!r}: write different numbers of requests, separated by commas, such as 1,4,8")
-    return found

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from phasewise.cli.options import EngineOptions
+from phasewise.errors import UserError
 
 
 def title(text: str) -> None:
@@ -44,3 +45,26 @@ def record(out: Path | None, what: str, engine: EngineOptions, rows: Sequence[Ma
 
     about = {"bench": what, "model": engine.model, "methods": engine.verbs, "machine": describe()}
     json_lines(({**about, **row} for row in rows), out)
+
+
+def page(path: Path, name: str, section: str, intro: str) -> str:
+    """The page with the section of this name in it; one that is not there yet begins with `intro`. Raises UserError
+    where the section's markers are broken."""
+    from phasewise.bench.report import filled
+
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return filled(text or intro, name, section)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def batches(text: str) -> list[int]:
+    """Numbers of requests at once, from 1,4,8. Raises UserError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or len(set(found)) < len(found):
+        raise UserError(f"batch={text!r}: write different numbers of requests, separated by commas, such as 1,4,8")
+    return found

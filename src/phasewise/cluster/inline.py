@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
+from weakref import WeakSet
 
 from phasewise.cluster.ownership import OwnershipBuffer
 from phasewise.cluster.shared_pool import SharedPool
@@ -45,6 +46,7 @@ class InlineLauncher:
         self._plan = plan
         self._shelf = InlineBuffer()
         self._pool: SharedPool | None = None
+        self._connections: WeakSet[InlineConnection] = WeakSet()
 
     @property
     def transfer_buffer(self) -> TransferBuffer:
@@ -63,9 +65,10 @@ class InlineLauncher:
                 OwnershipBuffer(transfer_buffer, self._pool),
             )
         engine = self._plan.engine(spec.phases, spec.share, account)
-        return InlineConnection(
-            name, Worker(engine, transfer_buffer, lambda event: said.append(json.dumps(event))), said
-        )
+        worker = Worker(engine, transfer_buffer, lambda event: said.append(json.dumps(event)))
+        connection = InlineConnection(name, worker, said)
+        self._connections.add(connection)
+        return connection
 
     def wait(self, connections: Sequence[Connection], seconds: float) -> None:
         for connection in connections:
@@ -73,4 +76,5 @@ class InlineLauncher:
                 connection.worker.turn()
 
     def close(self) -> None:
-        pass
+        for connection in self._connections:
+            connection.worker.engine.close()

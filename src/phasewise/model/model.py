@@ -58,8 +58,8 @@ class Layer:
     def __call__(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
         return self.feed(self.mix(x, ctx, deltas), ctx, deltas)
 
-    def mix(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
-        """The attention half, x [T, d] -> [T, d]."""
+    def mix(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None, *, bare: bool = False) -> Tensor:
+        """The attention half, x [T, d] -> [T, d]; `bare`: what it adds to x alone."""
         h = x if self.before_attention is None else self.before_attention(x)
         rows, turned = x.shape[0], self.heads + self.kv_heads
         qkv = self.qkv(h)
@@ -73,10 +73,13 @@ class Layer:
             qk = ctx.rotary(self.rope, qk)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         out = ctx.attend(self.index, q, k, v).reshape(rows, self.heads * self.head_dim)  # [T, Hq * D]
-        mixed = self.o(out, x if self.after_attention is None else None)
+        mixed = self.o(out, x if self.after_attention is None and not bare else None)
         if deltas is not None:
             deltas.add(self.index, "o", out, mixed)
-        return mixed if self.after_attention is None else self.after_attention(mixed).add_(x)
+        if self.after_attention is None:
+            return mixed
+        mixed = self.after_attention(mixed)
+        return mixed if bare else mixed.add_(x)
 
     def feed(self, x: Tensor, ctx: LayerContext, deltas: Deltas | None = None) -> Tensor:
         """The MLP half, x [T, d] -> [T, d]."""
@@ -151,6 +154,11 @@ class Model:
         """Positions below this one are kept in tables once they have been met; later ones are worked out step
         by step."""
         return self._ropes.most
+
+    @property
+    def depth(self) -> int:
+        """How many attentions of a pass have to wait for one another."""
+        return self.config.layers
 
     def stack_of(self, walk: tuple[int, ...] | None) -> Stack | None:
         """The native call for some layers, increasing; None: for all of them."""

@@ -12,6 +12,7 @@ class Counters:
     steps: int = 0
     forwards: int = 0  # passes of the target model; two where a step takes both ways through it (forward.py)
     draft_forwards: int = 0  # passes of companion models (draft, amateur, ...)
+    draft_depth: int = 0  # attentions of these passes that had to wait for one another
     rows: int = 0  # token rows that entered the target model's first layer
     row_layers: int = 0  # (row, layer) pairs of the target model
     head_rows: int = 0  # rows that went through the language-model head

@@ -32,8 +32,8 @@ class Growth:
 
 
 class Follower:
-    """What a companion holds of one request, in the request's drawer: KV of the request's first `base` tokens (which
-    never change again), then of the tokens in `tail`; then, uncommitted, of what was `grown` below these."""
+    """What a companion holds of one request, in the request's drawer: KV of the first `base` tokens of what it reads
+    (which never change again), then of the tokens in `tail`; then, uncommitted, of what was `grown` below these."""
 
     def __init__(self, kv: KV) -> None:
         self.kv = kv
@@ -67,7 +67,9 @@ class Follower:
 class Companion:
     """Computes logits of a second model after any continuation of a request, recomputing only what changed.
 
-    For whom it is `optional` (a drafter's mostly is), nobody makes way when memory is short: ask `reserve` first.
+    For whom it is `optional` (a drafter's mostly is), nobody makes way when memory is short: ask `reserve` first. What
+    it reads of a request is its `text`: the request's tokens, or others that grow at the end as these do. What grows may
+    be computed by a `rough` model of the same KV; if `calibrated`, none of its rows ever stays.
     """
 
     def __init__(self, name: str, model: Model, store: Store, phase: Phase, counters: Counters) -> None:
@@ -75,39 +77,44 @@ class Companion:
         self.counters = counters  # the engine's; the companion's own passes are counted apart
         self.own = Counters()
         self.optional: Callable[[Request], bool] = lambda request: False
+        self.rough: Model | None = None
+        self.calibrated = False
+        self.text: Callable[[Request], list[int]] = lambda request: request.tokens
 
     # ---- memory
     def growth(self, request: Request, rows: int) -> int:
-        """Bytes that following `rows` tokens would take from the budget."""
-        follower = self._held(request)
+        """Bytes that following it until it has `rows` tokens would take from the budget."""
+        follower, rows = self._held(request), self._read(request, rows)
         return self.store.cost(rows) if follower is None else follower.kv.growth(max(1, rows - follower.rows))
 
     def reserve(self, request: Request, rows: int) -> bool:
-        """Take the memory for `rows` tokens now; False if the budget has no room for it."""
+        """Take the memory until it has `rows` tokens now; False if the budget has no room for it."""
         if not self.store.room(self.growth(request, rows)):
             return False
+        rows = self._read(request, rows)
         follower = self._follower(request, rows)
         follower.kv.reserve(max(1, rows - follower.rows))
         return True
 
     # ---- computing
     def lag(self, request: Request) -> int:
-        """How many known tokens of the request are still to be computed here."""
-        follower = self._held(request)
+        """How many known tokens of its text are still to be computed here."""
+        follower, text = self._held(request), self.text(request)
         if follower is None:
-            return request.known
-        ahead = request.tokens[follower.base :]
+            return len(text)
+        ahead = text[follower.base :]
         return len(ahead) - common(follower.tail, ahead)
 
     def root(self, requests: Sequence[Request]) -> Tensor:
-        """Rows of the last layer [n, d] after each request's tokens, below which `grow` may go on."""
+        """Rows of the last layer [n, d] after each request's text, below which `grow` may go on."""
         spans = []
         for request in requests:
-            follower = self._follower(request, request.known)
-            ahead = request.tokens[follower.base :]
+            text = self.text(request)
+            follower = self._follower(request, len(text))
+            ahead = text[follower.base :]
             shared = min(common(follower.tail, ahead), len(ahead) - 1)
             spans.append(self._span(request, follower, follower.base + shared, ahead[shared:]))
-            follower.base, follower.tail = request.known - 1, [request.tokens[-1]]
+            follower.base, follower.tail = len(text) - 1, text[-1:]
         return self._ends(spans)
 
     def grow(self, growths: Sequence[Growth]) -> Tensor:
@@ -117,7 +124,7 @@ class Companion:
         The memory must have been reserved, and `root` have come before. What was grown waits, uncommitted, until
         something else is asked: then the rows of what the request went on with stay, and the others go.
         """
-        return self._forward([self._below(growth) for growth in growths]).x
+        return self._forward([self._below(growth) for growth in growths], self.rough).x
 
     def _below(self, growth: Growth) -> Span:
         follower: Follower = growth.request.state[self.name]
@@ -133,7 +140,7 @@ class Companion:
         spans = []
         for request, tokens in zip(requests, sequences):
             follower = self._follower(request, len(tokens))
-            shared = min(common([*request.tokens[: follower.base], *follower.tail], tokens), len(tokens) - 1)
+            shared = min(common([*self.text(request)[: follower.base], *follower.tail], tokens), len(tokens) - 1)
             spans.append(self._span(request, follower, shared, list(tokens[shared:])))
             follower.base, follower.tail = 0, list(tokens)
         return self._logits(spans)
@@ -142,10 +149,11 @@ class Companion:
         """Compute the next tokens of requests that lag behind, at most `most` of each and never the last known one."""
         spans = []
         for request in requests:
-            follower = self._follower(request, request.known)
-            start = request.known - self.lag(request)
-            end = min(start + most, request.known - 1)
-            spans.append(self._span(request, follower, start, request.tokens[start:end]))
+            text = self.text(request)
+            follower = self._follower(request, len(text))
+            start = len(text) - self.lag(request)
+            end = min(start + most, len(text) - 1)
+            spans.append(self._span(request, follower, start, text[start:end]))
             follower.base, follower.tail = end, []
         self._committed(spans)
 
@@ -156,14 +164,16 @@ class Companion:
         follower.kv.reserve(len(tokens))
         return Span(request, follower.kv, self.phase, tokens, range(start, start + len(tokens)))
 
-    def _forward(self, spans: Sequence[Span]) -> Hidden:
+    def _forward(self, spans: Sequence[Span], rough: Model | None = None) -> Hidden:
+        model = rough or self.model
         try:
-            hidden = forward(self.model, spans, self.own)
+            hidden = forward(model, spans, self.own)
         except Exception:
             for span in spans:  # what they hold is no longer what they say: they start again if tried again
                 span.request.state.pop(self.name).close()
             raise
         self.counters.draft_forwards += 1
+        self.counters.draft_depth += model.depth
         return hidden
 
     def _committed(self, spans: Sequence[Span]) -> Hidden:
@@ -182,8 +192,12 @@ class Companion:
     def _held(self, request: Request) -> Follower | None:
         follower: Follower | None = request.state.get(self.name)
         if follower is not None:
-            follower.settle(request.tokens)
+            follower.settle([] if self.calibrated else self.text(request))
         return follower
+
+    def _read(self, request: Request, tokens: int) -> int:
+        """How long its text is once it has so many tokens."""
+        return tokens + len(self.text(request)) - request.known
 
     def _follower(self, request: Request, tokens: int) -> Follower:
         follower = self._held(request)

@@ -20,6 +20,8 @@ from phasewise.verbs.draft import Draft, Drawn, headroom
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Purpose, uniform
 
+SELF = "self"  # in place of a second model's name
+
 
 class Asked(NamedTuple):
     """A node whose children are asked for (-1: the request's last token), and what may follow it: probabilities
@@ -45,6 +47,7 @@ class Tree:
     paths: list[tuple[int, ...]] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
     notes: dict[Any, Any] = field(default_factory=dict)
+    thoughts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # see Draft
 
     @property
     def left(self) -> int:
@@ -110,6 +113,7 @@ class Grower:
 
     def __init__(self, host: Host, companion: Companion, shape: Shape, chunk: int) -> None:
         self.host, self.companion, self.shape, self.chunk = host, companion, shape, chunk
+        self.thoughts = False
 
     @property
     def largest(self) -> int:
@@ -137,10 +141,15 @@ class Grower:
         ready = [r for r in late.values() if self.companion.reserve(r, r.known)]
         if ready:
             self.companion.catch_up(ready, self.chunk)
-        return [self.shape.finish(trees[i]) if i in trees else None for i in range(len(requests))]
+        return [self._finish(trees[i]) if i in trees else None for i in range(len(requests))]
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
         pass  # the companion finds out by itself which of its rows still hold
+
+    def _finish(self, tree: Tree) -> Draft:
+        draft = self.shape.finish(tree)
+        draft.thoughts = tree.thoughts
+        return draft
 
     def _runs(self, levels: int) -> int:
         return self.shape.runs(levels - 1) if levels > 1 else 0  # the last level is guessed, not asked
@@ -153,7 +162,7 @@ class Grower:
         """
         if self.companion.optional(request):
             return self.companion.lag(request) > self.chunk
-        return request.known - (request.n_out - 1) * self.chunk > self.chunk
+        return len(self.companion.text(request)) - (request.n_out - 1) * self.chunk > self.chunk
 
     def _grow(self, trees: Sequence[Tree]) -> None:
         x = self.companion.root([tree.request for tree in trees])
@@ -164,6 +173,8 @@ class Grower:
             after: list[tuple[Tree, list[int]]] = []
             for (tree, nodes), rows in zip(asked, self._thought(x, asked)):
                 following = self.shape.grow(tree, [Asked(node, q) for node, q in zip(nodes, rows)])
+                if self.thoughts or nodes == [-1]:
+                    tree.thoughts |= {tree.path(node): q for node, q in zip(nodes, rows)}
                 if following and level < tree.levels:
                     after.append((tree, following))
             if not after:
@@ -205,8 +216,9 @@ class Grower:
 
 
 def grower(host: Host, name: str, model: str, shape: Shape, chunk: int) -> Grower:
-    """Of a drafter called `name` and a second model by name or path. Raises UserError if the vocabularies differ."""
-    second = host.load(model)
+    """Of a drafter called `name` and a second model by name or path, or the engine's own (SELF). Raises UserError if
+    the vocabularies differ."""
+    second = host.model if model == SELF else host.load(model)
     ours, theirs = second.config.vocab, host.model.config.vocab
     if ours != theirs:
         raise UserError(

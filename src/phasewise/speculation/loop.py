@@ -77,6 +77,8 @@ class Speculation:
         companion: Companion | None = getattr(drafter, "companion", None)
         if companion is not None:
             companion.optional = self._sized
+        if hasattr(drafter, "sized"):
+            drafter.sized = self._sized
         if matches == "none" and getattr(drafter, "shared", False):
             raise UserError(
                 f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "
@@ -84,11 +86,17 @@ class Speculation:
             )
         self._top: int = getattr(drafter, "top", 0)
         self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
+        if "thoughts" in self._wants and hasattr(drafter, "thoughts"):
+            drafter.thoughts = True
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""
         say = getattr(self.drafter, "reach", None)
         return context if say is None else int(say(context))
+
+    def close(self) -> None:
+        if hasattr(self.drafter, "close"):
+            self.drafter.close()
 
     @property
     def margin(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -26,6 +26,8 @@ class Draft:
     `q` float32 [nodes, V]: row i is the distribution node i was really drawn from; without replacement, earlier
     siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
+    `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
+    token alone unless more is wanted (see Drafter).
     The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
     """
 
@@ -33,6 +35,7 @@ class Draft:
     parents: list[int]
     drawn: Drawn = "point"
     q: Tensor | None = None
+    thoughts: Mapping[tuple[int, ...], Tensor] | None = None
     ask: int = 0
 
     @classmethod
@@ -72,17 +75,21 @@ class Draft:
             return self
         q = None if self.q is None else self.q[:nodes]
         ask = max(0, self.ask - (len(self.tokens) - nodes))
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, ask)
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
         if len(self.tokens) <= levels:
             return self
-        kept = [node for node, depth in enumerate(depths(self.parents)) if depth < levels]
+        return self.only([node for node, depth in enumerate(depths(self.parents)) if depth < levels])
+
+    def only(self, kept: Sequence[int]) -> Draft:
+        """These nodes, in ascending order; the parent of each must be among them."""
         new = {-1: -1} | {node: i for i, node in enumerate(kept)}
         q = None if self.q is None else self.q[kept]
+        tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
         ask = sum(node >= len(self.tokens) - self.ask for node in kept)
-        return Draft([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], self.drawn, q, ask)
+        return Draft(tokens, parents, self.drawn, q, self.thoughts, ask)
 
 
 class Drafter(Protocol):
@@ -98,6 +105,10 @@ class Drafter(Protocol):
         top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
             [rows, top], best first, all guesses of each draft and the last row of a plain one (`judged`), span by
             span; after these, of the nodes that ask
+        sized: Callable[[Request], bool]  -- set by the loop: whether load may size its guesses for a request
+        sort(request: Request) -> int  -- how good its last guess for the request is taken to be, in a few steps from 0
+            on: guesses of one sort are counted together (speculation/planner.py)
+        thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts` after all that it asked
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 

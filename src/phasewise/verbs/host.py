@@ -39,7 +39,8 @@ class Method(Protocol):
         reach(context: int) -> int  -- of a runtime of decode, draft, attend, evict or skip: how many positions a text
             may have with it, where that may be more than the model's context; ENDLESS where it sets no bound itself.
             Texts go beyond the context where a recipe's evict method carries them and no other sets a bound
-        close() -> None  -- of an object in a drawer: told when the request gives the drawer up
+        close() -> None  -- of an object in a drawer: told when the request gives the drawer up; of a runtime of decode
+            or draft: when the engine is closed
     """
 
     paper: ClassVar[str]  # "arXiv 2404.14469", or ""

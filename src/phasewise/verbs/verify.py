@@ -36,7 +36,8 @@ class Verifier(Protocol):
     """verify: which guesses stay? Pure: no model, no cache.
 
     Optional:
-        wants: frozenset  -- "logits", "hidden": it is called with a `Shown` that has them, as a fourth argument
+        wants: frozenset  -- "logits", "hidden": it is called with a `Shown` that has them, as a fourth argument;
+            "thoughts": drafts have theirs, where the drafter can tell
         matches: str  -- the drafts under which its tokens are plain decoding's, random number by random number,
             whatever was guessed: "all", those whose guesses were chosen ("point"), or "none", as without it
     """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
-from phasewise.speculation.branching import branch
-from phasewise.speculation.grower import Asked, Grower, Tree, grower
-from phasewise.verbs.draft import Draft, Drawn
+from phasewise.methods.draft._spine import Spine
+from phasewise.speculation.grower import Grower, grower
 from phasewise.verbs.host import Host
 
 
@@ -41,29 +39,4 @@ class DraftModel:
                 raise UserError(f"draft_model: {knob}={getattr(self, knob)} must be at least 1")
 
     def bind(self, host: Host) -> Grower:
-        return grower(host, "draft_model", self.model, _Spine(self.k, self.branches, self.drawn), self.chunk)
-
-
-@dataclass(frozen=True)
-class _Spine:
-    """Of every level's guesses the first is followed up."""
-
-    levels: int
-    branches: int
-    drawn: Drawn
-
-    def nodes(self, levels: int) -> int:
-        return levels * self.branches
-
-    def runs(self, levels: int) -> int:
-        return levels
-
-    def grow(self, tree: Tree, asked: Sequence[Asked]) -> list[int]:
-        ((node, q),) = asked
-        drawn = "point" if tree.point else self.drawn
-        tokens, rows = branch(q, min(self.branches, tree.left), drawn, tree.us(node))
-        added = [tree.add(node, token, None if rows is None else rows[i]) for i, token in enumerate(tokens)]
-        return added[:1] if tree.left else []
-
-    def finish(self, tree: Tree) -> Draft:
-        return tree.draft(self.drawn)
+        return grower(host, "draft_model", self.model, Spine(self.k, self.branches, self.drawn), self.chunk)

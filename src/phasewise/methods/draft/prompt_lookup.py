@@ -4,13 +4,14 @@ guesses exact, no model, no training. No paper; the automaton is that of arXiv 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton
 from phasewise.methods.draft._continuations import copied
 from phasewise.request.request import Request
+from phasewise.speculation.companion import common
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -19,6 +20,7 @@ from phasewise.verbs.host import ENDLESS
 
 CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
 NEAR = 4  # matches looked at per branch wanted
+SORTS = 6  # of guesses, by their match's length
 NAME = "prompt_lookup"
 
 
@@ -58,17 +60,23 @@ class PromptLookup:
     def draws(self, request: Request) -> bool:
         return False
 
+    def sort(self, request: Request) -> int:
+        """The longer the match, the better the guess: 1 token, 2 or 3, 4 to 7, ..."""
+        state: _Lookup = request.state[NAME]
+        return min(SORTS, state.text.match.bit_length())
+
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+        """From its own guess, whatever stood beside it in the draft."""
         for span, outcome in zip(spans, outcomes):
             if isinstance(span.note, Draft):
                 state: _Lookup = span.request.state[NAME]
-                depth = len(span.note.path(len(span.note.tokens) - 1))
-                if not outcome.accepted:
+                held = max((common(path, outcome.tokens) for path in state.guess), default=0)
+                if state.guess and not held:
                     state.cap = max(1, state.cap // 2)
-                elif outcome.accepted >= depth:
+                elif state.guess and held >= len(state.guess[-1]):
                     state.cap = min(self.k, state.cap * 2)
 
     def _guess(self, request: Request, budget: int) -> Draft | None:
@@ -78,6 +86,7 @@ class PromptLookup:
         text = state.text
         for token in request.tokens[text.n : text.n + CHUNK]:
             text.extend(token)
+        state.guess = []
         if text.n < request.known or text.match < self.min_match or budget < 1:
             return None
         length = min(self.k, 2 * text.match, state.cap, headroom(request), budget)
@@ -88,6 +97,7 @@ class PromptLookup:
                 paths.append(path)
             if len(paths) == self.branches:
                 break
+        state.guess = paths
         return Draft.trie(paths)
 
 
@@ -95,6 +105,7 @@ class PromptLookup:
 class _Lookup:
     text: SuffixAutomaton
     cap: int
+    guess: list[list[int]] = field(default_factory=list)  # in the step under way
 
     def fork(self) -> _Lookup:
         return _Lookup(self.text.fork(), self.cap)

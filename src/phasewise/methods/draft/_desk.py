@@ -1,0 +1,113 @@
+"""A draft model at work by itself: it follows texts, and says what it would go on with. It knows neither engine nor
+clock, so it is the same in the engine's thread and in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phasewise import catalog
+from phasewise.engine.assembly import kv_shapes
+from phasewise.kv.buffer import Ledger, Raw
+from phasewise.kv.store import Store
+from phasewise.methods.attend.dense import Dense
+from phasewise.model.model import Model
+from phasewise.request.counters import Counters
+from phasewise.request.header import request_of
+from phasewise.request.request import Request
+from phasewise.speculation.companion import Companion, Growth, common
+from phasewise.step.phase import Phase
+from phasewise.verbs.sample import Context, choose, draw
+
+NAME = "desk"
+UNBOUNDED = 1 << 62  # bytes: what lies here is in nobody's budget
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Read this text of a request, and guess so many tokens that follow it (0: read only, all but the last token).
+    `about`: the request's header without its tokens."""
+
+    key: int
+    about: dict[str, Any]
+    tokens: list[int]
+    guesses: int
+
+
+class Desk:
+    """Orders of one call are computed together, a pass per level. A text may go on, or otherwise than it did: what it
+    shares with the last one is not computed again.
+
+    A guess is the token that the draft model would draw by the request's own sampling rules, with the very random
+    number that the target draws with there.
+    """
+
+    def __init__(self, model: Model, sample: str) -> None:
+        """`sample`: the text of the engine's sample method."""
+        self.sample = catalog.build("sample", sample)
+        store = Store(kv_shapes(model), Raw(), ledger=Ledger(UNBOUNDED), counters=Counters())
+        nobody = Phase(NAME, decode=None, attend=Dense())  # type: ignore[arg-type]  # nobody decodes with it
+        self.companion = Companion(NAME, model, store, nobody, Counters())
+        self.texts: dict[int, Request] = {}
+
+    @property
+    def passes(self) -> int:
+        """Of the draft model, so far."""
+        return self.companion.counters.draft_forwards
+
+    @property
+    def held(self) -> int:
+        """Bytes of KV."""
+        return self.companion.store.ledger.used
+
+    def work(self, orders: Sequence[Order]) -> list[list[int]]:
+        """What each order guesses."""
+        with torch.inference_mode():
+            texts = [self._text(order) for order in orders]
+            most = max(order.guesses for order in orders)
+            asked = [i for i, order in enumerate(orders) if order.guesses]
+            late = [t for t, order in zip(texts, orders) if not order.guesses and self.companion.lag(t) > 1]
+            if late:
+                self.companion.catch_up(late, max(text.known for text in late))
+            guesses: list[list[int]] = [[] for _ in orders]
+            for level in range(most):
+                self._level([i for i in asked if orders[i].guesses > level], texts, guesses)
+        return guesses
+
+    def _level(self, going: Sequence[int], texts: Sequence[Request], guesses: Sequence[list[int]]) -> None:
+        """One more guess for each of those that are going on."""
+        contexts = [Context(texts[i], tuple(guesses[i])) for i in going]
+        if not guesses[going[0]]:
+            requests = [texts[i] for i in going]
+            logits = self.companion.advance(requests, [request.tokens for request in requests])
+            tokens = draw(self.sample(logits, contexts), contexts)
+        else:
+            x = self.companion.grow([Growth(texts[i], guesses[i][-1:], [len(guesses[i]) - 2]) for i in going])
+            tokens = choose(self.sample, self.companion.model, x, contexts)
+        for i, token in zip(going, tokens):
+            guesses[i].append(token)
+
+    def forget(self, key: int) -> None:
+        """The request has left, or starts again: its rows go."""
+        text = self.texts.pop(key, None)
+        if text is not None:
+            text.release()
+
+    def _text(self, order: Order) -> Request:
+        """The request as the order says it is, with room for what is asked."""
+        text = self.texts.get(order.key)
+        if text is None:
+            text = self.texts[order.key] = request_of(order.about | {"tokens": []})
+        kept = common(text.tokens, order.tokens)
+        if kept < text.known:
+            text.tokens = order.tokens[:kept]
+            self.companion.lag(text)  # what has grown below other tokens goes
+            for name in text.state.keys() - {NAME}:
+                del text.state[name]  # what sampling rules have counted
+        text.tokens = list(order.tokens)
+        if not self.companion.reserve(text, text.known + order.guesses):
+            raise MemoryError(f"no room for {text.known} tokens of a draft model's KV")
+        return text

@@ -1,0 +1,277 @@
+"""Where a desk stands: in the engine's thread, or in a process that works while the engine does. Both get the same
+messages in the same order, so both say the same.
+
+The process is a fresh interpreter at the other end of a pipe: it loads the draft model by itself, has threads of its
+own, and ends when the pipe does. Messages are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from phasewise.methods.draft._desk import Desk, Order
+from phasewise.model.model import Model
+from phasewise.speculation.companion import common
+
+log = logging.getLogger(__name__)
+LIVES = 3  # processes that may die one after the other without an answer
+LOADING, SILENT = 600.0, 60.0  # seconds without a word, before its first one and later, after which it counts as dead
+Answers = dict[int, list[int]]  # by key
+
+
+class Seat(ABC):
+    """Takes orders, and gives the answers when they are asked for. At most one order of a key is out."""
+
+    def __init__(self) -> None:
+        self.passes = 0  # of the draft model, for answers that were heard
+        self._awaited: dict[int, Order] = {}
+        self._answers: Answers = {}
+
+    def post(self, orders: Sequence[Order]) -> None:
+        """Does not wait for anything. The orders' lists are not changed later."""
+        self._awaited |= {order.key: order for order in orders}
+        if orders:
+            self._post(orders)
+
+    def hear(self, key: int) -> list[int]:
+        """The guesses of the order that is out, when they are there; none without an order, or without a desk."""
+        while key in self._awaited:
+            answers, passes = self._next()
+            heard = [each for each in answers if self._awaited.pop(each, None) is not None]
+            self._answers |= {each: answers[each] for each in heard}
+            self.passes += passes if heard else 0
+        return self._answers.pop(key, [])
+
+    def forget(self, key: int) -> None:
+        self._awaited.pop(key, None)
+        self._answers.pop(key, None)
+        self._forget(key)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Whatever works for it ends, and orders that are out are lost. What is posted later starts it again."""
+
+    @abstractmethod
+    def _post(self, orders: Sequence[Order]) -> None: ...
+
+    @abstractmethod
+    def _next(self) -> tuple[Answers, int]:
+        """The answers to the oldest call for which there are none yet, and the passes they took."""
+
+    @abstractmethod
+    def _forget(self, key: int) -> None: ...
+
+
+class Inline(Seat):
+    """In this thread: it works when it is asked for answers. The twin of `Process`."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__()
+        self.desk = desk
+        self._queue: deque[Sequence[Order] | int] = deque()  # orders, and keys to be forgotten
+
+    def close(self) -> None:
+        self._awaited.clear()
+        self._settle()
+
+    def _post(self, orders: Sequence[Order]) -> None:
+        self._queue.append(orders)
+
+    def _next(self) -> tuple[Answers, int]:
+        while isinstance(message := self._queue.popleft(), int):
+            self.desk.forget(message)
+        before = self.desk.passes
+        try:
+            found = self.desk.work(message)
+        except Exception:  # as when the process dies of it: no guesses
+            log.exception("the draft model failed, and guesses nothing for this step")
+            found = [[] for _ in message]
+        return {order.key: guesses for order, guesses in zip(message, found)}, self.desk.passes - before
+
+    def _forget(self, key: int) -> None:
+        self._queue.append(key)
+        if not self._awaited:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Nobody will ask for the answers to what is there."""
+        for message in self._queue:
+            if isinstance(message, int):
+                self.desk.forget(message)
+        self._queue.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Furniture:
+    """What a desk is made of in another process."""
+
+    path: str  # of the draft model
+    dtype: str
+    device: str
+    sample: str
+    threads: int
+
+
+@dataclass(slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    ready: bool = False
+
+
+class Process(Seat):
+    """In a process of its own, which begins with the first order. If it dies, another one gets the orders that are out
+    in full; after `LIVES` deaths in a row nothing is guessed any more."""
+
+    def __init__(self, furniture: Furniture) -> None:
+        super().__init__()
+        self.furniture = furniture
+        self._told: dict[int, list[int]] = {}  # the texts that the process has
+        self._children: list[_Child] = []  # at most one; the finalizer has this list
+        self._deaths = 0
+        weakref.finalize(self, _dismiss, os.getpid(), self._children)
+
+    @property
+    def pid(self) -> int | None:
+        return self._children[0].process.pid if self._children else None
+
+    def close(self) -> None:
+        self._awaited.clear()
+        self._end()
+
+    def _end(self) -> None:
+        _dismiss(os.getpid(), self._children)
+        self._told.clear()
+
+    def _post(self, orders: Sequence[Order]) -> None:
+        if self._deaths >= LIVES:
+            self._awaited.clear()
+            return
+        try:
+            child = self._child()
+            _send(child.connection, {"orders": [self._plain(order) for order in orders]})
+        except OSError as error:
+            self._died(error)
+
+    def _plain(self, order: Order) -> list[Any]:
+        """What the process does not know yet."""
+        told = self._told.get(order.key)
+        kept = 0 if told is None else common(told, order.tokens)
+        self._told[order.key] = order.tokens
+        return [order.key, order.about if told is None else None, kept, order.tokens[kept:], order.guesses]
+
+    def _next(self) -> tuple[Answers, int]:
+        try:
+            child = self._child()
+            if not child.connection.poll(SILENT if child.ready else LOADING):
+                raise TimeoutError("it has fallen silent")
+            message = json.loads(child.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            self._died(error)
+            return {}, 0
+        child.ready = True
+        if "answers" not in message:
+            return {}, 0
+        self._deaths = 0
+        return dict(message["answers"]), message["passes"]
+
+    def _forget(self, key: int) -> None:
+        if self._told.pop(key, None) is not None and self._children:
+            with contextlib.suppress(OSError):  # whoever posts next will see that it is dead
+                _send(self._children[0].connection, {"forget": [key]})
+
+    def _child(self) -> _Child:
+        """The process that is there, or a new one."""
+        if not self._children:
+            ours, theirs = Pipe()
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, json.dumps(asdict(self.furniture)), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()], start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                )  # fmt: skip
+            self._children.append(_Child(process, ours))
+        return self._children[0]
+
+    def _died(self, error: Exception) -> None:
+        """Go on with another one, or without."""
+        self._end()
+        self._deaths += 1
+        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if self._deaths >= LIVES:
+            log.warning("the draft model's process was lost again (%s): from here on nothing is guessed, and tokens "
+                        "are the same", words)  # fmt: skip
+        else:
+            log.warning("the draft model's process was lost (%s): it is started again, and tokens are the same", words)
+        self._post(list(self._awaited.values()))
+
+
+def _send(connection: Connection, message: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _dismiss(owner: int, children: list[_Child]) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the engine's process ends
+    for child in children:
+        child.connection.close()
+        child.process.kill()  # it has nothing to save
+        child.process.wait()
+    children.clear()
+
+
+# ---- in the process
+def serve(connection: Connection, desk: Desk) -> None:
+    """Obey until the other end hangs up."""
+    texts: dict[int, tuple[dict[str, Any], list[int]]] = {}
+    while True:
+        try:
+            message = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        for key in message.get("forget", ()):
+            texts.pop(key, None)
+            desk.forget(key)
+        orders = []
+        for key, about, kept, tokens, guesses in message.get("orders", ()):
+            known, text = texts.get(key, (about, []))
+            texts[key] = known, text[:kept] + tokens
+            orders.append(Order(key, *texts[key], guesses))
+        if orders:
+            before = desk.passes
+            found = [[order.key, guesses] for order, guesses in zip(orders, desk.work(orders))]
+            try:
+                _send(connection, {"answers": found, "passes": desk.passes - before})
+            except OSError:
+                return
+
+
+def main(furniture: Furniture, fileno: int) -> None:
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as title:
+        title.write("phasewise-draft")  # what ps and top show
+    torch.set_num_threads(furniture.threads)
+    dtype = getattr(torch, furniture.dtype)
+    with Connection(fileno) as connection:
+        desk = Desk(Model.load(furniture.path, dtype=dtype, device=furniture.device), furniture.sample)
+        with contextlib.suppress(OSError):
+            _send(connection, {})  # it is there
+            serve(connection, desk)
+
+
+if __name__ == "__main__":
+    main(Furniture(**json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,191 @@
+"""paced: against a clock and a drafter of which everything is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from phasewise.methods.draft.paced import PAUSE, SHARE, Paced, Pacer
+from phasewise.options import parse
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.speculation.loop import draft_span
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome
+from phasewise.verbs.draft import Draft
+from tests import tiny
+
+RIGHT, WRONG, LOOK = 7, 8, 2e-5  # tokens; seconds that a look takes
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Script:
+    """Guesses chains of `k`; every token is right with `chance`, by itself. Looking takes LOOK seconds a request, and a
+    guess `node` seconds more."""
+
+    clock: Clock
+    k: int
+    chance: float
+    node: float = 0.0
+    rng: Random = field(default_factory=lambda: Random(0))
+    looks: int = 0
+    guessed: int = 0
+
+    def size(self, request: Request) -> int:
+        return self.k
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        self.looks += 1
+        self.clock.now += LOOK * len(requests)
+        found: list[Draft | None] = []
+        for budget in budgets:
+            self.clock.now += self.node * min(budget, self.k)
+            self.guessed += min(budget, self.k)
+            tokens = [RIGHT if self.rng.random() < self.chance else WRONG for _ in range(min(budget, self.k))]
+            found.append(Draft.chain(tokens))
+        return found
+
+    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+
+@dataclass
+class World:
+    """Requests whose text is all RIGHT, on a machine where a step takes `base` and `row` seconds for every row."""
+
+    pacer: Pacer
+    clock: Clock
+    base: float
+    row: float
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        self.requests = [Request([1, RIGHT], Params(max_tokens=100_000)) for _ in range(self.n)]
+        for request in self.requests:
+            request.computed, request.kv = 1, object()  # type: ignore[assignment]  # no model looks at it
+        self.pacer.sized = lambda request: True
+
+    def run(self, steps: int) -> tuple[float, list[int]]:
+        """-> tokens per second of all, sizes of the guesses of the first request"""
+        began, sizes, made = self.clock.now, list[int](), 0
+        for _ in range(steps):
+            drafts = self.pacer.draft(self.requests, [self.pacer.size(request) for request in self.requests])
+            spans, outcomes = [], []
+            for request, draft in zip(self.requests, drafts):
+                draft = draft or Draft([], [])
+                spans.append(draft_span(request, draft, None))  # type: ignore[arg-type]
+                good = next((i for i, token in enumerate(draft.tokens) if token != RIGHT), len(draft.tokens))
+                outcomes.append(Outcome(good + 1, [RIGHT] * (good + 1)))
+            self.clock.now += self.base + self.row * sum(span.rows for span in spans)
+            self.pacer.learn(spans, None, outcomes)  # type: ignore[arg-type]
+            for request, outcome in zip(self.requests, outcomes):
+                request.tokens += outcome.tokens
+                request.computed += outcome.kept
+                made += len(outcome.tokens)
+            sizes.append(spans[0].rows - 1)
+        return made / (self.clock.now - began), sizes
+
+
+def world(chance: float, n: int = 1, k: int = 8, base: float = 6e-3, row: float = 0.4e-3) -> tuple[World, Script]:
+    clock = Clock()
+    script = Script(clock, k, chance)
+    return World(Pacer(script, clock), clock, base, row, n), script
+
+
+def rate(size: int, chance: float, base: float, row: float) -> float:
+    return sum(chance**i for i in range(size + 1)) / (base + row * (size + 1))
+
+
+@pytest.mark.parametrize("chance", [0.9, 0.7, 0.4])
+@pytest.mark.parametrize("row", [0.2e-3, 1e-3])
+def test_alone_it_comes_near_the_best_size(chance: float, row: float) -> None:
+    """Of all fixed sizes, the closed form's best; found within some hundred steps, kept within 5 % of its speed."""
+    here, _ = world(chance, row=row)
+    here.run(400)
+    found, _ = here.run(600)
+    best = max(rate(size, chance, here.base, row) for size in range(9))
+    assert found > 0.95 * best
+
+
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_guesses_that_do_not_pay_cost_next_to_nothing(n: int) -> None:
+    """Beside plain steps: at most what looking may take, and the trials; and a pause makes no claim to rows."""
+    here, script = world(0.02, n)
+    found, _ = here.run(300)
+    plain = n / (here.base + here.row * n)
+    assert found > 0.97 * plain
+    looks = script.looks
+    found, sizes = here.run(500)
+    assert found > (1 - 1.5 * SHARE) * plain
+    assert sum(sizes) < 0.1 * 500  # after a lucky guess, a few more
+    wanted = SHARE * (here.base + here.row * n) / (LOOK * n)  # looks a step
+    assert script.looks - looks == pytest.approx(500 * min(1, max(wanted, 1 / PAUSE)), rel=0.35, abs=2)
+
+
+def test_it_wakes_up_when_guesses_become_right() -> None:
+    """Guesses that were never run are counted too: nothing has to be risked to find out."""
+    here, script = world(0.02, n=8)
+    here.run(300)
+    script.chance = 0.95
+    here.run(300)
+    assert sum(here.run(50)[1]) / 50 > 2
+
+
+def test_many_sharing_a_step_get_smaller_guesses() -> None:
+    alone, _ = world(0.6)
+    alone.run(300)
+    crowd, _ = world(0.6, n=16)
+    crowd.run(300)
+    assert sum(alone.run(50)[1]) > 2 * sum(crowd.run(50)[1])
+
+
+def test_what_must_not_be_sized_is_left_alone() -> None:
+    """Drawn guesses, say: whole, whatever they cost and however wrong they are."""
+    here, _ = world(0.0, n=4)
+    first = here.requests[0]
+    here.pacer.sized = lambda request: request is not first
+    assert here.run(200)[1] == [8] * 200
+
+
+def test_a_second_model_is_asked_for_what_pays() -> None:
+    """Its guesses cost before they are judged, so fewer are made; none but trials where they are too dear."""
+    here, script = world(0.8)
+    script.companion = object()  # type: ignore[attr-defined]
+    here.pacer = Pacer(script, here.clock)
+    here.__post_init__()
+    here.run(200)
+    cheap = sum(here.run(200)[1])
+    script.node = 2e-3
+    here.run(200)
+    dear = sum(here.run(200)[1])
+    assert 0 < dear < 0.6 * cheap
+    script.node = 20e-3
+    here.run(400)
+    before, made = here.clock.now, script.guessed
+    here.run(4000)
+    assert (script.guessed - made) * script.node < 0.05 * (here.clock.now - before)
+
+
+def test_it_passes_on_what_its_drafter_says() -> None:
+    """What the loop asks a drafter for is the inner drafter's own answer."""
+    methods = parse({"draft": "paced:of=(token_recycling:scope=engine,nodes=9)"})
+    assert isinstance(methods["draft"], Paced)
+    pacer = Pacer(methods["draft"].of.bind(None))
+    assert pacer.shared
+    assert pacer.top == 8
+    assert not pacer.draws(Request(tiny.prompts(5)[0]))
+    plain = Pacer(parse({"draft": "paced"})["draft"].of)
+    assert (plain.shared, plain.top, plain.companion) == (False, 0, None)
+    assert plain.reach(100) > 1 << 30
