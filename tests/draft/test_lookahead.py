@@ -254,3 +254,18 @@ def test_large_windows_are_whole_native_steps(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_knobs_are_named(text: str, message: str) -> None:
     with pytest.raises(UserError, match=f"lookahead: {message}"):
         tiny.engine({"draft": f"lookahead:{text}"})
+
+
+@pytest.mark.parametrize(("base", "source"), [("lookahead", "prompt_lookup"), ("prompt_lookup", "lookahead")])
+def test_fused_with_another_drafter_only_the_base_asks(base: str, source: str) -> None:
+    text = tiny.prompts(12)[0] * 3
+    placed = tiny.engine({"draft": f"rasd:base=({base}),source=({source})"})
+    request = Request(text, tiny.greedy(40))
+    placed.add(request)
+    while request.n_out < 30:
+        placed.step()
+    pool = request.state[NAME]["pool"]
+    grams = {(key, *gram) for key, found in pool.items() for gram in found}
+    assert bool(grams - {tuple(text[i : i + 5]) for i in range(len(text))}) == (base == "lookahead")
+    tiny.finish(placed, [request])
+    assert request.out == tiny.outs(tiny.run(tiny.engine(), [text], tiny.greedy(40)))[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
@@ -28,7 +28,6 @@ class Draft:
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
     `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
     token alone unless more is wanted (see Drafter).
-
     The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
     """
 
@@ -76,7 +75,7 @@ class Draft:
             return self
         q = None if self.q is None else self.q[:nodes]
         ask = max(0, self.ask - (len(self.tokens) - nodes))
-        return replace(self, tokens=self.tokens[:nodes], parents=self.parents[:nodes], q=q, ask=ask)
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -90,7 +89,7 @@ class Draft:
         q = None if self.q is None else self.q[kept]
         tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
         ask = sum(node >= len(self.tokens) - self.ask for node in kept)
-        return replace(self, tokens=tokens, parents=parents, q=q, ask=ask)
+        return Draft(tokens, parents, self.drawn, q, self.thoughts, ask)
 
 
 class Drafter(Protocol):

@@ -103,6 +103,7 @@ class Fusion:
         if source is None:
             return base
         assert source.q is None, "a source chooses its guesses"
+        source = source.cut(len(source.tokens) - source.ask)  # whoever asks is the base
         if base is None:
             return source
         likely, thought = None, (base.thoughts or {}).get(())
@@ -113,8 +114,10 @@ class Fusion:
 
 def fuse(base: Draft, source: Draft, likely: Collection[int] | None = None) -> Draft:
     """All nodes of `base` as they are, then those of `source` that it has not, by their tokens; only such as begin with
-    a token of `likely`, where that is given. Where the base was drawn they are chosen nodes, with zero rows of q."""
-    tokens, parents = list(base.tokens), list(base.parents)
+    a token of `likely`, where that is given. Where the base was drawn they are chosen nodes, with zero rows of q. Nodes
+    of the base that ask stay the last."""
+    first = len(base.tokens) - base.ask
+    tokens, parents = base.tokens[:first], base.parents[:first]
     nodes: dict[tuple[int, int], int] = {}
     for node, below in enumerate(zip(parents, tokens)):
         nodes.setdefault(below, node)  # of equal siblings the first is the one that is accepted, if any
@@ -128,11 +131,15 @@ def fuse(base: Draft, source: Draft, likely: Collection[int] | None = None) -> D
             tokens.append(token)
             parents.append(below[0])
         places[node] = nodes[below]
-    more = len(tokens) - len(base.tokens)
+    more = len(tokens) - first
     if not more:
         return base
-    q = None if base.q is None else torch.cat((base.q, base.q.new_zeros(more, base.q.shape[1])))
-    return Draft(tokens, parents, base.drawn, q)
+    tokens += base.tokens[first:]
+    parents += [parent if parent < first else parent + more for parent in base.parents[first:]]
+    q = base.q
+    if q is not None:
+        q = torch.cat((q[:first], q.new_zeros(more, q.shape[1]), q[first:]))
+    return Draft(tokens, parents, base.drawn, q, ask=base.ask)
 
 
 def _held(method: Any) -> list[str]:
