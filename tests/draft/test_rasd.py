@@ -246,9 +246,11 @@ def test_a_second_model_says_what_it_thinks(monkeypatch: pytest.MonkeyPatch) -> 
         run(f"rasd:base=({BASE}),source=({SOURCE})", Params(max_tokens=8, temperature=temperature, ignore_eos=True))
     assert {greedy for greedy, _ in seen} == {True, False}
     for greedy, draft in seen:
-        assert draft.thought is not None and float(draft.thought.sum()) == pytest.approx(1)
-        assert greedy or torch.equal(draft.thought, draft.q[0])
-        assert not greedy or int(draft.thought.argmax()) == draft.tokens[0]
+        assert draft.thoughts is not None
+        thought = draft.thoughts[()]
+        assert float(thought.sum()) == pytest.approx(1)
+        assert greedy or torch.equal(thought, draft.q[0])
+        assert not greedy or int(thought.argmax()) == draft.tokens[0]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Watched(Control):
-    """verify: as `judge` does. Drafts must say what the second model thinks (`Draft.thought`); others are not seen."""
+    """verify: as `judge` does. Drafts must say what the second model thinks (`Draft.thoughts`); others are not seen."""
 
     judge: Verifier
     forms: Forms
@@ -49,8 +49,9 @@ class Watched(Control):
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path, token = self.judge(draft, p, rng)
-        if draft.thought is not None and not p.greedy(0):
-            row, q, first = p.row(0).double(), draft.thought.double(), draft.tokens[path[0]] if path else token
+        thought = (draft.thoughts or {}).get(())
+        if thought is not None and not p.greedy(0):
+            row, q, first = p.row(0).double(), thought.double(), draft.tokens[path[0]] if path else token
             best, forms = int(row.argmax()), self.forms(row / row.sum(), q / q.sum())
             self.seen.append(Seen(bool(path), first == best, float(row[best]), forms))
         return path, token

@@ -68,8 +68,8 @@ class Companion:
     """Computes logits of a second model after any continuation of a request, recomputing only what changed.
 
     For whom it is `optional` (a drafter's mostly is), nobody makes way when memory is short: ask `reserve` first. What
-    it reads of a request is its `text`: the request's tokens, or others that grow at the end as these do. What grows may
-    be computed by a `rough` model of the same KV; if `calibrated`, none of its rows ever stays.
+    it reads of a request is its `text`: the request's tokens, or others that grow at the end as these do. What grows
+    may be computed by a `rough` model of the same KV; if `calibrated`, none of its rows ever stays.
     """
 
     def __init__(self, name: str, model: Model, store: Store, phase: Phase, counters: Counters) -> None:

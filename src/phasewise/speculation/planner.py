@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from phasewise.verbs.draft import Draft
+from phasewise.verbs.draft import Draft, Drafter
+
+if TYPE_CHECKING:
+    from phasewise.request.request import Request
 
 MOST_ROWS = 512  # of steps whose time is remembered
 FADE = 1.02  # a step counts so many times as much as the one before it
@@ -63,6 +66,12 @@ class Costs:
         firm = PRIOR_WEIGHT * self._weight
         row = max(0.0, (joint + firm * prior) / (apart + firm))
         return Line(max(middle + row * (rows - mean), 0.1 * middle), row)
+
+
+def sort_of(drafter: Drafter, request: Request) -> int:
+    """How good the drafter takes its last guess for the request to be; 0 if it does not say (see Drafter)."""
+    say = getattr(drafter, "sort", None)
+    return 0 if say is None else int(say(request))
 
 
 def kinds(draft: Draft, sort: int) -> list[int]:

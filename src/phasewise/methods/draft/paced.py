@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.request.request import Request
-from phasewise.speculation.planner import Chances, Costs, Line, Record, kind, kinds, plan, reached
+from phasewise.speculation.planner import Chances, Costs, Line, Record, kind, kinds, plan, reached, sort_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -131,7 +131,6 @@ class Pacer:
         drafts = [
             None if draft is None else draft.cut(budget) for draft, budget in zip(self._ask(requests, budgets), budgets)
         ]
-        sort = getattr(self.of, "sort", None)
         for request, draft, sized in zip(requests, drafts, free):
             record = _record(request)
             record.settle(request.tokens, self.chances)
@@ -139,7 +138,7 @@ class Pacer:
                 likely.append([])
                 orders.append([])
                 continue
-            which = kinds(draft, 0 if sort is None else sort(request))
+            which = kinds(draft, sort_of(self.of, request))
             record.watch(draft, which, request.known)
             found = reached(draft.parents, [record.chance(each, self.chances) for each in which])
             order = sorted(range(len(found)), key=lambda node: -found[node])  # a parent comes before its children
