@@ -15,7 +15,6 @@ ENGINE_WIDE = {
 }  # verbs that all recipes have in common, and why
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
-NONE = "none"  # as a drafter: plain decoding, whatever the default is
 DEFAULT = "default"  # what metrics call the recipe of requests that name none
 
 
