@@ -29,6 +29,7 @@ from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Dist, Purpose, pick, uniform
 from phasewise.verbs.verify import Random, Verifier
 from tests import oracle, tiny
+from tests.laws import axes
 from tests.laws.settings import spell
 from tests.sample import reference
 from tests.speculation.markov import Drafts, Tree, fits, generate, relative, sequences, table
@@ -170,6 +171,7 @@ PARAMS = {
     ),
 }  # fmt: skip
 PAIRS = list(itertools.product(catalog.names("draft"), VERIFIERS))
+UNPAID = {("paced", "match")}  # the clock may say that no guess pays where none can change a token
 KNOBS = {
     "prompt_lookup": {"min_match": 1, "branches": 2},
     "draft_model": {"k": 3},
@@ -177,6 +179,7 @@ KNOBS = {
         "base": "(draft_model:model=tiny-draft,k=2)",
         "source": "(retrieval:store=random:0,nodes=4,length=2,hits=9)",
     },
+    "paced": {"of": "(draft_model:model=tiny-draft,k=3)"},
     "aggressive": {"source": "marks", "opens": 6},  # what follows it has every token once
 }
 
@@ -215,16 +218,26 @@ def spelled(draft: str) -> str:
     return text.replace("tiny-draft", str(tiny.checkpoint(**SMALL, seed=1)))
 
 
-@pytest.mark.parametrize("how", PARAMS)
-@pytest.mark.parametrize(("draft", "verify"), PAIRS, ids=[f"{d}-{v}" for d, v in PAIRS])
-def test_speculation_keeps_the_distribution(draft: str, verify: str, how: str) -> None:
+def meetings(whole: bool) -> list[tuple[str, str, str]]:
+    """All pairs by all rules; or every drafter under rejection by every rule, other verifiers by one rule in turn."""
+    every = [(*pair, how) for pair in PAIRS for how in PARAMS]
+    turns = [pair for pair in PAIRS if pair[1] != "rejection" or pair[0] == "draft_model"]
+    few = [(*pair, list(PARAMS)[i % len(PARAMS)]) for i, pair in enumerate(turns)]
+    return every if whole else [case for case in every if case[1] == "rejection" or case in few]
+
+
+@axes.over(meetings, "-".join)
+def test_speculation_keeps_the_distribution(case: tuple[str, str, str]) -> None:
+    draft, verify, how = case
     if (draft, verify) in NOT_TOGETHER:
         with pytest.raises(UserError, match=NOT_TOGETHER[draft, verify]):
             engine({"draft": spelled(draft), "verify": verify})
         return
     placed = engine({"draft": spelled(draft), "verify": verify})
     assert fits(through_the_engine(placed, how), chances(how)) > PASS
-    assert placed.counters.drafted > 400, "hardly anything was drafted: this test tests nothing"
+    assert placed.counters.drafted > 400 or (draft, verify) in UNPAID, (
+        "hardly anything was drafted: this test tests nothing"
+    )
 
 
 @pytest.mark.parametrize("drawn", ["iid:1", "iid:2", "top_plus_one:3", "point:2"])

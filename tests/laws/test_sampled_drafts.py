@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
-
 from phasewise import catalog
 from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
@@ -26,6 +24,7 @@ from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Dist
 from phasewise.verbs.verify import Random
 from tests import tiny
+from tests.laws import axes
 from tests.laws.settings import spell, tight
 
 N = 24
@@ -39,7 +38,7 @@ DRAFTS = {name: spell("draft", name, tight("draft", name)) for name in catalog.n
     "prompt_lookup tree": "prompt_lookup:min_match=1,branches=2",
 }
 FORGETFUL = {  # what they have learned of a request is lost with all else in a preemption, and shapes their guesses
-    (draft, "lax") for draft in ("lookahead", "prompt_lookup", "token_recycling")
+    (draft, "lax") for draft in ("lookahead", "paced", "prompt_lookup", "token_recycling")
 }
 
 
@@ -81,19 +80,39 @@ def alone(draft: str, verify: str) -> list[list[int]]:
 
 
 PAIRS = [(draft, verify) for draft in DRAFTS for verify in VERIFIERS]
-LASTING = [(draft, verify) for draft, verify in PAIRS if (draft.partition(" ")[0], verify) not in FORGETFUL]
+HARDEST = ("lax", "rejection")  # no token hangs on the guesses' being made less; only those of drawn ones do
+Pair = tuple[str, str]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("draft", "verify"), PAIRS, ids=map("-".join, PAIRS))
-def test_schedulers_change_nothing(draft: str, verify: str, schedule: str) -> None:
+def pairs(whole: bool) -> list[Pair]:
+    """Every drafter under the verifiers that ask most of it, every verifier over a draft model; or all pairs."""
+    return [pair for pair in PAIRS if whole or pair[0] == "draft_model" or pair[1] in HARDEST]
+
+
+def lasting(whole: bool) -> list[Pair]:
+    return [pair for pair in pairs(whole) if (pair[0].partition(" ")[0], pair[1]) not in FORGETFUL]
+
+
+def scheduled(whole: bool) -> list[tuple[str, str, str]]:
+    """All pairs under all schedulers; or every drafter under every scheduler, verifiers in turn."""
+    if whole:
+        return [(*pair, schedule) for pair in PAIRS for schedule in SCHEDULES]
+    turns = [(draft, schedule) for draft in DRAFTS for schedule in SCHEDULES]
+    found = [(draft, HARDEST[i % len(HARDEST)], schedule) for i, (draft, schedule) in enumerate(turns)]
+    return found + [("draft_model", verify, SCHEDULES[0]) for verify in VERIFIERS if verify not in HARDEST]
+
+
+@axes.over(scheduled, "-".join)
+def test_schedulers_change_nothing(case: tuple[str, str, str]) -> None:
+    draft, verify, schedule = case
     placed = speculating(draft, verify, schedule)
     assert tiny.outs(tiny.run(placed, PROMPTS, PARAMS)) == alone(draft, verify)
 
 
-@pytest.mark.parametrize(("draft", "verify"), LASTING, ids=map("-".join, LASTING))
-def test_preemption_changes_nothing(draft: str, verify: str) -> None:
+@axes.over(lasting, "-".join)
+def test_preemption_changes_nothing(case: Pair) -> None:
     """Whoever lost all KV and the drafter's computes it again, and then guesses where it would have guessed."""
+    draft, verify = case
     for moment in (1, 2, 3, 5, 8):
         placed = speculating(draft, verify, "sarathi:budget=40")
         requests = [Request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS)]
@@ -109,9 +128,10 @@ def test_preemption_changes_nothing(draft: str, verify: str) -> None:
         assert tiny.outs(requests) == alone(draft, verify)
 
 
-@pytest.mark.parametrize(("draft", "verify"), LASTING, ids=map("-".join, LASTING))
-def test_memory_changes_nothing(draft: str, verify: str) -> None:
+@axes.over(lasting, "-".join)
+def test_memory_changes_nothing(case: Pair) -> None:
     """With room for two requests and a half, whoever comes last makes way: for rows, and for drafts that must be."""
+    draft, verify = case
     slab = speculating(draft, verify).recipes[""].need(1)  # the drafter's included
     placed = speculating(draft, verify, "splitfuse:budget=5", kv_bytes=5 * slab)
     got = tiny.outs(tiny.run(placed, PROMPTS * 2, PARAMS * 2))
@@ -119,8 +139,9 @@ def test_memory_changes_nothing(draft: str, verify: str) -> None:
     assert placed.counters.preemptions > 0, "nobody was short of memory"
 
 
-@pytest.mark.parametrize(("draft", "verify"), PAIRS, ids=map("-".join, PAIRS))
-def test_prefix_hits_change_nothing(draft: str, verify: str) -> None:
+@axes.over(pairs, "-".join)
+def test_prefix_hits_change_nothing(case: Pair) -> None:
+    draft, verify = case
     placed = speculating(draft, verify)
     for _ in range(2):
         assert tiny.outs([serve(placed, p, q) for p, q in zip(PROMPTS, PARAMS)]) == alone(draft, verify)
