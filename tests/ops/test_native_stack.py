@@ -128,14 +128,15 @@ def test_no_further_from_float32_than_the_open_path(name: str, directories: dict
     runners = [Runner(half, stack=True), Runner(half), Runner(exact)]
     steps = [{0: range(3, 23), 1: range(9, 12)}, {0: [5]}, {0: [6], 1: [7], 2: [8]}]
     steps.append({2: range(3, 33), 1: [4, 5, 6], 0: [9]})
-    away = far_by_row if any(half.config.moe) else far
-    for rows in steps:
-        fused, opened, wanted = (runner.step(rows) for runner in runners)
-        assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
-    fused, opened, wanted = (runner.step({0: [5, 6, 7, 8, 9, 10], 2: [8] * 6}, tree=True) for runner in runners)
-    assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
-    fused, opened, wanted = (runner.step({0: [5], 2: [9]}) for runner in runners)
-    assert away(fused, wanted) < 1.5 * away(opened, wanted) + 1e-3
+    found = [tuple(runner.step(rows) for runner in runners) for rows in steps]
+    found.append(tuple(runner.step({0: [5, 6, 7, 8, 9, 10], 2: [8] * 6}, tree=True) for runner in runners))
+    found.append(tuple(runner.step({0: [5], 2: [9]}) for runner in runners))
+    if any(half.config.moe):  # rows of all steps together: of a few, rounding may send each to other experts
+        fused, opened, wanted = (torch.cat(each) for each in zip(*found, strict=True))
+        assert far_by_row(fused, wanted) < 1.5 * far_by_row(opened, wanted) + 1e-3
+    else:
+        for fused, opened, wanted in found:
+            assert far(fused, wanted) < 1.5 * far(opened, wanted) + 1e-3
     whole, parts, _ = (runner.counters for runner in runners)
     for counter in ("row_layers", "kv_bytes_read", "kv_bytes_written"):
         assert getattr(whole, counter) == getattr(parts, counter), counter
