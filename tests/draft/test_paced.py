@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from phasewise.engine.engine import Engine
 from phasewise.methods.draft.paced import PAUSE, SHARE, Paced, Pacer
 from phasewise.options import parse
 from phasewise.request.params import Params
@@ -189,3 +190,16 @@ def test_it_passes_on_what_its_drafter_says() -> None:
     plain = Pacer(parse({"draft": "paced"})["draft"].of)
     assert (plain.shared, plain.top, plain.companion) == (False, 0, None)
     assert plain.reach(100) > 1 << 30
+
+
+@pytest.mark.parametrize("held", ["paced:of=({})", "rasd:base=(prompt_lookup),source=({})"])
+def test_who_holds_a_drafter_ends_what_it_has_running(held: str) -> None:
+    """As the loop ends the drafter's own."""
+    placed = tiny.engine({"draft": held.format("pearl:model=tiny-draft,where=inline")})
+    assert isinstance(placed, Engine)
+    drafter = placed.recipes[""].phases[0].decode.drafter  # type: ignore[attr-defined]
+    ended: list[bool] = []
+    inner = drafter.of if hasattr(drafter, "of") else drafter.source
+    inner.close = lambda: ended.append(True)
+    placed.close()
+    assert ended

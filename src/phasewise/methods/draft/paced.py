@@ -112,6 +112,10 @@ class Pacer:
                 self.costs.note(sum(span.rows for span in spans), self.clock() - began)
         self.of.learn(spans, hidden, outcomes, *tops)
 
+    def close(self) -> None:
+        if hasattr(self.of, "close"):
+            self.of.close()
+
     def _ask(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
         return drafts

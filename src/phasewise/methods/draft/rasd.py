@@ -99,6 +99,11 @@ class Fusion:
             wanted = int(getattr(its, "top", 0))
             its.learn(spans, hidden, outcomes, *(top[:, :wanted] for top in tops if wanted))
 
+    def close(self) -> None:
+        for its in self.parts:
+            if hasattr(its, "close"):
+                its.close()
+
     def _fused(self, base: Draft | None, source: Draft | None, budget: int) -> Draft | None:
         if source is None:
             return base
