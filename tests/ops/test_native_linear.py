@@ -224,7 +224,8 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         with caplog.at_level(logging.WARNING):
             assert Linear(torch.randn(8, 8).bfloat16()).native is None
             assert Linear(torch.randn(8, 8).bfloat16()).native is None
-        assert "not built" in caplog.text and len(caplog.records) == 1
+        own = [record for record in caplog.records if record.name == native.__name__]
+        assert "not built" in caplog.text and len(own) == 1  # oneDNN may have had something to say of its own
         with pytest.raises(UserError, match="native"):
             Linear(torch.randn(8, 8), precision="int8")
     finally:
