@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,14 +75,18 @@ def test_the_clock_and_the_counters_of_answers() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_contenders_answer_the_same_questions(batch: int) -> None:
+def test_contenders_answer_the_same_questions(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter gives plain decoding's answers in float32; who cannot run says why; counters add up to the tokens."""
     bench = Bench.load(str(tiny.checkpoint()))
     settings = [Setting(name, {"draft": name}) for name in ("prompt_lookup", "paced", "draft_model:model=nowhere")]
     run = Drafting(bench, settings, Limits(64 << 20, 8, True), 12)
     asked = {"a": tiny.prompts(20, 24), "b": tiny.prompts(15)}
     heats = (3 if batch == 1 else 2) * 3
-    assert list(run.run(run.start(asked, batch), asked, batch, 1)) == list(range(1, heats + 1))
+    engines, ended = run.start(asked, batch), list[str]()
+    for name, engine in engines.items():
+        monkeypatch.setattr(engine, "close", partial(ended.append, name))
+    assert list(run.run(engines, asked, batch, 1)) == list(range(1, heats + 1))
+    assert ended == list(engines), "a drafter may have a process of its own"
     assert list(run.refused) == ["draft_model:model=nowhere"] and "nowhere" in run.refused["draft_model:model=nowhere"]
     found = results(run.heats)
     assert [(one.setting, one.task) for one in found] == [

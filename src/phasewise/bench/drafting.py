@@ -83,7 +83,14 @@ class Drafting:
         return self._engines(batch, next(iter(asked.values()))[0])
 
     def run(self, engines: Mapping[str, Placed], asked: Asked, batch: int, rounds: int) -> Iterator[int]:
-        """Everything, at most `batch` requests at once; yields how many heats are done."""
+        """Everything, at most `batch` requests at once; yields how many heats are done. Ends the engines."""
+        try:
+            yield from self._run(engines, asked, batch, rounds)
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    def _run(self, engines: Mapping[str, Placed], asked: Asked, batch: int, rounds: int) -> Iterator[int]:
         done = 0
         for task, prompts in asked.items():
             groups = [[prompt] for prompt in prompts] if batch == 1 else [list(prompts)]
