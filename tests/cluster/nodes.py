@@ -35,8 +35,9 @@ PROMPTS = tiny.prompts(
 CONTEXT = 8192  # room for answers that outlast whatever is done to their workers
 SLOW = {"schedule": "sarathi:budget=16"}  # prompts take long enough to die in
 HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 6, "health_check_initial_delay_ms": 0}
+SYSTEM = HEALTH | {"worker_niceness": 0}  # Ray's 15: beside other tests, workers would hardly ever run
 RECIPES = {"small": {"store": "int8"}, "long": {"evict": "streaming:sinks=2,window=30"}}
-LONG = 180.0  # seconds for anything that must happen at all
+LONG = 300.0  # seconds for anything that must happen at all
 HIDDEN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_AUTH_MODE")  # of a Ray that this machine may run
 
 
@@ -58,7 +59,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._cluster = Cluster()
-        self._cluster.add_node(num_cpus=1, object_store_memory=MEMORY, include_dashboard=False, _system_config=HEALTH)
+        self._cluster.add_node(num_cpus=1, object_store_memory=MEMORY, include_dashboard=False, _system_config=SYSTEM)
         self.repair()
         ray.init(self._cluster.address, namespace="tests", log_to_driver=False)
 
@@ -223,12 +224,21 @@ def gone(process: int) -> bool:
 
 def processes_of(folder: str) -> list[str]:
     """Command lines of processes that name a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue  # it has ended
-        if folder in words:
-            found.append(words)
+    return [words for _, words in processes() if folder in words]
+
+
+def niceness(name: str) -> set[int]:
+    """Of the processes whose command line begins with `name`."""
+    found = set()
+    for process, words in processes():
+        with contextlib.suppress(ProcessLookupError):
+            if words.startswith(name):
+                found.add(os.getpriority(os.PRIO_PROCESS, process))
     return found
+
+
+def processes() -> Iterator[tuple[int, str]]:
+    """All there are, with their command lines."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield int(path.parent.name), path.read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -29,7 +29,7 @@ from tests import tiny  # noqa: E402
 from tests.cluster import nodes as on  # noqa: E402
 from tests.cluster.nodes import Nodes, Stage, gone, inside, node, pid, within  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)  # processes start slowly on a machine that is busy
+pytestmark = pytest.mark.timeout(900)  # processes start slowly on a machine that is busy
 MIXED = [Params(60, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))]
 GREEDY = [tiny.greedy(200)] * len(on.PROMPTS)
 ENDLESS = [tiny.greedy(3000)] * len(on.PROMPTS)  # a worker may be far ahead of what has been heard of it
@@ -245,7 +245,15 @@ def test_a_node_that_dies_is_waited_for(
     stage.until(lambda: not placed.launcher._views.placed)
     assert not placed.supervisor.ready, "who shall work there waits for a node"
     nodes.repair()
-    assert stage.finish(requests) == colocated(params)
+    if moment is decoding:  # they need not end for what came before and after to be compared
+        known = [request.n_out for request in requests]
+        stage.until(lambda: all(request.n_out > n + 20 for request, n in zip(requests, known)))
+        for request in requests:
+            placed.cancel(request)
+    given = stage.finish(requests)
+    whole = colocated([tiny.greedy(max(map(len, given)))] * len(requests))
+    assert given == [want[: len(tokens)] for want, tokens in zip(whole, given)]
+    assert moment is decoding or {len(tokens) for tokens in given} == {200}
     assert near in placed.handles and placed.counters.workers_lost - before.workers_lost >= len(away) == 2
     assert placed.counters.restarts > before.restarts
     assert len({node(handle) for handle in placed.handles}) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -12,14 +13,14 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install phasewise[c
 
 from phasewise.llm import LLM
 from phasewise.request.params import Params
-from tests.cluster.nodes import HIDDEN, processes_of, within
+from tests.cluster.nodes import HIDDEN, niceness, processes_of, within
 from tests.serve.running import Server
 from tests.serve.tiny_chat import chat_checkpoint
 
 PROMPT = "the quick brown fox " * 20
 
 
-@pytest.mark.timeout(600)  # processes start slowly on a machine that is busy
+@pytest.mark.timeout(900)  # processes start slowly on a machine that is busy
 def test_a_server_brings_its_own_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in HIDDEN:
         monkeypatch.delenv(name, raising=False)
@@ -35,6 +36,7 @@ def test_a_server_brings_its_own_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             metrics = server.settled()
             assert metrics["phasewise_handoffs_total"] == 2 and metrics["phasewise_restarts_total"] == 0
             assert processes_of(folder), "no Ray was started there"
+            assert niceness("ray::RayWorker") == {os.getpriority(os.PRIO_PROCESS, 0)}, "beside other work they starve"
             code, errors = server.end(signal.SIGTERM)
             assert code == 0 and "Traceback" not in errors, errors
         assert within(lambda: not processes_of(folder)), processes_of(folder)

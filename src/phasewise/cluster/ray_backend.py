@@ -39,6 +39,7 @@ ANSWER = 3.0  # seconds for a cluster's address to answer
 ALIVE: Message = {"event": "alive"}
 REFUSALS = (RayError, OSError, RuntimeError, ValueError)  # what Ray raises instead of starting or joining
 THREADS = 4  # of an actor: one hears, the others take commands
+OWN = {"worker_niceness": 0}  # of a cluster of our own: Ray's 15 starves workers beside whatever else this host runs
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,9 @@ def connect(needed: int) -> bool:
         log.warning("the Ray cluster started at %s no longer answers: starting one for this process", address)
     here = max(needed, os.cpu_count() or 1)
     try:
-        ray.init("local", num_cpus=here, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        ray.init(
+            "local", num_cpus=here, include_dashboard=False, _node_ip_address="127.0.0.1", _system_config=OWN, **options
+        )
     except REFUSALS as error:
         raise UserError(f"Ray cannot be started on this host: {error}") from error
     return True
