@@ -15,30 +15,34 @@ inline void start_tiles(long) {}
 inline void stop_tiles() {}
 
 // How many rows one tile holds, and how many registers of outputs beside each of them.
-constexpr int MOST_ROWS = REGISTERS == 32 ? 6 : 5;
+constexpr int MOST_ROWS = 6;
 constexpr int registers(int rows) {
   if (LANES == 4) return rows <= 2 ? 8 : 4;
   return DOT_INSTRUCTIONS ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
 }
 
-constexpr long BLOCK = 8 * MOST_ROWS;                // rows that share one pass over a chunk of weights
-constexpr long CHUNK = DOT_INSTRUCTIONS ? 512 : 64;  // words of input per pass: a chunk stays in the L2 (L1) cache
-constexpr long LINE = 16;                            // words of a cache line
+constexpr long BLOCK = 8 * MOST_ROWS;  // rows that share one pass over a chunk of weights
+// Words of input per pass: a chunk stays in the L2 cache or, with the one after it, in half the L1 cache.
+constexpr long CHUNK = DOT_INSTRUCTIONS ? 512 : LANES == 8 ? 32 : 64;
+constexpr long LINE = 16;                     // words of a cache line
+constexpr long LINES_OF_STEP = WIDTH / LINE;  // of a step's weights
 
 // Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
 // step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights. At every step
-// LINES cache lines of weights `ahead` are fetched.
+// LINES cache lines of weights `ahead` are fetched; where a chunk is short, what follows it is, evenly over the passes:
+// memory works while they multiply. Not inlined: GCC then keeps all sums in registers.
 template <class Op, int R, int LINES>
-void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride, long words, bool first,
-          typename Op::Sum (*sums)[WIDTH / LANES]) {
-  constexpr int W = registers(R);
+__attribute__((noinline)) void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x,
+                                    long stride, long words, bool first,
+                                    typename Op::Sum (*sums)[WIDTH / LANES]) {
+  constexpr int W = registers(R), PASSES = WIDTH / LANES / W, EACH = DOT_INSTRUCTIONS ? 0 : LINES_OF_STEP / PASSES;
   for (int at = 0; at < WIDTH / LANES; at += W) {
     typename Op::Sum acc[R][W];
     for (int r = 0; r < R; r++)
       for (int j = 0; j < W; j++) acc[r][j] = first ? typename Op::Sum{} : sums[r][at + j];
     for (long k = 0; k < words; k++) {
-      if (W * LANES == LINE)  // strips of one cache line: no hardware foresees them, so fetch the next chunk
-        __builtin_prefetch(weights + words * WIDTH + (at / W * words + k) * (W * LANES));
+      const int32_t* next = weights + words * WIDTH + (at / W * words + k) * EACH * LINE;
+      for (int i = 0; i < EACH; i++) __builtin_prefetch(next + i * LINE);
       for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + (k * LINES + i) * LINE, 0, 2);
       Op::template step<R, W>(acc, weights + k * WIDTH + at * LANES, x + k, stride);
     }
@@ -67,11 +71,10 @@ void tile_of(long rows, long lines, const int32_t* weights, const int32_t* ahead
 template <class Op>
 void multiply_block(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x, long stride, long,
                     long rows, long words, bool first, typename Op::Sum (*sums)[WIDTH / LANES]) {
-  constexpr long LINES = WIDTH / LINE;  // of a step's weights
   long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
   for (long i = 0, from = 0, to; i < tiles; i++, from = to) {
     long some = (rows + tiles - i - 1) / (tiles - i);
-    to = ((i + 1) * LINES + tiles - 1) / tiles;
+    to = ((i + 1) * LINES_OF_STEP + tiles - 1) / tiles;
     tile_of<Op>(some, ahead ? to - from : 0, weights, ahead + from * words * LINE, x, stride, words, first, sums);
     rows -= some, x += some * stride, sums += some;
   }
