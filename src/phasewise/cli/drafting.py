@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phasewise.bench.bound import Found
     from phasewise.bench.drafting import Drafting
     from phasewise.bench.questions import Asked
+    from phasewise.bench.settings import Setting
     from phasewise.llm import LLM
 
 INTRO = "# Drafters\n"
@@ -152,17 +153,13 @@ def draft(
     if bounds.bound:
         _bound(asked, bounds, written, engine)
         return
-    from phasewise import catalog
     from phasewise.bench.drafting import Drafting
-    from phasewise.bench.drafting import drafters as every
     from phasewise.bench.drive import Bench
     from phasewise.bench.settings import Setting
 
     batches, path = show.batches(asked.batch), Path(engine.model)
     name = path.name if path.exists() else engine.model
-    contenders = [Setting(text, {"draft": text}) for text in dict.fromkeys(drafters)] if drafters else every()
-    for one in contenders:
-        catalog.build("draft", one.verbs["draft"])
+    contenders = _contenders(drafters)
     section = f"draft {name}{'' if asked.prompts is None else ' ' + asked.prompts.stem}"
     written.check(section)
     verify, engine = engine.verify, replace(engine, verify=None)
@@ -181,6 +178,18 @@ def draft(
                 tell(done)
     llm.close()
     _tell(run, name, section, asked, written)
+
+
+def _contenders(drafters: list[str] | None) -> list[Setting]:
+    """Those named, or all. Raises UserError for a drafter or a knob that nobody knows."""
+    from phasewise import catalog
+    from phasewise.bench.drafting import drafters as every
+    from phasewise.bench.settings import Setting
+
+    found = [Setting(text, {"draft": text}) for text in dict.fromkeys(drafters)] if drafters else every()
+    for one in found:
+        catalog.build("draft", one.verbs["draft"])
+    return found
 
 
 def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Written) -> None:
