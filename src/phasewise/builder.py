@@ -21,7 +21,7 @@ from phasewise.errors import UserError, near
 from phasewise.kv.buffer import Ledger
 from phasewise.load import dtype_of, load_model
 from phasewise.model.model import Model
-from phasewise.options import CLUSTERS, defaults, parse, parse_recipes
+from phasewise.options import CLUSTERS, defaults, parse, parse_recipes, refuse_lossy
 from phasewise.request.counters import Counters
 from phasewise.verbs.place import Placed
 
@@ -132,5 +132,7 @@ def build(spec: EngineSpec) -> Builder:
         return load_model(name, dtype=model.dtype, device=spec.device)
 
     methods, recipes = parse(spec.verbs), parse_recipes(spec.verbs, spec.recipes)
+    if spec.limits.exact:
+        refuse_lossy({"": methods, **recipes})
     model = load_model(spec.model, dtype=dtype_of(spec.dtype), device=spec.device)
     return Builder(model, methods, spec.limits, load=load, spec=spec, recipes=recipes)

@@ -16,6 +16,7 @@ from phasewise.errors import PhasewiseError, UserError, near
 from phasewise.load import model_path
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.tokenizer import Tokenizer
+from phasewise.options import lossy
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
@@ -74,6 +75,7 @@ class LLM:
         self.model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
+        self.lossy = {name: lossy(own) for name, own in {"": builder.methods, **builder.recipes}.items()}
         self.engine: Placed = builder.build()
 
     @cached_property

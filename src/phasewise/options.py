@@ -73,3 +73,26 @@ def parse_recipes(options: Verbs, recipes: Mapping[str, Verbs]) -> dict[str, dic
         except UserError as error:
             raise UserError(f"recipe {name!r}: {error}") from error
     return parsed
+
+
+def lossy(methods: Mapping[str, Any]) -> list[str]:
+    """The chosen methods that may change answers, as VERB=METHOD, each with the knobs at which it does not. Lossy ones
+    that are just as they say to be neutral may not."""
+    found = []
+    for verb, method in methods.items():
+        kind, home = type(method), getattr(method, "slots", (verb,))[0]
+        if home == verb and kind.guarantee == "lossy" and not (kind.neutral and method == kind(**kind.neutral)):
+            neutral = f" (or say {catalog.spell(verb, kind(**kind.neutral))})" if kind.neutral else ""
+            found.append(f"{verb}={catalog.name_of(verb, method)}{neutral}")
+    return found
+
+
+def refuse_lossy(every: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UserError naming all lossy methods of recipes, "" being what requests get that name none."""
+    own = lossy(every[""])
+    found = [f"leave out --{text.replace('=', ' ', 1)}" for text in own]
+    found += [
+        f"leave out {text} of recipe {name!r}" for name in every for text in lossy(every[name]) if text not in own
+    ]
+    if found:
+        raise UserError(f"exact refuses what may change answers: {'; '.join(found)}")

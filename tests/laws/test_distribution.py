@@ -180,6 +180,7 @@ KNOBS = {
         "source": "(retrieval:store=random:0,nodes=4,length=2,hits=9)",
     },
     "paced": {"of": "(draft_model:model=tiny-draft,k=3)"},
+    "aded": {"nodes": 6, "kept": 4},
     "aggressive": {"source": "marks", "opens": 6},  # what follows it has every token once
 }
 

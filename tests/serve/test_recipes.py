@@ -127,3 +127,24 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate(timeout=PATIENCE)
+
+
+def test_a_request_may_refuse_what_changes_answers(many: Server, wanted: dict[str, str]) -> None:
+    """`exact`, in both endpoints: a lossy recipe is refused with what is lossy of it, and who would do."""
+    client = many.client()
+    told = {"ignore_eos": True, "exact": True}
+    for name in ("tiny", "tiny@fast"):
+        done = client.completions.create(model=name, prompt=PROMPT, max_tokens=24, temperature=0, extra_body=told)
+        assert done.choices[0].text == wanted[name]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny@long", prompt=PROMPT, max_tokens=2, extra_body=told)
+    body = caught.value.body
+    assert isinstance(body, dict) and body["param"] == "exact"
+    assert "evict=streaming" in body["message"] and "ask for tiny or tiny@fast, or leave exact out" in body["message"]
+    with pytest.raises(openai.BadRequestError, match="evict=streaming"):
+        client.chat.completions.create(
+            model="tiny@long", messages=[{"role": "user", "content": "x"}], extra_body={"exact": True}
+        )
+    with pytest.raises(openai.BadRequestError, match="exact"):
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, extra_body={"exact": "yes"})
+    client.completions.create(model="tiny@long", prompt=PROMPT, max_tokens=2, extra_body={"exact": False})

@@ -75,6 +75,10 @@ class Bench:
         """A fresh engine; `replaced` are methods given as objects. Raises UserError for what does not fit."""
         return Builder(self.model, {**parse(verbs), **replaced}, limits, load=self._second).build()
 
+    def second(self, name: str) -> Bench:
+        """The same for a second model, in the first one's precision."""
+        return Bench(self._second(name))
+
     def _second(self, name: str) -> Model:
         if name not in self._loaded:
             self._loaded[name] = load_model(name, dtype=self.model.dtype)

@@ -18,7 +18,7 @@ def datastore(
     ] = None,
     model: Annotated[str, typer.Option(help="A model with the tokenizer: a directory, a hub id, a name.")] = "pocket",
 ) -> None:
-    """Make a datastore for --draft retrieval: texts in a model's tokens, sorted so that a match is found by search.
+    """Make a datastore for --draft retrieval and aded: texts in a model's tokens, sorted so that search finds matches.
 
     Of a folder, all files that are text in UTF-8 count, but for hidden ones. It serves every model with this tokenizer.
 

@@ -15,8 +15,10 @@ from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
+    from phasewise.bench.bound import Found
     from phasewise.bench.drafting import Drafting
     from phasewise.bench.questions import Asked
+    from phasewise.bench.settings import Setting
     from phasewise.llm import LLM
 
 INTRO = "# Drafters\n"
@@ -66,7 +68,53 @@ class Written:
             show.page(self.write, section, "", INTRO)
 
 
-QUESTIONS, WRITTEN = Questions(), Written()
+@dataclass(frozen=True)
+class Bounds:
+    """How much of several guesses can be accepted at all."""
+
+    bound: Annotated[
+        bool,
+        typer.Option(
+            "--bound",
+            help="Compare no drafters, but verifiers with the best possible: how often one of several guesses for a "
+            "token is accepted, computed from what both models hold likely.",
+        ),
+    ] = False
+    second: Annotated[str, typer.Option(metavar="MODEL", help="With --bound: who guesses.")] = "pocket-draft"
+    guesses: Annotated[str, typer.Option(metavar="N,...", help="With --bound: guesses for a token.")] = "2,3,4"
+    temperature: Annotated[float, typer.Option(min=0.01, help="With --bound: of both models.")] = 1.0
+    places: Annotated[int, typer.Option(min=1, help="With --bound: tokens looked at in each answer.")] = 8
+
+    def check(self, drafters: list[str] | None, asked: Questions, engine: EngineOptions) -> None:
+        """Raise UserError for options that would have no say."""
+        if not self.bound:
+            given = [name for name in ("second", "guesses", "temperature", "places")
+                     if getattr(self, name) != getattr(BOUNDS, name)]  # fmt: skip
+            if given:
+                raise UserError(f"--{given[0]} is for --bound: add that, or leave --{given[0]} out")
+            return
+        numbers(self.guesses)
+        if drafters:
+            raise UserError(f"--bound compares verifiers, not drafters: leave {' '.join(drafters)} out; "
+                            "--second MODEL says who guesses")  # fmt: skip
+        unused = {"batch": asked.batch != QUESTIONS.batch, "rounds": asked.rounds != QUESTIONS.rounds,
+                  "verify": engine.verify is not None, "sample": engine.sample is not None}  # fmt: skip
+        if named := [name for name, given in unused.items() if given]:
+            raise UserError(f"--bound times nothing and looks at all verifiers: leave --{named[0]} out")
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers of guesses, from 2,3,4. Raises UserError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or len(set(found)) < len(found):
+        raise UserError(f"guesses={text!r}: write different numbers, separated by commas, such as 2,3,4")
+    return found
+
+
+QUESTIONS, WRITTEN, BOUNDS = Questions(), Written(), Bounds()
 
 
 @spread
@@ -75,6 +123,7 @@ def draft(
         list[str] | None, typer.Argument(metavar="[DRAFTER]...", help="NAME or NAME:KNOB=VALUE,...; default: all.")
     ] = None,
     asked: Questions = QUESTIONS,
+    bounds: Bounds = BOUNDS,
     written: Written = WRITTEN,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
@@ -82,30 +131,35 @@ def draft(
 
     All contenders answer the same questions, greedily, up to the end of each
     answer, in rotating order; other verb options apply to all of them.
-    Needs a quiet machine.
+    Needs a quiet machine. With --bound nothing is timed: the model writes by
+    chance, and at places of that text the acceptance of each verifier is set
+    beside the most that any verifier could reach with such guesses (Optimal
+    MDSD, arXiv 2502.18779). What is missing, a better verifier could bring;
+    the rest is up to the drafter.
 
     [bold]Examples[/]
 
       phasewise bench draft
       phasewise bench draft paced prompt_lookup:k=6 --model smollm2 --prompts spec_bench.jsonl --per-task 8
       phasewise bench draft --batch 1,8,32 --rounds 3 --csv drafts.csv --plot drafts.png
+      phasewise bench draft --bound --second pocket-draft --guesses 2,4 --csv bound.csv
     """
     engine.check()
     if engine.draft is not None or engine.decode is not None:
         raise UserError(
             "drafters are named as arguments, plain decoding is beside them: leave --draft and --decode out"
         )
-    from phasewise import catalog
+    bounds.check(drafters, asked, engine)
+    if bounds.bound:
+        _bound(asked, bounds, written, engine)
+        return
     from phasewise.bench.drafting import Drafting
-    from phasewise.bench.drafting import drafters as every
     from phasewise.bench.drive import Bench
     from phasewise.bench.settings import Setting
 
     batches, path = show.batches(asked.batch), Path(engine.model)
     name = path.name if path.exists() else engine.model
-    contenders = [Setting(text, {"draft": text}) for text in dict.fromkeys(drafters)] if drafters else every()
-    for one in contenders:
-        catalog.build("draft", one.verbs["draft"])
+    contenders = _contenders(drafters)
     section = f"draft {name}{'' if asked.prompts is None else ' ' + asked.prompts.stem}"
     written.check(section)
     verify, engine = engine.verify, replace(engine, verify=None)
@@ -124,6 +178,18 @@ def draft(
                 tell(done)
     llm.close()
     _tell(run, name, section, asked, written)
+
+
+def _contenders(drafters: list[str] | None) -> list[Setting]:
+    """Those named, or all. Raises UserError for a drafter or a knob that nobody knows."""
+    from phasewise import catalog
+    from phasewise.bench.drafting import drafters as every
+    from phasewise.bench.settings import Setting
+
+    found = [Setting(text, {"draft": text}) for text in dict.fromkeys(drafters)] if drafters else every()
+    for one in found:
+        catalog.build("draft", one.verbs["draft"])
+    return found
 
 
 def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Written) -> None:
@@ -153,5 +219,52 @@ def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Wri
         head = f"### {name}\n\n{title}; {about['cpu']}, {about['threads']} threads."
         refused = [f"not run: {setting}" for setting in run.refused]  # reasons may name places
         page = show.page(written.write, section, drafted.section(run.heats, found, head, refused), INTRO)
+        written.write.parent.mkdir(parents=True, exist_ok=True)
+        written.write.write_text(page, encoding="utf-8")
+
+
+def _bound(asked: Questions, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
+    from phasewise.bench.bound import Pair, measured, texts
+    from phasewise.bench.drive import Bench
+    from phasewise.request.params import Params
+
+    section = f"bound {Path(engine.model).name} {Path(bounds.second).name}"
+    written.check(section)
+    llm, guesses = engine.llm(), numbers(bounds.guesses)
+    target, questions = Bench(llm.model), asked.asked(llm)
+    pair = Pair.of(target, target.second(bounds.second), engine.limits(), bounds.temperature, engine.verbs)
+    with working("writing"):
+        params = Params(max_tokens=asked.tokens, temperature=bounds.temperature, seed=asked.seed)
+        said = texts(llm.engine, questions, params)
+    found: list[Found] = []
+    with counting("texts", len(said)) as tell:
+        for number, (task, start, text) in enumerate(said):
+            step = -(-(len(text) - start) // bounds.places)
+            for position, p, q in pair.nodes(text, start, step):
+                found += measured(p, q, guesses, (task, number, position))
+            tell(number + 1)
+    pair.close()
+    llm.close()
+    _tell_bound(found, section, bounds, written, engine)
+
+
+def _tell_bound(found: list[Found], section: str, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
+    from phasewise.bench import bounded
+    from phasewise.bench.machine import describe
+
+    places = len({(one.text, one.position) for one in found})
+    title = (f"{Path(engine.model).name}, guesses of {Path(bounds.second).name}, temperature {bounds.temperature:g}, "
+             f"{places} places of sampled text")  # fmt: skip
+    totals = bounded.totals(found)
+    show.title(title)
+    show.table(*bounded.table(totals))
+    if written.csv is not None:
+        about = {"model": Path(engine.model).name, "second": Path(bounds.second).name,
+                 "temperature": bounds.temperature, **describe()}  # fmt: skip
+        bounded.write_csv(written.csv, found, about)
+    if written.plot is not None:
+        bounded.draw(written.plot, totals, title)
+    if written.write is not None:
+        page = show.page(written.write, section, bounded.section(totals, f"### {section}\n\n{title}."), INTRO)
         written.write.parent.mkdir(parents=True, exist_ok=True)
         written.write.write_text(page, encoding="utf-8")

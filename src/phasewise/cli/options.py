@@ -71,6 +71,9 @@ class EngineOptions:
             "auto: in processes where there can be any.",
         ),
     ] = "auto"
+    exact: Annotated[bool, typer.Option("--exact", help="Refuse methods that may change answers, in recipes too.")] = (
+        False
+    )
     place: Annotated[str | None, _method("place")] = None
     schedule: Annotated[str | None, _method("schedule")] = None
     decode: Annotated[str | None, _method("decode")] = None
@@ -91,9 +94,9 @@ class EngineOptions:
         from phasewise.engine.limits import Limits
 
         budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
-        return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster)
+        return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster, self.exact)
 
-    def check(self) -> None:
+    def check(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Raise UserError for a mistake that can be seen without loading anything."""
         if self.kv_bytes is not None:
             parse_bytes(self.kv_bytes)
@@ -101,6 +104,16 @@ class EngineOptions:
             name = text.partition(":")[0].strip()
             if name not in catalog.names(verb):
                 catalog.method(verb, name)
+        if self.exact:
+            self._refuse_lossy(recipes or {})
+
+    def _refuse_lossy(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
+        from phasewise.options import parse, parse_recipes, refuse_lossy
+
+        verbs, extra = self.verbs, {}
+        if self.verify and not (self.draft or self.decode):  # its drafters are named elsewhere
+            extra["verify"] = catalog.build("verify", verbs.pop("verify"))
+        refuse_lossy({"": parse(verbs) | extra, **parse_recipes(self.verbs, recipes)})
 
     def llm(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> LLM:
         """The model with its methods, and with recipes. Raises UserError naming whatever does not fit."""

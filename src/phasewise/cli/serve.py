@@ -89,8 +89,8 @@ def serve(
       phasewise serve --config phasewise.toml
       phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
     """
-    engine.check()
     named = choices.named()
+    engine.check(named)
     source = context.get_parameter_source("model")
     asked = source is not None and source.name != "DEFAULT"
     from phasewise.serve.app import run

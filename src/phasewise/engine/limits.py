@@ -22,6 +22,7 @@ class Limits:
     prefix_cache: bool = True
     # where the workers of a placement run: inline (this thread), processes, ray[:knobs] or auto (processes if possible)
     cluster: str = "inline"
+    exact: bool = False  # no method that may change answers, in any recipe
 
     @property
     def budget(self) -> int:

@@ -57,6 +57,7 @@ class Ask(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
+    exact: bool | None = None
     slo: dict[Literal["ttft_ms", "tpot_ms"], Milliseconds | None] | None = Field(
         None, description="targets: milliseconds to the first token, and per further token on average"
     )

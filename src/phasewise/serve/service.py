@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -125,6 +125,8 @@ class Service:
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
         slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
         params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
+        if ask.exact and self.llm.lossy[recipe]:
+            self._refuse_lossy(recipe)
         longest = max(map(len, prompts))
         if longest >= context or (asked is not None and longest + asked > context):
             raise ApiError(
@@ -139,6 +141,12 @@ class Service:
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
         return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe)
+
+    def _refuse_lossy(self, recipe: str) -> NoReturn:
+        others = [name for name, own in self.names.items() if not self.llm.lossy[own]]
+        fix = f"ask for {' or '.join(others)}, or leave exact out" if others else "leave exact out"
+        named = ", ".join(text.partition(" ")[0] for text in self.llm.lossy[recipe])
+        raise ApiError(400, f"exact was asked for, but this model answers with {named}: {fix}", "exact")
 
     def _recipe(self, name: str | None) -> str:
         """The recipe that a model's name asks for. Raises ApiError for any other name."""

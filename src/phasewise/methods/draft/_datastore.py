@@ -11,6 +11,7 @@ import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,12 @@ from phasewise.methods.draft._continuations import NOTHING
 from phasewise.model.source import Source
 from phasewise.model.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+
 ORDERED = 16  # tokens by which suffixes are sorted: the longest match
 TOKENS, ORDER, ABOUT = "tokens.npy", "order.npy", "datastore.json"
+LIBRARY, RANDOM = "library", "random:"  # what a method's `store` may say besides a folder
 
 
 class Datastore:
@@ -104,6 +109,22 @@ def order(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         rank[sorted_by] = np.concatenate(([0], np.cumsum(ranked[1:] != ranked[:-1]))) + 1
         done *= 2
     return sorted_by.astype(np.int32)
+
+
+def named(method: str, store: str, model: Model) -> Datastore:
+    """What the `store` of a method says: `library`, a folder, or `random:SEED`. Raises UserError naming the method."""
+    if store == LIBRARY:
+        return library(model.files)
+    if not store.startswith(RANDOM):
+        folder = Path(store).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"{method}: store={store}: there is no such folder. Say {LIBRARY}, or make one with "
+                            f"phasewise datastore {store}")  # fmt: skip
+        return load(folder, model.files)
+    seed = store.removeprefix(RANDOM)
+    if not seed.isdecimal():
+        raise UserError(f"{method}: store={store}: the seed must be a whole number, as in random:0")
+    return random(model.config.vocab, int(seed))
 
 
 def load(folder: Path, files: Source) -> Datastore:

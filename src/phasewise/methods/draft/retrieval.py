@@ -5,23 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from phasewise.errors import UserError
-from phasewise.methods.draft import _datastore
 from phasewise.methods.draft._continuations import heaviest
-from phasewise.methods.draft._datastore import ORDERED, Datastore
+from phasewise.methods.draft._datastore import LIBRARY, ORDERED, Datastore, named
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, headroom
 from phasewise.verbs.host import ENDLESS, Host
-
-LIBRARY, RANDOM = "library", "random:"
 
 
 @dataclass(frozen=True)
@@ -54,22 +50,7 @@ class Retrieval:
             raise UserError(f"retrieval: longest={self.longest} must be from shortest={self.shortest} to {ORDERED}")
 
     def bind(self, host: Host) -> _Retrieval:
-        if not self.store.startswith(RANDOM):
-            files = host.model.files
-            found = _datastore.library(files) if self.store == LIBRARY else _datastore.load(_folder(self.store), files)
-            return _Retrieval(self, found)
-        seed = self.store.removeprefix(RANDOM)
-        if not seed.isdecimal():
-            raise UserError(f"retrieval: store={self.store}: the seed must be a whole number, as in random:0")
-        return _Retrieval(self, _datastore.random(host.model.config.vocab, int(seed)))
-
-
-def _folder(store: str) -> Path:
-    folder = Path(store).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"retrieval: store={store}: there is no such folder. Say {LIBRARY}, or make one with "
-                        f"phasewise datastore {store}")  # fmt: skip
-    return folder
+        return _Retrieval(self, named("retrieval", self.store, host.model))
 
 
 class _Retrieval:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from phasewise.reproduce import acceptance, loads, sampled
+from phasewise.bench import acceptance
+from phasewise.reproduce import loads, sampled
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.sampled import draft, rounds
 from phasewise.reproduce.system import Attempt, Counter, Paper, Saving, Setting, System, Timing, Tried

@@ -11,9 +11,9 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
+from phasewise.bench import acceptance
 from phasewise.methods.verify.k_seq import KSeq
 from phasewise.methods.verify.rejection import Rejection
-from phasewise.reproduce import acceptance
 from phasewise.reproduce.sampled import Seen, as_expected
 from phasewise.verbs.draft import Drawn
 from phasewise.verbs.verify import Verifier
@@ -66,12 +66,61 @@ def test_the_best_possible_with_replacement(n: int) -> None:
         assert acceptance.together(p, q, n) >= (1 - 1 / math.e) * best
 
 
-def test_the_best_possible_without_replacement() -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_best_possible_without_replacement(n: int) -> None:
+    """The closed form, the least over all sets of tokens, and the linear program are one number."""
     for seed in PAIRS:
         p, q = pair(seed)
-        best = transport(p, chances(q, 2, distinct=True))
-        assert acceptance.best_two_distinct(p, q) == pytest.approx(best, abs=1e-10)
-        assert acceptance.two_distinct(p, q) <= best + 1e-10
+        draws = chances(q, n, distinct=True)
+        best = transport(p, draws)
+        sets = (set(some) for size in range(6) for some in itertools.combinations(range(5), size))
+        least = min(
+            float(p[list(some)].sum()) + 1 - sum(chance for draw, chance in draws.items() if some.issuperset(draw))
+            for some in sets
+        )
+        assert acceptance.best_distinct(p, q, n) == pytest.approx(best, abs=1e-9)
+        assert least == pytest.approx(best, abs=1e-10)
+        if n == 2:
+            assert acceptance.best_two_distinct(p, q) == pytest.approx(best, abs=1e-10)
+            assert acceptance.two_distinct(p, q) <= best + 1e-10
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_prefixes_of_the_wrong_order_are_not_enough(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least over sets of the largest p / q is more: the order is what makes so few sets do."""
+    wanted = [acceptance.best_distinct(*pair(seed), n) for seed in PAIRS]
+    monkeypatch.setattr(acceptance, "_ordered", lambda p, q: tuple(x[(p / q).argsort(descending=True)] for x in (p, q)))
+    assert any(acceptance.best_distinct(*pair(seed), n) > want + 0.01 for seed, want in zip(PAIRS, wanted))
+
+
+@pytest.mark.parametrize("sharp", [1.5, 12.0, 25.0])
+def test_two_ways_to_the_best_of_two_distinct_guesses(sharp: float) -> None:
+    """In closed form and by the clock of arrivals, on flat and on all but certain distributions."""
+    for seed in PAIRS:
+        p, q = pair(seed, vocab=40, sharp=sharp)
+        assert acceptance.by_arrivals(p, q, 2) == pytest.approx(acceptance.best_two_distinct(p, q), abs=1e-9)
+
+
+def test_distinct_guesses_on_average() -> None:
+    """Each value is right on average over the guesses that are drawn for it: exact for two, near for three."""
+    p, q = pair(2, vocab=6)
+    draws = torch.rand(4000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    some = [acceptance.distinct(p, q, 3, iter(us).__next__) for us in draws]
+    got = accepted(Rejection(), Tree(q.float().expand(6, -1), (3,), "without_replacement"), p.float(), 4000)
+    assert sum(some) / len(some) == pytest.approx(got, abs=0.02)
+    assert acceptance.distinct(p, q, 2, iter(()).__next__) == acceptance.two_distinct(p, q)
+    assert acceptance.distinct(p, q, 1, iter(()).__next__) == acceptance.single(p, q)
+    assert acceptance.two_distinct(p, q) + 0.02 < got <= acceptance.best_distinct(p, q, 3) + 0.02
+
+
+def test_chosen_guesses_and_more_of_them_than_tokens() -> None:
+    p, q = pair(4)
+    assert acceptance.chosen(p, q, 2) == pytest.approx(float(p[q.topk(2).indices].sum()))
+    for form in (acceptance.chosen, acceptance.top_plus_one, acceptance.best_distinct):
+        assert form(p, q, 9) == pytest.approx(1.0)
+    assert acceptance.distinct(p, q, 9, lambda: 0.5) == pytest.approx(1.0)
+    sure = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    assert acceptance.distinct(sure, sure, 3, lambda: 0.5) == acceptance.best_distinct(sure, sure, 3) == 1.0
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

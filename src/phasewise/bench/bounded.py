@@ -1,0 +1,93 @@
+"""What verifiers accept beside the best possible: a table, a plot, lines for a file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phasewise.bench import report
+from phasewise.bench.bound import Found
+from phasewise.bench.report import unique
+from phasewise.verbs.draft import Drawn
+
+HEADER = ["guesses", "drawn", "verifier", "accepted", "best possible", "missing", "most missing"]
+
+
+@dataclass(frozen=True)
+class Total:
+    """A rule over all places: means, and what is missing to the best possible at the place where that is most."""
+
+    guesses: int
+    drawn: Drawn
+    verify: str
+    accepted: float
+    best: float
+    most: float
+
+
+def totals(found: Sequence[Found]) -> list[Total]:
+    """By number of guesses, then as the rules stand."""
+    made = []
+    for key in unique((one.guesses, one.drawn, one.verify) for one in found):
+        own = [one for one in found if (one.guesses, one.drawn, one.verify) == key]
+        accepted, best = (sum(values) / len(own) for values in zip(*((one.accepted, one.best) for one in own)))
+        made.append(Total(*key, accepted, best, max(one.best - one.accepted for one in own)))
+    return sorted(made, key=lambda total: total.guesses)
+
+
+def table(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
+    """Header and a row per rule and number of guesses; shares in per cent, what is missing in points. The value of
+    distinct guesses at one place hangs on what was drawn there, so nothing is said of that."""
+    return HEADER, [
+        [
+            str(one.guesses), one.drawn, one.verify, f"{one.accepted:.2%}", f"{one.best:.2%}",
+            f"{100 * max(0.0, one.best - one.accepted):.2f}",
+            "-" if one.drawn == "without_replacement" and one.guesses > 2 else f"{100 * max(0.0, one.most):.2f}",
+        ]
+        for one in found
+    ]  # fmt: skip
+
+
+def write_csv(path: Path, found: Sequence[Found], about: Mapping[str, object]) -> None:
+    """A line per place, rule and number of guesses, with columns for `about`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = [{**about, **asdict(one)} for one in found]
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def draw(image: Path, found: Sequence[Total], title: str) -> None:
+    """Acceptance by number of guesses: a line per rule, and a dashed one for the best possible of its guesses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(7.0, 4.2))
+    ways = unique(one.drawn for one in found)
+    for drawn, verify in unique((one.drawn, one.verify) for one in found):
+        own = [one for one in found if (one.drawn, one.verify) == (drawn, verify)]
+        x, color = [one.guesses for one in own], f"C{ways.index(drawn)}"
+        mark = "s" if verify == "k_seq" else "o"
+        panel.plot(x, [one.accepted for one in own], marker=mark, markersize=4, color=color,
+                   label=f"{drawn}, {verify}")  # fmt: skip
+        panel.plot(x, [one.best for one in own], linestyle="--", linewidth=1, color=color)
+    panel.set_xticks(unique(one.guesses for one in found))
+    panel.set_xlabel("guesses for a token (dashed: the best possible)")
+    panel.set_ylabel("share accepted")
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=110)
+    pyplot.close(figure)
+
+
+def section(found: Sequence[Total], about: str) -> str:
+    """Markdown."""
+    return f"{about}\n\n{report.markdown(*table(found))}"
