@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from phasewise.load import model_path
 from phasewise.methods.draft.swift import Swift, _Confident
 from phasewise.model.model import Model
 from phasewise.model.thinned import Thinned
+from phasewise.ops import native
 from phasewise.options import parse
 from phasewise.reproduce.workload import examples, pocket_text
 from phasewise.request.counters import Counters
@@ -29,6 +31,9 @@ from phasewise.step.span import Span
 from phasewise.verbs.draft import Draft
 from tests import oracle, tiny
 from tests.draft.shapes import grown
+from tests.model.families import FAMILIES
+from tests.model.reference import save_random
+from tests.watched import passes
 
 PROMPTS = tiny.prompts(30, 7, 55)
 LAYERS = 4
@@ -294,6 +299,38 @@ def test_small_budgets_cut_the_chain() -> None:
     its.draft = lambda *given: [drafts.append(made) or made for made in propose(*given)]
     assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(20))) == plain(20)
     assert {len(made.tokens) for made in drafts if made is not None} >= {1, 2}
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_in_16_bits_verdicts_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a chain has the bits of plain decoding; guesses go operator by operator."""
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    want = tiny.outs(tiny.run(tiny.engine(of=model), PROMPTS, tiny.greedy(24)))
+    made = passes(monkeypatch)
+    placed = engine("swift:branches=1,window=6,enough=1,confidence=0.3", of=model)
+    assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(24))) == want
+    assert len(made) == placed.counters.forwards and all(each.whole for each in made)
+    assert placed.counters.accepted > 0
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma2", "gemma3", "qwen3_moe"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """Windows, caps, norms after halves, experts. With nothing left out all is accepted, and the score is 1: tails and
+    replays see no further than the layer does."""
+    save_random(FAMILIES[family](), tmp_path)
+    model, prompt, n = Model.load(tmp_path, dtype=torch.float32), tiny.prompts(20, vocab=50)[0], 21
+    want = tiny.outs(tiny.run(tiny.engine(of=model), [prompt], tiny.greedy(n)))
+    for ratio, more in (("0", "proposals=0"), ("0.5", "proposals=9")):
+        placed = engine(f"swift:ratio={ratio},{more},steps=4,confidence=0,branches=1,window=9", of=model)
+        request = Request(prompt, tiny.greedy(n))
+        placed.add(request)
+        while request.n_out < 11:
+            placed.step()
+        with torch.inference_mode():
+            assert drafter(placed).score(request, frozenset()) == 1.0
+        tiny.finish(placed, [request])
+        assert [request.out] == want
+        assert ratio != "0" or placed.counters.accepted == placed.counters.drafted == 16
 
 
 def test_scarce_memory_changes_no_token() -> None:

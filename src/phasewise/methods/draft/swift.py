@@ -32,15 +32,16 @@ class Swift:
     the verdict. The chain ends after a guess whose probability is below `confidence`. Beside every guess stand the next
     likeliest tokens, 3 to 10 in all by its confidence, at most `branches`; 63 guesses in all.
 
-    Which sub-layers are left out is looked for while text is generated: in every round one other set is scored by how
-    many of a request's first `window` + 1 tokens it would have said, all in one pass. Most are drawn at random, every
-    `bayes`-th comes from a Gaussian process. The best one so far drafts, for all requests. The search ends above
-    `enough`, after `patience` sets without a better one, or after `proposals`; it begins with every second layer.
+    Which sub-layers are left out is looked for while text is generated: in every round in which there is room for the
+    rows, another set is scored by how many of a request's first `window` + 1 tokens it would have said, all in one
+    pass. Most are drawn at random, every `bayes`-th comes from a Gaussian process. The best one so far drafts, for all
+    requests. The search ends above `enough`, after `patience` sets without a better one, or after `proposals`; it
+    begins with every second layer.
 
     Guesses are chosen, not drawn; where a request samples, the chain takes what the target would draw by the rough
     probabilities. Which ones are made hangs on all requests so far, so lossy verifiers are refused. Where a skip method
-    has freed layers' KV nothing is guessed. A pass of it goes operator by operator, which in 16 bits costs more than a
-    native one of as many layers. Left out: coordinates between 0 and 1 in the Gaussian process; siblings drawn without
+    has freed layers' KV nothing is guessed. Guessing passes go operator by operator, which in 16 bits costs more than
+    native ones of as many layers. Left out: coordinates between 0 and 1 in the Gaussian process; siblings drawn without
     replacement.
     """
 
