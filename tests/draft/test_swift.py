@@ -302,15 +302,20 @@ def test_small_budgets_cut_the_chain() -> None:
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels here")
-def test_in_16_bits_verdicts_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a chain has the bits of plain decoding; guesses go operator by operator."""
+def test_in_16_bits_verdicts_and_guesses_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a chain has the bits of plain decoding; only scores go operator by operator."""
     model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
     want = tiny.outs(tiny.run(tiny.engine(of=model), PROMPTS, tiny.greedy(24)))
     made = passes(monkeypatch)
     placed = engine("swift:branches=1,window=6,enough=1,confidence=0.3", of=model)
+    scored: list[str] = []
+    its = drafter(placed)
+    score = its.score
+    its.score = lambda request, sites: scored.append(request.id) or score(request, sites)
     assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(24))) == want
-    assert len(made) == placed.counters.forwards and all(each.whole for each in made)
-    assert placed.counters.accepted > 0
+    assert len(made) == placed.counters.forwards + placed.counters.draft_forwards - len(scored)
+    assert all(each.whole for each in made)
+    assert placed.counters.accepted > 0 and scored
 
 
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma2", "gemma3", "qwen3_moe"])

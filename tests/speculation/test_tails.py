@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.engine import Engine
+from phasewise.model.model import Model
 from phasewise.model.thinned import Route, Thinned
+from phasewise.ops import native
+from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation import tails
 from phasewise.speculation.companion import Growth
@@ -105,16 +109,18 @@ def test_rows_that_stay_behind_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- whoever raises
 def break_after(monkeypatch: pytest.MonkeyPatch, calls: int, layer: int = 2) -> None:
     """Rows of tails raise for the request "bad" in this layer, from some pass on."""
-    behind, left = tails._Behind.__call__, [calls]
+    left = [calls]
 
-    def broken(self: Any, reads: list[Any]) -> list[Any]:
+    def broken(self: Any, reads: list[Any], its: Any) -> list[Any]:
         if reads[0].layer == layer and any(read.span.request.id == "bad" for read in reads):
             left[0] -= 1
             if left[0] < 0:
                 raise Boom("in a tail")
-        return behind(self, reads)
+        answers: list[Any] = its(self, reads)
+        return answers
 
-    monkeypatch.setattr(tails._Behind, "__call__", broken)
+    for attend in (tails._Everything, tails._Before):
+        monkeypatch.setattr(attend, "__call__", partialmethod(broken, its=attend.__call__))
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 8])
@@ -196,6 +202,32 @@ def test_with_all_sub_layers_it_is_the_model() -> None:
         found = model.head(torch.cat(rows))
     for row, path in zip(found, [[], *paths]):
         assert torch.allclose(row, oracle.logits(model, request.tokens + path)[-1], atol=1e-4)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("left_out", [((), ()), ((1,), (2,)), ((1, 2), (1, 2)), ((), (1,)), ((2,), ())])
+def test_native_passes_are_the_open_ones(left_out: tuple[tuple[int, ...], tuple[int, ...]], experts: int) -> None:
+    """In 16 bits, down a tree: rows as near as rounding lets them be, the same counters, and the KV as before."""
+    model = Model.load(tiny.checkpoint(hidden=64, experts=experts), dtype=torch.bfloat16)
+    placed = tiny.engine(of=model)
+    request = Request(PROMPTS[0], tiny.greedy(60))
+    placed.add(request)
+    while request.n_out < 9:
+        placed.step()
+    assert request.kv is not None
+    request.kv.reserve(40)
+    before, found = state(request), []
+    for thin in (Thinned(model, Route.without(4, *left_out)), Thinned(model, Route.without(4, *left_out)).packed()):
+        own = Tails("own", thin, Counters())
+        with torch.inference_mode(), own.lent([request]):
+            rows = [own.root([request]).clone(), own.grow([Growth(request, [5, 9], [-1, -1])]).clone()]
+            rows.append(own.grow([Growth(request, [7, 4, 8], [0, 1, 0])]).clone())
+        assert same(before, state(request))
+        found.append((torch.cat(rows).float(), own.counters))
+    (opened, counted), (whole, also) = found
+    assert torch.nn.functional.cosine_similarity(opened, whole).min() > 0.999
+    assert counted == also
 
 
 def test_what_is_not_on_the_route_does_nothing() -> None:

@@ -31,15 +31,20 @@ class Route:
 
 class Thinned(Model):
     """The same weights and the same KV. A sub-layer that is not on the route leaves the rows as they are, its norms
-    included, and an attention that is not writes no keys and values.
-
-    It runs operator by operator: the native calls know whole layers.
+    included, and an attention that is not writes no keys and values. It runs operator by operator until it is `packed`.
     """
 
     def __init__(self, model: Model, route: Route) -> None:
         vars(self).update(vars(model))
-        self.stack = None
+        self._whole, self.stack = model.stack, None
         self.route = route
+
+    def packed(self) -> Thinned:
+        """Itself, from now on in native calls where the model has those; then every layer takes rows' slots in the KV,
+        but nothing is written to those of attentions that do not run."""
+        if self._whole is not None:
+            self.stack = self._whole.only(self.route.mixing, self.route.feeding)
+        return self
 
     @property
     def depth(self) -> int:

@@ -35,7 +35,9 @@ class Tails:
 
     def __init__(self, name: str, model: Thinned, counters: Counters) -> None:
         self.model, self.counters = model, counters  # the engine's
-        self.phase = Phase(name, decode=None, attend=_Behind())  # type: ignore[arg-type]  # nobody decodes with it
+        # nobody decodes with these
+        self.phase = Phase(name, decode=None, attend=_Everything())  # type: ignore[arg-type]
+        self._replaying = Phase(name, decode=None, attend=_Before())  # type: ignore[arg-type]
         self.optional: Callable[[Request], bool] = lambda request: False
         self.text: Callable[[Request], list[int]] = lambda request: request.tokens
         self._halves = 0  # of a (row, layer) pair that is still to be counted
@@ -84,21 +86,24 @@ class Tails:
         grown = self._grown.setdefault(request.id, Grown())
         first = len(grown.tokens)
         sees = grown.add(tokens, parents)
-        positions = [request.computed + depth for depth in grown.depths[first:]]
+        start = request.computed
+        chain = range(start + first, start + first + 1)
+        positions = chain if sees is None else [start + depth for depth in grown.depths[first:]]
         assert request.kv is not None
         return Span(request, request.kv, self.phase, tokens, positions, sees, first=first)
 
     # ---- what would have been said
-    def replay(self, request: Request, start: int, stop: int) -> Tensor:
-        """Rows of the last layer [stop - start, d] of known tokens, as though the text from `start` on had not been
-        computed: they see what came before it, and each other. One pass; the rows are gone when it ends."""
+    def replay(self, request: Request, start: int, stop: int, model: Thinned) -> Tensor:
+        """Rows of the last layer [stop - start, d] that `model`, not packed, makes of known tokens, as though the text
+        from `start` on had not been computed: they see what came before it, and each other. One pass; the rows are gone
+        when it ends."""
         assert request.kv is not None and stop - start <= self.room(request)
         with self.lent([request]):
-            span = Span(request, request.kv, self.phase, request.tokens[start:stop], range(start, stop), note=start)
-            return self._run([span])
+            tokens, positions = request.tokens[start:stop], range(start, stop)
+            return self._run([Span(request, request.kv, self._replaying, tokens, positions, note=start)], model)
 
-    def _run(self, spans: Sequence[Span]) -> Tensor:
-        model, own, engine = self.model, Counters(), self.counters
+    def _run(self, spans: Sequence[Span], model: Thinned | None = None) -> Tensor:
+        model, own, engine = model or self.model, Counters(), self.counters
         x = forward(model, spans, own).x
         engine.draft_forwards += 1
         engine.draft_depth += model.depth
@@ -110,12 +115,21 @@ class Tails:
         return x
 
 
-class _Behind:
-    """Rows read all before them; those of a replay, whose span's note is where it starts, nothing of what is there
-    from that position on but each other."""
+class _Everything:
+    """Rows read all before them."""
+
+    everything = True
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return [None if read.span.note is None else read.attend(_before(read, read.span.note)) for read in reads]
+        return [None] * len(reads)
+
+
+class _Before:
+    """Rows of a replay, whose span's note is where it starts, read nothing of what is there from that position on but
+    each other."""
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [read.attend(_before(read, read.span.note)) for read in reads]
 
 
 def _before(read: Read, start: int) -> Tensor:

@@ -40,9 +40,8 @@ class Swift:
 
     Guesses are chosen, not drawn; where a request samples, the chain takes what the target would draw by the rough
     probabilities. Which ones are made hangs on all requests so far, so lossy verifiers are refused. Where a skip method
-    has freed layers' KV nothing is guessed. Guessing passes go operator by operator, which in 16 bits costs more than
-    native ones of as many layers. Left out: coordinates between 0 and 1 in the Gaussian process; siblings drawn without
-    replacement.
+    has freed layers' KV nothing is guessed. In 16 bits guessing passes are native calls; scores go operator by
+    operator. Left out: coordinates between 0 and 1 in the Gaussian process; siblings drawn without replacement.
     """
 
     ratio: float = 0.45
@@ -86,7 +85,7 @@ class SelfDrafter:
 
     def __init__(self, host: Host, search: Search, shape: _Confident, window: int) -> None:
         self.host, self.search, self.window = host, search, window
-        self.companion = Tails("swift", self._thinned(search.best), host.counters)
+        self.companion = Tails("swift", self._thinned(search.best).packed(), host.counters)
         self.grower = Grower(host, self.companion, shape, ENDLESS)
 
     def size(self, request: Request) -> int:
@@ -110,27 +109,23 @@ class SelfDrafter:
         ready = [r for r in requests if r.n_out > self.window <= self.companion.room(r)]
         if ready:
             request = next((r for r in ready if r.id == self.search.text), ready[0])
-            sites = self.search.propose(request.id)
+            sites, before = self.search.propose(request.id), self.search.best
             self.search.note(sites, self.score(request, sites))
-            self.companion.model = self._thinned(self.search.best)
+            if self.search.best != before:
+                self.companion.model = self._thinned(self.search.best).packed()
 
     def score(self, request: Request, sites: Sites) -> float:
         """Of `window` generated tokens, the share that the model without these sub-layers would have said after the
         ones before, on the whole model's KV of the prompt."""
-        start, before = request.prompt_len, self.companion.model
-        self.companion.model = self._thinned(sites)
-        try:
-            x = self.companion.replay(request, start, start + self.window)
-        finally:
-            self.companion.model = before
-        said = self.host.model.best(x)
+        start = request.prompt_len
+        said = self.host.model.best(self.companion.replay(request, start, start + self.window, self._thinned(sites)))
         told = request.tokens[start + 1 : start + 1 + self.window]
         return sum(a == b for a, b in zip(said, told)) / self.window
 
     def take(self, sites: Sites) -> None:
         """Leave these out from now on; the search is over."""
         self.search.best, self.search.done = sites, True
-        self.companion.model = self._thinned(sites)
+        self.companion.model = self._thinned(sites).packed()
 
     def _thinned(self, sites: Sites) -> Thinned:
         return Thinned(self.host.model, self.search.route(sites))
