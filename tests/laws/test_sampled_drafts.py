@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
+
 from phasewise import catalog
 from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
+from phasewise.errors import UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.speculation.loop import matches
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Dist
@@ -71,6 +75,10 @@ def speculating(draft: str, verify: str, schedule: str = "prefill_first", **limi
     return placed
 
 
+SHARED = ("swift",)  # their guesses hang on what other requests said: lossy verifiers are refused
+REFUSED = {(draft, verify) for draft in SHARED for verify in VERIFIERS if matches(VERIFIERS[verify]()) == "none"}
+
+
 @cache
 def alone(draft: str, verify: str) -> list[list[int]]:
     """Each request by itself, with all the rows and memory it wants."""
@@ -79,7 +87,7 @@ def alone(draft: str, verify: str) -> list[list[int]]:
     ]
 
 
-PAIRS = [(draft, verify) for draft in DRAFTS for verify in VERIFIERS]
+PAIRS = [(draft, verify) for draft in DRAFTS for verify in VERIFIERS if (draft, verify) not in REFUSED]
 HARDEST = ("lax", "rejection")  # no token hangs on the guesses' being made less; only those of drawn ones do
 Pair = tuple[str, str]
 
@@ -99,7 +107,14 @@ def scheduled(whole: bool) -> list[tuple[str, str, str]]:
         return [(*pair, schedule) for pair in PAIRS for schedule in SCHEDULES]
     turns = [(draft, schedule) for draft in DRAFTS for schedule in SCHEDULES]
     found = [(draft, HARDEST[i % len(HARDEST)], schedule) for i, (draft, schedule) in enumerate(turns)]
-    return found + [("draft_model", verify, SCHEDULES[0]) for verify in VERIFIERS if verify not in HARDEST]
+    found += [("draft_model", verify, SCHEDULES[0]) for verify in VERIFIERS if verify not in HARDEST]
+    return [case for case in found if case[:2] not in REFUSED]
+
+
+@axes.over(lambda whole: sorted(REFUSED), "-".join)
+def test_what_others_said_may_change_no_token(case: Pair) -> None:
+    with pytest.raises(UserError, match="learns from all requests"):
+        speculating(*case)
 
 
 @axes.over(scheduled, "-".join)

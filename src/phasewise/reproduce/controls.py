@@ -13,6 +13,7 @@ from torch import Tensor
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
+from phasewise.methods.draft.swift import SelfDrafter, Swift
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.read import Read, View
@@ -51,6 +52,19 @@ class OneChunk(Control):
         left = self.budget - sum(work.rows for work in works)
         first = next((job for job in live if job.prefilling), None)
         return works + ([Work(first, min(first.rows, left))] if first is not None and left > 0 else [])
+
+
+@dataclass(frozen=True)
+class Blindly(Control):
+    """draft: SWIFT without its search: as many sub-layers are left out, whichever they are."""
+
+    of: Swift
+
+    def bind(self, host: Host) -> SelfDrafter:
+        made = self.of.bind(host)
+        sites = Random(0).sample(range(2 * made.search.inner), made.search.count)
+        made.take(frozenset(sites))
+        return made
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ class Counters:
 
     steps: int = 0
     forwards: int = 0  # passes of the target model; two where a step takes both ways through it (forward.py)
-    draft_forwards: int = 0  # passes of companion models (draft, amateur, ...)
+    draft_forwards: int = 0  # passes of companion models (draft, amateur, ...), and of the model itself in tails
     draft_depth: int = 0  # attentions of these passes that had to wait for one another
     rows: int = 0  # token rows that entered the target model's first layer
-    row_layers: int = 0  # (row, layer) pairs of the target model
+    row_layers: int = 0  # (row, layer) pairs of the target model; half a pair where one half of the layer runs
     head_rows: int = 0  # rows that went through the language-model head
     kv_bytes_read: int = 0
     kv_bytes_written: int = 0

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.request.request import Request
-from phasewise.speculation.companion import Companion, Growth
+from phasewise.speculation.companion import Growth
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, Drawn, headroom
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Purpose, uniform
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
 
 SELF = "self"  # in place of a second model's name
 
@@ -107,11 +110,32 @@ class Shape(Protocol):
         ...
 
 
+class Lane(Protocol):
+    """What trees are grown with, beside the requests: a second model (`Companion`), or the model itself on its own KV
+    (`Tails`). The members are described there."""
+
+    optional: Callable[[Request], bool]
+    text: Callable[[Request], list[int]]
+
+    @property
+    def model(self) -> Model: ...
+
+    def lag(self, request: Request) -> int: ...
+
+    def catch_up(self, requests: Sequence[Request], most: int) -> None: ...
+
+    def reserve(self, request: Request, rows: int) -> bool: ...
+
+    def root(self, requests: Sequence[Request]) -> Tensor: ...
+
+    def grow(self, growths: Sequence[Growth]) -> Tensor: ...
+
+
 class Grower:
     """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
     to read are read at once, more of them in pieces, and meanwhile nothing is guessed."""
 
-    def __init__(self, host: Host, companion: Companion, shape: Shape, chunk: int) -> None:
+    def __init__(self, host: Host, companion: Lane, shape: Shape, chunk: int) -> None:
         self.host, self.companion, self.shape, self.chunk = host, companion, shape, chunk
         self.thoughts = False
 
@@ -130,8 +154,8 @@ class Grower:
         trees: dict[int, Tree] = {}
         for i in sorted(range(len(requests)), key=lambda i: self.companion.optional(requests[i])):
             request = requests[i]
-            levels = min(self.shape.levels, headroom(request))
-            if request.id in late or min(levels, budgets[i]) < 1:
+            levels = min(self.shape.levels, headroom(request), budgets[i])  # none is without a node
+            if request.id in late or levels < 1:
                 continue
             if self.companion.reserve(request, request.known + self._runs(levels)):
                 point = not self.draws(request)

@@ -20,7 +20,7 @@ from phasewise.verbs.verify import Shown
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
-    from phasewise.speculation.companion import Companion
+    from phasewise.speculation.grower import Lane
     from phasewise.verbs.draft import Draft, Drafter
     from phasewise.verbs.verify import Verifier
 
@@ -74,7 +74,7 @@ class Speculation:
 
     def __init__(self, host: Host, drafter: Drafter, verifier: Verifier, matches: Matches = "none") -> None:
         self.host, self.drafter, self.verifier, self.matches = host, drafter, verifier, matches
-        companion: Companion | None = getattr(drafter, "companion", None)
+        companion: Lane | None = getattr(drafter, "companion", None)
         if companion is not None:
             companion.optional = self._sized
         if hasattr(drafter, "sized"):
@@ -82,7 +82,7 @@ class Speculation:
         if matches == "none" and getattr(drafter, "shared", False):
             raise UserError(
                 f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "
-                "depend on them; let it learn from each request alone (scope=request)"
+                "depend on them; let it learn from each request alone (scope=request), or choose an exact verifier"
             )
         self._top: int = getattr(drafter, "top", 0)
         self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())

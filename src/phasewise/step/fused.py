@@ -121,7 +121,7 @@ class NativeStep:
                 part.choice.done()
             span.kv.written(span.positions)
             self.counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
-            self.counters.kv_bytes_written += span.rows * _width(span)
+            self.counters.kv_bytes_written += span.rows * self._width(span)
         return Hidden(x, batch.rows, kept)
 
     def _by_walk(self, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
@@ -160,7 +160,7 @@ class NativeStep:
         for i, span in enumerate(spans):
             if i not in looking:  # who looks counts for itself
                 choice = parts[i].choice
-                self.counters.kv_bytes_read += parts[i].reads * _width(span) if choice is None else choice.bytes
+                self.counters.kv_bytes_read += parts[i].reads * self._width(span) if choice is None else choice.bytes
         if looking or self.taps or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in looking]
             rows = Rows(x, *self.room.between(batch.rows, *stack.heads))
@@ -190,15 +190,14 @@ class NativeStep:
             return ()
         commons = _commons(spans, some, max([parts[i].n for i in some]), self.windows)
         for common in commons:
-            self.counters.kv_bytes_read -= common.saved * _width(spans[common.members[0]])
+            self.counters.kv_bytes_read -= common.saved * self._width(spans[common.members[0]])
         return commons
 
-
-def _width(span: Span) -> int:
-    """Bytes of one row of its KV."""
-    flat = span.kv.flat(span.phase.walk)
-    assert flat is not None, "a span that was natively done a moment ago"
-    return flat.row_bytes
+    def _width(self, span: Span) -> int:
+        """Bytes of one row of its KV, in the layers whose attention runs."""
+        flat, stack = span.kv.flat(span.phase.walk), self.model.stack_of(span.phase.walk)
+        assert flat is not None and stack is not None, "a span that was natively done a moment ago"
+        return flat.row_bytes * stack.reading // stack.count
 
 
 class _Call(NamedTuple):

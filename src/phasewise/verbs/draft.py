@@ -95,13 +95,14 @@ class Draft:
 class Drafter(Protocol):
     """draft: what might come next?
 
-    A guess says how it was drawn (`Draft`); whoever keeps a second model in step asks the host for a companion. See
+    A guess says how it was drawn (`Draft`); whoever keeps a second model in step asks the host for a companion, and
+    whoever guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py) there. See
     `Speculation` (speculation/loop.py) for what hangs on what is optional.
 
     Optional:
         draws(request: Request) -> bool  -- whether guesses for it may be drawn, with a `q`; without it all may be
         largest: int  -- the most nodes that any of its drafts has, where these may be more than 64 (`Decode.margin`)
-        companion: Companion  -- its second model, if it has one
+        companion: Companion | Tails  -- its second model, or what stands for one
         top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
             [rows, top], best first, all guesses of each draft and the last row of a plain one (`judged`), span by
             span; after these, of the nodes that ask

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 17;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 18;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -151,8 +151,8 @@ struct Layer {  // of a stack
   Norm before_attention, after_attention, before_mlp, after_mlp;
   Norm heads;     // of queries and keys, weight [heads_q + heads, dim]
   int64_t whole;  // whether it is over all queries of a row, then over all its keys; else each head by itself
-  const Weights *qkv, *o;
-  const Weights *gate_up, *down;  // null where there are experts
+  const Weights *qkv, *o;         // null: rows pass its attention by
+  const Weights *gate_up, *down;  // null where there are experts; without these too, rows pass its MLP by
   const Experts* experts;         // or null
   int64_t int8;                   // whether weights are rounded
   int64_t activation;

@@ -188,10 +188,11 @@ static Mixed mixed(const StackCall& call, const Layer& layer, bf16* in, bf16* ou
   return {*layer.experts, in, rows, call.hidden, layer.int8, layer.activation, add, add ? add : out};
 }
 
-// A layer up to its attention; `index` counts the call's layers.
+// A layer up to its attention, if it has one; `index` counts the call's layers.
 static void run_first_half(const Stage& stage, long index) {
   const StackCall& call = stage.call;
   const Layer& layer = call.layers[first_layer(call) + index];
+  if (!layer.qkv) return;
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
   bf16* in = norm(stage, layer.before_attention);
@@ -204,8 +205,11 @@ static void run_second_half(const Stage& stage, long index) {
   const Layer& layer = call.layers[first_layer(call) + index];
   const Room& room = stage.room;
   Shares* shares = shares_of(room, index);
-  attend(stage, index, room.spans + index * call.span_count, shares + 4);
-  add_product(stage, layer, layer.o, room.read, layer.after_attention, shares + 1);
+  if (layer.qkv) {
+    attend(stage, index, room.spans + index * call.span_count, shares + 4);
+    add_product(stage, layer, layer.o, room.read, layer.after_attention, shares + 1);
+  }
+  if (!layer.down && !layer.experts) return;
   bf16* in = norm(stage, layer.before_mlp);
   if (layer.experts) {
     Mixed rows = mixed(call, layer, in, room.normed, call.rows);
@@ -259,7 +263,7 @@ static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   long rows = call.rows, inner = 0, mixing = 0;
   for (long i = 0; i < layer_count(call); i++) {
     const Layer& layer = call.layers[first_layer(call) + i];
-    long own = layer.experts ? 0 : layer.down->inputs;
+    long own = layer.down ? layer.down->inputs : 0;
     inner = own > inner ? own : inner;
     own = layer.experts ? mix_room(mixed(call, layer, nullptr, nullptr, rows)) : 0;
     mixing = own > mixing ? own : mixing;
@@ -295,8 +299,8 @@ API int64_t stack(const StackCall* call) {
   int64_t weights = 0;
   for (long i = 0; i < count; i++) {
     const Experts* experts = layers[i].experts;
-    const Weights& down = experts ? *experts->products[1] : *layers[i].down;
-    weights += down.outputs * down.inputs * (experts ? experts->top : 1);
+    const Weights* down = experts ? experts->products[1] : layers[i].down;
+    if (down) weights += down->outputs * down->inputs * (experts ? experts->top : 1);
   }
   int threads = enough(call->threads, call->rows * weights);
   Room room;
@@ -329,7 +333,8 @@ API int64_t stack(const StackCall* call) {
     const Weights* products[] = {layers[i].qkv, layers[i].o, experts ? experts->router : layers[i].gate_up,
                                  layers[i].down};
     Shares* shares = shares_of(room, i);
-    for (int p = 0; p < (experts ? 3 : 4); p++) shares[p] = Shares(panels(products[p]->outputs), threads);
+    for (int p = 0; p < 4; p++)
+      if (products[p]) shares[p] = Shares(panels(products[p]->outputs), threads);
     share_out(plans[i], threads, shares + 4);
     slices(*call, layers[i], spans(i), nullptr, [&](const PrefillCall& slice, long s, char*) {
       shares[4 + room.stages + 2 * s] = prefill_packs(slice, threads);

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,11 +39,12 @@ class StackExperts:
 
 @dataclass(frozen=True, eq=False)
 class StackLayer:
-    """What the kernel needs of one layer. `heads_norm` [Hq + H, D] is of queries and keys, each head by itself; or, if
-    `whole`, over all queries of a row, then over all its keys. `turn` is its rotation."""
+    """What the kernel needs of one layer; where there is no attention or no MLP, rows pass that by. `heads_norm`
+    [Hq + H, D] is of queries and keys, each head by itself; or, if `whole`, over all queries of a row, then over all
+    its keys. `turn` is its rotation."""
 
-    attention: tuple[Packed, Packed]  # qkv, o
-    mlp: tuple[Packed, Packed] | StackExperts  # gate and up, down
+    attention: tuple[Packed, Packed] | None  # qkv, o
+    mlp: tuple[Packed, Packed] | StackExperts | None  # gate and up, down
     norms: Sequence[StackNorm | None]  # before and after attention, before and after the MLP
     heads_norm: StackNorm | None
     whole: bool
@@ -167,6 +168,8 @@ class Stack:
         for i, layer in enumerate(layers):
             words.extend(self._layer(layer, i))
         self._layers, self.hidden, self.count = words, shape.hidden, len(layers)
+        self.reading = sum(layer.attention is not None for layer in layers)
+        self._made = layers, shape, table, scale
         self.heads = shape.heads_q, shape.heads, shape.dim
         if isinstance(table, Tensor):
             self._table = array("q", (0, self._keep(table.contiguous()), 0, table.shape[0]))
@@ -180,18 +183,30 @@ class Stack:
         self._run = kernels.stack
         self._last: _Ready | None = None
 
+    def only(self, attention: Collection[int], mlp: Collection[int]) -> Stack:
+        """The same with the attentions and the MLPs of these layers alone."""
+        layers, shape, table, scale = self._made
+        kept = [
+            replace(layer, attention=layer.attention if i in attention else None, mlp=layer.mlp if i in mlp else None)
+            for i, layer in enumerate(layers)
+        ]
+        return Stack(kept, shape, table, scale)
+
     def _layer(self, layer: StackLayer, index: int) -> array[int]:
         words = array("q")
         for norm in (*layer.norms, layer.heads_norm):
             words.append(0 if norm is None else self._keep(norm.weight.float().contiguous()))
             words.frombytes(struct.pack("d", 0.0 if norm is None else norm.eps))
         words.append(layer.whole)
-        words.extend(product.address for product in layer.attention)
-        if isinstance(layer.mlp, StackExperts):
-            words.extend((0, 0, self._experts(layer.mlp, index)))
+        attention, mlp = layer.attention or (), layer.mlp or ()
+        words.extend([product.address for product in attention] or (0, 0))
+        if isinstance(mlp, StackExperts):
+            words.extend((0, 0, self._experts(mlp, index)))
+            mlp = mlp.products[0]
         else:
-            words.extend((*(product.address for product in layer.mlp), 0))
-        words.extend((layer.attention[0].int8, ACTIVATIONS.index(layer.activation)))
+            words.extend((*([product.address for product in mlp] or (0, 0)), 0))
+        rounded = any(product.int8 for product in (*attention, *mlp))
+        words.extend((rounded, ACTIVATIONS.index(layer.activation)))
         words.extend((-1 if layer.turn is None else layer.turn, layer.window or 0))
         words.frombytes(struct.pack("2d", layer.scale, layer.softcap or 0.0))
         return words
