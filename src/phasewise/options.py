@@ -8,7 +8,7 @@ from typing import Any
 from phasewise import catalog
 from phasewise.engine.binding import SHARED, settle
 from phasewise.errors import UserError
-from phasewise.recipes import PARTS_OF_DECODE, Verbs, check, texts
+from phasewise.recipes import PARTS_OF_DECODE, Verbs, check, chosen, texts
 
 DEFAULTS = {
     "place": "colocated",
@@ -26,11 +26,12 @@ WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen
 
 
 def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
-    """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults. Raises UserError.
+    """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults, `draft="none"` no
+    drafter. Raises UserError.
 
     The decode method's own parts (a drafter, a verifier) come from the options of their verbs, or from its knobs.
     """
-    given = {verb: text for verb, text in options.items() if text}
+    given = chosen(options)
     texts = {**DEFAULTS, **(WITH_DRAFT if "draft" in given else {}), **given}
     name, knobs = catalog.split(texts["decode"], "decode")
     cls = catalog.method("decode", name)

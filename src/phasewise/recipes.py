@@ -15,6 +15,7 @@ ENGINE_WIDE = {
 }  # verbs that all recipes have in common, and why
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PARTS_OF_DECODE = ("draft", "verify")  # verbs whose methods live in a field of the decode method
+NO_DRAFT = "none"  # in place of a drafter: no drafting, whatever would be drafted otherwise
 DEFAULT = "default"  # what metrics call the recipe of requests that name none
 
 
@@ -54,7 +55,7 @@ def check(recipes: Mapping[str, Verbs]) -> None:
             if verb not in catalog.VERBS:
                 choices = set(catalog.VERBS) - ENGINE_WIDE.keys()
                 raise UserError(f"recipe {name!r} names an unknown verb {verb!r}. {near(verb, choices)}")
-            if text is not None:
+            if text is not None and (verb, text) != ("draft", NO_DRAFT):
                 method = text.partition(":")[0].strip()
                 if method not in catalog.names(verb):
                     catalog.method(verb, method)
@@ -64,12 +65,19 @@ def texts(given: Verbs, own: Verbs, defaults: Mapping[str, str]) -> dict[str, st
     """The verbs of one recipe: its `own` over those `given` to the server. What the server was given for a method that
     the recipe does not use makes way: a drafter for one that does not draft, a decode method for a drafter's.
     `defaults` are those of a drafter's."""
-    mine = {verb: text for verb, text in own.items() if text}
-    both = {verb: text for verb, text in given.items() if text} | mine
+    mine, both = chosen(own), chosen(given)
+    if own.get("draft") == NO_DRAFT:
+        both = {verb: text for verb, text in both.items() if verb not in PARTS_OF_DECODE}
+    both |= mine
     if "draft" in mine and "decode" not in mine and "draft" not in _slots(both.get("decode")):
         both |= defaults
     slots = _slots(both.get("decode") or ("" if "draft" not in both else defaults["decode"]))
     return {verb: text for verb, text in both.items() if verb in mine or verb not in PARTS_OF_DECODE or verb in slots}
+
+
+def chosen(options: Verbs) -> dict[str, str]:
+    """The verbs for which a method is named."""
+    return {verb: text for verb, text in options.items() if text and (verb, text) != ("draft", NO_DRAFT)}
 
 
 def _slots(decode: str | None) -> list[str]:

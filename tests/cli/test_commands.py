@@ -10,6 +10,7 @@ import pytest
 
 import phasewise.serve.app
 import phasewise.train.pocket
+from phasewise.methods.draft.paced import Pacer
 from phasewise.request.params import SLO
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
@@ -26,6 +27,26 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert seen["llm"].limits.kv_bytes == 64 << 20
     seen["llm"].generate("fox fox fox fox fox fox")
     assert seen["llm"].engine.counters.drafted > 0
+
+
+def test_a_server_drafts_unless_told_otherwise(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: served.append(llm()))
+    recipes = ("--recipe", "plain=draft=none", "--recipe", "other=decode=autoregressive", "--recipe", "long=store=int8")
+    assert cli("serve", *MODEL, *recipes).code == 0
+    assert cli("serve", "--draft", "none", *MODEL).code == 0
+    assert cli("serve", "--decode", "autoregressive", *MODEL).code == 0
+    asked, texts = [0], set()
+    draft = Pacer.draft
+    monkeypatch.setattr(Pacer, "draft", lambda *given: asked.append(1) or draft(*given))
+    own, none, decode = served
+    for llm, recipe, drafts in [(own, "", True), (own, "plain", False), (own, "other", False), (own, "long", True),
+                                (none, "", False), (decode, "", False)]:  # fmt: skip
+        asked.clear()
+        (out,) = llm.generate("fox fox fox fox fox fox", max_tokens=40, ignore_eos=True, recipe=recipe)
+        assert bool(asked) == drafts, recipe
+        texts.add((recipe == "long", out.text))
+    assert len(texts) == 2, "answers stay the same"
 
 
 def test_train_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -182,5 +182,7 @@ def test_other_commands_stay_offline(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_servers_of_benchmarks_are_told_their_model() -> None:
-    assert DEFAULTS.served() == ["--model", "pocket"]
-    assert EngineOptions(model="m", max_running=3).served() == ["--model", "m", "--max-running", "3"]
+    assert DEFAULTS.served() == ["--model", "pocket", "--draft", "none"]
+    assert EngineOptions(model="m", max_running=3).served() == ["--model", "m", "--max-running", "3", "--draft", "none"]
+    assert EngineOptions(draft="paced").served() == ["--model", "pocket", "--draft", "paced"]
+    assert EngineOptions(decode="contrastive").served() == ["--model", "pocket", "--decode", "contrastive"]

@@ -56,6 +56,8 @@ def test_what_is_wrong_is_named(words: list[str], why: str) -> None:
         ({"draft": "draft_model", "verify": "match"}, {"draft": "prompt_lookup"},
          {"draft": "prompt_lookup", "verify": "match"}),
         ({"decode": "contrastive"}, {"draft": "prompt_lookup"}, {"draft": "prompt_lookup", "decode": "speculative"}),
+        ({"draft": "prompt_lookup", "verify": "match"}, {"draft": "none"}, {}),
+        ({"draft": "none"}, {"draft": "prompt_lookup"}, {"draft": "prompt_lookup", "decode": "speculative"}),
         ({"evict": "snapkv", "schedule": "slo"}, {"evict": "none"}, {"evict": "none", "schedule": "slo"}),
         ({"draft": "prompt_lookup"}, {"evict": "snapkv"}, {"draft": "prompt_lookup", "evict": "snapkv"}),
         ({"store": "int8"}, {}, {"store": "int8"}),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise import catalog
+from phasewise import catalog, recipes
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,12 @@ class EngineOptions:
     @property
     def verbs(self) -> dict[str, str]:
         """{verb: text} of the verbs that were given."""
-        return {verb: text for verb in catalog.VERBS if (text := getattr(self, verb))}
+        return recipes.chosen({verb: getattr(self, verb) for verb in catalog.VERBS})
+
+    @property
+    def speaks_of_drafts(self) -> bool:
+        """Whether anything was said of how tokens are guessed and judged, be it that none are."""
+        return any((self.decode, self.draft, self.verify))
 
     def limits(self) -> Limits:
         from phasewise.engine.limits import Limits
@@ -127,8 +132,9 @@ class EngineOptions:
             return LLM(self.model, dtype=self.dtype, limits=self.limits(), recipes=recipes, **self.verbs)
 
     def served(self) -> list[str]:
-        """The same options as command-line words for `phasewise serve`, whose own default is another model."""
-        return ["--model", self.model, *dataclasses.replace(self, model=DEFAULTS.model).arguments()]
+        """The same options as command-line words for `phasewise serve`, whose own model and drafter are others."""
+        words = dataclasses.replace(self, model=DEFAULTS.model).arguments()
+        return ["--model", self.model, *words, *([] if self.speaks_of_drafts else ["--draft", recipes.NO_DRAFT])]
 
     def arguments(self) -> list[str]:
         """The same options as command-line words, for a process of its own."""
