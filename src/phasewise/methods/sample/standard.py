@@ -13,7 +13,6 @@ from phasewise.ops.sampling import penalise, shape
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist
 
-
 CELLS = 1 << 16  # logits that are penalised at once: more would leave the processor's cache
 
 
