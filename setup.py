@@ -29,7 +29,7 @@ def library(name: str, target: list[str]) -> Extension:
     return Extension(
         f"phasewise.ops.native._{name}",
         sources=[str(path) for path in sorted(WHERE.glob("*.cpp"))],
-        depends=[str(path) for path in sorted(WHERE.glob("*.h"))],
+        depends=["setup.py", *(str(path) for path in sorted(WHERE.glob("*.h")))],
         extra_compile_args=FLAGS + target,
         language="c++",
         optional=True,

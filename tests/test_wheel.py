@@ -27,7 +27,7 @@ OLDER = r"(manylinux\d+_\w+\.)?"  # the same system's older name, where it has o
 NAME = re.compile(rf"phasewise-(?P<version>[^-]+)-py3-none-{OLDER}manylinux_(?P<glibc>\d+_\d+)_(?P<machine>\w+)\.whl")
 PROMPT = "def fibonacci(n):\n    "
 
-pytestmark = pytest.mark.timeout(900)  # it compiles
+pytestmark = pytest.mark.timeout(900)  # it compiles where kernels are older than their sources
 
 
 def compiler() -> list[str]:
@@ -42,11 +42,11 @@ def compiler() -> list[str]:
     return command
 
 
-def make(out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def make(out: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What `make wheel` runs."""
     for tool in ("pip", "auditwheel"):
         pytest.importorskip(tool)
-    command = [sys.executable, str(ROOT / "scripts" / "build_wheel.py"), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "scripts" / "build_wheel.py"), "--out", str(out), *words]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 
@@ -56,7 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("wheels are made on 64-bit Linux")
     compiler()
     out = tmp_path_factory.mktemp("wheel")
-    done = make(out)
+    done = make(out, "--reuse")  # those that run in all other tests: to compile them again takes minutes
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.iterdir()
     assert done.stdout == f"{made}\n"

@@ -57,9 +57,20 @@ def alone(
     requests: Sequence[Request], recipes: Recipes, verbs: Mapping[str, str], of: Model | None = None
 ) -> list[list[int]]:
     """What each gets in an engine of its own, which has the request's methods as its default and no recipes."""
-    out = []
-    for request in requests:
-        own = parse_recipes(verbs, recipes)[request.recipe] if request.recipe else parse(verbs)
+    return [_alone(request, recipes.get(request.recipe, {}), verbs, of) for request in requests]
+
+
+ALONE: dict[str, list[int]] = {}
+
+
+def _alone(request: Request, recipe: Mapping[str, str], verbs: Mapping[str, str], of: Model | None) -> list[int]:
+    """(Kept where the model is the tiny one: its mates are asked for again and again, beside each method.)"""
+    key = repr((sorted(recipe.items()), sorted(verbs.items()), request.prompt, request.params))
+    if of is not None or key not in ALONE:
+        own = parse_recipes(verbs, {"own": recipe})["own"] if recipe else parse(verbs)
         placed = Builder(of or tiny.model(), own, Limits(kv_bytes=64 << 20), load=tiny.load).build()
-        out += serve(placed, [Request(request.prompt, request.params)])
-    return out
+        (found,) = serve(placed, [Request(request.prompt, request.params)])
+        if of is not None:
+            return found
+        ALONE[key] = found
+    return ALONE[key]

@@ -23,6 +23,7 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.model.model import Model
 from phasewise.options import parse
 from phasewise.request.params import Params
+from phasewise.request.request import Request
 from phasewise.speculation.loop import matches
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.place import Placed
@@ -170,11 +171,15 @@ PARAMS = {
         frequency_penalty=0.3, ignore_eos=True,
     ),
 }  # fmt: skip
+ALL = "sarathi:budget=100000"
 PAIRS = list(itertools.product(catalog.names("draft"), VERIFIERS))
 UNPAID = {("paced", "match")}  # the clock may say that no guess pays where none can change a token
 KNOBS = {
     "prompt_lookup": {"min_match": 1, "branches": 2},
     "draft_model": {"k": 3},
+    "rsd": {"beam": 3, "depth": LENGTH},
+    "dyspec": {"nodes": 8, "depth": LENGTH + 1},
+    "spectr": {"chains": 3, "k": LENGTH},
     "rasd": {
         "base": "(draft_model:model=tiny-draft,k=2)",
         "source": "(retrieval:store=random:0,nodes=4,length=2,hits=9)",
@@ -204,13 +209,23 @@ def chances(how: str) -> dict[tuple[int, ...], float]:
 
 
 def through_the_engine(placed: Placed, how: str, runs: int = 800) -> list[tuple[int, ...]]:
-    prompts: Sequence[Sequence[int]] = [PROMPT] * runs
-    requests = tiny.run(placed, prompts, [replace(PARAMS[how], seed=seed) for seed in range(runs)])
-    return [tuple(out[:LENGTH]) for out in tiny.outs(requests)]
+    """What each of `runs` requests says first. Then they are dropped: they may say more, that drafts are not cut."""
+    requests = [Request(PROMPT, replace(PARAMS[how], seed=seed)) for seed in range(runs)]
+    for request in requests:
+        placed.add(request)
+    while any(request.left is None and request.n_out < LENGTH for request in requests):
+        placed.step()
+    assert all(request.left is None or request.left.how == "finished" for request in requests)
+    drawn = [tuple(request.out[:LENGTH]) for request in requests]
+    for request in requests:
+        placed.cancel(request)
+    tiny.finish(placed, requests)
+    return drawn
 
 
 def engine(verbs: dict[str, str]) -> Placed:
-    return tiny.engine(verbs, of=target(), max_running=1000)
+    """All requests at once: prompts in one step, then drafts of all in each."""
+    return tiny.engine({"schedule": ALL} | verbs, of=target(), max_running=1000)
 
 
 def spelled(draft: str) -> str:
@@ -236,7 +251,7 @@ def test_speculation_keeps_the_distribution(case: tuple[str, str, str]) -> None:
         return
     placed = engine({"draft": spelled(draft), "verify": verify})
     assert fits(through_the_engine(placed, how), chances(how)) > PASS
-    assert placed.counters.drafted > 400 or (draft, verify) in UNPAID, (
+    assert placed.counters.drafted > 200 or (draft, verify) in UNPAID, (
         "hardly anything was drafted: this test tests nothing"
     )
 

@@ -7,7 +7,7 @@ What a method gives alone, one whole prompt at a time, is what it has to give un
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -53,18 +53,21 @@ def given(case: Single) -> dict[str, str]:
     return {"schedule": schedule} | options(verb, name)
 
 
-ALONE: dict[str, list[list[int]]] = {}
+ALONE: dict[str, list[int]] = {}
 
 
-def alone(case: Single, lengths: tuple[int, ...], params: Params) -> list[list[int]]:
-    """Each prompt by itself, whole. (Kept: several laws ask.)"""
+def alone(case: Single, prompts: Sequence[list[int]], params: Params) -> list[list[int]]:
+    """Each prompt by itself, whole. (Kept: several laws ask for the same.)"""
     verbs = options(*case[:2])
     if case[0] != "schedule":
         verbs["schedule"] = "prefill_first"
-    key = repr((verbs, lengths, params))
-    if key not in ALONE:
-        ALONE[key] = [tiny.outs(tiny.run(tiny.engine(verbs), [p], params))[0] for p in tiny.prompts(*lengths)]
-    return ALONE[key]
+    found = []
+    for prompt in prompts:
+        key = repr((verbs, prompt, params))
+        if key not in ALONE:
+            (ALONE[key],) = tiny.outs(tiny.run(tiny.engine(verbs), [prompt], params))
+        found.append(ALONE[key])
+    return found
 
 
 @cache
@@ -132,7 +135,7 @@ def test_lossy_methods_bite_where_they_are_tested(case: Single) -> None:
 def independent_of_batch_mates(case: Single, how: str) -> None:
     """Law 4: alone or among others, in whole prompts or as a scheduler has it, a request's tokens are its own."""
     prompts, params = tiny.prompts(*LENGTHS), PARAMS[how]
-    want = alone(case, LENGTHS, params)
+    want = alone(case, prompts, params)
     assert tiny.outs(tiny.run(tiny.engine(given(case)), prompts, params)) == want
     if case[0] != "schedule":
         whole = given(case) | {"schedule": "prefill_first"}
@@ -174,8 +177,8 @@ def preempt(placed: Placed, whom: Callable[[int, Request], bool]) -> int:
 
 def preemption_changes_nothing(case: Single, params: Params) -> None:
     """Laws 4 and 13: freed and recomputed at any moment, a request goes on with the same tokens."""
-    lengths = (41, 50, 60)
-    prompts, want = tiny.prompts(*lengths), alone(case, lengths, params)
+    prompts = tiny.prompts(41, 50, 60)
+    want = alone(case, prompts, params)
     lost = 0
     for moment in (1, 3, 8):
         placed = tiny.engine(given(case))
@@ -240,7 +243,7 @@ def prefix_reuse_changes_nothing(verbs: dict[str, str], cls: type[Any]) -> None:
 @law("siblings")
 def test_siblings_equal_requests_of_their_own(case: Single) -> None:
     """A forked sample (n > 1) draws what a separate request with its seed would draw."""
-    (prompt,), params = tiny.prompts(50), PARAMS["sampled"]
+    (prompt,), params = tiny.prompts(LENGTHS[0]), PARAMS["sampled"]
     placed = tiny.engine(given(case))
     first = Request(prompt, params)
     family = [first, first.sibling(1), first.sibling(2)]
@@ -248,25 +251,25 @@ def test_siblings_equal_requests_of_their_own(case: Single) -> None:
         placed.add(request)
     tiny.finish(placed, family)
     for request in family:
-        assert [request.out] == alone(case, (50,), request.params)
+        assert [request.out] == alone(case, [prompt], request.params)
 
 
 @law("cancelled")
 def test_cancelled_at_any_moment_leaves_nothing(case: Single) -> None:
     """Law 13: memory goes back whenever a request is dropped, and its mates do not notice."""
-    lengths = (41, 70, 30)
-    prompts, want = tiny.prompts(*lengths), alone(case, lengths, tiny.greedy(N))
-    for moment in range(0, 12, 2):
-        placed = tiny.engine(given(case))
-        requests = [Request(p, tiny.greedy(N)) for p in prompts]
-        for request in requests:
-            placed.add(request)
-        for _ in range(moment):
-            placed.step()
-        placed.cancel(requests[1])
-        assert requests[1].left is not None
-        tiny.finish(placed, requests)
-        assert [r.out for r in (requests[0], requests[2])] == [want[0], want[2]]
+    *short, long = tiny.prompts(*LENGTHS[:3])
+    placed = tiny.engine(given(case))
+    stay = [Request(prompt, PARAMS["greedy"]) for prompt in short]
+    dropped = [Request(long, PARAMS["greedy"]) for _ in range(0, 12, 2)]
+    for request in (stay[0], *dropped, stay[1]):
+        placed.add(request)
+    for request in dropped:  # one every other step, from before the first on
+        placed.cancel(request)
+        assert request.left is not None
+        placed.step()
+        placed.step()
+    tiny.finish(placed, stay)
+    assert tiny.outs(stay) == alone(case, short, PARAMS["greedy"])
 
 
 def test_every_method_and_every_law_meet_every_scheduler() -> None:

@@ -28,11 +28,11 @@ SCHEDULES = ("sarathi:budget=24", "prefill_first", "layered:rows_per_group=16")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("verb", "name"), EVERY, ids=IDS)
 def test_a_request_has_the_tokens_it_has_alone(verb: str, name: str, schedule: str) -> None:
+    """Greedy and sampled requests of each recipe, all in the same steps."""
     recipes = {"mine": options(verb, name), **MATES}
     verbs = {"schedule": schedule}
-    for params in PARAMS.values():
-        requests = requests_of(["mine", "", "fast", "long", "mine"], params)
-        assert serve(build(recipes, verbs), requests) == alone(requests, recipes, verbs)
+    requests = [r for params in PARAMS.values() for r in requests_of(["mine", "", "fast", "long", "mine"], params)]
+    assert serve(build(recipes, verbs), requests) == alone(requests, recipes, verbs)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:2])

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 
-def penalise(logits: Tensor, seen: Tensor, counts: Tensor, rules: tuple[float, float, float]) -> None:
-    """In place, for one row [V]. `rules` = repetition (of tokens `seen` in prompt or output, bool [V]: divide positive
-    logits, multiply negative ones), presence and frequency (subtract, by `counts` [V] in the output)."""
-    repetition, presence, frequency = rules
-    if repetition != 1.0:
-        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
-    if presence or frequency:
-        logits -= presence * (counts > 0) + frequency * counts
+def penalise(logits: Tensor, seen: Tensor, counts: Tensor, rules: Tensor) -> Tensor:
+    """-> [n, V]. `rules` [n, 3]: repetition (of tokens `seen` in prompt or output, bool [n, V]: divide positive
+    logits, multiply negative ones), presence and frequency (subtract, by `counts` [n, V] in the output)."""
+    repetition, presence, frequency = rules[:, :, None].unbind(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return torch.where(seen, repeated, logits) - (presence * (counts > 0) + frequency * counts)
 
 
 def shape(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from phasewise.ops.sampling import penalise, shape
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist
 
+CELLS = 1 << 16  # logits that are penalised at once: more would leave the processor's cache
+
 
 @dataclass(frozen=True)
 class Standard:
@@ -31,9 +33,10 @@ class Standard:
         return all(c.request.params.greedy and not c.request.params.penalised for c in contexts)
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
-        for row, context in zip(logits, contexts):
-            if context.request.params.penalised:
-                _penalise(row, context)
+        changed = [i for i, context in enumerate(contexts) if context.request.params.penalised]
+        together = max(1, CELLS // logits.shape[-1])
+        for start in range(0, len(changed), together):
+            _change(logits, changed[start : start + together], contexts)
         top = logits.argmax(-1).tolist()
         sampled = [i for i, context in enumerate(contexts) if not context.request.params.greedy]
         if not sampled:
@@ -68,20 +71,39 @@ class _History:
             self.upto = end
 
 
-def _penalise(row: Tensor, context: Context) -> None:
-    """In place, logits [V] of one context."""
-    request, params = context.request, context.request.params
-    rules = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    if rules != (1.0, 0.0, 0.0):
-        history = request.state.get("standard")
-        if history is None:
-            history = request.state["standard"] = _History(row.shape[0], row.device)
-        history.roll(request)
-        seen, counts = history.seen, history.counts
-        if context.path:  # a draft path comes on top, for this row only
-            path = torch.tensor(context.path, device=row.device)
-            seen, counts = seen.clone(), counts.index_add(0, path, counts.new_ones(len(path)))
-            seen[path] = True
-        penalise(row, seen, counts, rules)
-    for token, bias in params.logit_bias.items():
-        row[token] += bias
+def _change(logits: Tensor, which: Sequence[int], contexts: Sequence[Context]) -> None:
+    """Penalties and bias, in place, for these rows of logits [n, V]."""
+    rows = []
+    for i in which:
+        params = contexts[i].request.params
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
+            rows.append(i)
+    if rows:
+        _penalise(logits, rows, contexts)
+    for i in which:
+        for token, bias in contexts[i].request.params.logit_bias.items():
+            logits[i, token] += bias
+
+
+def _penalise(logits: Tensor, rows: Sequence[int], contexts: Sequence[Context]) -> None:
+    histories = [_history(contexts[i].request, logits) for i in rows]
+    seen = torch.stack([history.seen for history in histories])
+    counts = torch.stack([history.counts for history in histories])
+    paths = [(at, token) for at, i in enumerate(rows) for token in contexts[i].path]
+    if paths:  # draft paths come on top, for their rows only
+        at, tokens = torch.tensor(paths, device=logits.device).unbind(1)
+        seen[at, tokens] = True
+        counts.index_put_((at, tokens), counts.new_ones(len(paths)), accumulate=True)
+    each = [contexts[i].request.params for i in rows]
+    rules = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in each]
+    index = torch.tensor(rows, device=logits.device)
+    logits[index] = penalise(logits[index], seen, counts, torch.tensor(rules, device=logits.device))
+
+
+def _history(request: Request, logits: Tensor) -> _History:
+    """What a request has seen up to now."""
+    history: _History | None = request.state.get("standard")
+    if history is None:
+        history = request.state["standard"] = _History(logits.shape[-1], logits.device)
+    history.roll(request)
+    return history
