@@ -58,7 +58,7 @@ class Recipes:
 
 ADDRESS, RECIPES = Address(), Recipes()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
-DRAFTER = "paced"  # answers stay the same, and it costs next to nothing where it gains nothing
+DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing where it gains nothing
 
 
 @spread
@@ -79,8 +79,8 @@ def serve(
     Without --model that is smollm2, fetched once (93 MB); where it cannot be
     fetched, pocket is served instead, and a line says why. Unless --draft,
     --decode or --verify is given, guesses are copied from each request's own
-    text as far as that pays, which changes no answer (--draft paced); --draft
-    none turns that off.
+    text as far as that pays (--draft paced), and judged by the model: answers
+    stay its own. --draft none turns that off.
 
     [bold]Examples[/]
 
