@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -134,3 +135,18 @@ def test_tables() -> None:
     ]
     text = section(heats, found, "## M", ["not run: y"])
     assert "| x | 2.00 | 4.00 | 1.00 | 1.00 |" in text and "- not run: y" in text and text.startswith("## M")
+
+
+def test_a_disturbed_round_does_not_count() -> None:
+    """Of each question the round of median time; different questions are summed."""
+    rounds = [
+        replace(heat(setting, "a", seconds, 10), question=question, number=2 * turn + question)
+        for setting, question, times in [
+            (PLAIN, 0, (1, 1, 9)),
+            (PLAIN, 1, (3, 30, 3)),
+            ("x", 0, (7, 1, 1)),
+            ("x", 1, (1, 1, 1)),
+        ]
+        for turn, seconds in enumerate(times)
+    ]
+    assert [one.speed for one in results(rounds) if one.task == "a"] == [1, 2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -48,6 +48,7 @@ class Heat:
     turns: int  # steps in which a request got tokens after its first, summed over requests
     work: Counters
     answers: list[list[int]]
+    question: int = 0  # which of the task's it answers, or which group of them
 
     @property
     def tokens(self) -> int:
@@ -94,10 +95,12 @@ class Drafting:
         done = 0
         for task, prompts in asked.items():
             groups = [[prompt] for prompt in prompts] if batch == 1 else [list(prompts)]
-            for number, group in enumerate(groups * rounds):
+            for number in range(len(groups) * rounds):
+                question = number % len(groups)
                 for name in order(list(engines), number):
                     engines[name].forget_prefixes()
-                    self.heats.append(self._heat(name, task, batch, number, engines[name], group))
+                    heat = self._heat(name, task, batch, number, engines[name], groups[question])
+                    self.heats.append(replace(heat, question=question))
                     done += 1
                     yield done
 

@@ -38,8 +38,13 @@ class Questions:
     ] = None
     tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at most.")] = 128
     batch: Annotated[str, typer.Option(metavar="B,...", help="Requests at once.")] = "1,8"
-    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is asked, interleaved.")] = 1
+    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is asked, interleaved; medians count.")] = 1
     seed: Annotated[int, typer.Option(min=0, help="Of questions that are made here.")] = 0
+
+    def section(self, model: str) -> str:
+        """Of a page: tables of other questions, or of other numbers at once, do not replace each other."""
+        words = ["draft", model, *([] if self.prompts is None else [self.prompts.stem])]
+        return " ".join([*words, *([] if self.batch == QUESTIONS.batch else [f"at {self.batch}"])])
 
     def asked(self, llm: LLM) -> Asked:
         """Raises UserError for a file that holds no questions, or a model that cannot chat."""
@@ -160,7 +165,7 @@ def draft(
     batches, path = show.batches(asked.batch), Path(engine.model)
     name = path.name if path.exists() else engine.model
     contenders = _contenders(drafters)
-    section = f"draft {name}{'' if asked.prompts is None else ' ' + asked.prompts.stem}"
+    section = asked.section(name)
     written.check(section)
     verify, engine = engine.verify, replace(engine, verify=None)
     llm = engine.llm()
