@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from phasewise.bench import report
@@ -48,16 +47,6 @@ def table(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
         ]
         for one in found
     ]  # fmt: skip
-
-
-def write_csv(path: Path, found: Sequence[Found], about: Mapping[str, object]) -> None:
-    """A line per place, rule and number of guesses, with columns for `about`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        lines = [{**about, **asdict(one)} for one in found]
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
 
 
 def draw(image: Path, found: Sequence[Total], title: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -115,16 +114,6 @@ def lengths(heats: Sequence[Heat]) -> list[str]:
         mean, looped = sum(map(len, answers)) / len(answers), sum(map(loops, answers))
         lines.append(f"{task}: {len(answers)} answers of {mean:.0f} tokens on average, {looped} end in a loop")
     return lines
-
-
-def write_csv(path: Path, found: Sequence[Result], about: Mapping[str, object]) -> None:
-    """A line per drafter, task and batch, with columns for `about`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        lines = [{**about, **asdict(one)} for one in found]
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
 
 
 def draw(image: Path, found: Sequence[Result], title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -101,3 +102,12 @@ def filled(page: str, name: str, section: str) -> str:
 def unique(items: Iterable[T]) -> list[T]:
     """Each once, in the order of their first."""
     return list(dict.fromkeys(items))
+
+
+def write_csv(path: Path, lines: Sequence[Numbers]) -> None:
+    """The file anew: a header, and a line each. All have the columns of the first; there must be one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)

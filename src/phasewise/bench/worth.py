@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -97,11 +96,7 @@ def write_csv(path: Path, turns: Sequence[Turn], found: Sequence[Worth], about: 
         worth = by[turn.batch, turn.setting]
         about_it = {"gain": worth.gain.median, "promised": worth.promised, "reached": worth.reached}
         lines.append({**about, **asdict(turn), **about_it})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    report.write_csv(path, lines)
 
 
 def draw(image: Path, found: Sequence[Worth], title: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -198,7 +198,7 @@ def _contenders(drafters: list[str] | None) -> list[Setting]:
 
 
 def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Written) -> None:
-    from phasewise.bench import drafted
+    from phasewise.bench import drafted, report
     from phasewise.bench.machine import describe
 
     about, dtype = describe(), str(run.bench.model.dtype).removeprefix("torch.")
@@ -217,11 +217,12 @@ def _tell(run: Drafting, name: str, section: str, asked: Questions, written: Wri
     for line in [*drafted.lengths(run.heats), *notes]:
         print(line)
     if written.csv is not None:
-        drafted.write_csv(written.csv, found, {"model": name, "answer": asked.tokens, **about})
+        about_it = {"model": name, "answer": asked.tokens, **about}
+        report.write_csv(written.csv, [{**about_it, **asdict(one)} for one in found])
     if written.plot is not None:
         drafted.draw(written.plot, found, title)
     if written.write is not None:
-        head = f"### {name}\n\n{title}; {about['cpu']}, {about['threads']} threads."
+        head = f"### {name}, {asked.batch} at once\n\n{title}; {about['cpu']}, {about['threads']} threads."
         refused = [f"not run: {setting}" for setting in run.refused]  # reasons may name places
         page = show.page(written.write, section, drafted.section(run.heats, found, head, refused), INTRO)
         written.write.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +255,7 @@ def _bound(asked: Questions, bounds: Bounds, written: Written, engine: EngineOpt
 
 
 def _tell_bound(found: list[Found], section: str, bounds: Bounds, written: Written, engine: EngineOptions) -> None:
-    from phasewise.bench import bounded
+    from phasewise.bench import bounded, report
     from phasewise.bench.machine import describe
 
     places = len({(one.text, one.position) for one in found})
@@ -266,7 +267,7 @@ def _tell_bound(found: list[Found], section: str, bounds: Bounds, written: Writt
     if written.csv is not None:
         about = {"model": Path(engine.model).name, "second": Path(bounds.second).name,
                  "temperature": bounds.temperature, **describe()}  # fmt: skip
-        bounded.write_csv(written.csv, found, about)
+        report.write_csv(written.csv, [{**about, **asdict(one)} for one in found])
     if written.plot is not None:
         bounded.draw(written.plot, totals, title)
     if written.write is not None:

@@ -101,8 +101,8 @@ class EngineOptions:
         budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
         return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster, self.exact)
 
-    def check(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Raise UserError for a mistake that can be seen without loading anything."""
+    def check(self, named: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """Raise UserError for a mistake, in recipes too, that can be seen without loading anything."""
         if self.kv_bytes is not None:
             parse_bytes(self.kv_bytes)
         for verb, text in self.verbs.items():
@@ -110,15 +110,15 @@ class EngineOptions:
             if name not in catalog.names(verb):
                 catalog.method(verb, name)
         if self.exact:
-            self._refuse_lossy(recipes or {})
+            self._refuse_lossy(named or {})
 
-    def _refuse_lossy(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
+    def _refuse_lossy(self, named: Mapping[str, Mapping[str, str]]) -> None:
         from phasewise.options import parse, parse_recipes, refuse_lossy
 
         verbs, extra = self.verbs, {}
         if self.verify and not (self.draft or self.decode):  # its drafters are named elsewhere
             extra["verify"] = catalog.build("verify", verbs.pop("verify"))
-        refuse_lossy({"": parse(verbs) | extra, **parse_recipes(self.verbs, recipes)})
+        refuse_lossy({"": parse(verbs) | extra, **parse_recipes(self.verbs, named)})
 
     def llm(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> LLM:
         """The model with its methods, and with recipes. Raises UserError naming whatever does not fit."""
