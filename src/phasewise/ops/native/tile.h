@@ -30,12 +30,14 @@ constexpr long LINES_OF_STEP = WIDTH / LINE;  // of a step's weights
 // Op: Sum, a register of sums; Word, what the inputs come in, meeting one word of 32 bits of every output's weights;
 // step<R, W>(acc, weights, x, stride): the products of one word of R rows with W registers of weights. At every step
 // LINES cache lines of weights `ahead` are fetched; where a chunk is short, what follows it is, evenly over the passes:
-// memory works while they multiply. Not inlined: GCC then keeps all sums in registers.
+// memory works while they multiply. A single pass reads on and on, which the hardware foresees. Not inlined: GCC then
+// keeps all sums in registers.
 template <class Op, int R, int LINES>
 __attribute__((noinline)) void tile(const int32_t* weights, const int32_t* ahead, const typename Op::Word* x,
                                     long stride, long words, bool first,
                                     typename Op::Sum (*sums)[WIDTH / LANES]) {
-  constexpr int W = registers(R), PASSES = WIDTH / LANES / W, EACH = DOT_INSTRUCTIONS ? 0 : LINES_OF_STEP / PASSES;
+  constexpr int W = registers(R), PASSES = WIDTH / LANES / W;
+  constexpr int EACH = DOT_INSTRUCTIONS || PASSES == 1 ? 0 : LINES_OF_STEP / PASSES;
   for (int at = 0; at < WIDTH / LANES; at += W) {
     typename Op::Sum acc[R][W];
     for (int r = 0; r < R; r++)
@@ -128,14 +130,15 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
   if (!rows) return;
   alignas(64) typename Op::Sum sums[BLOCK][WIDTH / LANES];
   start_tiles(rows < SIDE ? rows : SIDE);
+  long most = DOT_INSTRUCTIONS || rows > 1 ? CHUNK : words;  // one row reads nothing twice
   Numbers panels{shares};
   for (long p = panels.next(), then; p >= 0; p = then) {
     then = panels.next();
     const int32_t *panel = packed + p * words * WIDTH, *other = then < 0 ? nullptr : packed + then * words * WIDTH;
     for (long row = 0; row < rows; row += BLOCK) {
       long some = rows - row < BLOCK ? rows - row : BLOCK;
-      for (long k = 0; k < words; k += CHUNK) {
-        long length = words - k < CHUNK ? words - k : CHUNK;
+      for (long k = 0; k < words; k += most) {
+        long length = words - k < most ? words - k : most;
         const int32_t *chunk = panel + k * WIDTH, *ahead = chunk + length * WIDTH;
         if (k + length == words) ahead = row + BLOCK < rows ? panel : other;
         multiply_block<Op>(chunk, ahead, x + row * stride + k, stride, row, some, length, k == 0, sums);
