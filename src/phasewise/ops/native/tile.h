@@ -130,7 +130,7 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
   if (!rows) return;
   alignas(64) typename Op::Sum sums[BLOCK][WIDTH / LANES];
   start_tiles(rows < SIDE ? rows : SIDE);
-  long most = DOT_INSTRUCTIONS || rows > 1 ? CHUNK : words;  // one row reads nothing twice
+  long most = LANES != 8 || rows > 1 ? CHUNK : words;  // with AVX2 one row reads nothing twice
   Numbers panels{shares};
   for (long p = panels.next(), then; p >= 0; p = then) {
     then = panels.next();
