@@ -135,6 +135,27 @@ def test_guesses_that_do_not_pay_cost_next_to_nothing(n: int) -> None:
     assert script.looks - looks == pytest.approx(500 * min(1, max(wanted, 1 / PAUSE)), rel=0.35, abs=2)
 
 
+def test_a_pause_of_the_machine_is_no_price() -> None:
+    """One look that took a tenth of a second (a garbage collection, a prompt read) does not end looking; looks that
+    all take so long do."""
+    here, script = world(0.9)
+    here.run(200)
+    draft = script.draft
+
+    def slow(requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        here.clock.now += 0.1
+        return draft(requests, budgets)
+
+    script.draft = slow  # type: ignore[method-assign]
+    here.run(1)
+    script.draft = draft  # type: ignore[method-assign]
+    assert min(here.run(20)[1]) > 0
+    script.draft = slow  # type: ignore[method-assign]
+    looks = script.looks
+    here.run(500)
+    assert script.looks - looks < 50
+
+
 def test_it_wakes_up_when_guesses_become_right() -> None:
     """Guesses that were never run are counted too: nothing has to be risked to find out."""
     here, script = world(0.02, n=8)
@@ -187,7 +208,7 @@ def test_it_passes_on_what_its_drafter_says() -> None:
     assert pacer.shared
     assert pacer.top == 8
     assert not pacer.draws(Request(tiny.prompts(5)[0]))
-    plain = Pacer(parse({"draft": "paced"})["draft"].of)
+    plain = Pacer(parse({"draft": "paced"})["draft"].of.bind(None))
     assert (plain.shared, plain.top, plain.companion) == (False, 0, None)
     assert plain.reach(100) > 1 << 30
 

@@ -15,26 +15,42 @@ from phasewise.speculation.planner import Chances, Costs, Line, Record, kind, ki
 from phasewise.verbs.draft import Draft
 
 
-def steps(costs: Costs, line: Line, rng: Random, n: int = 400, most: int = 40) -> None:
-    for _ in range(n):
-        rows = rng.randrange(1, most)
-        costs.note(rows, (line.base + line.row * (rows - 1)) * rng.uniform(0.95, 1.05))
+def steps(costs: Costs, line: Line, rng: Random, requests: int = 1, n: int = 400, drift: float = 0.0) -> None:
+    """`drift`: how much slower the machine becomes and faster again, in waves of a hundred steps."""
+    for i in range(n):
+        rows = requests + rng.randrange(24)
+        speed = 1 + drift * math.sin(math.tau * i / 100)
+        costs.note(requests, rows, speed * (line.base + line.row * (rows - 1)) * rng.uniform(0.95, 1.05))
 
 
-def test_costs_are_a_line_near_the_step() -> None:
+@pytest.mark.parametrize("requests", [1, 4, 16, 32])
+def test_costs_are_a_line_near_the_step(requests: int) -> None:
     costs, true = Costs(), Line(6e-3, 0.4e-3)
-    steps(costs, true, Random(0))
-    for rows in (1, 4, 16, 32):
-        found = costs.near(rows)
-        assert found is not None
-        assert found.base == pytest.approx(true.base + true.row * (rows - 1), rel=0.05)
-        assert found.row == pytest.approx(true.row, rel=0.25)
+    steps(costs, true, Random(0), requests)
+    found = costs.near(requests)
+    assert found is not None
+    assert found.base == pytest.approx(true.base + true.row * (requests - 1), rel=0.1)
+    assert found.row == pytest.approx(true.row, rel=0.25)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2])
+def test_costs_of_rows_do_not_follow_the_speed_of_the_moment(share: float) -> None:
+    """A machine that takes half as long and half as long again within seconds, while guesses come and go."""
+    costs, rng = Costs(), Random(1)
+    steps(costs, Line(6e-3, 6e-3 * share), rng, n=600, drift=0.5)
+    for i in range(600):
+        slow = i // 30 % 2  # guesses nearly always while it is slow, hardly ever while it is not
+        rows = rng.randrange(8, 16) if rng.random() < (0.9 if slow else 0.05) else 1
+        costs.note(1, rows, (1.5 if slow else 0.5) * 6e-3 * (1 + share * (rows - 1)))
+    found = costs.near(1)
+    assert found is not None
+    assert found.row / found.base == pytest.approx(share, abs=0.02, rel=0.15)
 
 
 def test_costs_follow_a_machine_that_changes() -> None:
     costs = Costs()
     steps(costs, Line(6e-3, 0.4e-3), Random(0))
-    steps(costs, Line(12e-3, 0.1e-3), Random(1))
+    steps(costs, Line(12e-3, 0.1e-3), Random(1), n=600)
     found = costs.near(1)
     assert found is not None
     assert found.base == pytest.approx(12e-3, rel=0.05)
@@ -46,21 +62,26 @@ def test_costs_before_much_was_seen() -> None:
     costs = Costs()
     assert costs.near(3) is None
     for _ in range(3):
-        costs.note(1, 8e-3)
+        costs.note(1, 1, 8e-3)
     found = costs.near(1)
     assert found is not None
     assert found.base == pytest.approx(8e-3)
     assert found.row == pytest.approx(0.05 * 8e-3)
-    costs.note(1, 8.0)
+    costs.note(1, 1, 8.0)
     disturbed = costs.near(1)
     assert disturbed is not None
     assert disturbed.base < 2 * 8e-3
+    costs.note(1, 9, 8.0)
+    costs.note(1, 1, 8e-3)
+    disturbed = costs.near(1)
+    assert disturbed is not None
+    assert disturbed.row < 0.2 * disturbed.base, "one step more says little of what a row costs"
 
 
 def test_costs_do_not_overflow() -> None:
     costs = Costs()
     for _ in range(40_000):
-        costs.note(2, 1e-3)
+        costs.note(2, 2, 1e-3)
     found = costs.near(2)
     assert found is not None
     assert found.base == pytest.approx(1e-3)
@@ -104,6 +125,17 @@ def test_kinds_are_of_depth_and_place() -> None:
     places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     assert kinds(tree, 3) == [kind(3, *place) for place in places]
     assert len({kind(sort, depth, rank) for sort in range(7) for depth in range(8) for rank in range(4)}) == 7 * 8 * 4
+
+
+def test_what_a_drafter_says_is_a_kind_and_where_counting_begins() -> None:
+    """Stated likelihoods count until trials outweigh them."""
+    tree, chances = Draft([5, 6, 7], [-1, -1, 0], likely=[0.8, 0.1, 0.8]), Chances()
+    first, other, deep = kinds(tree, 3)
+    assert first == deep != other
+    assert (chances.of(first), chances.of(other)) == (pytest.approx(0.8), pytest.approx(0.1))
+    for _ in range(400):
+        chances.note(first, False)
+    assert chances.of(first) < 0.02 and chances.of(other) == pytest.approx(0.1)
 
 
 def test_reached_multiplies_along_paths() -> None:

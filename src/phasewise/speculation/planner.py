@@ -13,12 +13,14 @@ from phasewise.verbs.draft import Draft, Drafter
 if TYPE_CHECKING:
     from phasewise.request.request import Request
 
-MOST_ROWS = 512  # of steps whose time is remembered
-FADE = 1.02  # a step counts so many times as much as the one before it
-RENEW = 1e9  # weights are scaled down when one has grown to this
+MOST_ROWS = 512  # of steps whose time is looked at
+LEVEL = 0.9  # what a step leaves of the times before it: machines change their speed within seconds
+SHAPE = 0.99  # what a difference between two steps leaves of those before it: what a row costs hardly changes
 PRIOR_SHARE = 0.05  # what a further row is taken to cost before it was seen, as a share of a step of one row
-PRIOR_WEIGHT = 16.0  # how firmly: as if so many steps one row from the mean had been seen
-SPIKE = 3.0  # a step that takes so many times what was expected was disturbed
+PRIOR_WEIGHT = 16.0  # how firmly: as if so many steps had been seen that were one row apart
+SPIKE, JUMP = 3.0, 0.3  # times what was expected, and share of a step beside it: what differs by more was disturbed
+STATED = 1 << 16  # kinds from here on are likelihoods that were stated, in thousandths
+STATED_WEIGHT = 4.0  # a stated likelihood counts as so many trials
 OWN_WEIGHT = 5.0  # a request's own record counts half once it has so many trials
 OWN_FADE, ALL_FADE = 0.95, 0.998  # what a trial leaves of the trials of its kind before it
 DEEPEST, LAST_RANK = 7, 3  # of kinds of guesses: what is deeper or further behind counts with these
@@ -32,40 +34,50 @@ class Line(NamedTuple):
 
 
 class Costs:
-    """What steps of so many rows have taken, as a line near any number of rows; the past fades."""
+    """What steps take by their rows, for about as many requests.
+
+    The time of a step of one row is forgotten quickly, for machines change their speed within seconds. What a further
+    row costs, as a share of that, is learned from the differences between one step and the next, and kept for long.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[int, list[float]] = {}  # rows -> [weight, weighted seconds]
-        self._weight = 1.0
+        self._weight = self._total = 0.0  # of the times of steps, their further rows taken out
+        self._slopes: dict[int, list[float]] = {}  # power of two of the requests -> [joint, apart] of differences
+        self._last: tuple[int, int, float] | None = None
 
-    def note(self, rows: int, seconds: float) -> None:
+    def note(self, requests: int, rows: int, seconds: float) -> None:
         if not 0 < rows <= MOST_ROWS:
+            self._last = None
             return
-        seen = self._seen.setdefault(rows, [0.0, 0.0])
-        if seen[0] > self._weight:  # known well enough to tell what is disturbed
-            seconds = min(seconds, SPIKE * seen[1] / seen[0])
-        self._weight *= FADE
-        seen[0] += self._weight
-        seen[1] += self._weight * seconds
-        if self._weight > RENEW:
-            for each in self._seen.values():
-                each[:] = each[0] / RENEW, each[1] / RENEW
-            self._weight /= RENEW
+        share = self._share(requests)
+        times = 1 + share * (rows - 1)
+        if self._weight > 1:  # known well enough to tell what is disturbed
+            seconds = min(seconds, SPIKE * times * self._total / self._weight)
+        self._weight = LEVEL * self._weight + 1
+        self._total = LEVEL * self._total + seconds / times
+        if self._last is not None and self._last[0] == requests and self._last[1] != rows:
+            self._differ(*self._last, rows, seconds)
+        self._last = requests, rows, seconds
 
-    def near(self, rows: int) -> Line | None:
-        """Of a step of `rows` rows and a few more; None before any was seen."""
-        near = [(n, w, y) for n, (w, y) in self._seen.items() if rows <= 2 * n and n <= 10 * rows + 8]
-        total = sum(w for _, w, _ in near)
-        if total <= 1e-9 * self._weight:
+    def near(self, requests: int) -> Line | None:
+        """Of a step of so many requests' pending tokens, and a few rows more; None before any was seen."""
+        if not self._weight:
             return None
-        mean = sum(w * n for n, w, _ in near) / total
-        middle = sum(y for *_, y in near) / total
-        apart = sum(w * (n - mean) ** 2 for n, w, _ in near)
-        joint = sum(y * (n - mean) for n, _, y in near) - middle * sum(w * (n - mean) for n, w, _ in near)
-        prior = PRIOR_SHARE * middle / (1 + PRIOR_SHARE * (mean - 1))
-        firm = PRIOR_WEIGHT * self._weight
-        row = max(0.0, (joint + firm * prior) / (apart + firm))
-        return Line(max(middle + row * (rows - mean), 0.1 * middle), row)
+        share, one = self._share(requests), self._total / self._weight
+        return Line(one * (1 + share * (requests - 1)), one * share)
+
+    def _share(self, requests: int) -> float:
+        joint, apart = self._slopes.get(requests.bit_length(), (0.0, 0.0))
+        return max(0.0, (joint + PRIOR_WEIGHT * PRIOR_SHARE) / (apart + PRIOR_WEIGHT))
+
+    def _differ(self, requests: int, before: int, seconds: float, rows: int, now: float) -> None:
+        """Two steps, one after the other, that differ in their rows."""
+        share, more = self._share(requests), rows - before
+        one = (seconds + now) / (2 + share * (rows + before - 2))
+        most = JUMP + 2 * share * abs(more)
+        slope = self._slopes.setdefault(requests.bit_length(), [0.0, 0.0])
+        slope[0] = SHAPE * slope[0] + more * max(-most, min(most, (now - seconds) / one))
+        slope[1] = SHAPE * slope[1] + more * more
 
 
 def sort_of(drafter: Drafter, request: Request) -> int:
@@ -75,8 +87,10 @@ def sort_of(drafter: Drafter, request: Request) -> int:
 
 
 def kinds(draft: Draft, sort: int) -> list[int]:
-    """A number per node: guesses with equal ones, of equal depth, place among their siblings and `sort`, are taken to
-    be equally likely where their parent is right."""
+    """A number per node: guesses with equal ones are taken to be equally likely where their parent is right. Such are
+    those whose drafter says so, or else those of equal depth, place among their siblings and `sort`."""
+    if draft.likely is not None:
+        return [STATED + round(1000 * likely) for likely in draft.likely]
     found, depths, born = list[int](), list[int](), dict[int, int]()
     for parent in draft.parents:
         depth = 0 if parent < 0 else depths[parent] + 1
@@ -97,7 +111,10 @@ class Chances:
         self._counts: dict[int, list[float]] = {}  # kind -> [tried, right]
 
     def of(self, kind: int) -> float:
-        """Before any was tried: half. A kind never tried is as likely as that of the parents was."""
+        """Before any was tried: what was stated, or half. A kind never tried is as likely as that of the parents."""
+        if kind >= STATED:
+            tried, right = self._counts.get(kind, (0.0, 0.0))
+            return (right + STATED_WEIGHT * (kind - STATED) / 1000) / (tried + STATED_WEIGHT)
         while (found := self._counts.get(kind)) is None and kind // (LAST_RANK + 1) % (DEEPEST + 1):
             kind -= LAST_RANK + 1
         return 0.5 if found is None else (found[1] + 0.5) / (found[0] + 1)

@@ -29,6 +29,8 @@ class Draft:
     `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
     token alone unless more is wanted (see Drafter).
     The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
+    `likely`: how likely the drafter takes each node to be right where its parent is; None: it does not say. Whoever
+    counts what was right counts equal ones together (speculation/planner.py).
     """
 
     tokens: list[int]
@@ -37,6 +39,7 @@ class Draft:
     q: Tensor | None = None
     thoughts: Mapping[tuple[int, ...], Tensor] | None = None
     ask: int = 0
+    likely: list[float] | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn: Drawn = "point", q: Tensor | None = None) -> Draft:
@@ -75,7 +78,8 @@ class Draft:
             return self
         q = None if self.q is None else self.q[:nodes]
         ask = max(0, self.ask - (len(self.tokens) - nodes))
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask)
+        likely = None if self.likely is None else self.likely[:nodes]
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.drawn, q, self.thoughts, ask, likely)
 
     def prune(self, levels: int) -> Draft:
         """The nodes at most `levels` tokens after the pending one."""
@@ -89,7 +93,8 @@ class Draft:
         q = None if self.q is None else self.q[kept]
         tokens, parents = [self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept]
         ask = sum(node >= len(self.tokens) - self.ask for node in kept)
-        return Draft(tokens, parents, self.drawn, q, self.thoughts, ask)
+        likely = None if self.likely is None else [self.likely[n] for n in kept]
+        return Draft(tokens, parents, self.drawn, q, self.thoughts, ask, likely)
 
 
 class Drafter(Protocol):
@@ -109,6 +114,7 @@ class Drafter(Protocol):
         sized: Callable[[Request], bool]  -- set by the loop: whether load may size its guesses for a request
         sort(request: Request) -> int  -- how good its last guess for the request is taken to be, in a few steps from 0
             on: guesses of one sort are counted together (speculation/planner.py)
+        least: float  -- set by who sizes its guesses: those less likely to be accepted are not wanted
         thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts` after all that it asked
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """

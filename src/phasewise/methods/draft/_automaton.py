@@ -61,6 +61,26 @@ class SuffixAutomaton:
             yield from sorted((self._end[after] for after in self._next[state].values()), reverse=True)
             state = self._link[state]
 
+    @property
+    def end(self) -> tuple[int, int]:
+        """The state of the longest suffix of the text that has ended before, and its length; (0, 0): none has."""
+        state = self._link[self._last] if self.n else 0
+        return state, self._length[state]
+
+    def after(self, state: int, match: int, shortest: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """What has followed a text that ends in the `match` tokens of `state`: for its suffixes of at least `shortest`
+        tokens, longest first, how many tokens match and (token, state after it), latest first. A state that is
+        returned matches one token more than what led to it."""
+        while match >= shortest and state > 0:
+            edges = self._next[state]
+            if len(edges) == 1:
+                yield match, list(edges.items())
+            elif edges:
+                end = self._end
+                yield match, sorted(edges.items(), key=lambda edge: -end[edge[1]])
+            state = self._link[state]
+            match = self._length[state]
+
     def _suffix(self, state: int, token: int) -> int:
         """The state of `state`'s longest substring followed by `token`, split off where it has more to it."""
         found = self._next[state][token]

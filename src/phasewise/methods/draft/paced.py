@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.request.request import Request
-from phasewise.speculation.planner import Chances, Costs, Line, Record, kind, kinds, plan, reached, sort_of
+from phasewise.speculation.planner import SPIKE, Chances, Costs, Line, Record, kind, kinds, plan, reached, sort_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -23,6 +23,7 @@ NAME = "paced"
 SHARE = 0.01  # of the time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
 MEMORY = 0.9  # what a step leaves of the balance before it
+LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
 
@@ -40,7 +41,7 @@ class Paced:
     they are left as they are.
     """
 
-    of: Any = part("draft", "prompt_lookup:min_match=1")
+    of: Any = part("draft", "suffix_decoding:branches=1")
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "distribution"
@@ -64,6 +65,7 @@ class Pacer:
         self._pause = 0  # steps to come without looking
         self._balance = 0.0  # seconds gained by late steps, less those spent on looking
         self._looking = 0.0  # seconds that looking takes
+        self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
         self._step: tuple[int, float] | None = None  # requests of the step under way, and when it began
         self._number = 0
@@ -99,6 +101,8 @@ class Pacer:
         else:
             line = self.costs.near(len(requests)) or Line(1.0, 1.0)  # unknown: a step without guesses will show
             copies = self.companion is None
+            if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
+                self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * len(requests) * line.row / line.base))
             drafts, gain = (self._cut if copies else self._bounded)(requests, budgets, free, line)
             self._weigh(self.clock() - began, gain, line)
         self._step = len(requests), self.clock()
@@ -109,7 +113,7 @@ class Pacer:
             n, began = self._step
             self._step = None
             if len(spans) == n and all(span.note is not None or span.rows == 1 for span in spans):
-                self.costs.note(sum(span.rows for span in spans), self.clock() - began)
+                self.costs.note(n, sum(span.rows for span in spans), self.clock() - began)
         self.of.learn(spans, hidden, outcomes, *tops)
 
     def close(self) -> None:
@@ -122,6 +126,9 @@ class Pacer:
 
     def _weigh(self, spent: float, gain: float, line: Line) -> None:
         """After a step with guesses worth `gain`: whether it pays to look in the next steps."""
+        most = SPIKE * (self._looking or SHARE * line.base)
+        self._odd = spent > most and not self._odd  # a long prompt is read once, and pauses happen: not twice in a row
+        spent = most if self._odd else spent
         self._looking = spent if not self._looking else MEMORY * self._looking + (1 - MEMORY) * spent
         self._balance = MEMORY * self._balance + gain * line.base - spent
         if self._balance < 0 and line.row:

@@ -1,0 +1,163 @@
+"""SuffixDecoding: the likeliest of all that has followed, held against looking everywhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from phasewise.errors import UserError
+from phasewise.methods.draft.suffix_decoding import CHUNK, EARLIER, LATEST, NAME, ONLY, SuffixDecoding, Suffixes
+from phasewise.methods.verify.match import Match
+from phasewise.options import parse
+from phasewise.request.request import Request
+from phasewise.verbs.draft import Draft
+from phasewise.verbs.sample import Dist
+from tests import tiny
+
+
+def bound(**knobs: float) -> Suffixes:
+    return SuffixDecoding(**knobs).bind(None)  # type: ignore[arg-type]
+
+
+def guess(tokens: Sequence[int], budget: int = 100, most: int = 100, **knobs: float) -> Draft | None:
+    return bound(**knobs).draft([Request(tokens, tiny.greedy(most))], [budget])[0]
+
+
+def followers(tokens: list[int], path: list[int], branches: int, min_match: int) -> list[tuple[int, float]]:
+    """(token, how likely) after `tokens` and `path`, by trying every length and every place."""
+    context, found, before = tokens + path, list[tuple[int, float]](), None
+    for length in range(len(context), min_match - 1, -1):
+        end = context[-length:]
+        places = [at for at in range(length, len(tokens) + 1) if tokens[at - length : at] == end]
+        if not path:
+            places = [at for at in places if at < len(tokens)]
+        if not places or places == before:
+            continue
+        before = places
+        latest = {tokens[at]: at for at in places if at < len(tokens)}
+        table = ONLY if len(latest) == 1 else LATEST
+        for token in sorted(latest, key=lambda token: -latest[token]):
+            if token in [other for other, _ in found]:
+                continue
+            found.append((token, EARLIER[len(found) - 1] if found else table[min(length, len(table) - 1)]))
+            if len(found) == branches:
+                return found
+    return found
+
+
+def everywhere(tokens: list[int], nodes: int, branches: int, min_match: int, least: float) -> set[tuple[int, ...]]:
+    """Paths of the likeliest nodes; only right where no two are equally likely at the edge."""
+    reached = {(): 1.0}
+    done: dict[tuple[int, ...], float] = {}
+    ahead: dict[tuple[int, ...], float] = {}
+    path: tuple[int, ...] = ()
+    while True:
+        for token, chance in followers(tokens, list(path), branches, min_match):
+            if reached[path] * chance >= least:
+                ahead[(*path, token)] = reached[path] * chance
+        if not ahead or len(done) == nodes:
+            return set(done)
+        path = max(ahead, key=lambda each: ahead[each])
+        done[path] = reached[path] = ahead.pop(path)
+
+
+@pytest.mark.parametrize(("branches", "min_match"), [(1, 1), (2, 2), (3, 1)])
+def test_equals_brute_force(branches: int, min_match: int) -> None:
+    """The whole tree of random texts over four symbols; no budget cuts it, so that ties do not matter."""
+    rng = random.Random(branches)
+    for _ in range(400):
+        tokens = [rng.randrange(4) for _ in range(rng.randrange(1, 25))]
+        draft = guess(tokens, branches=branches, min_match=min_match, least=0.2, nodes=63) or Draft([], [])
+        paths = {draft.path(node) for node in range(len(draft.tokens))}
+        assert len(paths) == len(draft.tokens), "no guess is made twice"
+        if len(paths) < 63:
+            assert paths == everywhere(tokens, 99, branches, min_match, 0.2)
+
+
+def test_it_says_how_likely_its_guesses_are() -> None:
+    """By the match's length, by whether something else has followed too, and by place."""
+    draft = guess([1, 2, 3, 9, 1, 2, 4, 1, 2], branches=2, nodes=2)
+    assert draft is not None
+    assert (draft.tokens, draft.likely) == ([4, 1], [LATEST[2], ONLY[3]]), "what goes on after 1, 2, 4 comes first"
+    wide = guess([1, 2, 3, 9, 1, 2, 4, 1, 2], branches=2, nodes=63, least=0.03)
+    assert wide is not None
+    other = wide.children(-1)[1]
+    assert (wide.tokens[other], wide.likely[other]) == (3, EARLIER[0])  # type: ignore[index]
+
+
+def test_the_likeliest_come_first_and_parents_before_children() -> None:
+    draft = guess([5, 1, 2, 3, 5, 1, 2, 4, 5, 1, 2, 3, 5, 1], nodes=12, least=0.001)
+    assert draft is not None and draft.likely is not None
+    reached = list[float]()
+    for parent, chance in zip(draft.parents, draft.likely):
+        reached.append(chance if parent < 0 else chance * reached[parent])
+    assert reached == sorted(reached, reverse=True)
+    assert all(parent < node for node, parent in enumerate(draft.parents))
+    assert draft.only([0, 1]).likely == draft.likely[:2] == draft.cut(2).likely  # type: ignore[union-attr]
+
+
+def test_one_branch_is_a_chain() -> None:
+    draft = guess([1, 2, 3, 4, 5, 6, 1, 2], branches=1)
+    assert draft is not None
+    assert draft.parents == list(range(-1, len(draft.tokens) - 1))
+    assert draft.tokens[:6] == [3, 4, 5, 6, 1, 2], "the end of the text goes on with what it repeats"
+
+
+def test_budget_room_and_least_bound_it() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    assert len(guess(text, budget=2).tokens) == 2  # type: ignore[union-attr]
+    assert guess(text, budget=0) is None
+    assert len(guess(text, most=3, branches=1).tokens) == 2, "one token is left for the model"  # type: ignore[union-attr]
+    assert guess([1, 2, 3, 4]) is None
+    assert guess([1, 2, 3, 4, 1], min_match=2) is None
+    drafter, request = bound(branches=1), Request(text, tiny.greedy(100))
+    long = drafter.draft([request], [100])[0]
+    drafter.least = 0.6
+    short = drafter.draft([request], [100])[0]
+    assert long is not None and short is not None
+    assert len(short.tokens) == 1 < len(long.tokens), "who sizes guesses says which are not worth a look"
+
+
+def test_a_copying_target_needs_few_passes() -> None:
+    """200 random tokens to be repeated: a pass for every nine or so, after a few for the beginning."""
+    rng = random.Random(2)
+    text = [rng.randrange(3, 4000) for _ in range(200)]
+    request, drafter, passes = Request([*text, 1], tiny.greedy(220)), bound(branches=1), 0
+    while request.n_out < 200:
+        draft = drafter.draft([request], [200])[0] or Draft([], [])
+        done, passes = request.n_out, passes + 1
+        after = [text[(done + depth) % 200] for depth in range(len(draft.tokens) + 1)]
+        path, token = Match()(draft, Dist(after, 4000), lambda *_: 0.0)
+        request.tokens += [*(draft.tokens[node] for node in path), token]
+    assert request.out[:200] == text
+    assert passes <= -(-200 // 24) + 5
+
+
+def test_a_very_long_prompt_is_read_in_pieces() -> None:
+    request, drafter = Request([4, 5] * CHUNK), bound()
+    assert drafter.draft([request], [9]) == [None]
+    assert request.state[NAME].n == CHUNK
+    assert drafter.draft([request], [9])[0] is not None
+
+
+def test_paced_makes_the_threshold_its_own() -> None:
+    """Under load only guesses that are likely enough are looked for, and the tokens stay."""
+    many = parse({"draft": "paced:of=(suffix_decoding:branches=1)"})["decode"]
+    assert many.draft.of == SuffixDecoding(branches=1)
+    plain = tiny.run(tiny.engine({}), tiny.prompts(40, 50, 60, 70), tiny.greedy(24))
+    engine = tiny.engine({"draft": "paced"})
+    paced = tiny.run(engine, tiny.prompts(40, 50, 60, 70), tiny.greedy(24))
+    assert [request.out for request in paced] == [request.out for request in plain]
+
+
+@pytest.mark.parametrize(("knob", "value"), [("nodes", 0), ("nodes", 64), ("branches", 4), ("min_match", 0)])
+def test_knobs_out_of_range_are_refused(knob: str, value: int) -> None:
+    with pytest.raises(UserError, match=f"suffix_decoding: {knob}={value} must be from 1 to"):
+        SuffixDecoding(**{knob: value})
+
+
+def test_a_chance_is_no_certainty() -> None:
+    with pytest.raises(UserError, match="least=1 must lie between 0 and 1"):
+        SuffixDecoding(least=1.0)
