@@ -28,8 +28,8 @@ def repeating(asked: Asked) -> list[Entry]:
 SYSTEM = System(
     title="SuffixDecoding",
     paper=Paper("SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", "2411.04975"),
-    claim="where agents repeat themselves, trees of what followed the same words, as large as they are sure, make answers "
-    "up to 5.3 times as fast, and 1.9 times as fast as Token Recycling.",
+    claim="where agents repeat themselves, trees of what followed the same words, as large as they are sure, make "
+    "answers up to 5.3 times as fast, and 1.9 times as fast as Token Recycling.",
     conditions=("Llama 3 8B and 70B on a GPU", "SWE-Bench and SQL written by agents",
                 "suffix trees of the request and of earlier answers"),
     method=METHOD,
@@ -44,7 +44,8 @@ SYSTEM = System(
         Counter("guesses verified", f"{NODES} nodes a pass after the prompts'", lambda case: case.work.drafted,
                 lambda case: NODES * (case.work.forwards - len(case.entries)), bound="at most"),
         Counter("passes over 200 tokens that repeat the prompt", "ceil(200 / (nodes + 1)) + 5",
-                lambda case: case.work.forwards, lambda case: -(-200 // (NODES + 1)) + 5, bound="at most", load=repeating),
+                lambda case: case.work.forwards, lambda case: -(-200 // (NODES + 1)) + 5, bound="at most",
+                load=repeating),
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
@@ -54,6 +55,7 @@ SYSTEM = System(
         Timing("time per token", seconds=loads.pace, price=True),
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
     ),
-    note="Only the request's own text is searched; earlier answers are not kept. The padded model gives the same tokens at the price of 105 million weights, and its clock is the one that is "
-    "judged; the small one, shown beside it, spends much of a pass on what no drafter saves.",
+    note="Only the request's own text is searched; earlier answers are not kept. The padded model gives the same tokens "
+    "at the price of 105 million weights, and its clock is the one that is judged; the small one, shown beside it, "
+    "spends much of a pass on what no drafter saves.",
 )  # fmt: skip
