@@ -9,6 +9,8 @@ NATIVE := $(wildcard src/phasewise/ops/native/*.cpp src/phasewise/ops/native/*.h
 JOBS   := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -lt 3 ] && echo $$((n + 1)) || echo 4)
 PINS   := pyproject.toml constraints.txt setup.py $(NATIVE)
 
+# compiled once, and not by every worker and every process that tests start
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
@@ -54,6 +56,7 @@ wheel: $(VENV)/.test ## Build dist/phasewise-*.whl, one for every Python of 64-b
 
 clean: ## Remove .venv, caches and built wheels
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
 
 # ---- environment: one stamp per set of extras; a larger set contains the smaller ones
 

@@ -200,6 +200,7 @@ def _changed(default: Spelled, changes: Mapping[str, Any]) -> Spelled:
     return Spelled(default.name, knobs)
 
 
+@cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}

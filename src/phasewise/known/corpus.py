@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def sources(held_out: bool, root: Path | None = None) -> dict[str, str]:
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     texts: dict[str, str] = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in _files(root):
         relative = path.relative_to(root)
-        if SKIPPED & set(relative.parts) or is_held_out(relative.as_posix()) != held_out:
+        if is_held_out(relative.as_posix()) != held_out:
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -35,3 +36,12 @@ def sources(held_out: bool, root: Path | None = None) -> dict[str, str]:
         if 0 < len(text) <= LONGEST:
             texts[relative.as_posix()] = text.replace("\r\n", "\n")
     return texts
+
+
+def _files(root: Path) -> list[Path]:
+    """In name order. (Skipped folders are not entered: most of the files of an installation are in them.)"""
+    found: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in SKIPPED]
+        found += [Path(folder, name) for name in names if name.endswith(".py") and name not in SKIPPED]
+    return sorted(found)
