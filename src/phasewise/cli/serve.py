@@ -18,6 +18,7 @@ from phasewise.known.models import KNOWN
 
 if TYPE_CHECKING:
     from phasewise.llm import LLM
+    from phasewise.serve.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,28 @@ class Address:
 
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use the server."""
+
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML: who may ask, and for how much (see `phasewise keys`). SIGHUP reads it again. Default: anybody.",
+        ),
+    ] = None
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="/metrics needs no key; otherwise one with metrics = true.")
+    ] = False
+
+    def policy(self) -> Policy:
+        """The same for the server."""
+        from phasewise.serve.policy import Policy
+
+        return Policy(keys=self.keys, open_metrics=self.open_metrics)
 
 
 @dataclass(frozen=True)
@@ -56,7 +79,7 @@ class Recipes:
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
 
 
-ADDRESS, RECIPES = Address(), Recipes()
+ADDRESS, ACCESS, RECIPES = Address(), Access(), Recipes()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing where it gains nothing
 
@@ -65,6 +88,7 @@ DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing 
 def serve(
     context: typer.Context,
     address: Address = ADDRESS,
+    access: Access = ACCESS,
     slo_ttft: Annotated[
         float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
     ] = None,
@@ -91,6 +115,7 @@ def serve(
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
       phasewise serve --recipe fast="draft=prompt_lookup:k=6" --recipe long="evict=streaming store=int8"
       phasewise serve --config phasewise.toml
+      phasewise serve --host 0.0.0.0 --keys keys.toml
       phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
     """
     if not engine.speaks_of_drafts:
@@ -104,7 +129,7 @@ def serve(
     def load() -> LLM:
         return (engine if asked else _or_pocket(engine)).llm(named)
 
-    run(load, host=address.host, port=address.port, slo=Targets(slo_ttft, slo_tpot).slo())
+    run(load, host=address.host, port=address.port, slo=Targets(slo_ttft, slo_tpot).slo(), policy=access.policy())
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:
