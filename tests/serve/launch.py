@@ -23,7 +23,7 @@ from phasewise.llm import LLM
 from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
-from phasewise.serve.policy import Policy
+from phasewise.serve.policy import Caps, Policy
 
 POLICIES = tuple(field.name for field in fields(Policy))
 
@@ -57,7 +57,8 @@ def main(model: str, text: str) -> None:
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
     rules = {name: options.pop(name) for name in POLICIES if name in options}
-    policy = Policy(**rules | ({"keys": Path(rules["keys"])} if "keys" in rules else {}))
+    kinds = {"keys": Path, "caps": lambda given: Caps(**given)}
+    policy = Policy(**{name: kinds.get(name, lambda same: same)(value) for name, value in rules.items()})
     server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:
         run(

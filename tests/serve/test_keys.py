@@ -111,7 +111,7 @@ def test_models_of_a_key(guarded: Server) -> None:
 
 def test_the_longest_answer_of_a_key(guarded: Server) -> None:
     error = failure(guarded.post(COMPLETE, {**THE, "max_tokens": 6}, headers=as_("small")), 400)
-    assert (error["param"], error["code"]) == ("max_tokens", "max_tokens_exceeded")
+    assert (error["param"], error["code"]) == ("max_tokens", "limit_exceeded")
     messages = [{"role": "user", "content": "the"}]
     free = guarded.post("/v1/chat/completions", {"messages": messages, "ignore_eos": True}, headers=as_("small"))
     assert free.json()["usage"]["completion_tokens"] == 5, "who does not say how many gets what the key allows"
@@ -268,6 +268,8 @@ def test_credentials() -> None:
         (table("alice", models="tiny"), "models must be a list"),
         (table("alice", models=["tine"]), "no model 'tine' here. Did you mean tiny?"),
         (table("alice", metrics=1), "metrics must be"),
+        (table("alice", timeout=0), "timeout = 0 is not a positive number of seconds"),
+        (table("alice") + "timeout = inf", "timeout = inf"),
         (table("alice").replace("alice", '"a\\nb"'), "is no name"),
         (table("root") + table("root").replace("[keys.root]", "[keys.other]"), "'root' and 'other' have the same"),
     ],

@@ -19,6 +19,9 @@ def keys() -> None:
     tokens_per_minute = 100000       # prompt and output together
     concurrent = 4                   # requests at once
     max_tokens = 1024                # of one answer
+    max_prompt = 4096                # tokens
+    max_n = 4                        # answers of one request
+    timeout = 60                     # seconds that a request may take
     models = \\["smollm2@fast"]       # names as /v1/models lists them; without it, all
     metrics = true                   # may read /metrics
 

@@ -30,8 +30,23 @@ class Address:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """What is served, under which name and with which targets."""
+
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model. Default: MODEL, of a path its end.")
+    ] = None
+    slo_ttft: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
+    ] = None
+    slo_tpot: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
+    ] = None
+
+
+@dataclass(frozen=True)
 class Access:
-    """Who may use the server."""
+    """Who may use the server, and for how much."""
 
     keys: Annotated[
         Path | None,
@@ -43,12 +58,19 @@ class Access:
     open_metrics: Annotated[
         bool, typer.Option("--open-metrics", help="/metrics needs no key; otherwise one with metrics = true.")
     ] = False
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens a prompt may have.")] = None
+    max_n: Annotated[int | None, typer.Option(min=1, help="Answers a request may ask for: its prompts times n.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer may have.")] = None
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, metavar="SECONDS", help="How long a request may take in all.")
+    ] = None
 
     def policy(self) -> Policy:
         """The same for the server."""
-        from phasewise.serve.policy import Policy
+        from phasewise.serve.policy import Caps, Policy
 
-        return Policy(keys=self.keys, open_metrics=self.open_metrics)
+        caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
+        return Policy(keys=self.keys, open_metrics=self.open_metrics, caps=caps)
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ class Recipes:
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
 
 
-ADDRESS, ACCESS, RECIPES = Address(), Access(), Recipes()
+ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing where it gains nothing
 
@@ -88,13 +110,8 @@ DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing 
 def serve(
     context: typer.Context,
     address: Address = ADDRESS,
+    offer: Offer = OFFER,
     access: Access = ACCESS,
-    slo_ttft: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
-    ] = None,
     choices: Recipes = RECIPES,
     engine: EngineOptions = SERVED,
 ) -> None:
@@ -129,7 +146,8 @@ def serve(
     def load() -> LLM:
         return (engine if asked else _or_pocket(engine)).llm(named)
 
-    run(load, host=address.host, port=address.port, slo=Targets(slo_ttft, slo_tpot).slo(), policy=access.policy())
+    slo = Targets(offer.slo_ttft, offer.slo_tpot).slo()
+    run(load, host=address.host, port=address.port, name=offer.name, slo=slo, policy=access.policy())
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:

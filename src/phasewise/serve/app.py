@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
@@ -39,10 +40,10 @@ def run(
 
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once,
     and what it loaded is closed at the end. Port 0 picks a free one. `name` is what clients call the model (None: what
-    it was loaded as), `slo` the targets of requests that name none, `policy` says who may ask for how much. Prints the
-    URL and a request to try when ready. On a signal nothing new is accepted, and running requests have
-    `server.PATIENCE` seconds before they are cancelled; a second signal cancels them at once. Raises UserError if the
-    server cannot start.
+    it was loaded as, of a path the last part), `slo` the targets of requests that name none, `policy` says who may ask
+    for how much. Prints the URL and a request to try when ready. On a signal nothing new is accepted, and running
+    requests have `server.PATIENCE` seconds before they are cancelled; a second signal cancels them at once. Raises
+    UserError if the server cannot start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
     """
@@ -62,7 +63,7 @@ def run(
         def ready() -> None:
             if policy.keys is None and not loopback(sock):
                 print(f"warning: {OPEN_TO_ALL}", file=sys.stderr, flush=True)
-            print(banner(loaded, name or loaded.name, url, time.monotonic() - began), flush=True)
+            print(banner(loaded, app.state.service.name, url, time.monotonic() - began), flush=True)
 
         try:
             serve(app, sock, ready)
@@ -82,7 +83,7 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     from phasewise.serve.keys import KeyRing
     from phasewise.serve.service import Service
 
-    service = Service(llm, name or llm.name, policy.queue, slo)
+    service = Service(llm, name or public_name(llm.name), policy.queue, slo)
     keys = None if policy.keys is None else KeyRing(policy.keys, service.names)
 
     @asynccontextmanager
@@ -95,7 +96,7 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     app.state.service, app.state.keys = service, keys
     if keys is not None:
         service.metrics.registry.register(keys)
-    app.add_middleware(Gate, service=service, keys=keys, open_metrics=policy.open_metrics)
+    app.add_middleware(Gate, service=service, keys=keys, policy=policy)
     app.add_api_route("/health", service.health)
     app.add_api_route("/metrics", service.show_metrics)
     app.add_api_route("/v1/models", service.models)
@@ -106,6 +107,12 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     for error in (PhasewiseError, HTTPException, Exception):
         app.add_exception_handler(error, service.refuse)
     return app
+
+
+def public_name(model: str) -> str:
+    """What clients call a model: of a path its last part, for they are told nothing of this machine."""
+    path = Path(model).expanduser()
+    return path.resolve().name or "model" if path.exists() else model
 
 
 def bound(host: str, port: int) -> socket.socket:

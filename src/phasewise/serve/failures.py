@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from phasewise.errors import PhasewiseError, UserError
 
+_PATH = re.compile(r"(?<![\w:/.~])~?/[\w.+@%-]+(?:/[\w.+@%-]*)+")
 SHUTDOWN = "the server is shutting down"
 
 
@@ -56,7 +58,13 @@ def error_body(error: ApiError) -> dict[str, Any]:
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     if error.status == 429:
         kind = "rate_limit_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    message = without_paths(str(error)) if error.status >= 500 else str(error)
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def without_paths(reason: str) -> str:
+    """A reason that was not written for clients, without the places of this machine that it names."""
+    return _PATH.sub("...", reason)
 
 
 def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

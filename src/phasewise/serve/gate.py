@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phasewise.serve.exchange import CURRENT, Exchange
 from phasewise.serve.failures import ApiError
 from phasewise.serve.keys import KeyRing
+from phasewise.serve.policy import Policy
 from phasewise.serve.service import Service
 
 OPEN = ("/health",)  # whoever watches a server has no key
@@ -17,14 +18,14 @@ METRICS = "/metrics"
 class Gate:
     """Lets requests through that carry a key of the ring, as long as that key's limits hold; without a ring, all."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: KeyRing | None, open_metrics: bool) -> None:
-        self._app, self._service, self._keys, self._open_metrics = app, service, keys, open_metrics
+    def __init__(self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: Policy) -> None:
+        self._app, self._service, self._keys, self._policy = app, service, keys, policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(_end)
+        exchange = Exchange(_end, self._policy.caps)
         entered = CURRENT.set(exchange)
 
         async def sending(message: Message) -> None:
@@ -45,7 +46,7 @@ class Gate:
     def _admit(self, exchange: Exchange, scope: Scope) -> None:
         """Raises ApiError 401, 403 or 429 for a request that may not pass."""
         path = scope["path"]
-        if self._keys is None or path in OPEN or (path == METRICS and self._open_metrics):
+        if self._keys is None or path in OPEN or (path == METRICS and self._policy.open_metrics):
             return
         quota = self._keys.find(scope["headers"])
         if path == METRICS and not quota.key.metrics:

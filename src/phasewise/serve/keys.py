@@ -6,6 +6,9 @@ requests_per_minute = 60
 tokens_per_minute = 100000      # prompt and output
 concurrent = 4
 max_tokens = 1024               # of one answer
+max_prompt = 4096               # tokens
+max_n = 4                       # answers of one request
+timeout = 60                    # seconds that a request may take
 models = ["smollm2@fast"]       # names as /v1/models lists them; without it, all
 metrics = true                  # may read /metrics
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import re
 import secrets
 import time
@@ -30,14 +34,16 @@ from prometheus_client.registry import Collector
 
 from phasewise.errors import UserError, near
 from phasewise.serve.failures import ApiError
+from phasewise.serve.policy import Caps
 from phasewise.serve.quota import Clock, Key, Quota
 
 log = logging.getLogger(__name__)
 PREFIX = "pw-"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-NUMBERS = ("requests_per_minute", "tokens_per_minute", "concurrent", "max_tokens")
-FIELDS = ("sha256", "models", "metrics", *NUMBERS)
+RATES = ("requests_per_minute", "tokens_per_minute", "concurrent")
+CAPS = ("max_prompt", "max_n", "max_tokens")
+FIELDS = ("sha256", "models", "metrics", "timeout", *RATES, *CAPS)
 
 
 def new_key() -> tuple[str, str]:
@@ -156,7 +162,7 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
     for field, value in fields.items():
         if field not in FIELDS:
             raise UserError(f"key {name!r}: unknown field {field!r}. {near(field, FIELDS)}")
-        if field in NUMBERS and not (type(value) is int and value > 0):
+        if field in RATES + CAPS and not (type(value) is int and value > 0):
             raise UserError(f"key {name!r}: {field} = {value!r} is not a positive whole number")
     digests = fields.get("sha256")
     digests = [digests] if isinstance(digests, str) else digests
@@ -168,9 +174,13 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
     unknown = next((each for each in allowed or () if models is not None and each not in models), None)
     if models is not None and unknown is not None:
         raise UserError(f"key {name!r}: there is no model {unknown!r} here. {near(unknown, models)}")
+    timeout = fields.get("timeout")
+    if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < math.inf):
+        raise UserError(f"key {name!r}: timeout = {timeout!r} is not a positive number of seconds")
     if not isinstance(fields.get("metrics", False), bool):
         raise UserError(f"key {name!r}: metrics must be true or false")
     return Key(
-        name, tuple(map(bytes.fromhex, digests)), **{field: fields.get(field) for field in NUMBERS},
+        name, tuple(map(bytes.fromhex, digests)), **{field: fields.get(field) for field in RATES},
+        caps=Caps(**{field: fields.get(field) for field in CAPS}, timeout=timeout),
         models=None if allowed is None else tuple(allowed), metrics=fields.get("metrics", False),
     )  # fmt: skip

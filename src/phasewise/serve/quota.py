@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phasewise.serve.failures import ApiError
+from phasewise.serve.policy import UNLIMITED, Caps
 
 Clock = Callable[[], float]
 MINUTE = 60.0
@@ -23,7 +24,7 @@ class Key:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
-    max_tokens: int | None = None
+    caps: Caps = UNLIMITED
     models: tuple[str, ...] | None = None
     metrics: bool = False  # whether it may read /metrics
 

@@ -18,7 +18,7 @@ from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
 from phasewise.serve.exchange import CURRENT
-from phasewise.serve.failures import ApiError, api_error, error_response, json_response
+from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
@@ -54,7 +54,7 @@ class Service:
     async def health(self) -> Response:
         """200 while requests are taken, 503 once the engine has failed or the server shuts down."""
         if self.engine.failed is not None:
-            return json_response({"status": "failed", "reason": self.engine.failed}, 503)
+            return json_response({"status": "failed", "reason": without_paths(self.engine.failed)}, 503)
         if self.engine.stopping:
             return json_response({"status": "stopping"}, 503)
         return json_response({"status": "ok", "model": self.name})
@@ -143,9 +143,10 @@ class Service:
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
-        order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe)
+        order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe,
+                      ask.timeout)  # fmt: skip
         exchange = CURRENT.get()
-        return order if exchange is None else exchange.within(order, asked)
+        return order if exchange is None else exchange.within(order, asked, param)
 
     def _refuse_lossy(self, recipe: str) -> NoReturn:
         others = [name for name, own in self.names.items() if not self.llm.lossy[own]]
