@@ -12,6 +12,7 @@ import phasewise.serve.app
 import phasewise.train.pocket
 from phasewise.methods.draft.paced import Pacer
 from phasewise.request.params import SLO
+from phasewise.serve.policy import Caps, Policy
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -22,7 +23,9 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     seen: dict[str, Any] = {}
     monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(llm=llm(), **options))
     words = ("--host", "0.0.0.0", "--port", 8011, "--draft", "prompt_lookup:k=3", "--slo-ttft", 250)
-    assert cli("serve", *words, *MODEL).code == 0
+    access = ("--name", "mine", "--keys", "k.toml", "--max-prompt", 9, "--max-n", 2, "--timeout", 1.5)
+    assert cli("serve", *words, *access, *MODEL).code == 0
+    assert (seen["name"], seen["policy"]) == ("mine", Policy(keys=Path("k.toml"), caps=Caps(9, 2, None, 1.5)))
     assert (seen["host"], seen["port"], seen["slo"]) == ("0.0.0.0", 8011, SLO(ttft=0.25))
     assert seen["llm"].limits.kv_bytes == 64 << 20
     seen["llm"].generate("fox fox fox fox fox fox")

@@ -10,7 +10,8 @@ import pytest
 import phasewise
 
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
-            "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen"]  # fmt: skip
+            "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen",
+            "keys", "keys new"]  # fmt: skip
 
 
 def light(*words: str) -> tuple[int, str]:

@@ -2,6 +2,8 @@
 
 python -m tests.serve.launch MODEL '{"host": ..., "port": ..., "queue": ..., "limits": {...}, "faults": {...}}'
 
+Fields of Policy are options as well.
+
 Faults: `pause` = seconds added to each step; `poison` = a token id whose requests cannot be computed;
 `break_at` = the step that raises; `patience` = seconds that requests have after a signal.
 """
@@ -11,6 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from phasewise.engine.limits import Limits
@@ -19,6 +23,9 @@ from phasewise.llm import LLM
 from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
+from phasewise.serve.policy import Caps, Policy
+
+POLICIES = tuple(field.name for field in fields(Policy))
 
 
 def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -> LLM:
@@ -49,9 +56,16 @@ def main(model: str, text: str) -> None:
     options = json.loads(text)
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
+    rules = {name: options.pop(name) for name in POLICIES if name in options}
+    kinds = {"keys": Path, "caps": lambda given: Caps(**given)}
+    policy = Policy(**{name: kinds.get(name, lambda same: same)(value) for name, value in rules.items()})
     server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:
-        run(lambda: faulty(LLM(model, limits=Limits(**limits), recipes=recipes, **verbs), **faults), **options)
+        run(
+            lambda: faulty(LLM(model, limits=Limits(**limits), recipes=recipes, **verbs), **faults),
+            policy=policy,
+            **options,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -31,10 +31,12 @@ def launch(*words: str, errors: IO[str] | int = subprocess.PIPE) -> subprocess.P
 
 
 class Server:
-    """`options` as in launch.py. Use as a context manager; leaving it ends the process."""
+    """`options` as in launch.py. Use as a context manager; leaving it ends the process. `secret`: a key to send."""
 
-    def __init__(self, *, chat: bool = True, **options: Any) -> None:
+    def __init__(self, *, chat: bool = True, secret: str = "none", **options: Any) -> None:
         options = {"port": 0, "name": "tiny", **options}
+        self.secret = secret
+        self._headers = {"Authorization": f"Bearer {secret}"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe that nobody reads would fill up)
         self.process = launch(
             "-m", "tests.serve.launch", str(chat_checkpoint(chat)), json.dumps(options), errors=self._errors
@@ -63,22 +65,24 @@ class Server:
         return self._errors.read()
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, **options)
+        options = {"api_key": self.secret, "max_retries": 0, "timeout": PATIENCE, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.secret, max_retries=0, timeout=PATIENCE)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """`body` as JSON, or as it is if it is text or bytes."""
         content = body if isinstance(body, str | bytes) else json.dumps(body)
-        return httpx.post(f"{self.url}{path}", content=content, timeout=PATIENCE, **options)
+        options = {"headers": self._headers, "timeout": PATIENCE, **options}
+        return httpx.post(f"{self.url}{path}", content=content, **options)
 
     def health(self) -> httpx.Response:
         return httpx.get(f"{self.url}/health", timeout=PATIENCE)
 
     def metrics(self) -> dict[str, float]:
         """Every sample by name, labels included."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", headers=self._headers, timeout=PATIENCE).text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def settled(self) -> dict[str, float]:

@@ -121,7 +121,7 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
         found = re.search(r"http://[^ ]+", banner)
         assert found is not None, process.communicate(timeout=PATIENCE)
         client = openai.OpenAI(base_url=f"{found[0]}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-        name = str(chat_checkpoint())
+        name = chat_checkpoint().name
         assert [model.id for model in client.models.list()] == [name, f"{name}@fast", f"{name}@long"]
         assert client.completions.create(model=f"{name}@long", prompt="the", max_tokens=2).usage is not None
     finally:

@@ -18,6 +18,7 @@ from phasewise.known.models import KNOWN
 
 if TYPE_CHECKING:
     from phasewise.llm import LLM
+    from phasewise.serve.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,50 @@ class Address:
 
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What is served, under which name and with which targets."""
+
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model. Default: MODEL, of a path its end.")
+    ] = None
+    slo_ttft: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
+    ] = None
+    slo_tpot: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use the server, and for how much."""
+
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML: who may ask, and for how much (see `phasewise keys`). SIGHUP reads it again. Default: anybody.",
+        ),
+    ] = None
+    open_metrics: Annotated[
+        bool, typer.Option("--open-metrics", help="/metrics needs no key; otherwise one with metrics = true.")
+    ] = False
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens a prompt may have.")] = None
+    max_n: Annotated[int | None, typer.Option(min=1, help="Answers a request may ask for: its prompts times n.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer may have.")] = None
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, metavar="SECONDS", help="How long a request may take in all.")
+    ] = None
+
+    def policy(self) -> Policy:
+        """The same for the server."""
+        from phasewise.serve.policy import Caps, Policy
+
+        caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
+        return Policy(keys=self.keys, open_metrics=self.open_metrics, caps=caps)
 
 
 @dataclass(frozen=True)
@@ -56,7 +101,7 @@ class Recipes:
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
 
 
-ADDRESS, RECIPES = Address(), Recipes()
+ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing where it gains nothing
 
@@ -65,12 +110,8 @@ DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing 
 def serve(
     context: typer.Context,
     address: Address = ADDRESS,
-    slo_ttft: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
-    ] = None,
+    offer: Offer = OFFER,
+    access: Access = ACCESS,
     choices: Recipes = RECIPES,
     engine: EngineOptions = SERVED,
 ) -> None:
@@ -91,6 +132,7 @@ def serve(
       phasewise serve --schedule slo --slo-ttft 500 --slo-tpot 50
       phasewise serve --recipe fast="draft=prompt_lookup:k=6" --recipe long="evict=streaming store=int8"
       phasewise serve --config phasewise.toml
+      phasewise serve --host 0.0.0.0 --keys keys.toml
       phasewise serve --place disaggregated:prefill=1,decode=2 --cluster processes
     """
     if not engine.speaks_of_drafts:
@@ -104,7 +146,8 @@ def serve(
     def load() -> LLM:
         return (engine if asked else _or_pocket(engine)).llm(named)
 
-    run(load, host=address.host, port=address.port, slo=Targets(slo_ttft, slo_tpot).slo())
+    slo = Targets(offer.slo_ttft, offer.slo_tpot).slo()
+    run(load, host=address.host, port=address.port, name=offer.name, slo=slo, policy=access.policy())
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Choice:
     text: Text
     lead: str = ""
     tokens: int = 0  # taken from the feed so far
+    late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
 
     def take(self) -> str:
         """The text that has arrived since the last call; after the end, all that is left of it."""
@@ -38,6 +40,8 @@ class Choice:
     def finish(self) -> str | None:
         """'stop' or 'length' when finished, else None. Raises ApiError if the choice failed or was cancelled."""
         left = self.feed.left
+        if self.late is not None and left is not None and left.how == "cancelled":
+            raise self.late
         return None if left is None else finish_reason(left)
 
 
@@ -72,6 +76,7 @@ class Order:
     stream: bool = False
     slo: SLO | None = None
     recipe: str = ""
+    timeout: float | None = None  # seconds from now
 
 
 class Answer:
@@ -81,6 +86,8 @@ class Answer:
         self._engine = engine
         self._news = asyncio.Event()
         self.gone = False  # the client went away: nobody reads any more
+        self._ends = None if order.timeout is None else time.monotonic() + order.timeout
+        self._timeout = order.timeout
         self.prompt_tokens = sum(map(len, order.prompts))
         self.choices = [
             Choice(
@@ -109,13 +116,27 @@ class Answer:
         self.gone = True
         self._news.set()
 
+    def expire(self) -> None:
+        """Its time is over: what still runs is cancelled, and its choices say why."""
+        running = [choice for choice in self.choices if choice.feed.left is None]
+        for choice in running:
+            choice.late = ApiError(
+                408, f"the answer was not complete within its timeout of {self._timeout:g} s: allow more, or ask for "
+                "fewer tokens", "timeout", "deadline_exceeded",
+            )  # fmt: skip
+        self._engine.cancel([choice.feed for choice in running])
+
     @asynccontextmanager
     async def attended(self, receive: Receive) -> AsyncIterator[None]:
-        """While inside, a disconnect of the client abandons the answer; so does leaving early."""
-        watcher = asyncio.create_task(self._watch(receive))
+        """While inside, a disconnect of the client abandons the answer; so does leaving early. Its time may end."""
+        watcher, timer = asyncio.create_task(self._watch(receive)), None
+        if self._ends is not None:
+            timer = asyncio.get_running_loop().call_later(max(0.0, self._ends - time.monotonic()), self.expire)
         try:
             yield
         finally:
+            if timer is not None:
+                timer.cancel()
             watcher.cancel()
             self.abandon()
 

@@ -6,15 +6,19 @@ Importing this module is cheap; FastAPI, uvicorn and torch are imported when the
 from __future__ import annotations
 
 import gc
+import ipaddress
 import json
 import shlex
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
+from phasewise.serve.policy import Policy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,36 +26,46 @@ if TYPE_CHECKING:
     from phasewise.llm import LLM
     from phasewise.request.params import SLO
 
-QUEUE = 256  # requests that may wait beside those that run; more get 429
+POLICY = Policy()
+OPEN_TO_ALL = (
+    "other machines can reach this server: --keys FILE lets in nobody without a key (`phasewise keys new NAME` makes "
+    "one), --host 127.0.0.1 nobody from elsewhere"
+)
 
 
 def run(
     llm: LLM | Callable[[], LLM], *, host: str = "127.0.0.1", port: int = 8000, name: str | None = None,
-    queue: int = QUEUE, slo: SLO | None = None,
+    slo: SLO | None = None, policy: Policy = POLICY,
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, then return.
 
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once,
     and what it loaded is closed at the end. Port 0 picks a free one. `name` is what clients call the model (None: what
-    it was loaded as), `slo` the targets of requests that name none. Prints the URL and a request to try when ready. On
-    a signal nothing new is accepted, and running requests have `server.PATIENCE` seconds before they are cancelled; a
-    second signal cancels them at once. Raises UserError if the server cannot start.
+    it was loaded as, of a path the last part), `slo` the targets of requests that name none, `policy` says who may ask
+    for how much. Prints the URL and a request to try when ready. On a signal nothing new is accepted, and running
+    requests have `server.PATIENCE` seconds before they are cancelled; a second signal cancels them at once. Raises
+    UserError if the server cannot start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
     """
     began = time.monotonic()
     with bound(host, port) as sock:
         try:
+            from phasewise.serve.keys import read
             from phasewise.serve.server import serve
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
+        if policy.keys is not None:
+            read(policy.keys)  # mistakes are known before a model is loaded
         loaded = llm() if callable(llm) else llm
-        app = create_app(loaded, name=name, queue=queue, slo=slo)
+        app = create_app(loaded, name=name, slo=slo, policy=policy)
         gc.freeze()  # what is imported and loaded stays: looking through it again takes a tenth of a second
         url = address(host, sock)
 
         def ready() -> None:
-            print(banner(loaded, name or loaded.name, url, time.monotonic() - began), flush=True)
+            if policy.keys is None and not loopback(sock):
+                print(f"warning: {OPEN_TO_ALL}", file=sys.stderr, flush=True)
+            print(banner(loaded, app.state.service.name, url, time.monotonic() - began), flush=True)
 
         try:
             serve(app, sock, ready)
@@ -60,16 +74,19 @@ def run(
                 loaded.close()
 
 
-def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SLO | None = None) -> FastAPI:
+def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, policy: Policy = POLICY) -> FastAPI:
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
+    from phasewise.serve.gate import Gate
+    from phasewise.serve.keys import KeyRing
     from phasewise.serve.service import Service
 
-    service = Service(llm, name or llm.name, queue, slo)
+    service = Service(llm, name or public_name(llm.name), policy.queue, slo)
+    keys = None if policy.keys is None else KeyRing(policy.keys, service.names)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +95,10 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SL
         service.engine.stop()
 
     app = FastAPI(title="phasewise", version=__version__, lifespan=lifespan)
-    app.state.service = service
+    app.state.service, app.state.keys = service, keys
+    if keys is not None:
+        service.metrics.registry.register(keys)
+    app.add_middleware(Gate, service=service, keys=keys, policy=policy)
     app.add_api_route("/health", service.health)
     app.add_api_route("/metrics", service.show_metrics)
     app.add_api_route("/v1/models", service.models)
@@ -89,6 +109,12 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SL
     for error in (PhasewiseError, HTTPException, Exception):
         app.add_exception_handler(error, service.refuse)
     return app
+
+
+def public_name(model: str) -> str:
+    """What clients call a model: of a path its last part, for they are told nothing of this machine."""
+    path = Path(model).expanduser()
+    return path.resolve().name or "model" if path.exists() else model
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -106,6 +132,11 @@ def bound(host: str, port: int) -> socket.socket:
             sock.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {host} port {port} ({reason}): choose another host or port") from error
+
+
+def loopback(sock: socket.socket) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def address(host: str, sock: socket.socket) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,17 +12,28 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from phasewise.errors import PhasewiseError, UserError
-from phasewise.serve.loop import Full, Unavailable
 
+_PATH = re.compile(r"(?<![\w:/.~])~?/[\w.+@%-]+(?:/[\w.+@%-]*)+")
 SHUTDOWN = "the server is shutting down"
 
 
-class ApiError(PhasewiseError):
-    """An error with its HTTP status; `param` is the request field at fault, `code` a word for programs."""
+class Full(PhasewiseError):
+    """As many requests as the server takes are live; try again later."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+
+class Unavailable(PhasewiseError):
+    """The engine has failed, or the server is shutting down."""
+
+
+class ApiError(PhasewiseError):
+    """An error with its HTTP status; `param` is the request field at fault, `code` a word for programs,
+    `retry` the seconds after which the same may succeed."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: float = 1.0
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.retry = status, param, code, retry
 
 
 def api_error(error: Exception) -> ApiError:
@@ -45,7 +58,13 @@ def error_body(error: ApiError) -> dict[str, Any]:
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     if error.status == 429:
         kind = "rate_limit_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    message = without_paths(str(error)) if error.status >= 500 else str(error)
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def without_paths(reason: str) -> str:
+    """A reason that was not written for clients, without the places of this machine that it names."""
+    return _PATH.sub("...", reason)
 
 
 def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -53,4 +72,9 @@ def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[s
 
 
 def error_response(error: ApiError) -> Response:
-    return json_response(error_body(error), error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(error), error.status, headers)

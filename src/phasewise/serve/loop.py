@@ -21,22 +21,16 @@ from typing import Any
 
 import torch
 
-from phasewise.errors import PhasewiseError, UserError
+from phasewise.errors import UserError
 from phasewise.request.request import Left, Request
 from phasewise.request.trace import Trace
+from phasewise.serve.exchange import CURRENT, Exchange
+from phasewise.serve.failures import Full, Unavailable
 from phasewise.verbs.place import Placed
 
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0  # how long `stop` waits for a step under way
 WATCH = 0.5  # seconds between steps with nothing to run, where workers may have news, or have died
-
-
-class Full(PhasewiseError):
-    """As many requests as the server takes are live; try again later."""
-
-
-class Unavailable(PhasewiseError):
-    """The engine has failed, or the server is shutting down."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +48,7 @@ class Feed:
     tokens: list[int] = field(default_factory=list)
     left: Left | None = None
     trace: Trace | None = None  # from when it has left
+    exchange: Exchange | None = field(default_factory=CURRENT.get)  # which it is part of
     posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way
 
     def __post_init__(self) -> None:
@@ -111,6 +106,8 @@ class EngineLoop:
         if self.live + len(feeds) > self.capacity:
             raise Full(f"{self.live} requests are live and the limit is {self.capacity}: try again later")
         self.live += len(feeds)
+        for exchange in _exchanges(feeds):
+            exchange.hold()
         answer: asyncio.Future[Exception | None] = self._events.create_future()
         self._commands.put(lambda: self._add(feeds, answer))
         try:
@@ -188,7 +185,7 @@ class EngineLoop:
                 for feed in feeds:
                     if self._feeds.pop(feed.request.id, None) is not None:
                         self._placed.cancel(feed.request)
-        self._tell(self._added, answer, refusal, len(feeds))
+        self._tell(self._added, answer, refusal, feeds)
 
     def _cancel(self, feeds: Sequence[Feed]) -> None:
         if self.failed is not None:
@@ -236,9 +233,13 @@ class EngineLoop:
             log.debug("the event loop is closed: nobody is left to tell")
 
     # ---- on the event loop again
-    def _added(self, answer: asyncio.Future[Exception | None], refusal: Exception | None, feeds: int) -> None:
+    def _added(
+        self, answer: asyncio.Future[Exception | None], refusal: Exception | None, feeds: Sequence[Feed]
+    ) -> None:
         if refusal is not None:
-            self.live -= feeds
+            self.live -= len(feeds)
+            for exchange in _exchanges(feeds):
+                exchange.refused()
         _resolve(answer, refusal)
 
     def _deliver(self, news: Sequence[News]) -> None:
@@ -248,7 +249,14 @@ class EngineLoop:
                 self.live -= 1
                 feed.left, feed.trace = left, trace
                 self._on_left(feed)
+                for exchange in _exchanges([feed]):
+                    exchange.left(feed)
             feed.news.set()
+
+
+def _exchanges(feeds: Sequence[Feed]) -> list[Exchange]:
+    """Of each, the exchange that it is part of, if there is one."""
+    return [feed.exchange for feed in feeds if feed.exchange is not None]
 
 
 def _resolve(answer: asyncio.Future[Any], value: Any) -> None:

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1.0,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "truncate_prompt_tokens": (), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": (),
-    "typical_p": (1.0,), "mirostat": (0,),
+    "typical_p": (1.0,), "mirostat": (0,), "priority": (0,),
 }  # fmt: skip
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -58,6 +58,9 @@ class Ask(BaseModel):
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
     exact: bool | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="seconds within which the whole answer must be there; else it is cancelled, with an error"
+    )
     slo: dict[Literal["ttft_ms", "tpot_ms"], Milliseconds | None] | None = Field(
         None, description="targets: milliseconds to the first token, and per further token on average"
     )

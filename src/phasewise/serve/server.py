@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -10,6 +11,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from phasewise.serve.keys import KeyRing
 from phasewise.serve.service import Service
 
 PATIENCE = 5.0  # seconds that running requests have to finish after SIGINT or SIGTERM
@@ -17,17 +19,25 @@ LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
 
 
 class Server(uvicorn.Server):
-    """Calls `ready` once it accepts connections; a signal ends it without an error."""
+    """Calls `ready` once it accepts connections; a signal ends it without an error, but SIGHUP reads the keys again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, keys: KeyRing | None, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._service, self._ready = service, ready
+        self._service, self._keys, self._ready = service, keys, ready
         self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
             self._ready()
+
+    def _reload(self) -> None:
+        """SIGHUP: the keys are read again; without any there is nothing to read, and no reason to end."""
+        if self._keys is not None:
+            self._keys.reload()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.close()
@@ -49,4 +59,4 @@ def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None]) -> None:
         app, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS,
     )  # fmt: skip
-    Server(config, app.state.service, ready).run([sock])
+    Server(config, app.state.service, app.state.keys, ready).run([sock])

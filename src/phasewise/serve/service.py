@@ -17,7 +17,8 @@ from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
-from phasewise.serve.failures import ApiError, api_error, error_response, json_response
+from phasewise.serve.exchange import CURRENT
+from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
@@ -53,7 +54,7 @@ class Service:
     async def health(self) -> Response:
         """200 while requests are taken, 503 once the engine has failed or the server shuts down."""
         if self.engine.failed is not None:
-            return json_response({"status": "failed", "reason": self.engine.failed}, 503)
+            return json_response({"status": "failed", "reason": without_paths(self.engine.failed)}, 503)
         if self.engine.stopping:
             return json_response({"status": "stopping"}, 503)
         return json_response({"status": "ok", "model": self.name})
@@ -64,8 +65,10 @@ class Service:
         return Response(self.metrics.render(snapshot), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Response:
-        """The one model, by itself and with each of its recipes."""
-        return json_response({"object": "list", "data": [self._card(name) for name in self.names]})
+        """The one model, by itself and with each of its recipes, as far as the key may use them."""
+        exchange = CURRENT.get()
+        names = [name for name in self.names if exchange is None or exchange.may(name)]
+        return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, name: str) -> Response:
         """The model, if that is one of its names."""
@@ -140,7 +143,10 @@ class Service:
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
-        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe)
+        order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe,
+                      ask.timeout)  # fmt: skip
+        exchange = CURRENT.get()
+        return order if exchange is None else exchange.within(order, asked, param)
 
     def _refuse_lossy(self, recipe: str) -> NoReturn:
         others = [name for name, own in self.names.items() if not self.llm.lossy[own]]
@@ -149,9 +155,11 @@ class Service:
         raise ApiError(400, f"exact was asked for, but this model answers with {named}: {fix}", "exact")
 
     def _recipe(self, name: str | None) -> str:
-        """The recipe that a model's name asks for. Raises ApiError for any other name."""
+        """The recipe that a model's name asks for. Raises ApiError for any other name, or one that is not its key's."""
         recipe = "" if name is None else self.names.get(name)
         if recipe is not None:
+            if (exchange := CURRENT.get()) is not None:
+                exchange.permit(name or self.name)
             return recipe
         has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
         raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")

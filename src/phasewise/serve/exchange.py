@@ -1,0 +1,108 @@
+"""One HTTP request and its answer: who asks, what is reserved for it and what it uses, until all of it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from phasewise.serve.failures import ApiError
+from phasewise.serve.policy import UNLIMITED, Caps
+from phasewise.serve.quota import Quota
+
+if TYPE_CHECKING:
+    from phasewise.serve.answer import Order
+    from phasewise.serve.loop import Feed
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """`on_end` is called once, when the answer is sent (or cannot be) and the engine has none of its sequences."""
+
+    on_end: Callable[[Exchange], Any]
+    caps: Caps = UNLIMITED  # of the server
+    quota: Quota | None = None  # of the key it came with, where there are keys
+    model: str | None = None
+    reserved: int = 0  # tokens
+    prompt_tokens: int = 0  # each prompt once, however many samples it has
+    output_tokens: int = 0
+    live: int = 0  # sequences that the engine has
+    answered: bool = False
+
+    def permit(self, model: str) -> None:
+        """Raises ApiError 403 if its key may not use this model."""
+        if not self.may(model):
+            assert self.quota is not None
+            names = ", ".join(self.quota.key.models or ()) or "none"
+            raise ApiError(403, f"the key {self.quota.key.name!r} may not use {model!r}; its models: {names}", "model",
+                           "model_not_allowed")  # fmt: skip
+        self.model = model
+
+    def may(self, model: str) -> bool:
+        """Whether its key may use this model."""
+        return self.quota is None or self.quota.key.models is None or model in self.quota.key.models
+
+    def within(self, order: Order, asked: int | None, param: str) -> Order:
+        """The order, with its tokens reserved. What was not asked for, as the length of an answer may not be, is what
+        the server and the key allow; ApiError for more than that. `param`: the field its prompts came in."""
+        self.prompt_tokens = sum(map(len, order.prompts))
+        order = _capped(order, self.caps, "this server", (asked, param))
+        if self.quota is None:
+            return order
+        key = self.quota.key
+        order = _capped(order, key.caps, f"the key {key.name!r}", (asked, param))
+        bounded = asked or key.caps.max_tokens or self.caps.max_tokens
+        known = order.params.max_tokens if bounded else 0  # what has no bound is paid when it has ended
+        tokens = self.prompt_tokens + len(order.prompts) * order.n * known
+        self.quota.reserve(tokens)
+        self.reserved = tokens
+        return order
+
+    # ---- told by the engine's loop, for each sequence
+    def hold(self) -> None:
+        """It is handed to the engine."""
+        self.live += 1
+
+    def refused(self) -> None:
+        """The engine has not taken it, nor any other of this request."""
+        self.live -= 1
+        self.prompt_tokens = 0
+        self._end()
+
+    def left(self, feed: Feed) -> None:
+        """It has left the engine."""
+        assert feed.trace is not None
+        self.live -= 1
+        self.output_tokens += sum(feed.trace.counts)
+        self._end()
+
+    # ---- told by the gate
+    def close(self) -> None:
+        """The answer is sent, or never will be."""
+        self.answered = True
+        self._end()
+
+    def _end(self) -> None:
+        if self.answered and not self.live:
+            self.on_end(self)
+
+
+def _capped(order: Order, caps: Caps, whose: str, said: tuple[int | None, str]) -> Order:
+    """The order as far as `caps` allow; ApiError if it asks for more. `said`: as in `within`."""
+    asked, param = said
+    longest, answers = max(map(len, order.prompts)), len(order.prompts) * order.n
+    for given, most, field, what in (
+        (longest, caps.max_prompt, param, "tokens per prompt"),
+        (answers, caps.max_n, "n", "answers per request"),
+        (asked, caps.max_tokens, "max_tokens", "tokens per answer"),
+        (order.timeout, caps.timeout, "timeout", "seconds per request"),
+    ):
+        if most is not None and given is not None and given > most:
+            raise ApiError(400, f"{whose} allows {most} {what}, not {given}", field, "limit_exceeded")
+    if caps.max_tokens is not None and order.params.max_tokens > caps.max_tokens:
+        order = replace(order, params=replace(order.params, max_tokens=caps.max_tokens))
+    return order if caps.timeout is None or order.timeout is not None else replace(order, timeout=caps.timeout)
+
+
+CURRENT: ContextVar[Exchange | None] = ContextVar("exchange", default=None)  # the one that the running task answers

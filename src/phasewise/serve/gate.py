@@ -1,0 +1,61 @@
+"""The gate that every HTTP request passes: whose key it has, and what of it may go on. ASGI, around all endpoints."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phasewise.serve.exchange import CURRENT, Exchange
+from phasewise.serve.failures import ApiError
+from phasewise.serve.keys import KeyRing
+from phasewise.serve.policy import Policy
+from phasewise.serve.service import Service
+
+OPEN = ("/health",)  # whoever watches a server has no key
+METRICS = "/metrics"
+
+
+class Gate:
+    """Lets requests through that carry a key of the ring, as long as that key's limits hold; without a ring, all."""
+
+    def __init__(self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: Policy) -> None:
+        self._app, self._service, self._keys, self._policy = app, service, keys, policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(_end, self._policy.caps)
+        entered = CURRENT.set(exchange)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start" and exchange.quota is not None:
+                message["headers"] = [*message.get("headers", ()), *exchange.quota.headers()]
+            await send(message)
+
+        try:
+            self._admit(exchange, scope)
+            await self._app(scope, receive, sending)
+        except ApiError as error:  # of the gate itself: what goes wrong behind it has been answered there
+            response = await self._service.refuse(Request(scope), error)
+            await response(scope, receive, sending)
+        finally:
+            CURRENT.reset(entered)
+            exchange.close()
+
+    def _admit(self, exchange: Exchange, scope: Scope) -> None:
+        """Raises ApiError 401, 403 or 429 for a request that may not pass."""
+        path = scope["path"]
+        if self._keys is None or path in OPEN or (path == METRICS and self._policy.open_metrics):
+            return
+        quota = self._keys.find(scope["headers"])
+        if path == METRICS and not quota.key.metrics:
+            raise ApiError(403, f"the key {quota.key.name!r} may not read {METRICS}", code="metrics_not_allowed")
+        exchange.quota = quota
+        if scope["method"] == "POST":  # what costs nothing is not counted
+            quota.enter()
+            exchange.on_end = lambda ended: quota.leave(ended.reserved, ended.prompt_tokens, ended.output_tokens)
+
+
+def _end(exchange: Exchange) -> None:
+    """Nothing is owed by a request that was not counted."""

@@ -1,0 +1,29 @@
+"""What a server asks of those who use it, as data: `phasewise.serve.app.run(llm, policy=Policy(keys=...))`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """The most that one request may ask for; None: as much as the model and the KV budget have."""
+
+    max_prompt: int | None = None  # tokens of a prompt
+    max_n: int | None = None  # answers: its prompts times n
+    max_tokens: int | None = None  # of one answer
+    timeout: float | None = None  # seconds until all of it must be there
+
+
+UNLIMITED = Caps()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who may ask, and for how much."""
+
+    queue: int = 256  # requests that may wait beside those that run; more get 429
+    keys: Path | None = None  # the file of API keys; None: nobody is asked for one
+    open_metrics: bool = False  # /metrics needs no key
+    caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
