@@ -23,6 +23,7 @@ import torch
 
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.request.request import Left, Request
+from phasewise.request.score import Score
 from phasewise.request.trace import Trace
 from phasewise.verbs.place import Placed
 
@@ -52,9 +53,11 @@ class Feed:
     partial: bool = False
     arrived: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
+    scores: dict[int, Score] = field(default_factory=dict)  # by position, of tokens that have arrived
     left: Left | None = None
     trace: Trace | None = None  # from when it has left
-    posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way
+    posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way ...
+    scored: int = 0  # ... and up to which position their scores
 
     def __post_init__(self) -> None:
         self.posted = self.request.known
@@ -72,7 +75,7 @@ class Snapshot:
     workers: dict[str, int] = field(default_factory=dict)  # alive, by role
 
 
-News = tuple[Feed, list[int], Left | None, Trace | None]
+News = tuple[Feed, list[int], dict[int, Score], Left | None, Trace | None]
 
 
 class EngineLoop:
@@ -217,7 +220,7 @@ class EngineLoop:
             tokens, feed.posted = request.tokens[feed.posted :], request.known
             if request.left is not None:
                 del self._feeds[request.id]
-            news.append((feed, tokens, request.left, request.trace if request.left else None))
+            news.append((feed, tokens, _scores(feed), request.left, request.trace if request.left else None))
         if news:
             self._tell(self._deliver, news)
 
@@ -227,7 +230,7 @@ class EngineLoop:
         self.failed = f"{type(error).__name__}: {error}"
         left = Left("failed", f"the engine has failed ({self.failed})")
         feeds, self._feeds = list(self._feeds.values()), {}
-        self._tell(self._deliver, [(feed, [], left, feed.request.trace) for feed in feeds])
+        self._tell(self._deliver, [(feed, [], {}, left, feed.request.trace) for feed in feeds])
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:
         try:
@@ -242,13 +245,23 @@ class EngineLoop:
         _resolve(answer, refusal)
 
     def _deliver(self, news: Sequence[News]) -> None:
-        for feed, tokens, left, trace in news:
+        for feed, tokens, scores, left, trace in news:
             feed.tokens += tokens
+            feed.scores |= scores
             if left is not None:
                 self.live -= 1
                 feed.left, feed.trace = left, trace
                 self._on_left(feed)
             feed.news.set()
+
+
+def _scores(feed: Feed) -> dict[int, Score]:
+    """Those that are not on their way yet."""
+    request, start = feed.request, feed.scored
+    if not request.params.scored:
+        return {}
+    feed.scored = request.known
+    return {at: request.scores[at] for at in range(start, request.known) if at in request.scores}
 
 
 def _resolve(answer: asyncio.Future[Any], value: Any) -> None:
