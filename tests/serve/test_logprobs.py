@@ -193,9 +193,7 @@ def test_what_an_evaluation_sends(many: Server, llm: LLM) -> None:
                 assert choice.logprobs.top_logprobs is not None
                 tops = choice.logprobs.top_logprobs[len(context) : end]
                 greedy = all(tok == max(top.values()) for tok, top in zip(own, tops))
-                assert greedy == all(
-                    int(rows[at - 1].argmax()) == whole[at] for at in range(len(context), len(whole))
-                )
+                assert greedy == all(int(rows[at - 1].argmax()) == whole[at] for at in range(len(context), len(whole)))
                 assert choice.finish_reason == "length"
 
 
