@@ -19,6 +19,7 @@ from phasewise.model.tokenizer import Tokenizer
 from phasewise.options import lossy
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
+from phasewise.request.score import Score
 from phasewise.request.text import Text
 from phasewise.request.trace import Trace
 from phasewise.verbs.place import Placed
@@ -31,12 +32,15 @@ FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
 @dataclass(frozen=True)
 class Output:
-    """What one request gave: `tokens` (an end token included), their `text` up to a stop string, how it left."""
+    """What one request gave: `tokens` (an end token included), their `text` up to a stop string, how it left, and
+    log-probabilities where they were asked for."""
 
     tokens: list[int]
     text: str
     left: Left
     trace: Trace
+    logprobs: list[Score] | None = None  # one per token
+    prompt_logprobs: list[Score | None] | None = None  # one per token of the prompt; None before `scored_from`
 
 
 class LLM:
@@ -235,7 +239,12 @@ class LLM:
     def _output(self, request: Request, stop: Stop) -> Output:
         assert request.left is not None
         text = self.text(request.params, stop)
-        return Output(request.out, text.push(request.out) + text.flush(), request.left, request.trace)
+        written, params, scores = text.push(request.out) + text.flush(), request.params, request.scores
+        return Output(
+            request.out, written, request.left, request.trace,
+            None if params.logprobs is None else [scores[at] for at in range(request.prompt_len, request.known)],
+            None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
+        )  # fmt: skip
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -30,6 +30,7 @@ from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
 from phasewise.request.header import header_of
 from phasewise.request.request import Left, Request
+from phasewise.request.score import Score
 
 log = logging.getLogger(__name__)
 PAUSE = 0.005  # seconds a step waits for something to happen
@@ -265,6 +266,8 @@ class Router:
         if caller.trace.admitted is None and event["queued"] is not None:
             caller.trace.admitted = caller.trace.arrived + event["queued"]
         try:
+            for at, *plain in event.get("scores", ()):
+                caller.scores.setdefault(at, Score.of(plain))
             if new:
                 caller.computed = caller.high_water = caller.known
                 flight.tries = 1

@@ -11,7 +11,7 @@
              forget   {}                                drop unused prefixes
              spare    {bytes}                           drop some of them: another worker of the pool is short
              cores    {cores, threads}                  from the next step on, run on these
-    event    progress {id, attempt, start, tokens, left, queued}
+    event    progress {id, attempt, start, tokens, left, queued, scores?}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
              landed   {id, attempt, pieces}             these have been copied
@@ -225,11 +225,15 @@ class Worker:
 
     def _progress(self, job: _Job, left: Left | None) -> None:
         request, trace = job.request, job.request.trace
-        self._post({
+        event = {
             "event": "progress", "id": request.id, "attempt": job.attempt, "start": job.told,
             "tokens": request.tokens[job.told :], "left": None if left is None else [left.how, left.reason],
             "queued": trace.queued,
-        })  # fmt: skip
+        }  # fmt: skip
+        if request.params.scored:
+            scores, request.scores = request.scores, {}  # siblings have forked in the step that brought the first token
+            event["scores"] = [[at, *score] for at, score in scores.items()]
+        self._post(event)
         job.told = request.known
         if left is not None:
             self._jobs.pop(request.id, None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from phasewise.engine.scores import score
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.fused import Scratch
@@ -112,7 +113,10 @@ class StepAttempt:
     def _judge(self, decode: Decode, group: list[Span], hidden: Hidden, waiting: Sequence[Request]) -> list[Settled]:
         twins = [(i, twin) for i, span in enumerate(group) for twin in _twins(span, waiting)] if waiting else []
         try:
-            outcomes = decode.accept(group + [twin for _, twin in twins] if twins else group, hidden)
+            every = group + [twin for _, twin in twins] if twins else group
+            outcomes = decode.accept(every, hidden)
+            if any(span.request.params.scored for span in every):
+                score(self.model, self.counters, every, outcomes, hidden)
         finally:
             for _, twin in twins:
                 twin.request.computed = 0  # its own only once it has forked

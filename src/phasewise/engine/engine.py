@@ -19,6 +19,7 @@ import torch
 from phasewise.engine.admission import Admission
 from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
+from phasewise.engine.refusals import refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import UserError, near
 from phasewise.kv.layer_kv import ROUND, rounded
@@ -101,14 +102,7 @@ class Engine:
         if request.recipe not in self.recipes:
             raise UserError(f"unknown recipe {request.recipe!r}. {near(request.recipe, filter(None, self.recipes))}")
         runtime = self.runtime(request)
-        if not request.prompt_len:
-            raise UserError("the prompt is empty: give at least one token")
-        bad = next((t for t in request.tokens if not 0 <= t < config.vocab), None)
-        if bad is not None:
-            raise UserError(f"token id {bad} is outside the vocabulary: ids must lie in [0, {config.vocab})")
-        bad = next((t for t in request.params.logit_bias if not 0 <= t < config.vocab), None)
-        if bad is not None:
-            raise UserError(f"logit_bias names token id {bad}: ids must lie in [0, {config.vocab})")
+        refuse(request, runtime, config.vocab)
         reach = self.reach(request.recipe) if reach is None else reach
         if request.prompt_len >= reach:
             raise UserError(
@@ -312,6 +306,7 @@ class Engine:
             except Exception as error:
                 self._fail(sibling, error)
                 continue
+            sibling.scores.update(outcome.scores)
             self._start(sibling)
             yield sibling, outcome.tokens
 
@@ -333,6 +328,7 @@ class Engine:
         counters, was_prefilling, before = self.counters, request.prefilling, request.computed
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
+        request.scores.update(outcome.scores)
         request.computed += outcome.kept
         if before < request.high_water:
             counters.recomputed += min(request.computed, request.high_water) - before

@@ -102,7 +102,7 @@ class Store:
             raise
         kv = KV(layers, self.counters, self.wire)
         if self.tree is not None:
-            kv.nodes = self.tree.match(request.tokens[: max(0, request.prompt_len - self.sharing.private)])
+            kv.nodes = self.tree.match(request.tokens[: max(0, self._matched(request))])
             moved = self.tree.copy_into(kv.nodes, layers)
             self.counters.kv_bytes_moved += moved
             hit = sum(node.rows for node in kv.nodes)
@@ -110,6 +110,12 @@ class Store:
             request.computed = kv.reused = hit
             kv._measure()
         return kv
+
+    def _matched(self, request: Request) -> int:
+        """How many rows of its prompt it may take from others: where tokens are scored, the rows before them are
+        computed."""
+        most, params = request.prompt_len - self.sharing.private, request.params
+        return most if params.prompt_logprobs is None else min(most, params.scored_from - 1)
 
     def shareable(self, request: Request) -> int:
         """How many rows of its prompt others could reuse: those of whole units."""

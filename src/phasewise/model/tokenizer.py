@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from phasewise.model.source import source
-from phasewise.model.stream import ByteStream, Pieces, WindowStream
+from phasewise.model.stream import BYTE_TOKEN, ByteStream, Pieces, WindowStream, token_bytes
 
 
 class Tokenizer:
@@ -45,6 +45,17 @@ class Tokenizer:
         """The vocabulary entry of an id, in the vocabulary's own spelling, or None."""
         found = self.backend.id_to_token(i)
         return None if found is None else str(found)
+
+    def raw(self, i: int) -> bytes:
+        """The bytes that a token stands for, of special ones their name; none if the id is padding."""
+        piece = self.token(i)
+        if piece is None:
+            return b""
+        if i in self.special_ids:
+            return piece.encode()
+        if self.byte_level:
+            return token_bytes(piece)
+        return bytes([int(piece[3:5], 16)]) if BYTE_TOKEN.fullmatch(piece) else piece.replace("\u2581", " ").encode()
 
     @property
     def size(self) -> int:

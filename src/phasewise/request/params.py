@@ -29,17 +29,25 @@ class Params:
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()  # besides the model's end tokens
     ignore_eos: bool = False
+    logprobs: int | None = None  # each token's log-probability, and as many of the likeliest; see request/score.py
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens ...
+    scored_from: int = 1  # ... from this position on; before it, cached prefixes may be used
     greedy: bool = field(init=False, repr=False)
     penalised: bool = field(init=False, repr=False)
     """Whether logits are changed by penalties or a bias. Both are asked of every request in every step."""
+    scored: bool = field(init=False, repr=False)  # whether log-probabilities are asked for
 
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             if not _all(kind, (value,)):
                 raise UserError(f"{name}={value!r} is not a {'whole ' if kind is Integral else ''}number")
             if not low <= value <= high:
                 raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+        if not self.max_tokens and self.prompt_logprobs is None:
+            raise UserError("max_tokens=0 asks for nothing: it is for prompt_logprobs alone; give at least 1")
         if not _all(Integral, self.stop_tokens):
             raise UserError(f"stop_tokens={self.stop_tokens!r} are no token ids: give whole numbers, as in (2, 7)")
         biases = self.logit_bias
@@ -52,11 +60,12 @@ class Params:
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         object.__setattr__(self, "greedy", self.temperature == 0.0)
         object.__setattr__(self, "penalised", bool(penalties or self.logit_bias))
+        object.__setattr__(self, "scored", self.logprobs is not None or self.prompt_logprobs is not None)
 
 
 _BIAS = 1e4  # finite: infinities of either sign could leave no token, or two certain ones
 _RANGES = (
-    ("max_tokens", Integral, 1, 1 << 30),
+    ("max_tokens", Integral, 0, 1 << 30),
     ("temperature", Real, 0.0, 100.0),
     ("top_k", Integral, 0, 1 << 30),
     ("top_p", Real, 1e-9, 1.0),
@@ -65,7 +74,11 @@ _RANGES = (
     ("presence_penalty", Real, -10.0, 10.0),
     ("frequency_penalty", Real, -10.0, 10.0),
     ("seed", Integral, -math.inf, math.inf),
+    ("logprobs", Integral, 0, 1 << 30),
+    ("prompt_logprobs", Integral, 0, 1 << 30),
+    ("scored_from", Integral, 1, 1 << 30),
 )
+_OPTIONAL = ("logprobs", "prompt_logprobs")
 
 
 def _all(kind: type, given: object) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phasewise.request.params import SLO, Params
+from phasewise.request.score import Score
 from phasewise.request.trace import Trace
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Request:
         self.departs = False  # leaves for another engine when its prompt is done, even if this one could go on
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
         self.left: Left | None = None
+        self.scores: dict[int, Score] = {}  # by position, of the tokens whose likelihood it asks for
         self.trace = Trace()
 
     # ---- the only truth about progress
@@ -111,6 +113,9 @@ class Request:
         """Append accepted tokens up to the first that ends the request (DESIGN law 9). Returns how many were taken."""
         taken = 0
         for token in tokens:
+            if not self.params.max_tokens:  # it is for its prompt alone
+                self.left = Left("finished", "length")
+                break
             self.tokens.append(token)
             taken += 1
             ends = token in self.params.stop_tokens or (token in eos and not self.params.ignore_eos)
@@ -122,6 +127,8 @@ class Request:
                 break
         if taken:
             self.trace.emitted(now, taken)
+        if self.left and self.scores:  # of what was drawn beyond the end
+            self.scores = {at: score for at, score in self.scores.items() if at < self.known}
         return taken
 
     def sibling(self, index: int) -> Request:
@@ -143,6 +150,7 @@ class Request:
         self.tokens = list(other.tokens)
         self.computed = self.high_water = other.computed
         self.kv = other.kv.fork()
+        self.scores |= {at: score for at, score in other.scores.items() if at < self.prompt_len}
         self.state |= {name: fork_state(value) for name, value in other.state.items() if name not in self.state}
 
     def release(self) -> None:

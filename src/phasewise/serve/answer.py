@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import Receive
 
@@ -15,26 +16,40 @@ from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
 from phasewise.serve.failures import SHUTDOWN, ApiError
+from phasewise.serve.logprobs import Teller, Told, by_id
 from phasewise.serve.loop import EngineLoop, Feed
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sample of one prompt. `lead` is text that goes before the output (an echoed prompt)."""
+    """One sample of one prompt. `lead` is text that goes before the output (an echoed prompt, whose tokens are then
+    `told` of as well)."""
 
     index: int
     feed: Feed
     text: Text
-    lead: str = ""
+    prompt: Sequence[int]
+    lead: str | None = None
+    teller: Teller | None = None
     tokens: int = 0  # taken from the feed so far
     late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
 
-    def take(self) -> str:
-        """The text that has arrived since the last call; after the end, all that is left of it."""
+    def take(self, first: bool) -> Piece:
+        """What has arrived since the last call; after the end, all that is left of it. Raises ApiError if the choice
+        failed or was cancelled."""
         new, self.feed.tokens = self.feed.tokens, []
+        start = len(self.prompt) + self.tokens
         self.tokens += len(new)
-        lead, self.lead = self.lead, ""
-        return lead + self.text.push(new) + (self.text.flush() if self.feed.left else "")
+        lead, self.lead = self.lead, None
+        text = (lead or "") + self.text.push(new) + (self.text.flush() if self.feed.left else "")
+        finish = self.finish
+        if self.teller is None:
+            return Piece(self.index, text, first, finish)
+        if lead is not None:
+            new, start = [*self.prompt, *new], 0
+        scores = self.feed.scores
+        told = self.teller.tell(new, [scores.get(at) for at in range(start, start + len(new))])
+        return Piece(self.index, text, first, finish, told)
 
     @property
     def finish(self) -> str | None:
@@ -53,6 +68,7 @@ class Piece:
     text: str
     first: bool
     finish: str | None
+    told: list[Told] | None = None  # of its tokens, where log-probabilities are wanted
 
 
 def finish_reason(left: Left) -> str:
@@ -65,6 +81,14 @@ def finish_reason(left: Left) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Telling:
+    """Whose log-probabilities are told, and how many of the likeliest tokens come with each; None: nobody's."""
+
+    tokens: int | None = None  # the output's, and those of an echoed prompt
+    prompt: int | None = None  # the prompt's, by id
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """What to generate: `n` samples of each prompt (token ids), with `leads` before their texts."""
 
@@ -73,6 +97,7 @@ class Order:
     n: int = 1
     stop: Sequence[str] = ()
     leads: Sequence[str] = ()
+    told: Telling = Telling()
     stream: bool = False
     slo: SLO | None = None
     recipe: str = ""
@@ -89,12 +114,15 @@ class Answer:
         self._ends = None if order.timeout is None else time.monotonic() + order.timeout
         self._timeout = order.timeout
         self.prompt_tokens = sum(map(len, order.prompts))
+        self._tokenizer, self._prompt_told = llm.tokenizer, order.told.prompt
         self.choices = [
             Choice(
                 at * order.n + i,
                 Feed(request, self._news, partial=order.stream),
                 llm.text(order.params, order.stop),
-                order.leads[at] if order.leads else "",
+                prompt,
+                order.leads[at] if order.leads else None,
+                None if order.told.tokens is None else Teller(llm.tokenizer, order.told.tokens),
             )
             for at, prompt in enumerate(order.prompts)
             for i, request in enumerate(_samples(llm, prompt, order))
@@ -103,6 +131,17 @@ class Answer:
     @property
     def output_tokens(self) -> int:
         return sum(choice.tokens for choice in self.choices)
+
+    def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        """Of all tokens of its prompt, the first of which has none; None where they are not wanted."""
+        top = self._prompt_told
+        if top is None:
+            return None
+        scores = [choice.feed.scores.get(at) for at in range(len(choice.prompt))]
+        return [
+            None if score is None else by_id(self._tokenizer, token, score, top)
+            for token, score in zip(choice.prompt, scores)
+        ]
 
     async def start(self) -> None:
         """Hand all requests to the engine. Raises what `EngineLoop.add` raises."""
@@ -150,7 +189,7 @@ class Answer:
         while not self.gone and any(choice.feed.left is None for choice in self.choices):
             await self._news.wait()
             self._news.clear()
-        return [Piece(choice.index, choice.take(), True, choice.finish) for choice in self.choices]
+        return [choice.take(first=True) for choice in self.choices]
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What arrived with each step, until all choices have left or the client is gone."""
@@ -162,8 +201,7 @@ class Answer:
             for choice in [c for c in live if c.feed.tokens or c.feed.left]:
                 if choice.feed.left:
                     live.remove(choice)
-                text, first = choice.take(), choice.index not in begun
-                found.append(Piece(choice.index, text, first, choice.finish))
+                found.append(choice.take(first=choice.index not in begun))
                 begun.add(choice.index)
             yield found
 

@@ -23,6 +23,7 @@ import torch
 
 from phasewise.errors import UserError
 from phasewise.request.request import Left, Request
+from phasewise.request.score import Score
 from phasewise.request.trace import Trace
 from phasewise.serve.exchange import CURRENT, Exchange
 from phasewise.serve.failures import Full, Unavailable
@@ -46,10 +47,12 @@ class Feed:
     partial: bool = False
     arrived: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
+    scores: dict[int, Score] = field(default_factory=dict)  # by position, of tokens that have arrived
     left: Left | None = None
     trace: Trace | None = None  # from when it has left
     exchange: Exchange | None = field(default_factory=CURRENT.get)  # which it is part of
-    posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way
+    posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way ...
+    scored: int = 0  # ... and up to which position their scores
 
     def __post_init__(self) -> None:
         self.posted = self.request.known
@@ -67,7 +70,7 @@ class Snapshot:
     workers: dict[str, int] = field(default_factory=dict)  # alive, by role
 
 
-News = tuple[Feed, list[int], Left | None, Trace | None]
+News = tuple[Feed, list[int], dict[int, Score], Left | None, Trace | None]
 
 
 class EngineLoop:
@@ -214,7 +217,7 @@ class EngineLoop:
             tokens, feed.posted = request.tokens[feed.posted :], request.known
             if request.left is not None:
                 del self._feeds[request.id]
-            news.append((feed, tokens, request.left, request.trace if request.left else None))
+            news.append((feed, tokens, _scores(feed), request.left, request.trace if request.left else None))
         if news:
             self._tell(self._deliver, news)
 
@@ -224,7 +227,7 @@ class EngineLoop:
         self.failed = f"{type(error).__name__}: {error}"
         left = Left("failed", f"the engine has failed ({self.failed})")
         feeds, self._feeds = list(self._feeds.values()), {}
-        self._tell(self._deliver, [(feed, [], left, feed.request.trace) for feed in feeds])
+        self._tell(self._deliver, [(feed, [], {}, left, feed.request.trace) for feed in feeds])
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:
         try:
@@ -243,8 +246,9 @@ class EngineLoop:
         _resolve(answer, refusal)
 
     def _deliver(self, news: Sequence[News]) -> None:
-        for feed, tokens, left, trace in news:
+        for feed, tokens, scores, left, trace in news:
             feed.tokens += tokens
+            feed.scores |= scores
             if left is not None:
                 self.live -= 1
                 feed.left, feed.trace = left, trace
@@ -257,6 +261,15 @@ class EngineLoop:
 def _exchanges(feeds: Sequence[Feed]) -> list[Exchange]:
     """Of each, the exchange that it is part of, if there is one."""
     return [feed.exchange for feed in feeds if feed.exchange is not None]
+
+
+def _scores(feed: Feed) -> dict[int, Score]:
+    """Those that are not on their way yet."""
+    request, start = feed.request, feed.scored
+    if not request.params.scored:
+        return {}
+    feed.scored = request.known
+    return {at: request.scores[at] for at in range(start, request.known) if at in request.scores}
 
 
 def _resolve(answer: asyncio.Future[Any], value: Any) -> None:

@@ -15,10 +15,11 @@ AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
 GREEDY_BELOW = 1e-5  # temperatures that float32 logits cannot be divided by
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 MOST_STOPS = 16
+MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "best_of": (1,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
+    "best_of": (1,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "web_search_options": (),
     "reasoning_effort": (), "verbosity": (), "chat_template": (), "add_generation_prompt": (True,),
@@ -31,6 +32,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Top = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -57,6 +59,7 @@ class Ask(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
+    prompt_logprobs: Top | None = None
     exact: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="seconds within which the whole answer must be there; else it is cancelled, with an error"
@@ -98,6 +101,8 @@ class Ask(BaseModel):
                 raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs come with whole answers: leave stream out", "prompt_logprobs")
         return self
 
     def asks_for(self, option: str) -> bool:
@@ -108,6 +113,14 @@ class Ask(BaseModel):
         """Output tokens asked for; None = as many as fit."""
         return self.max_tokens
 
+    def told(self) -> int | None:
+        """How many of the likeliest tokens each token's log-probability shall come with; None = no such are wanted."""
+        return None
+
+    def scored(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
     def targets(self, default: SLO) -> SLO:
         """The targets asked for, in seconds; the server's own where there are none."""
         asked = {name: ms / 1e3 for name, ms in (self.slo or {}).items() if ms is not None}
@@ -117,7 +130,7 @@ class Ask(BaseModel):
         """The engine's parameters, OpenAI's defaults filled in; without a seed, a random one."""
         temperature = 1.0 if self.temperature is None else self.temperature
         return Params(
-            max_tokens=self.limit() or AS_MANY_AS_FIT,
+            max_tokens=AS_MANY_AS_FIT if (limit := self.limit()) is None else limit,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             top_k=max(self.top_k or 0, 0),  # -1 is another way to say all
             top_p=1.0 if self.top_p is None else max(self.top_p, 1e-9),
@@ -129,6 +142,8 @@ class Ask(BaseModel):
             seed=random.getrandbits(63) if self.seed is None else self.seed,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            logprobs=self.told(),
+            prompt_logprobs=self.scored(),
         )
 
 
@@ -137,6 +152,15 @@ class CompletionAsk(Ask):
 
     prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
     echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
+    logprobs: Top | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.max_tokens == 0 and self.scored() is None:
+            fix = "set echo and logprobs, or prompt_logprobs, or at least 1"
+            raise ApiError(400, f"max_tokens=0 asks for nothing: {fix}", "max_tokens", "invalid_value")
+        return self
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -155,6 +179,13 @@ class CompletionAsk(Ask):
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
+    def told(self) -> int | None:
+        return self.logprobs
+
+    def scored(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((top for top in (echoed, self.prompt_logprobs) if top is not None), default=None)
+
 
 class ChatAsk(Ask):
     """POST /v1/chat/completions. Messages are checked here and become plain {"role", "content", ...}."""
@@ -162,6 +193,14 @@ class ChatAsk(Ask):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+
+    @model_validator(mode="after")
+    def _top(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs", "invalid_value")
+        return self
 
     @field_validator("messages")
     @classmethod
@@ -178,6 +217,9 @@ class ChatAsk(Ask):
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def told(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 A = TypeVar("A", bound=Ask)

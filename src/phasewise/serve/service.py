@@ -16,7 +16,7 @@ from phasewise.engine.limits import memory_default
 from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
-from phasewise.serve.answer import Answer, Order
+from phasewise.serve.answer import Answer, Order, Telling
 from phasewise.serve.exchange import CURRENT
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
@@ -143,7 +143,8 @@ class Service:
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
-        order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe,
+        told = Telling(ask.told(), ask.prompt_logprobs)
+        order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, told, bool(ask.stream), slo, recipe,
                       ask.timeout)  # fmt: skip
         exchange = CURRENT.get()
         return order if exchange is None else exchange.within(order, asked, param)

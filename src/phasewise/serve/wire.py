@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serve.answer import Answer, Piece
+from phasewise.serve.logprobs import Teller, Told
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,6 +24,8 @@ class Format:
     part: str
     content: Callable[[Piece], dict[str, Any]]  # in a choice of a whole answer
     delta: Callable[[Piece], str]  # JSON text, in a choice of an event
+    logprobs: Callable[[Teller, Sequence[Told]], dict[str, Any]]
+    each: bool = False  # whether every choice has the prompt's log-probabilities, or the answer
 
 
 def _chat_delta(piece: Piece) -> str:
@@ -36,11 +39,13 @@ COMPLETION = Format(
     "cmpl", "text_completion", "text_completion",
     content=lambda piece: {"text": piece.text},
     delta=lambda piece: f'"text": {json.dumps(piece.text)}',
+    logprobs=Teller.completion, each=True,
 )  # fmt: skip
 CHAT = Format(
     "chatcmpl", "chat.completion", "chat.completion.chunk",
     content=lambda piece: {"message": {"role": "assistant", "content": piece.text, "refusal": None}},
     delta=_chat_delta,
+    logprobs=Teller.chat,
 )  # fmt: skip
 
 
@@ -52,24 +57,38 @@ class Wire:
         self._format, self._include_usage, self._continuous = format, include_usage, continuous
         self._head = {"id": f"{format.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         chunk = json.dumps({**self._head, "object": format.part})[:-1]
-        self._open = f'data: {chunk}, "choices": [{{"logprobs": null, "index": '
+        self._open = f'data: {chunk}, "choices": [{{"index": '
         self._close = ', "usage": null}\n\n' if include_usage else "}\n\n"
 
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A whole answer."""
-        choices = [
-            {"index": piece.index, **self._format.content(piece), "logprobs": None, "finish_reason": piece.finish}
+        choices: list[dict[str, Any]] = [
+            {
+                "index": piece.index, **self._format.content(piece), "logprobs": self._logprobs(piece, answer),
+                "finish_reason": piece.finish,
+            }
             for piece in pieces
-        ]
-        return {**self._head, "object": self._format.whole, "choices": choices, "usage": usage(answer)}
+        ]  # fmt: skip
+        body = {**self._head, "object": self._format.whole, "choices": choices, "usage": usage(answer)}
+        for told, choice in zip(choices if self._format.each else [body], answer.choices):
+            prompt = answer.prompt_logprobs(choice)
+            if prompt is not None:
+                told["prompt_logprobs"] = prompt
+        return body
 
     def chunk(self, piece: Piece, answer: Answer) -> str:
         """The event of a piece; empty if the piece says nothing."""
-        if not (piece.text or piece.first or piece.finish or self._continuous):
+        if not (piece.text or piece.first or piece.finish or piece.told or self._continuous):
             return ""
         finish = f'"{piece.finish}"' if piece.finish else "null"
         close = f', "usage": {json.dumps(usage(answer))}}}\n\n' if self._continuous else self._close
-        return f'{self._open}{piece.index}, {self._format.delta(piece)}, "finish_reason": {finish}}}]{close}'
+        logprobs = "null" if piece.told is None else json.dumps(self._logprobs(piece, answer))
+        content = f'{self._format.delta(piece)}, "logprobs": {logprobs}, "finish_reason": {finish}'
+        return f"{self._open}{piece.index}, {content}}}]{close}"
+
+    def _logprobs(self, piece: Piece, answer: Answer) -> dict[str, Any] | None:
+        teller = answer.choices[piece.index].teller
+        return None if teller is None or piece.told is None else self._format.logprobs(teller, piece.told)
 
     def last(self, answer: Answer) -> bytes:
         """What ends a stream."""

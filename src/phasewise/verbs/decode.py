@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from phasewise.verbs.sample import Context, choose, draw
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
+    from phasewise.request.score import Score
     from phasewise.step.phase import Hidden, Phase
     from phasewise.verbs.host import Host
 
@@ -25,6 +26,7 @@ class Outcome:
     tokens: list[int]
     drafted: int = 0
     accepted: int = 0
+    scores: Mapping[int, Score] = field(default_factory=dict)  # by position; the engine's, where a request asks
 
     @property
     def kept(self) -> int:
@@ -42,6 +44,9 @@ class Decode(Protocol):
             decode method alone share cached prefixes
         brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's
             `bring(verb, chosen)` gives them (engine/binding.py)
+        scattered: bool  -- of its runtime, True: it draws tokens before those in front of them are known. All others
+            draw them one after another, each after a row of its own, and these are the last rows kept: there
+            log-probabilities are read off. Of a scattered one, requests that ask for them are refused
         composes: tuple  -- of these, the verbs for which it takes what the user chose as `chosen`
     """
 

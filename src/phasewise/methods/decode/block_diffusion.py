@@ -120,6 +120,8 @@ class _Drawn:
 class _BlockDiffusion:
     """Progress is `known` and `computed` alone: whole known blocks are slices, an incomplete one is a canvas."""
 
+    scattered = True
+
     def __init__(self, host: Host, knobs: BlockDiffusion, select: Selector, mask: int) -> None:
         self.host, self.select, self.mask = host, select, mask
         self.unit = knobs.block

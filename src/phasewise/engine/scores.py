@@ -1,0 +1,75 @@
+"""Log-probabilities for the requests that ask: read off the rows that a step leaves behind, by the model's own head.
+
+Tokens never depend on them: rows are scored after the verdict, in a pass of the head of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from phasewise.request.score import Score
+
+if TYPE_CHECKING:
+    from phasewise.model.model import Model
+    from phasewise.request.counters import Counters
+    from phasewise.step.phase import Hidden
+    from phasewise.step.span import Span
+    from phasewise.verbs.decode import Outcome
+
+CELLS = 1 << 22  # logits at once: a prompt's are never held together
+
+
+class _Asked(NamedTuple):
+    """A token whose likelihood is wanted: the batch's row that it follows, its position, and how many others beside."""
+
+    row: int
+    position: int
+    token: int
+    top: int
+
+
+def score(model: Model, counters: Counters, spans: Sequence[Span], outcomes: Sequence[Outcome], hidden: Hidden) -> None:
+    """Fill in the scores of these outcomes, where their requests ask."""
+    asked = [_asked(span, outcome) for span, outcome in zip(spans, outcomes)]
+    found = iter(_scores(model, hidden, [one for each in asked for one in each]))
+    for outcome, each in zip(outcomes, asked):
+        outcome.scores = {one.position: next(found) for one in each}
+        counters.head_rows += len(each)
+
+
+def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
+    request, params = span.request, span.request.params
+    found: list[_Asked] = []
+    if params.prompt_logprobs is not None and request.prefilling and request.parent is None:  # siblings take theirs
+        for row, before in enumerate(span.positions):
+            at = before + 1
+            if params.scored_from <= at < request.prompt_len and at not in request.scores:
+                found.append(_Asked(span.start + row, at, request.tokens[at], params.prompt_logprobs))
+    if params.logprobs is not None:  # tokens come after the last rows kept, one after each (`Decode.scattered`)
+        count = len(outcome.tokens)
+        kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
+        rows = kept[len(kept) - count :] if count else ()
+        assert len(rows) == count, "a token for which no row was kept"
+        for i, (row, token) in enumerate(zip(rows, outcome.tokens)):
+            found.append(_Asked(span.start + row, request.known + i, token, params.logprobs))
+    return found
+
+
+def _scores(model: Model, hidden: Hidden, asked: Sequence[_Asked]) -> list[Score]:
+    out: list[Score] = []
+    most = max(1, CELLS // model.config.vocab)
+    for start in range(0, len(asked), most):
+        some = asked[start : start + most]
+        logits = model.head(hidden.rows([one.row for one in some]))  # float32 [n, V]
+        tokens = torch.tensor([one.token for one in some], device=logits.device)[:, None]
+        total = logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(1, tokens)
+        ranks = (logits > own).sum(-1) + 1
+        top = logits.topk(min(max(one.top for one in some), logits.shape[-1]), -1)
+        values, ids = (top.values - total).tolist(), top.indices.tolist()
+        for i, (logprob, rank) in enumerate(zip((own - total)[:, 0].tolist(), ranks.tolist())):
+            out.append(Score(logprob, rank, tuple(zip(ids[i], values[i]))[: some[i].top]))
+    return out
