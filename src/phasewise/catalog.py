@@ -21,9 +21,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from phasewise.errors import UserError, near
-from phasewise.spelling import Spelled, parse_value, read, spell_value
+from phasewise.spelling import Spelled, chained, parse_value, read, spell_value
 
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
+CHAINED, THEN = ("sample",), "then"  # verbs whose methods may hand on to another one, and the field that holds it
 QUESTIONS = {
     "place": "where does each phase run, and how does KV get there?",
     "schedule": "who runs in this step, with how many rows?",
@@ -120,9 +121,29 @@ def every() -> Iterator[tuple[str, str, type[Any]]]:
 
 # ---- from text
 def build(kind: str, text: str, **fixed: Any) -> Any:
-    """The method written as `name` or `name:knob=value,knob=value`; `fixed` fills fields that hold other methods."""
+    """The method written as `name` or `name:knob=value,knob=value`; `fixed` fills fields that hold other methods. Of a
+    kind in CHAINED, `one+two` is `one:then=(two)`."""
+    text, *others = links(kind, text)
+    if others:
+        name = split(text, kind)[0]
+        if THEN not in parts_of(method(kind, name)):
+            raise UserError(f"{kind} {text!r} hands on to nobody: put it last, as in {'+'.join([*others, text])}")
+        fixed = {THEN: build(kind, "+".join(others)), **fixed}
     spelled = read(text, kind)
     return configure(method(kind, spelled.name), spelled.knobs, f"{kind} {spelled.name}", **fixed)
+
+
+def known(kind: str, text: str) -> None:
+    """Raise UserError if `text` names a method that there is not. Imports none that there is."""
+    for link in links(kind, text):
+        name = link.partition(":")[0].strip()
+        if name not in names(kind):
+            method(kind, name)
+
+
+def links(kind: str, text: str) -> list[str]:
+    """The methods that `text` chooses, one after the other; of most kinds that is one."""
+    return chained(text) if kind in CHAINED else [text]
 
 
 def split(text: str, what: str) -> tuple[str, Mapping[str, str | Spelled]]:
@@ -229,6 +250,14 @@ def parts_of(cls: type[Any]) -> dict[str, Part]:
 def slots_of(cls: type[Any]) -> list[str]:
     """Verbs whose options fill a field of this method: `draft: Any = part("draft")` is what --draft chooses."""
     return [field for field, its in parts_of(cls).items() if field == its.kind and field in VERBS]
+
+
+def chain_of(held: Any) -> list[Any]:
+    """A method and those it hands on to, in order."""
+    found = [held]
+    while THEN in parts_of(type(found[-1])):
+        found.append(getattr(found[-1], THEN))
+    return found
 
 
 # ---- back to text

@@ -59,7 +59,9 @@ class LLM:
             print(piece, end="", flush=True)
 
     Every call takes the fields of `Params` as keywords, instead of `params` or beside it: they override its fields, for
-    all prompts. Raises UserError for a keyword that nobody knows and for a value that `Params` refuses.
+    all prompts. What a method may be asked for is a keyword as well: `json_schema={...}` is
+    `ask={"json_schema": {...}}`. Raises UserError for a keyword that nobody knows and for a value that `Params`
+    refuses.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(model_path(model))
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
         self.lossy = {name: lossy(own) for name, own in {"": builder.methods, **builder.recipes}.items()}
+        every = [method for own in (builder.methods, *builder.recipes.values()) for method in own.values()]
+        self.asks = frozenset(name for method in every for name in getattr(method, "asks", ()))
         self.engine: Placed = builder.build()
 
     @cached_property
@@ -105,8 +109,8 @@ class LLM:
         the text, or several. `progress` is told how many requests have left, whenever it is more. Look at
         `Output.left`: a request that failed does not raise.
         """
-        each = _several(prompts)
-        _refuse_unknown(own, "params", "stop", "progress", "recipe")
+        each, own = _several(prompts), self._asked(own)
+        _refuse_unknown(own, "params", "stop", "progress", "recipe", *self.asks)
         if isinstance(params, Sequence):
             settings = [_settled(one, own) for one in params]
         else:
@@ -142,7 +146,8 @@ class LLM:
         `prompt` may be a conversation; then `variables` are as in `chat`. `own`: fields of `Params`. Raises
         PhasewiseError if the request fails on the way.
         """
-        _refuse_unknown(own, "params", "stop", "recipe", "variables")
+        own = self._asked(own)
+        _refuse_unknown(own, "params", "stop", "recipe", "variables", *self.asks)
         settings, ids = _settled(params, own), self._ids(prompt, variables)
         return self._pieces(self.request(ids, settings, stop, recipe=recipe), stop)
 
@@ -161,7 +166,8 @@ class LLM:
         `variables` are for the chat template: {"enable_thinking": False}, {"tools": [...]}. `own`: fields of `Params`.
         Raises UserError if the model has no template.
         """
-        _refuse_unknown(own, "params", "stop", "recipe", "variables")
+        own = self._asked(own)
+        _refuse_unknown(own, "params", "stop", "recipe", "variables", *self.asks)
         ids = self.encode_chat(messages, variables)
         return self.generate([ids], params, stop=stop, recipe=recipe, **own)[0]
 
@@ -199,6 +205,12 @@ class LLM:
         return Text(self.tokenizer, stop, {*eos, *params.stop_tokens})
 
     # ---- inside
+    def _asked(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Keywords with those that methods take (`asks`) put into `ask`."""
+        asked = {name: value for name, value in own.items() if name in self.asks and value is not None}
+        rest = {name: value for name, value in own.items() if name not in self.asks}
+        return {**rest, "ask": {**(rest.get("ask") or {}), **asked}} if asked else rest
+
     def _ids(self, prompt: Prompt | Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             return self.encode_chat(prompt, variables)  # type: ignore[arg-type]

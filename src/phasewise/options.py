@@ -80,7 +80,7 @@ def lossy(methods: Mapping[str, Any]) -> list[str]:
     """The chosen methods that may change answers, as VERB=METHOD, each with the knobs at which it does not. Lossy ones
     that are just as they say to be neutral may not."""
     found = []
-    for verb, method in methods.items():
+    for verb, method in ((verb, link) for verb, held in methods.items() for link in catalog.chain_of(held)):
         kind, home = type(method), getattr(method, "slots", (verb,))[0]
         if home == verb and kind.guarantee == "lossy" and not (kind.neutral and method == kind(**kind.neutral)):
             neutral = f" (or say {catalog.spell(verb, kind(**kind.neutral))})" if kind.neutral else ""

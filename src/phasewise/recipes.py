@@ -56,9 +56,7 @@ def check(recipes: Mapping[str, Verbs]) -> None:
                 choices = set(catalog.VERBS) - ENGINE_WIDE.keys()
                 raise UserError(f"recipe {name!r} names an unknown verb {verb!r}. {near(verb, choices)}")
             if text is not None and (verb, text) != ("draft", NO_DRAFT):
-                method = text.partition(":")[0].strip()
-                if method not in catalog.names(verb):
-                    catalog.method(verb, method)
+                catalog.known(verb, text)
 
 
 def texts(given: Verbs, own: Verbs, defaults: Mapping[str, str]) -> dict[str, str]:

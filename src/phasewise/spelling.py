@@ -5,7 +5,8 @@
 
 A plain value ends at a comma or at a parenthesis that closes none of its own. A quoted one stands between single
 quotes, a quote within it is written twice; nothing but the text in between is meant, so 'none' is a word. Reading says
-where it stopped and what it expected there.
+where it stopped and what it expected there. Methods that hand on to another one may be written as a chain,
+`one+two:knob=value` (`chained`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,19 @@ class Spelled:
 def read(text: str, what: str) -> Spelled:
     """The method that `text` spells. Raises UserError beginning with `what`, with the position of the mistake."""
     return _Reader(text, what).whole()
+
+
+def chained(text: str) -> list[str]:
+    """The methods of a chain, `one+two:knob=value`, in order. A plus sign counts where a name follows it, outside of
+    quotes and parentheses."""
+    found, start, depth, quoted = [], 0, 0, False
+    for at, char in enumerate(text):
+        quoted ^= char == "'"
+        depth += 0 if quoted else (char == "(") - (char == ")")
+        if char == "+" and not quoted and depth == 0 and (text[at + 1 :].lstrip()[:1].isalpha()):
+            found.append(text[start:at])
+            start = at + 1
+    return [*found, text[start:]]
 
 
 class _Reader:

@@ -39,7 +39,7 @@ class Setting:
                 raise UserError(f"{word!r} is not a setting: write VERB=METHOD[:knob=value,...]")
             if verb not in catalog.VERBS:
                 raise UserError(f"unknown verb {verb!r} in {text!r}. {near(verb, catalog.VERBS)}")
-            catalog.method(verb, method.partition(":")[0])
+            catalog.known(verb, method)
             verbs[verb] = method
         if not verbs:
             raise UserError("an empty setting: write VERB=METHOD, such as draft=prompt_lookup")

@@ -106,9 +106,7 @@ class EngineOptions:
         if self.kv_bytes is not None:
             parse_bytes(self.kv_bytes)
         for verb, text in self.verbs.items():
-            name = text.partition(":")[0].strip()
-            if name not in catalog.names(verb):
-                catalog.method(verb, name)
+            catalog.known(verb, text)
         if self.exact:
             self._refuse_lossy(named or {})
 

@@ -29,6 +29,7 @@ from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
 from phasewise.request.header import header_of
+from phasewise.request.params import Params
 from phasewise.request.request import Left, Request
 from phasewise.request.score import Score
 
@@ -131,6 +132,9 @@ class Router:
         else:
             self.flights[request.id] = flight = InFlight(request, self._start_of(request), next(self._attempts))
             self._begin(flight)
+
+    def prepare(self, params: Params, recipe: str) -> None:
+        self.fronts[0].prepare(params, recipe)
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from phasewise.catalog import chain_of
 from phasewise.engine.binding import Bindings, Methods, in_phase
 from phasewise.engine.runtime import Runtime
 from phasewise.kv.buffer import KVShape, Ledger, Raw
@@ -59,7 +60,7 @@ class Assembly:
         )
         attends = {id(phase.attend): phase.attend for phase in phases}.values()
         store.book(attend.beside for attend in attends if hasattr(attend, "beside"))
-        return Runtime(phases, store, bindings.companions(methods, names))
+        return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
 
     def _of(self, sample: Any) -> Bindings:
         for known, bindings in self._bindings:
@@ -88,7 +89,8 @@ class Assembly:
     def _prefix_key(self, methods: Methods, first: str) -> str | None:
         """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10), `first` being the phase of prompts;
         None if a method says that what it makes of a prompt is of no use to others (`shares_prefix = False`)."""
-        if not all(getattr(method, "shares_prefix", True) for method in methods.values()):
+        every = [link for method in methods.values() for link in chain_of(method)]
+        if not all(getattr(method, "shares_prefix", True) for method in every):
             return None
         shaping = [methods[verb] for verb in ("store", "evict")]
         shaping += [in_phase(methods[verb], first, self.defaults[verb]) for verb in ("attend", "skip")]

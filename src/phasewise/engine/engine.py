@@ -32,6 +32,7 @@ from phasewise.verbs.schedule import Work
 if TYPE_CHECKING:
     from phasewise.kv.buffer import Ledger
     from phasewise.kv.prefix import PrefixCache
+    from phasewise.request.params import Params
 
 log = logging.getLogger(__name__)
 _DEPTH = (
@@ -50,8 +51,7 @@ class Engine:
         self.ledger: Ledger = self.store.ledger
         self.prefixes: PrefixCache = self.store.prefixes
         self.queues = Queues()
-        self.waiting, self.running = self.queues.waiting, self.queues.running
-        self.departed = self.queues.departed  # prompts done, for a placement to carry on
+        self.waiting, self.running, self.departed = self.queues.waiting, self.queues.running, self.queues.departed
         self.room = Admission(parts.recipes, self.queues, parts.counters, self._no_room)
         self._turn = StepAttempt(parts.model, parts.counters, parts.taps)
         self._departs = parts.departs
@@ -76,7 +76,7 @@ class Engine:
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
-        return sum(ROUND * self.runtime(request).store.row_bytes for request in self.running)
+        return sum(ROUND * self.runtime(each).store.row_bytes for each in self.running)
 
     @property
     def workers(self) -> dict[str, int]:
@@ -84,7 +84,6 @@ class Engine:
         return {}
 
     def runtime(self, request: Request) -> Runtime:
-        """What the request is computed with."""
         return self.recipes[request.recipe]
 
     def reach(self, recipe: str) -> int:
@@ -92,6 +91,10 @@ class Engine:
         config = self.model.config
         endless = all(rope.fixed for rope in config.ropes) and not self._departs
         return self.recipes[recipe].reach(config.max_positions) if endless else config.max_positions
+
+    def prepare(self, params: Params, recipe: str) -> None:
+        """See `Placed`."""
+        self.recipes[recipe].check(params)
 
     def check(self, request: Request, reach: int | None = None) -> None:
         """Raise UserError if the request can never run here. A `max_tokens` beyond its `reach` means as many as fit, in
@@ -102,6 +105,7 @@ class Engine:
         if request.recipe not in self.recipes:
             raise UserError(f"unknown recipe {request.recipe!r}. {near(request.recipe, filter(None, self.recipes))}")
         runtime = self.runtime(request)
+        runtime.check(request.params)
         refuse(request, runtime, config.vocab)
         reach = self.reach(request.recipe) if reach is None else reach
         if request.prompt_len >= reach:

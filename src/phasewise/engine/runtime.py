@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from phasewise.errors import UserError, near
 from phasewise.verbs.host import ENDLESS
 
 if TYPE_CHECKING:
     from phasewise.kv.store import Store
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
+    from phasewise.request.params import Params
     from phasewise.request.request import Request
     from phasewise.speculation.companion import Companion
     from phasewise.step.phase import Phase
@@ -30,6 +32,25 @@ class Runtime:
     phases: Sequence[Phase]
     store: Store
     companions: Sequence[Companion] = ()
+    sample: Any = None
+
+    def check(self, params: Params) -> None:
+        """Raise UserError unless all that a request asks for (`Params.ask`) can be honoured."""
+        if params.ask is None:
+            return
+        slots = [method for phase in self.phases for method in (phase.decode, phase.attend, phase.evict, phase.skip)]
+        takers = {id(method): method for method in (self.sample, *slots) if getattr(method, "asks", ())}
+        known = {name for method in takers.values() for name in method.asks}
+        scattered = any(getattr(phase.decode, "scattered", False) for phase in self.phases)
+        for name in params.ask:
+            if name not in known:
+                raise UserError(f"{name} was asked for, and no method here takes that. {near(name, known)}")
+            if scattered and name in getattr(self.sample, "asks", ()):
+                raise UserError(f"{name} cannot be kept where tokens are drawn before those in front of them are "
+                                "known: choose another decode method, or leave it out")  # fmt: skip
+        for method in takers.values():
+            if not params.ask.keys().isdisjoint(method.asks):
+                method.check(params)
 
     def phase(self, request: Request) -> Phase:
         """The phase that the request is in. There must be one: who is past the last phase has departed."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from phasewise.errors import UserError
 
@@ -32,6 +34,7 @@ class Params:
     logprobs: int | None = None  # each token's log-probability, and as many of the likeliest; see request/score.py
     prompt_logprobs: int | None = None  # the same of the prompt's tokens ...
     scored_from: int = 1  # ... from this position on; before it, cached prefixes may be used
+    ask: dict[str, Any] | None = None  # what a method is asked for, by the names it takes (`asks`); plain JSON
     greedy: bool = field(init=False, repr=False)
     penalised: bool = field(init=False, repr=False)
     """Whether logits are changed by penalties or a bias. Both are asked of every request in every step."""
@@ -58,6 +61,8 @@ class Params:
                 raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        if self.ask is not None:
+            object.__setattr__(self, "ask", _plain(self.ask))
         object.__setattr__(self, "greedy", self.temperature == 0.0)
         object.__setattr__(self, "penalised", bool(penalties or self.logit_bias))
         object.__setattr__(self, "scored", self.logprobs is not None or self.prompt_logprobs is not None)
@@ -79,6 +84,17 @@ _RANGES = (
     ("scored_from", Integral, 1, 1 << 30),
 )
 _OPTIONAL = ("logprobs", "prompt_logprobs")
+
+
+def _plain(ask: object) -> dict[str, Any] | None:
+    """What JSON makes of it, so that it is the same wherever it travels; None if nothing is asked."""
+    try:
+        found = json.loads(json.dumps(ask, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"ask is no plain JSON ({error}): name texts, numbers, lists or dicts") from None
+    if not isinstance(found, dict):
+        raise UserError(f"ask={ask!r:.60} does not name what is asked for, as {{'name': value}} does")
+    return found or None
 
 
 def _all(kind: type, given: object) -> bool:

@@ -40,6 +40,8 @@ class Decode(Protocol):
         unit: int  -- rows of a block, where rows see later rows of their own block: prefixes are shared in whole blocks
         margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
             where these may be more than 64: who could not find room for them in the KV budget is refused at once
+        scattered: bool  -- of a runtime that draws tokens before those in front of them are known: requests that ask
+            something of the sample method (`asks`) are refused
         plain_prompts: bool  -- of a method that computes prompts as plain causal slices: recipes that differ in such a
             decode method alone share cached prefixes
         brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from phasewise.kv.buffer import Ledger
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
+    from phasewise.request.params import Params
     from phasewise.request.request import Request
 
 
@@ -59,6 +60,11 @@ class Placed(Protocol):
 
     def reach(self, recipe: str) -> int:
         """How many positions a text may have with a recipe: the model's context, or more."""
+        ...
+
+    def prepare(self, params: Params, recipe: str) -> None:
+        """Raise UserError if what `params` asks for cannot be honoured with a recipe. From any thread: what takes long
+        is then done before a request is added."""
         ...
 
     def add(self, request: Request) -> None: ...

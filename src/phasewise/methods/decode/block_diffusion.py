@@ -125,6 +125,7 @@ class _BlockDiffusion:
     def __init__(self, host: Host, knobs: BlockDiffusion, select: Selector, mask: int) -> None:
         self.host, self.select, self.mask = host, select, mask
         self.unit = knobs.block
+        self.scattered = knobs.block > 1
         self.margin = min(self.unit, host.model.config.max_positions)
         self.steps = knobs.steps or knobs.block
         self.shift = knobs.shift
