@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from phasewise.errors import UserError
+from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.methods.draft._earlier import Cursor, Earlier
 from phasewise.methods.draft.suffix_decoding import CHUNK, EARLIER, LATEST, NAME, ONLY, SuffixDecoding, Suffixes
 from phasewise.methods.verify.match import Match
 from phasewise.options import parse
@@ -138,7 +140,7 @@ def test_a_copying_target_needs_few_passes() -> None:
 def test_a_very_long_prompt_is_read_in_pieces() -> None:
     request, drafter = Request([4, 5] * CHUNK), bound()
     assert drafter.draft([request], [9]) == [None]
-    assert request.state[NAME].n == CHUNK
+    assert request.state[NAME].own.n == CHUNK
     assert drafter.draft([request], [9])[0] is not None
 
 
@@ -150,6 +152,70 @@ def test_paced_makes_the_threshold_its_own() -> None:
     engine = tiny.engine({"draft": "paced"})
     paced = tiny.run(engine, tiny.prompts(40, 50, 60, 70), tiny.greedy(24))
     assert [request.out for request in paced] == [request.out for request in plain]
+
+
+# ---- what others were answered
+
+
+def test_a_cursor_is_the_longest_end_that_occurs() -> None:
+    """However both texts grow in turn: against trying every length. A generation that is new is looked at from the end
+    of the text on."""
+    rng = random.Random(4)
+    for _ in range(200):
+        text, tokens, others = SuffixAutomaton(), list[int](), list[int]()
+        cursor = Cursor(text, 0)
+        for _ in range(30):
+            if rng.random() < 0.5:
+                others.append(rng.randrange(3))
+                text.extend(others[-1])
+                continue
+            tokens.append(rng.randrange(3))
+            before = cursor.place[1]
+            cursor.move(tokens)
+            ends = [tokens[len(tokens) - n :] for n in range(before + 2)]
+            found = [len(end) for end in ends if any(others[i : i + len(end)] == end for i in range(len(others)))]
+            assert cursor.place[1] == max(found, default=0)
+    fresh = Earlier()
+    fresh.add([1, 2, 3, 4])
+    assert [cursor.place[1] for cursor in fresh.cursors([], [9, 2, 3])] == [2]
+
+
+def test_the_memory_of_answers_is_bounded() -> None:
+    earlier = Earlier(most=10)
+    for at in range(8):
+        earlier.add([at] * 7)
+        assert sum(text.n for text in earlier.texts) <= 22
+    assert [text.n for text in earlier.texts] == [8, 8], "the newest answer and the one before"
+    earlier.add(list(range(100)))
+    assert [text.n for text in earlier.texts] == [11, 8], "of a long one its beginning"
+
+
+def test_an_answer_given_before_is_guessed_from_then_on() -> None:
+    """The second to ask the same needs a pass for every twenty-five tokens; without scope=engine it needs as many as
+    the first, and nobody's tokens change."""
+    prompt, made = tiny.prompts(40), dict[str, list[int]]()
+    for scope in ("request", "engine"):
+        engine = tiny.engine({"draft": f"suffix_decoding:branches=1,scope={scope}"})
+        first = tiny.run(engine, prompt, tiny.greedy(60))[0]
+        before = engine.counters.forwards
+        again = tiny.run(engine, prompt, tiny.greedy(60))[0]
+        assert again.out == first.out
+        made[scope] = [before, engine.counters.forwards - before]
+    assert made["request"][1] >= 0.8 * made["request"][0]
+    assert made["engine"][1] <= 2 + 60 // 25 + 4
+
+
+def test_a_break_is_never_guessed() -> None:
+    """What follows the end of an answer is no token."""
+    drafter = bound(scope="engine", branches=3)  # type: ignore[arg-type]
+    drafter.earlier.add([5, 6, 7])
+    drafter.earlier.add([8, 6, 7])
+    assert drafter.draft([Request([1, 6, 7], tiny.greedy(100))], [100]) == [None]
+
+
+def test_lossy_verifiers_may_not_let_tokens_depend_on_others() -> None:
+    with pytest.raises(UserError, match="learns from all requests"):
+        tiny.engine({"draft": "suffix_decoding:scope=engine", "verify": "top_beta"})
 
 
 @pytest.mark.parametrize(("knob", "value"), [("nodes", 0), ("nodes", 64), ("branches", 4), ("min_match", 0)])

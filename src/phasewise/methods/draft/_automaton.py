@@ -67,19 +67,28 @@ class SuffixAutomaton:
         state = self._link[self._last] if self.n else 0
         return state, self._length[state]
 
-    def after(self, state: int, match: int, shortest: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    def after(self, state: int, match: int, shortest: int) -> Iterator[tuple[int, list[int]]]:
         """What has followed a text that ends in the `match` tokens of `state`: for its suffixes of at least `shortest`
-        tokens, longest first, how many tokens match and (token, state after it), latest first. A state that is
-        returned matches one token more than what led to it."""
+        tokens, longest first, how many tokens match and the tokens that followed, latest first."""
         while match >= shortest and state > 0:
             edges = self._next[state]
             if len(edges) == 1:
-                yield match, list(edges.items())
+                yield match, list(edges)
             elif edges:
                 end = self._end
-                yield match, sorted(edges.items(), key=lambda edge: -end[edge[1]])
+                yield match, sorted(edges, key=lambda token: -end[edges[token]])
             state = self._link[state]
             match = self._length[state]
+
+    def follow(self, state: int, match: int, token: int) -> tuple[int, int]:
+        """The longest end of a text that occurs in this one, one token on: from the state and length of that before."""
+        while match <= self._length[self._link[state]] and state > 0:  # since split off: this text has grown
+            state = self._link[state]
+        while state > 0 and token not in self._next[state]:
+            state = self._link[state]
+            match = self._length[state]
+        after = self._next[state].get(token)
+        return (0, 0) if after is None else (after, match + 1)
 
     def _suffix(self, state: int, token: int) -> int:
         """The state of `state`'s longest substring followed by `token`, split off where it has more to it."""

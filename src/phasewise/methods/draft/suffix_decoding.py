@@ -4,12 +4,13 @@ every verifier that keeps chosen guesses exact, no model, no training."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.methods.draft._earlier import BREAK, Cursor, Earlier, Place
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -33,14 +34,17 @@ class SuffixDecoding:
     are taken, at most `nodes`, down to a chance of `least` to be accepted.
 
     How likely a guess is taken to be hangs on its match's length and on how many different tokens have followed.
-    `branches=1` guesses chains. Left out: counts (what followed lately is the better guess, nearly always); a tree of
-    what other requests were answered.
+    `branches=1` guesses chains. scope=engine looks in what other requests were answered, too (the last 32,768 to 65,536
+    tokens): for agents, who ask nearly the same again. Such requests then show in each other's counters, never in each
+    other's tokens: a verifier under which they might is refused. Left out: counts (what followed lately is nearly
+    always the better guess).
     """
 
     nodes: int = 24
     branches: int = 3
     min_match: int = 1  # tokens
     least: float = 0.05
+    scope: Literal["request", "engine"] = "request"
 
     paper: ClassVar[str] = "arXiv 2411.04975"
     guarantee: ClassVar[str] = "exact"
@@ -53,6 +57,8 @@ class SuffixDecoding:
                 raise UserError(f"suffix_decoding: {knob}={getattr(self, knob)} must be from 1 to {most}")
         if not 0 < self.least < 1:
             raise UserError(f"suffix_decoding: least={self.least:g} must lie between 0 and 1")
+        if self.scope not in ("request", "engine"):
+            raise UserError(f"suffix_decoding: scope={self.scope} must be request or engine")
 
     def bind(self, host: Host) -> Suffixes:
         return Suffixes(self)
@@ -63,6 +69,8 @@ class Suffixes:
 
     def __init__(self, knobs: SuffixDecoding) -> None:
         self.knobs, self.least = knobs, knobs.least
+        self.shared = knobs.scope == "engine"
+        self.earlier = Earlier()
 
     @property
     def largest(self) -> int:
@@ -78,55 +86,84 @@ class Suffixes:
         return False
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        if self.shared:
+            self.earlier.collect()
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
         """Nothing: the text says it all."""
 
     def _guess(self, request: Request, budget: int) -> Draft | None:
-        text: SuffixAutomaton | None = request.state.get(NAME)
+        text: _Text | None = request.state.get(NAME)
         if text is None:
-            text = request.state[NAME] = SuffixAutomaton()
-        for token in request.tokens[text.n : text.n + CHUNK]:
-            text.extend(token)
-        if text.n < request.known:
+            text = request.state[NAME] = _Text(SuffixAutomaton())
+            if self.shared:
+                self.earlier.watch(request)
+        own = text.own
+        for token in request.tokens[own.n : own.n + CHUNK]:
+            own.extend(token)
+        if own.n < request.known:
             return None
-        return self._grown(text, min(budget, self.knobs.nodes), headroom(request))
+        sources = [(own, own.end)]
+        if self.shared:
+            text.cursors = self.earlier.cursors(text.cursors, request.tokens)
+            sources += [(cursor.text, cursor.place) for cursor in text.cursors]
+        return self._grown(sources, min(budget, self.knobs.nodes), headroom(request))
 
-    def _grown(self, text: SuffixAutomaton, nodes: int, levels: int) -> Draft | None:
+    def _grown(self, sources: Sequence[tuple[SuffixAutomaton, Place]], nodes: int, levels: int) -> Draft | None:
+        texts = [text for text, _ in sources]
         tokens, parents, likely = list[int](), list[int](), list[float]()
-        ahead: list[tuple[float, int, int, int, int, int, int, float]] = []
+        ahead: list[tuple[float, int, int, int, int, float, list[Place]]] = []
         number = 0  # of what lies ahead: of equally likely guesses the first found comes first
 
-        def look_behind(state: int, match: int, node: int, level: int, reached: float) -> None:
+        def look_behind(places: list[Place], node: int, level: int, reached: float) -> None:
             nonlocal number
-            for found, token, after, chance in self._followers(text, state, match):
-                if reached * chance < self.least:
-                    continue
-                heappush(ahead, (-reached * chance, number, node, level, token, after, found, chance))
-                number += 1
+            for token, chance in self._followers(texts, places):
+                if reached * chance >= self.least:
+                    heappush(ahead, (-reached * chance, number, node, level, token, chance, places))
+                    number += 1
 
         if levels > 0:
-            look_behind(*text.end, -1, 1, 1.0)
+            look_behind([place for _, place in sources], -1, 1, 1.0)
         while ahead and len(tokens) < nodes:
-            less, _, parent, level, token, state, match, chance = heappop(ahead)
+            less, _, parent, level, token, chance, places = heappop(ahead)
             tokens.append(token)
             parents.append(parent)
             likely.append(chance)
             if level < levels:
-                look_behind(state, match + 1, len(tokens) - 1, level + 1, -less)
+                after = [text.follow(*place, token) for text, place in zip(texts, places)]
+                look_behind(after, len(tokens) - 1, level + 1, -less)
         return Draft(tokens, parents, likely=likely) if tokens else None
 
-    def _followers(self, text: SuffixAutomaton, state: int, match: int) -> list[tuple[int, int, int, float]]:
-        """The best guesses after a match: how many tokens matched, token, state after it, how likely it is."""
-        found: list[tuple[int, int, int, float]] = []
+    def _followers(self, texts: Sequence[SuffixAutomaton], places: Sequence[Place]) -> list[tuple[int, float]]:
+        """The best guesses after these places, and how likely they are."""
+        found = dict[int, float]()
+        for text, (state, match) in zip(texts, places):
+            for token, chance in self._of(text, state, match):
+                found[token] = max(chance, found.get(token, 0.0))
+        best = list(found.items())
+        if len(texts) > 1:
+            best.sort(key=lambda each: -each[1])
+        return best[: self.knobs.branches]
+
+    def _of(self, text: SuffixAutomaton, state: int, match: int) -> list[tuple[int, float]]:
+        found = list[tuple[int, float]]()
         most = self.knobs.branches
-        for length, edges in text.after(state, match, self.knobs.min_match):
-            latest = ONLY if len(edges) == 1 else LATEST
-            for token, after in edges[: len(found) + most]:
-                if all(token != other for _, other, _, _ in found):
+        for length, followed in text.after(state, match, self.knobs.min_match):
+            latest = ONLY if len(followed) == 1 else LATEST
+            for token in followed[: len(found) + most + 1]:
+                if token != BREAK and all(token != other for other, _ in found):
                     chance = EARLIER[len(found) - 1] if found else latest[min(length, len(latest) - 1)]
-                    found.append((length, token, after, chance))
+                    found.append((token, chance))
                     if len(found) == most:
                         return found
         return found
+
+
+@dataclass(slots=True)
+class _Text:
+    own: SuffixAutomaton
+    cursors: list[Cursor] = field(default_factory=list)  # where it ends in what others were answered
+
+    def fork(self) -> _Text:
+        return _Text(self.own.fork(), [cursor.fork() for cursor in self.cursors])

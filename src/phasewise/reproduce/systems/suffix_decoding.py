@@ -55,7 +55,7 @@ SYSTEM = System(
         Timing("time per token", seconds=loads.pace, price=True),
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
     ),
-    note="Only the request's own text is searched; earlier answers are not kept. The padded model gives the same "
+    note="Only the request's own text is searched here (`scope=engine` keeps answers). The padded model gives the same "
     "tokens at the price of 105 million weights, and its clock is the one that is judged; the small one, beside it, "
     "spends much of a pass on what no drafter saves.",
 )  # fmt: skip
