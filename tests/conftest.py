@@ -15,7 +15,7 @@ LONGEST = (
     "laws/test_kv_methods.py", "cluster/test_ray_server.py", "laws/test_recipes.py", "laws/test_sampled_drafts.py",
     "cluster/test_processes.py", "train/test_draft.py", "place/test_semi_pd.py", "cluster/test_ray.py",
     "gguf/test_real_files.py", "place/test_push.py", "test_wheel.py", "bench/test_compare.py",
-    "place/test_disaggregated.py", "place/test_splitwise.py",
+    "speculation/test_greedy.py", "place/test_disaggregated.py", "place/test_splitwise.py",
 )  # fmt: skip
 
 

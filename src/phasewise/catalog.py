@@ -200,10 +200,14 @@ def _changed(default: Spelled, changes: Mapping[str, Any]) -> Spelled:
     return Spelled(default.name, knobs)
 
 
-@cache
+_HINTS: dict[type[Any], dict[str, Any]] = {}  # read once of each class
+
+
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    if cls not in _HINTS:
+        hints = typing.get_type_hints(cls)
+        _HINTS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return _HINTS[cls]
 
 
 def _vocabulary(cls: type[Any]) -> list[str]:
