@@ -8,10 +8,14 @@ from hypothesis import settings
 settings.register_profile("unhurried", deadline=None)  # beside a busy core an example takes as long as it takes
 settings.load_profile("unhurried")
 
-# Files that take longest: a worker that is given one of them last keeps all others waiting.
+# Files that take longest, by the processor's time or by waiting: a worker that is given one of them last keeps all
+# others waiting. Those of many processes stand apart, so that they seldom run at the same time.
 LONGEST = (
-    "laws/test_distribution.py", "laws/test_methods.py", "reproduce/test_systems.py", "laws/test_recipes.py",
-    "laws/test_kv_methods.py", "test_wheel.py", "cluster/test_soak.py",
+    "laws/test_methods.py", "laws/test_distribution.py", "cluster/test_soak.py", "reproduce/test_systems.py",
+    "laws/test_kv_methods.py", "cluster/test_ray_server.py", "laws/test_recipes.py", "laws/test_sampled_drafts.py",
+    "cluster/test_processes.py", "train/test_draft.py", "place/test_semi_pd.py", "cluster/test_ray.py",
+    "gguf/test_real_files.py", "place/test_push.py", "test_wheel.py", "bench/test_compare.py",
+    "speculation/test_greedy.py", "place/test_disaggregated.py", "place/test_splitwise.py",
 )  # fmt: skip
 
 

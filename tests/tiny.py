@@ -136,3 +136,17 @@ def outs(requests: Sequence[Request]) -> list[list[int]]:
     failed = [r for r in requests if r.left is None or r.left.how == "failed"]
     assert not failed, failed
     return [r.out for r in requests]
+
+
+_PLAIN: dict[tuple[Model, str], list[list[int]]] = {}
+
+
+def plain(
+    given: Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None, verbs: dict[str, str] | None = None
+) -> list[list[int]]:
+    """The tokens that one engine with these methods gives, all prompts at once: what others are compared with. Run
+    once per test process, for many tests ask for the same; what is itself under test must not be asked for here."""
+    key = model(), repr((sorted((verbs or {}).items()), given, params))
+    if key not in _PLAIN:
+        _PLAIN[key] = outs(run(engine(verbs), given, params))
+    return [list(tokens) for tokens in _PLAIN[key]]

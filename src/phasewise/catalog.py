@@ -14,7 +14,7 @@ import importlib
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -221,13 +221,14 @@ def _changed(default: Spelled, changes: Mapping[str, Any]) -> Spelled:
     return Spelled(default.name, knobs)
 
 
-def _read_hints(cls: type[Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+_HINTS: dict[type[Any], dict[str, Any]] = {}  # read once of each class
 
 
-# Classes hash, whatever mypy says of type[Any].
-_hints = typing.cast("Callable[[type[Any]], dict[str, Any]]", cache(_read_hints))
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    if cls not in _HINTS:
+        hints = typing.get_type_hints(cls)
+        _HINTS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return _HINTS[cls]
 
 
 def _vocabulary(cls: type[Any]) -> list[str]:

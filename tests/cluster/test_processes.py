@@ -59,7 +59,7 @@ def placed(request: pytest.FixtureRequest) -> Iterator[Router]:
 
 @cache
 def wanted() -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    return tiny.plain(PROMPTS, MIXED)
 
 
 def processes(placed: Router) -> list[int]:
@@ -268,7 +268,7 @@ def test_orders_that_fill_the_socket_hold_up_nobody(placed: Router) -> None:
         steps(placed, 20)
         assert line.pending
     done = finish(placed, orders, before)
-    assert outs(orders) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(8)))
+    assert outs(orders) == tiny.plain(PROMPTS, tiny.greedy(8))
     assert (done.handoffs, done.restarts, done.workers_lost) == (len(PROMPTS), 0, 0)
 
 

@@ -99,7 +99,7 @@ def until(placed: Router, done: Callable[[], bool]) -> None:
 
 
 def wanted(n: int) -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(n)))
+    return tiny.plain(PROMPTS, tiny.greedy(n))
 
 
 def start(placed: Router, n: int) -> list[Request]:
@@ -293,7 +293,7 @@ def test_cores_follow_the_load() -> None:
         until(placed, lambda: all(cores == {a} for cores in allowed(placed, "prefill")))
         finish(placed, tokens)
         assert shares.moves == 3
-        want = tiny.outs(tiny.run(tiny.engine(), [PROMPTS[2]], tiny.greedy(150)))[0]
+        want = tiny.plain([PROMPTS[2]], tiny.greedy(150))[0]
         assert all(request.out == want for request in tokens)
     finally:
         placed.close()

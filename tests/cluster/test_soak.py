@@ -95,7 +95,7 @@ class Load:
         self.prompts = [draw.choice(texts) for _ in range(REQUESTS)]  # some come again: their prefix may be cached
         self.params = [self._params(draw, seed) for seed in range(REQUESTS)]
         self.hangs_up = {i: draw.choice((0, 1, 2, 20)) for i in draw.sample(range(REQUESTS), REQUESTS // 10)}  # tokens
-        self.wanted = tiny.outs(tiny.run(tiny.engine(), self.prompts, self.params))
+        self.wanted = tiny.plain(self.prompts, self.params)
 
     def _params(self, draw: random.Random, seed: int) -> Params:
         length, temperature = draw.choice((1, 2, 10, 50, 120, 250)), draw.choice((0.0, 0.0, 0.8, 1.2))

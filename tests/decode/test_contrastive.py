@@ -43,14 +43,14 @@ def test_equals_full_recomputation(alpha: float, beta: float, temperature: float
 
 def test_the_amateur_makes_a_difference_and_implausible_tokens_none() -> None:
     prompts = tiny.prompts(41, 7, 90)
-    plain = tiny.outs(tiny.run(tiny.engine(), prompts, tiny.greedy(N)))
+    plain = tiny.plain(prompts, tiny.greedy(N))
     assert [alone(p, tiny.greedy(N), "beta=3.0") for p in prompts] != plain
     assert [alone(p, tiny.greedy(N), "beta=3.0,alpha=1.0") for p in prompts] == plain  # only the best is plausible
 
 
 def test_neutral_draws_what_plain_decoding_draws() -> None:
     prompts = tiny.prompts(41, 7, 90, 1)
-    want = tiny.outs(tiny.run(tiny.engine(), prompts, SAMPLED))
+    want = tiny.plain(prompts, SAMPLED)
     assert tiny.outs(tiny.run(engine("beta=0,alpha=0"), prompts, SAMPLED)) == want
 
 

@@ -86,7 +86,7 @@ def test_drafts_do_not_depend_on_batch_mates(branches: int) -> None:
 def test_match_gives_plain_samples(drawn: str) -> None:
     """However the guesses were drawn, `match` gives the tokens of plain sampled decoding."""
     params = sampled(25)
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS, params))
+    want = tiny.plain(PROMPTS, params)
     placed = tiny.engine({"draft": f"draft_model:model=tiny-draft,branches=3,drawn={drawn}", "verify": "match"})
     assert tiny.outs(tiny.run(placed, PROMPTS, params)) == want
     assert 0 < placed.counters.accepted < placed.counters.drafted
@@ -94,7 +94,7 @@ def test_match_gives_plain_samples(drawn: str) -> None:
 
 def test_no_room_means_no_drafts() -> None:
     """All memory but what the request holds is taken away: it goes on by itself, and speculates again later."""
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS[:1], tiny.greedy(30)))
+    want = tiny.plain(PROMPTS[:1], tiny.greedy(30))
     placed = tiny.engine({"draft": "draft_model:model=tiny"}, prefix_cache=False)
     request = Request(PROMPTS[0], tiny.greedy(30))
     placed.add(request)
@@ -126,7 +126,7 @@ def test_prefixes_make_way_for_drafts_and_requests_do_not() -> None:
 
 
 def test_a_long_prompt_is_read_in_pieces() -> None:
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS[2:], tiny.greedy(30)))
+    want = tiny.plain(PROMPTS[2:], tiny.greedy(30))
     placed = tiny.engine({"draft": "draft_model:model=tiny,chunk=20"})
     assert tiny.outs(tiny.run(placed, PROMPTS[2:], tiny.greedy(30))) == want
     assert placed.counters.accepted == placed.counters.drafted > 0
@@ -148,7 +148,7 @@ def test_state_survives_a_fork_in_mid_flight() -> None:
         assert set(twin.state) == set(request.state) and twin.state
         placed.resume(twin)
         tiny.finish(placed, [request, twin])
-        assert twin.out == request.out == tiny.outs(tiny.run(tiny.engine(), PROMPTS[:1], tiny.greedy(30)))[0]
+        assert twin.out == request.out == tiny.plain(PROMPTS[:1], tiny.greedy(30))[0]
 
 
 def test_it_works_by_its_name_alone() -> None:

@@ -131,7 +131,7 @@ def test_nothing_is_guessed_beyond_the_limit() -> None:
 
 def test_a_draft_model_with_a_shorter_context() -> None:
     short = tiny.checkpoint(context=64)
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS[2:], tiny.greedy(30)))
+    want = tiny.plain(PROMPTS[2:], tiny.greedy(30))
     placed = tiny.engine({"draft": f"pearl:model={short},where=inline"})
     assert tiny.outs(tiny.run(placed, PROMPTS[2:], tiny.greedy(30))) == want
     assert 0 < placed.counters.accepted == placed.counters.drafted <= 64 - 55
@@ -166,14 +166,14 @@ def test_the_target_as_its_own_draft_is_always_right(how: str, verify: str) -> N
 @pytest.mark.parametrize("verify", ["rejection", "match"])
 def test_sampled_tokens_are_those_of_plain_decoding(verify: str) -> None:
     params = sampled(25, repetition_penalty=1.1, top_k=20)
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS, params))
+    want = tiny.plain(PROMPTS, params)
     placed = tiny.engine({"draft": f"pearl:model={relative()},where=inline,k=2", "verify": verify})
     assert tiny.outs(tiny.run(placed, PROMPTS, params)) == want
     assert 0 < placed.counters.accepted < placed.counters.drafted
 
 
 def test_a_long_prompt_is_read_in_pieces() -> None:
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(30)))
+    want = tiny.plain(PROMPTS, tiny.greedy(30))
     placed = tiny.engine({"draft": "pearl:model=tiny,chunk=1,where=inline"})
     assert tiny.outs(tiny.run(placed, PROMPTS[2:], tiny.greedy(30))) == want[2:]
     assert placed.counters.drafted == 0, "it has not caught up"
@@ -185,7 +185,7 @@ def test_a_long_prompt_is_read_in_pieces() -> None:
 def test_many_requests_that_come_and_go() -> None:
     """Rows of requests that were cancelled, forked or have ended do not stay; the others' tokens are the same."""
     prompts = tiny.prompts(*range(5, 35, 3))
-    want = tiny.outs(tiny.run(tiny.engine(), prompts, tiny.greedy(20)))
+    want = tiny.plain(prompts, tiny.greedy(20))
     placed = tiny.engine({"draft": "pearl:model=tiny,where=inline"}, max_running=6)
     requests = [Request(prompt, tiny.greedy(20)) for prompt in prompts]
     for request in requests:

@@ -108,7 +108,7 @@ def test_the_piece_that_answers_is_found(scorer: str) -> None:
 @pytest.mark.parametrize("scorer", ["bm25", "embedding"])
 def test_greedy_tokens_are_plain_decodings(scorer: str) -> None:
     prompts = tiny.prompts(300, 41, 7, 90)
-    plain = tiny.outs(tiny.run(tiny.engine(), prompts, tiny.greedy(N)))
+    plain = tiny.plain(prompts, tiny.greedy(N))
     placed = tiny.engine({"draft": f"rapid:{SMALL},scorer={scorer}"})
     assert tiny.outs(tiny.run(placed, prompts, tiny.greedy(N))) == plain
     assert 0 < placed.counters.accepted < placed.counters.drafted
@@ -218,7 +218,7 @@ def test_a_text_grows_with_the_request() -> None:
 # ---- settings
 def test_another_model_may_draft() -> None:
     prompts = tiny.prompts(90, 41)
-    plain = tiny.outs(tiny.run(tiny.engine(), prompts, tiny.greedy(N)))
+    plain = tiny.plain(prompts, tiny.greedy(N))
     placed = tiny.engine({"draft": f"rapid:{SMALL},model=tiny-draft,confidence=0"})
     assert tiny.outs(tiny.run(placed, prompts, tiny.greedy(N))) == plain
     assert companion(placed).model is tiny.load("tiny-draft")

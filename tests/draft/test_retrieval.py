@@ -71,7 +71,7 @@ def test_a_store_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_greedy_tokens_are_those_of_plain_decoding() -> None:
     prompts = tiny.prompts(20, 33, 7)
-    want = tiny.outs(tiny.run(tiny.engine(), prompts, tiny.greedy(40)))
+    want = tiny.plain(prompts, tiny.greedy(40))
     placed = tiny.engine({"draft": "retrieval:store=random:3,shortest=1,length=2"})
     assert tiny.outs(tiny.run(placed, prompts, tiny.greedy(40))) == want
     assert placed.counters.accepted > 0

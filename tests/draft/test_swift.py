@@ -53,7 +53,7 @@ def drafter(placed: Engine) -> Any:
 
 @cache
 def plain(n: int) -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(n)))
+    return tiny.plain(PROMPTS, tiny.greedy(n))
 
 
 # ---- tokens
@@ -88,7 +88,7 @@ def test_with_nothing_left_out_everything_is_accepted() -> None:
 def test_samples_too_are_all_accepted_then() -> None:
     """The chain takes what the target will draw by the same probabilities."""
     params = Params(max_tokens=41, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS[:1], params))
+    want = tiny.plain(PROMPTS[:1], params)
     for verify in ("match", "rejection"):
         placed = engine("swift:ratio=0,steps=4,confidence=0,branches=1", verify=verify)
         assert tiny.outs(tiny.run(placed, PROMPTS[:1], params)) == want

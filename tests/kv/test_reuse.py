@@ -93,7 +93,7 @@ SETTINGS = ({}, {"evict": "snapkv:keep=0.5,window=8"}, {"store": "int8"}, {"skip
 def test_the_budget_holds_after_every_step(verbs: dict[str, str]) -> None:
     """Scarce memory means preemption, never a byte too many; nobody's tokens change."""
     prompts = tiny.prompts(70, 33, 90, 40, 64)
-    want = tiny.outs(tiny.run(tiny.engine(verbs), prompts, tiny.greedy(60)))
+    want = tiny.plain(prompts, tiny.greedy(60), verbs)
     row = placed(verbs).store.row_bytes
     engine = placed(verbs, kv_bytes=row * 64 * 6)
     requests = [Request(prompt, tiny.greedy(60)) for prompt in prompts]
@@ -141,5 +141,5 @@ def test_siblings_share_until_they_write() -> None:
     assert engine.kv_bytes == 3 * kvs[0].bytes, "each has written a row of its own"
     assert engine.counters.rows == 100 + 3
     tiny.finish(engine, family)
-    alone = tiny.outs(tiny.run(tiny.engine(), [prompt] * 3, [request.params for request in family]))
+    alone = tiny.plain([prompt] * 3, [request.params for request in family])
     assert [request.out for request in family] == alone

@@ -43,5 +43,5 @@ def test_workers_that_are_short_of_memory(name: str) -> None:
         most[0] = max(most[0], sum(kv.derived_bytes for kv in kvs))
 
     end(placed, requests, each)
-    expected = [tiny.outs(tiny.run(tiny.engine(QUEST), [r.prompt], r.params))[0] for r in requests]
+    expected = [tiny.plain([r.prompt], r.params, QUEST)[0] for r in requests]
     assert tiny.outs(requests) == expected and most[0] > 0

@@ -33,7 +33,7 @@ def together(placed: Router, params: list[Params]) -> list[Request]:
 
 
 def same_as_colocated(verbs: dict[str, str], params: list[Params]) -> None:
-    expected = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, params))
+    expected = tiny.plain(PROMPTS, params, verbs)
     placed = disaggregated(verbs)
     requests = together(placed, params)
     finish(placed, requests)
@@ -239,7 +239,7 @@ def test_kv_that_cannot_be_put_down_is_recomputed() -> None:
     worker.transfer_buffer.put = full
     requests = together(placed, MIXED)
     finish(placed, requests)
-    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert tiny.outs(requests) == tiny.plain(PROMPTS, MIXED)
     assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
 
 
@@ -256,7 +256,7 @@ def test_a_message_that_does_not_fit_is_recomputed() -> None:
     worker.obey = spoil
     requests = together(placed, MIXED)
     finish(placed, requests)
-    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert tiny.outs(requests) == tiny.plain(PROMPTS, MIXED)
     assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
 
 
@@ -269,7 +269,7 @@ def test_a_parcel_that_is_gone_is_recomputed() -> None:
     for _ in range(8):
         placed.step()  # what is offered is not there: nothing to check
     finish(placed, requests)
-    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert tiny.outs(requests) == tiny.plain(PROMPTS, MIXED)
     assert placed.counters.handoffs == 0 and placed.counters.recomputed == sum(map(len, PROMPTS))
 
 

@@ -67,7 +67,7 @@ def listen(placed: Router, kind: str) -> list[dict]:
 
 # ---- colocated's tokens
 def same_as_colocated(verbs: dict[str, str]) -> Router:
-    expected = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, MIXED))
+    expected = tiny.plain(PROMPTS, MIXED, verbs)
     placed = pushing(verbs, ",decode=2")
     requests = together(placed, MIXED)
     finish(placed, requests)
@@ -277,7 +277,7 @@ def test_a_worker_that_is_full_after_all_says_so_and_is_spared() -> None:
     assert all(flight.transfer is None for flight in placed.flights.values())
     worker._inbox.fits = fits
     finish(placed, requests)
-    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert tiny.outs(requests) == tiny.plain(PROMPTS, MIXED)
     assert (placed.counters.push_fallbacks, placed.counters.handoffs, placed.counters.restarts) == (5, 5, 0)
 
 
@@ -392,7 +392,7 @@ def test_a_piece_that_does_not_fit_is_recomputed(spoiled: str) -> None:
     for _ in range(60):
         placed.step()
     finish(placed, requests)
-    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), PROMPTS, MIXED))
+    assert tiny.outs(requests) == tiny.plain(PROMPTS, MIXED)
     assert placed.counters.restarts >= 5
 
 

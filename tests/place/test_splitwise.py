@@ -39,7 +39,7 @@ def pools(placed: Router) -> list[str]:
 
 # ---- colocated's tokens
 def same_as_colocated(verbs: dict[str, str]) -> None:
-    expected = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, MIXED))
+    expected = tiny.plain(PROMPTS, MIXED, verbs)
     placed = splitwise(":prompt=2,token=1,threshold=60", verbs)
     requests = together(placed, MIXED)
     finish(placed, requests)
@@ -176,7 +176,7 @@ def test_processes_give_colocateds_tokens(place: str) -> None:
         requests = together(placed, MIXED)
         while not all(r.left for r in requests) or not placed.idle:
             placed.step()
-        assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(CHUNKS), PROMPTS, MIXED))
+        assert tiny.outs(requests) == tiny.plain(PROMPTS, MIXED, CHUNKS)
         counters = placed.counters
         assert counters.handoffs == 5 and counters.restarts == 0
         assert counters.kv_bytes_exposed < counters.kv_bytes_sent == sum(map(len, PROMPTS)) * ROW

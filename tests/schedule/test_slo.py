@@ -226,7 +226,7 @@ def test_bad_knobs_are_named(knobs: dict[str, Any]) -> None:
 def test_tokens_do_not_depend_on_targets(verbs: dict[str, str], pace: float) -> None:
     """Whatever the clock says and whoever is late."""
     given = tiny.prompts(40, 3, 25, 61, 12)
-    want = tiny.outs(tiny.run(tiny.engine({"schedule": "prefill_first"} | verbs), given, tiny.greedy(10)))
+    want = tiny.plain(given, tiny.greedy(10), {"schedule": "prefill_first"} | verbs)
     draw, now = random.Random(3), 0.0
 
     def clock() -> float:
@@ -278,7 +278,7 @@ def test_targets_and_times_move_with_a_request() -> None:
     for request in requests:
         placed.add(request)
     tiny.finish(placed, requests)
-    assert tiny.outs(requests) == tiny.outs(tiny.run(tiny.engine(), given, tiny.greedy(12)))
+    assert tiny.outs(requests) == tiny.plain(given, tiny.greedy(12))
     there = request_of(header_of(requests[0]))
     assert (there.slo, there.known) == (requests[0].slo, requests[0].known)
     assert (there.first_token, there.last_token) == (requests[0].first_token, requests[0].last_token)

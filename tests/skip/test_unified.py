@@ -212,7 +212,7 @@ def test_bad_knobs_are_named() -> None:
 def test_drafts_run_the_kept_layers_only() -> None:
     prompts = tiny.prompts(33, 7)
     verbs = {"skip": "unified:speedup=2,weights=none"}
-    want = tiny.outs(tiny.run(tiny.engine(verbs), prompts, tiny.greedy(N)))
+    want = tiny.plain(prompts, tiny.greedy(N), verbs)
     script = {tuple(prompt): out for prompt, out in zip(prompts, want)}
     placed = drafting(verbs, script)
     assert tiny.outs(tiny.run(placed, prompts, tiny.greedy(N))) == want

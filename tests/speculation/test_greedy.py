@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 @cache
 def plain() -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(), prompts(), tiny.greedy(N)))
+    return tiny.plain(prompts(), tiny.greedy(N))
 
 
 def speculating(draft: str, verify: str = "rejection", **limits: int) -> Placed:

@@ -81,7 +81,7 @@ def watched(placed: Engine) -> list[bool]:
 def test_afterwards_the_kv_is_as_before(shaped: tuple[str, str] | None) -> None:
     """And the tokens are those of the same methods without a drafter."""
     verbs = {} if shaped is None else options(*shaped, tight(*shaped))
-    want = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, tiny.greedy(18)))
+    want = tiny.plain(PROMPTS, tiny.greedy(18), verbs)
     placed = engine(verbs)
     seen = watched(placed)
     assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(18))) == want
@@ -126,7 +126,7 @@ def break_after(monkeypatch: pytest.MonkeyPatch, calls: int, layer: int = 2) -> 
 @pytest.mark.parametrize("calls", [0, 1, 3, 8])
 def test_a_pass_that_raises_leaves_the_kv_as_it_was(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Only the culprit fails, and the others have the tokens they have alone. The layers before have written rows."""
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS, tiny.greedy(20)))
+    want = tiny.plain(PROMPTS, tiny.greedy(20))
     break_after(monkeypatch, calls)
     placed = engine()
     seen = watched(placed)
@@ -155,7 +155,7 @@ def test_a_replay_that_raises_leaves_the_kv_as_it_was(monkeypatch: pytest.Monkey
 
 def test_forks_do_not_see_each_others_tails() -> None:
     """Buffers that forks share are not written: whoever drafts first makes a copy, as for any row."""
-    want = tiny.outs(tiny.run(tiny.engine(), PROMPTS[:1], tiny.greedy(30)))
+    want = tiny.plain(PROMPTS[:1], tiny.greedy(30))
     placed = engine()
     request = Request(PROMPTS[0], tiny.greedy(30))
     placed.add(request)
@@ -171,7 +171,7 @@ def test_forks_do_not_see_each_others_tails() -> None:
 
 def test_nothing_is_guessed_where_layers_have_lost_their_kv() -> None:
     verbs = {"skip": "unified:speedup=2,weights=none"}
-    want = tiny.outs(tiny.run(tiny.engine(verbs), PROMPTS, tiny.greedy(12)))
+    want = tiny.plain(PROMPTS, tiny.greedy(12), verbs)
     placed = engine(verbs)
     assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(12))) == want
     assert placed.counters.drafted == placed.counters.draft_forwards == 0

@@ -66,7 +66,7 @@ def outs(verify: str, schedule: str = "prefill_first") -> list[list[int]]:
 
 
 def test_beta_one_is_greedy_and_more_is_not() -> None:
-    plain = tiny.outs(tiny.run(tiny.engine(), tiny.prompts(20, 7, 60), tiny.greedy(N)))
+    plain = tiny.plain(tiny.prompts(20, 7, 60), tiny.greedy(N))
     assert outs("top_beta:beta=1") == plain
     assert outs("top_beta:beta=64,tau=0") == plain
     assert outs("top_beta:beta=16,tau=100") != plain
