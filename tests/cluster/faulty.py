@@ -15,7 +15,7 @@ Fate = int | str  # rounds to wait, "lose" or "twice"
 
 
 def unsteady(fates: Sequence[Fate]) -> Callable[[int], Fate]:
-    """These fates in turn, but to every fifth message, by chance, nothing happens: a link that loses all but every ninth
+    """These fates in turn, but nothing happens to every fifth message, by chance: a link that loses all but every ninth
     may lose one of each attempt for longer than a test lasts."""
     return lambda i: fates[i % len(fates)] if Random(i).randrange(5) else 0
 
