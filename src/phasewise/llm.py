@@ -189,16 +189,28 @@ class LLM:
     def request(
         self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""
     ) -> Request:
-        """A request that ends at a stop string as well."""
+        """A request that ends at a stop string as well. What `params` say in text, or of the prompt's length, is
+        settled here."""
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        if params.bad_words:
+            params = replace(params, bad_words=self._spelled(params.bad_words))
         watch = self.text(params, stop).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
     def text(self, params: Params, stop: Stop = ()) -> Text:
         """A writer of the text of one output drawn with `params`."""
         eos = () if params.ignore_eos else self.model.config.eos
-        return Text(self.tokenizer, stop, {*eos, *params.stop_tokens})
+        ends = () if params.include_stop_str_in_output else {*eos, *params.stop_tokens}
+        return Text(self.tokenizer, stop, ends, params)
 
     # ---- inside
+    def _spelled(self, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Bad words as tokens: a text as it is written by itself, and after a space."""
+        texts = [(word, " " + word.lstrip()) if isinstance(word, str) else (word,) for word in words]
+        spelled = [self.tokenizer.encode(one, False) if isinstance(one, str) else one for two in texts for one in two]
+        return tuple(dict.fromkeys(tuple(one) for one in spelled if one))
+
     def _ids(self, prompt: Prompt | Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             return self.encode_chat(prompt, variables)  # type: ignore[arg-type]

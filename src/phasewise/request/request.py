@@ -60,7 +60,8 @@ class Request:
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
         self.slice: Span | None = None  # one under way that has not reached the last layer: a step may run part of it
         self.depth = 0  # the layers it has run
-        self.layers = 0  # layers of the model; the engine that accepts it fills it in
+        self.layers = 0  # layers of the model; the engine that accepts it fills it in ...
+        self.ends: Sequence[int] = ()  # ... and its end tokens
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}
         self.high_water = 0  # rows ever computed: what lies below it is recomputation

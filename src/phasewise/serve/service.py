@@ -76,10 +76,14 @@ class Service:
         """Text that continues each prompt."""
         ask = await self._read(CompletionAsk, request)
         self._recipe(ask.model)
-        prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
+        prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self._encode(ask, p) for p in ask.prompt])
         leads: Sequence[str] = ()
         if ask.echo:
-            leads = [p if isinstance(p, str) else self.llm.tokenizer.decode(p) for p in ask.prompt]
+            whole = ask.truncate_prompt_tokens is None
+            leads = [
+                p if isinstance(p, str) and whole else self.llm.tokenizer.decode(ids)
+                for p, ids in zip(ask.prompt, prompts)
+            ]
         return await self._answer(request, ask, self._order(ask, prompts, "prompt", leads), COMPLETION)
 
     async def chat(self, request: Request) -> Response:
@@ -88,10 +92,10 @@ class Service:
         self._recipe(ask.model)
         size = sum(len(message["content"]) for message in ask.messages)
         try:
-            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.chat_template_kwargs))
+            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.variables()))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
-        return await self._answer(request, ask, self._order(ask, [ids], "messages"), CHAT)
+        return await self._answer(request, ask, self._order(ask, [_cut(ask, ids)], "messages"), CHAT)
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """The response to any exception."""
@@ -122,6 +126,11 @@ class Service:
             pieces = await answer.whole()
             return json_response(wire.body(answer, pieces))
 
+    def _encode(self, ask: CompletionAsk, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = self.llm.tokenizer.encode(prompt, ask.add_special_tokens is not False)
+        return _cut(ask, prompt)
+
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
         slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
         params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
@@ -137,11 +146,15 @@ class Service:
             )  # fmt: skip
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_tokens)
+        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
-        told = Telling(ask.told(), ask.prompt_logprobs)
-        return Order(prompts, params, ask.n or 1, ask.stop or (), leads, told, bool(ask.stream), slo, recipe)
+        samples, told = ask.samples(), Telling(ask.told(), ask.prompt_logprobs)
+        best = ask.n or 1 if samples > (ask.n or 1) else None
+        if best is not None and params.logprobs is None:
+            params = replace(params, logprobs=0)
+        return Order(prompts, params, samples, ask.stop or (), leads, told, bool(ask.stream), slo, recipe, best)
 
     def _refuse_lossy(self, recipe: str) -> NoReturn:
         others = [name for name, own in self.names.items() if not self.llm.lossy[own]]
@@ -170,3 +183,8 @@ class Service:
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
+
+
+def _cut(ask: Ask, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt, where so many are asked for."""
+    return prompt if ask.truncate_prompt_tokens is None else prompt[-ask.truncate_prompt_tokens :]

@@ -97,7 +97,10 @@ def draw_outcomes(
         if shape is None:
             chosen = choose(host.sample, host.model, x, contexts)
         else:
-            chosen = draw(host.sample(shape(host.model.head(x), done), contexts), contexts)
+            logits = host.model.head(x)
+            if hasattr(host.sample, "exclude"):  # before anything is judged by what is likely
+                host.sample.exclude(logits, contexts)
+            chosen = draw(host.sample(shape(logits, done), contexts), contexts)
         host.counters.head_rows += len(done)
         for tokens, token in zip(drawn, chosen):
             tokens.append(token)

@@ -124,6 +124,9 @@ class Sample(Protocol):
     Optional:
         greedy(contexts: Sequence[Context]) -> bool  -- each of these tokens is simply the one of the largest logit (of
             equal ones the first): it is then not called for them, and no logits are written
+        exclude(logits: Tensor, contexts: Sequence[Context]) -> None  -- sets to -inf, in place, tokens that must not
+            be said whatever the model thinks of them; it does so when called, too. Who judges by the logits themselves
+            (verifiers that want them) is shown them so
     """
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
@@ -155,6 +158,8 @@ def distribution_shown(
     ids, raw = raw.topk(min(top, raw.shape[-1]), -1).indices, raw[: len(contexts)]
     if _greedy(sample, contexts):
         return Dist(raw.argmax(-1).tolist(), model.config.vocab), raw if logits else None, ids
+    if logits and hasattr(sample, "exclude"):
+        sample.exclude(raw, contexts)
     return sample(raw.clone() if logits else raw, contexts), raw if logits else None, ids
 
 

@@ -23,7 +23,9 @@ class Random(Protocol):
 class Shown:
     """What the pass showed of a draft's rows, of which a verifier `wants` some; the rest is None."""
 
-    logits: Tensor | None = None  # float32 [rows, V], as the model says them, before any sampling rule
+    logits: Tensor | None = (
+        None  # float32 [rows, V], as the model says them, but -inf for tokens that must not be said (`exclude`)
+    )
     hidden: Tensor | None = None  # rows of the last layer [rows, d]
 
     def part(self, start: int, end: int) -> Shown:
