@@ -174,17 +174,20 @@ class LLM:
         """The token ids of a prompt."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def encode_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, add_special: bool = False
+    ) -> list[int]:
         """The token ids of a conversation, up to where the assistant's answer begins.
 
-        `variables` are for the chat template; `template` among them picks one by name. Raises UserError for `messages`
-        among them.
+        `variables` are for the chat template; `template` among them picks one by name. `add_special` puts around the
+        prompt what is put around plain ones; most templates write it themselves. Raises UserError for `messages` among
+        the variables.
         """
         variables = variables or {}
         taken = sorted({"messages", "self"} & variables.keys())
         if taken:
             raise UserError(f"variables must not have {' and '.join(taken)}: the chat template is given the messages")
-        return self.tokenizer.encode(self.template.render(messages, **variables), add_special=False)
+        return self.tokenizer.encode(self.template.render(messages, **variables), add_special)
 
     def request(
         self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""

@@ -264,11 +264,11 @@ class ChatAsk(Ask):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-A = TypeVar("A", bound=Ask)
+A = TypeVar("A", bound=BaseModel)
 
 
 def read(kind: type[A], body: bytes) -> A:
-    """The body as an Ask of this kind. Raises ApiError 400 naming the field at fault."""
+    """The body as a request of this kind. Raises ApiError 400 naming the field at fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -11,11 +11,13 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from phasewise.engine.limits import memory_default
 from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
+from phasewise.serve.about import About
 from phasewise.serve.answer import Answer, Order, Telling
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response
 from phasewise.serve.loop import EngineLoop
@@ -26,7 +28,7 @@ from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
 T = TypeVar("T")
-A = TypeVar("A", bound=Ask)
+A = TypeVar("A", bound=BaseModel)
 
 
 class Service:
@@ -43,11 +45,13 @@ class Service:
         self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
-        self._bodies = Bodies()
-        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
+        self._bodies, self._about = Bodies(), About(self)
+        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
+            *self._about.posts,
         ]
+        self.gets = self._about.gets
 
     # ---- endpoints
     async def health(self) -> Response:
@@ -69,13 +73,13 @@ class Service:
 
     async def model(self, name: str) -> Response:
         """The model, if that is one of its names."""
-        self._recipe(name)
+        self.recipe(name)
         return json_response(self._card(name))
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
-        ask = await self._read(CompletionAsk, request)
-        self._recipe(ask.model)
+        ask = await self.read(CompletionAsk, request)
+        self.recipe(ask.model)
         prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self._encode(ask, p) for p in ask.prompt])
         leads: Sequence[str] = ()
         if ask.echo:
@@ -88,8 +92,8 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
-        ask = await self._read(ChatAsk, request)
-        self._recipe(ask.model)
+        ask = await self.read(ChatAsk, request)
+        self.recipe(ask.model)
         size = sum(len(message["content"]) for message in ask.messages)
         try:
             ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.variables()))
@@ -109,7 +113,7 @@ class Service:
         self._bodies.close()
 
     # ---- inside
-    async def _read(self, kind: type[A], request: Request) -> A:
+    async def read(self, kind: type[A], request: Request) -> A:
         body = await self._bodies.read(request)
         return await self._worker(len(body), lambda: read(kind, body))
 
@@ -132,7 +136,7 @@ class Service:
         return _cut(ask, prompt)
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
-        slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
+        slo, recipe = ask.targets(self.slo), self.recipe(ask.model)
         params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
         if ask.exact and self.llm.lossy[recipe]:
             self._refuse_lossy(recipe)
@@ -162,7 +166,7 @@ class Service:
         named = ", ".join(text.partition(" ")[0] for text in self.llm.lossy[recipe])
         raise ApiError(400, f"exact was asked for, but this model answers with {named}: {fix}", "exact")
 
-    def _recipe(self, name: str | None) -> str:
+    def recipe(self, name: str | None) -> str:
         """The recipe that a model's name asks for. Raises ApiError for any other name."""
         recipe = "" if name is None else self.names.get(name)
         if recipe is not None:
