@@ -23,6 +23,7 @@ from phasewise.serve.failures import ApiError, api_error, error_response, json_r
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
+from phasewise.serve.scoring import Scoring
 from phasewise.serve.stream import Bodies, EventStream
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
@@ -50,6 +51,7 @@ class Service:
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
             *self._about.posts,
+            *Scoring(self).posts,
         ]
         self.gets = self._about.gets
 
