@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
@@ -165,6 +167,25 @@ class LLM:
         ids = self.encode_chat(messages, variables)
         return self.generate([ids], params, stop=stop, recipe=recipe, **own)[0]
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalise: bool = True, recipe: str = ""
+    ) -> list[list[float]]:
+        """A vector per prompt: the mean of its rows after the last layer and its norm, or the last of them
+        (`pooling="last"`), of length 1 if `normalise`. A generative model's: nobody has trained them to be compared.
+
+        Raises PhasewiseError if a prompt's vector cannot be computed.
+        """
+        params = Params(max_tokens=0, pooling=pooling)
+        requests = [self.request(self.encode(prompt), params, recipe=recipe) for prompt in _several(prompts)]
+        try:
+            for request in requests:
+                self.engine.add(request)
+            self._run(requests, None)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [vector_of(request, normalise).tolist() for request in requests]
+
     def close(self) -> None:
         """Dismiss workers in other processes, if there are any."""
         self.engine.close()
@@ -260,6 +281,16 @@ class LLM:
             None if params.logprobs is None else [scores[at] for at in range(request.prompt_len, request.known)],
             None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
         )  # fmt: skip
+
+
+def vector_of(request: Request, normalise: bool) -> Tensor:
+    """float32 [d], of a request that was asked for its `pooling` and has left."""
+    if request.pool is None or request.left is None or request.left.how != "finished":
+        raise PhasewiseError(f"the request failed: {request.left and request.left.reason}")
+    vector = request.pool.total
+    if request.params.pooling == "mean":
+        vector = vector / request.pool.upto
+    return normalize(vector, dim=0) if normalise else vector
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -329,6 +329,7 @@ class Engine:
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
+        request.pool = outcome.pool or request.pool
         request.computed += outcome.kept
         if before < request.high_water:
             counters.recomputed += min(request.computed, request.high_water) - before

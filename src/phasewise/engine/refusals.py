@@ -40,9 +40,9 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
         for phase in runtime.phases:
             if getattr(phase.decode, "scattered", False):
                 raise UserError(
-                    f"{_name(phase.decode)} does not draw one token after another, so there are no log-probabilities "
-                    "and no bad words of several tokens: leave logprobs, prompt_logprobs and such bad_words out, or "
-                    "choose another decode method"
+                    f"{_name(phase.decode)} does not draw one token after another, so there are no log-probabilities, "
+                    "no vectors and no bad words of several tokens: leave logprobs, prompt_logprobs, pooling and such "
+                    "bad_words out, or choose another decode method"
                 )
 
 

@@ -32,6 +32,7 @@ class Params:
     logprobs: int | None = None  # each token's log-probability, and as many of the likeliest; see request/score.py
     prompt_logprobs: int | None = None  # the same of the prompt's tokens ...
     scored_from: int = 1  # ... from this position on; before it, cached prefixes may be used
+    pooling: str | None = None  # "mean" or "last": a vector of the prompt's rows after the last layer (LLM.embed)
     min_tokens: int = 0  # until there are so many, no end token, stop token or stop string ends the output
     allowed_token_ids: tuple[int, ...] | None = None  # None = all
     bad_words: tuple[str | tuple[int, ...], ...] = ()  # never completed: texts, or sequences of token ids
@@ -42,7 +43,7 @@ class Params:
     penalised: bool = field(init=False, repr=False)
     """Whether logits are changed by penalties, a bias or a rule. Both are asked of every request in every step."""
     ruled: bool = field(init=False, repr=False)  # whether some tokens are forbidden; then it is `penalised` too
-    scored: bool = field(init=False, repr=False)  # whether log-probabilities are asked for
+    scored: bool = field(init=False, repr=False)  # whether log-probabilities, or a vector, are asked for
 
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:
@@ -53,8 +54,10 @@ class Params:
                 raise UserError(f"{name}={value!r} is not a {'whole ' if kind is Integral else ''}number")
             if not low <= value <= high:
                 raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
-        if not self.max_tokens and self.prompt_logprobs is None:
-            raise UserError("max_tokens=0 asks for nothing: it is for prompt_logprobs alone; give at least 1")
+        if self.pooling not in (None, "mean", "last"):
+            raise UserError(f"pooling={self.pooling!r} must be 'mean' or 'last'")
+        if not self.max_tokens and self.prompt_logprobs is None and self.pooling is None:
+            raise UserError("max_tokens=0 asks for nothing: it is for prompt_logprobs or pooling; give at least 1")
         if not _all(Integral, self.stop_tokens):
             raise UserError(f"stop_tokens={self.stop_tokens!r} are no token ids: give whole numbers, as in (2, 7)")
         biases = self.logit_bias
@@ -70,7 +73,8 @@ class Params:
         ruled = self.min_tokens or self.allowed_token_ids is not None or self.bad_words
         object.__setattr__(self, "ruled", bool(ruled))
         object.__setattr__(self, "penalised", bool(penalties or self.logit_bias or ruled))
-        object.__setattr__(self, "scored", self.logprobs is not None or self.prompt_logprobs is not None)
+        told = (self.logprobs, self.prompt_logprobs, self.pooling)
+        object.__setattr__(self, "scored", any(each is not None for each in told))
 
     def _check_rules(self) -> None:
         """Those on which tokens may be said, and where the output ends; sequences become tuples."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phasewise.request.params import SLO, Params
+from phasewise.request.pool import Pool
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
 
@@ -69,6 +70,7 @@ class Request:
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
         self.left: Left | None = None
         self.scores: dict[int, Score] = {}  # by position, of the tokens whose likelihood it asks for
+        self.pool: Pool | None = None  # of its prompt's rows, if it asks for a vector
         self.trace = Trace()
 
     # ---- the only truth about progress

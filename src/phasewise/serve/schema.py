@@ -189,16 +189,7 @@ class CompletionAsk(Ask):
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value, list) and value:
-            if all(isinstance(each, str) for each in value):
-                return value
-            if _ids(value):
-                return [value]
-            if all(isinstance(each, list) and each and _ids(each) for each in value):
-                return value
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; not empty")
+        return texts_or_ids(value)
 
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -296,6 +287,20 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise ValueError(f"message {i}: content must be a string or a list of text parts")
     return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
+
+
+def texts_or_ids(value: Any) -> list[str] | list[list[int]]:
+    """What is given in one of four ways, as a list."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return value
+        if _ids(value):
+            return [value]
+        if all(isinstance(each, list) and each and _ids(each) for each in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; not empty")
 
 
 def _ids(values: Iterable[Any]) -> bool:

@@ -122,7 +122,7 @@ class Scoring:
         requests = [self._request(before, after, recipe) for before, after in spelled]
         total = sum(request.known for request in requests)
         feeds = [Feed(each, asyncio.Event()) for each in requests]
-        await _Watched(self._service, request.receive).run(self._waves(feeds, [before for before, _ in spelled]))
+        await Watched(self._service, request.receive).run(self._waves(feeds, [before for before, _ in spelled]))
         found = []
         for feed, (before, after) in zip(feeds, spelled):
             places = range(len(before), len(before) + len(after))
@@ -155,7 +155,7 @@ class Scoring:
         return [wave[at : at + most] for wave in (first, others) for at in range(0, len(wave), most)]
 
 
-class _Watched:
+class Watched:
     """Runs requests wave by wave; they are cancelled when their client leaves."""
 
     def __init__(self, service: Service, receive: Receive) -> None:

@@ -19,6 +19,7 @@ from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.about import About
 from phasewise.serve.answer import Answer, Order, Telling
+from phasewise.serve.embeddings import Embeddings
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
@@ -52,6 +53,7 @@ class Service:
             ("/v1/chat/completions", self.chat, ChatAsk),
             *self._about.posts,
             *Scoring(self).posts,
+            *Embeddings(self).posts,
         ]
         self.gets = self._about.gets
 
