@@ -172,6 +172,11 @@ class CompletionAsk(Ask):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _logprobs(cls, value: Any) -> Any:
+        return None if value is False else value  # as chats say it
+
     @model_validator(mode="after")
     def _something(self) -> Self:
         if self.max_tokens == 0 and self.scored() is None:
