@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
@@ -171,6 +173,25 @@ class LLM:
         ids = self.encode_chat(messages, variables)
         return self.generate([ids], params, stop=stop, recipe=recipe, **own)[0]
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalise: bool = True, recipe: str = ""
+    ) -> list[list[float]]:
+        """A vector per prompt: the mean of its rows after the last layer and its norm, or the last of them
+        (`pooling="last"`), of length 1 if `normalise`. A generative model's: nobody has trained them to be compared.
+
+        Raises PhasewiseError if a prompt's vector cannot be computed.
+        """
+        params = Params(max_tokens=0, pooling=pooling)
+        requests = [self.request(self.encode(prompt), params, recipe=recipe) for prompt in _several(prompts)]
+        try:
+            for request in requests:
+                self.engine.add(request)
+            self._run(requests, None)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [vector_of(request, normalise).tolist() for request in requests]
+
     def close(self) -> None:
         """Dismiss workers in other processes, if there are any."""
         self.engine.close()
@@ -180,29 +201,38 @@ class LLM:
         """The token ids of a prompt."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def encode_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, add_special: bool = False
+    ) -> list[int]:
         """The token ids of a conversation, up to where the assistant's answer begins.
 
-        `variables` are for the chat template; `template` among them picks one by name. Raises UserError for `messages`
-        among them.
+        `variables` are for the chat template; `template` among them picks one by name. `add_special` puts around the
+        prompt what is put around plain ones; most templates write it themselves. Raises UserError for `messages` among
+        the variables.
         """
         variables = variables or {}
         taken = sorted({"messages", "self"} & variables.keys())
         if taken:
             raise UserError(f"variables must not have {' and '.join(taken)}: the chat template is given the messages")
-        return self.tokenizer.encode(self.template.render(messages, **variables), add_special=False)
+        return self.tokenizer.encode(self.template.render(messages, **variables), add_special)
 
     def request(
         self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""
     ) -> Request:
-        """A request that ends at a stop string as well."""
+        """A request that ends at a stop string as well. What `params` say in text, or of the prompt's length, is
+        settled here."""
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        if params.bad_words:
+            params = replace(params, bad_words=self._spelled(params.bad_words))
         watch = self.text(params, stop).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
     def text(self, params: Params, stop: Stop = ()) -> Text:
         """A writer of the text of one output drawn with `params`."""
         eos = () if params.ignore_eos else self.model.config.eos
-        return Text(self.tokenizer, stop, {*eos, *params.stop_tokens})
+        ends = () if params.include_stop_str_in_output else {*eos, *params.stop_tokens}
+        return Text(self.tokenizer, stop, ends, params)
 
     # ---- inside
     def _asked(self, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,6 +240,12 @@ class LLM:
         asked = {name: value for name, value in own.items() if name in self.asks and value is not None}
         rest = {name: value for name, value in own.items() if name not in self.asks}
         return {**rest, "ask": {**(rest.get("ask") or {}), **asked}} if asked else rest
+
+    def _spelled(self, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Bad words as tokens: a text as it is written by itself, and after a space."""
+        texts = [(word, " " + word.lstrip()) if isinstance(word, str) else (word,) for word in words]
+        spelled = [self.tokenizer.encode(one, False) if isinstance(one, str) else one for two in texts for one in two]
+        return tuple(dict.fromkeys(tuple(one) for one in spelled if one))
 
     def _ids(self, prompt: Prompt | Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
@@ -257,6 +293,16 @@ class LLM:
             None if params.logprobs is None else [scores[at] for at in range(request.prompt_len, request.known)],
             None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
         )  # fmt: skip
+
+
+def vector_of(request: Request, normalise: bool) -> Tensor:
+    """float32 [d], of a request that was asked for its `pooling` and has left."""
+    if request.pool is None or request.left is None or request.left.how != "finished":
+        raise PhasewiseError(f"the request failed: {request.left and request.left.reason}")
+    vector = request.pool.total
+    if request.params.pooling == "mean":
+        vector = vector / request.pool.upto
+    return normalize(vector, dim=0) if normalise else vector
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -75,7 +75,7 @@ def failure(response: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETE, "stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": 1}}),
         (COMPLETE, "echo", {"echo": 1}),
         (COMPLETE, "logprobs", {"logprobs": 21}),
-        (COMPLETE, "best_of", {"best_of": 2}),
+        (COMPLETE, "best_of", {"best_of": 2, "n": 3}),
         (COMPLETE, "priority", {"priority": 1}),
         (COMPLETE, "timeout", {"timeout": 0}),
         (CHAT, "timeout", {"timeout": "5"}),

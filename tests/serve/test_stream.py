@@ -119,6 +119,6 @@ def test_defaults_are_openais() -> None:
 
 def test_zero_is_not_false_and_one_is_not_true() -> None:
     read(CompletionAsk, b'{"prompt": "a", "logprobs": false, "best_of": 1}')
-    for field in (b'"logprobs": 0', b'"best_of": true'):
+    for field in (b'"use_beam_search": 0', b'"length_penalty": true', b'"logprobs": true', b'"best_of": true'):
         with pytest.raises(ApiError):
             read(CompletionAsk, b'{"prompt": "a", ' + field + b"}")

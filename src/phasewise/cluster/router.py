@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
@@ -30,6 +32,7 @@ from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
 from phasewise.request.header import header_of
 from phasewise.request.params import Params
+from phasewise.request.pool import Pool
 from phasewise.request.request import Left, Request
 from phasewise.request.score import Score
 
@@ -272,6 +275,9 @@ class Router:
         try:
             for at, *plain in event.get("scores", ()):
                 caller.scores.setdefault(at, Score.of(plain))
+            if "pool" in event:
+                upto, total = event["pool"]
+                caller.pool = Pool(upto, torch.tensor(total))
             if new:
                 caller.computed = caller.high_water = caller.known
                 flight.tries = 1

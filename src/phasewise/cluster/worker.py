@@ -11,7 +11,7 @@
              forget   {}                                drop unused prefixes
              spare    {bytes}                           drop some of them: another worker of the pool is short
              cores    {cores, threads}                  from the next step on, run on these
-    event    progress {id, attempt, start, tokens, left, queued, scores?}
+    event    progress {id, attempt, start, tokens, left, queued, scores?, pool?}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
              landed   {id, attempt, pieces}             these have been copied
@@ -232,6 +232,8 @@ class Worker:
         }  # fmt: skip
         if request.params.scored:
             scores, request.scores = request.scores, {}  # siblings have forked in the step that brought the first token
+            if request.pool is not None:
+                event["pool"] = [request.pool.upto, request.pool.total.tolist()]
             event["scores"] = [[at, *score] for at, score in scores.items()]
         self._post(event)
         job.told = request.known

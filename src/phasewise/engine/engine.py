@@ -106,7 +106,7 @@ class Engine:
             raise UserError(f"unknown recipe {request.recipe!r}. {near(request.recipe, filter(None, self.recipes))}")
         runtime = self.runtime(request)
         runtime.check(request.params)
-        refuse(request, runtime, config.vocab)
+        refuse(request, runtime, config.vocab, config.eos)
         reach = self.reach(request.recipe) if reach is None else reach
         if request.prompt_len >= reach:
             raise UserError(
@@ -147,7 +147,7 @@ class Engine:
         if self.queues.named(request.id):
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         self.check(request)
-        request.layers = self.model.config.layers
+        request.layers, request.ends = self.model.config.layers, self.model.config.eos
         request.trace.enter(self.parts.clock())
         self.queues.join(request, self.waiting)
 
@@ -155,7 +155,7 @@ class Engine:
         """Take over a request whose KV is already loaded (hand-off), in the store of its recipe here."""
         assert request.kv is not None and request not in self.queues
         request.trace.enter(self.parts.clock())
-        request.layers = self.model.config.layers
+        request.layers, request.ends = self.model.config.layers, self.model.config.eos
         if not request.prefilling:
             self._enter(request)
         self.queues.join(request, self.running)
@@ -333,6 +333,7 @@ class Engine:
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
+        request.pool = outcome.pool or request.pool
         request.computed += outcome.kept
         if before < request.high_water:
             counters.recomputed += min(request.computed, request.high_water) - before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
@@ -12,23 +12,37 @@ if TYPE_CHECKING:
     from phasewise.request.request import Request
 
 
-def refuse(request: Request, runtime: Runtime, vocab: int) -> None:
-    """Raise UserError for an empty prompt, for token ids that the model has not, and for what the decode method of a
-    phase cannot tell."""
+def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -> None:
+    """Raise UserError for an empty prompt, for token ids that the model has not, for rules that leave nothing to say,
+    and for what the decode method of a phase cannot do."""
     if not request.prompt_len:
         raise UserError("the prompt is empty: give at least one token")
     bad = _outside(request.tokens, vocab)
     if bad is not None:
         raise UserError(f"token id {bad} is outside the vocabulary: ids must lie in [0, {vocab})")
-    bad = _outside(request.params.logit_bias, vocab)
-    if bad is not None:
-        raise UserError(f"logit_bias names token id {bad}: ids must lie in [0, {vocab})")
-    if request.params.scored:
+    params = request.params
+    texts = [word for word in params.bad_words if isinstance(word, str)]
+    if texts:
+        raise UserError(f"bad_words={texts!r} are texts, which an LLM turns into token ids: give these here")
+    words = [int(token) for word in params.bad_words for token in word]
+    allowed = params.allowed_token_ids or ()
+    for name, tokens in (("logit_bias", params.logit_bias), ("allowed_token_ids", allowed), ("bad_words", words)):
+        bad = _outside(tokens, vocab)
+        if bad is not None:
+            raise UserError(f"{name} names token id {bad}: ids must lie in [0, {vocab})")
+    if params.allowed_token_ids is not None:
+        never = {word[0] for word in params.bad_words if len(word) == 1}
+        if params.min_tokens:
+            never |= {*params.stop_tokens, *(() if params.ignore_eos else eos)}
+        if never >= set(params.allowed_token_ids):
+            raise UserError("allowed_token_ids are all forbidden by bad_words or, as ends, by min_tokens: allow others")
+    if params.scored or any(len(word) > 1 for word in params.bad_words):
         for phase in runtime.phases:
             if getattr(phase.decode, "scattered", False):
                 raise UserError(
-                    f"{_name(phase.decode)} does not draw one token after another, so there are no log-probabilities: "
-                    "leave logprobs and prompt_logprobs out, or choose another decode method"
+                    f"{_name(phase.decode)} does not draw one token after another, so there are no log-probabilities, "
+                    "no vectors and no bad words of several tokens: leave logprobs, prompt_logprobs, pooling and such "
+                    "bad_words out, or choose another decode method"
                 )
 
 

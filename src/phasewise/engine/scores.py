@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from phasewise.request.pool import Pool
 from phasewise.request.score import Score
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ def score(model: Model, counters: Counters, spans: Sequence[Span], outcomes: Seq
     for outcome, each in zip(outcomes, asked):
         outcome.scores = {one.position: next(found) for one in each}
         counters.head_rows += len(each)
+    for span, outcome in zip(spans, outcomes):
+        request = span.request
+        if request.params.pooling is not None and request.prefilling and request.parent is None:
+            outcome.pool = _pool(model, span, hidden)
 
 
 def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
@@ -56,6 +61,20 @@ def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
         for i, (row, token) in enumerate(zip(rows, outcome.tokens)):
             found.append(_Asked(span.start + row, request.known + i, token, params.logprobs))
     return found
+
+
+def _pool(model: Model, span: Span, hidden: Hidden) -> Pool | None:
+    """What is pooled of the request's rows with those of this span, each of which counts once."""
+    request, before = span.request, span.request.pool
+    upto = 0 if before is None else before.upto
+    rows = [span.start + i for i, at in enumerate(span.positions) if upto <= at < request.prompt_len]
+    if not rows:
+        return before
+    upto += len(rows)
+    if request.params.pooling == "last":
+        rows = rows[-1:]
+    own = model.norm(hidden.rows(rows)).float().sum(0)  # [d]
+    return Pool(upto, own if before is None or request.params.pooling == "last" else before.total + own)
 
 
 def _scores(model: Model, hidden: Hidden, asked: Sequence[_Asked]) -> list[Score]:

@@ -115,6 +115,8 @@ class Store:
         """How many rows of its prompt it may take from others: where tokens are scored, the rows before them are
         computed."""
         most, params = request.prompt_len - self.sharing.private, request.params
+        if params.pooling is not None:  # `last` needs one row only, but one way to count them is enough
+            return 0
         return most if params.prompt_logprobs is None else min(most, params.scored_from - 1)
 
     def shareable(self, request: Request) -> int:

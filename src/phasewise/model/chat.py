@@ -47,6 +47,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+_MARK = "the-final-message-goes-on-here "  # ends in a space, which templates that trim take away
+
+
 class ChatTemplate:
     """A checkpoint's templates by name, with its special tokens as variables. Errors in them are UserErrors."""
 
@@ -73,12 +76,15 @@ class ChatTemplate:
         return tuple(self._templates)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
-               template: str | None = None, **extra: Any) -> str:  # fmt: skip
-        """The prompt for a conversation; `add_generation_prompt` ends it where the assistant's answer begins.
+               template: str | None = None, continue_final_message: bool = False, **extra: Any) -> str:  # fmt: skip
+        """The prompt for a conversation; `add_generation_prompt` ends it where the assistant's answer begins, and
+        `continue_final_message`, instead, where the last message's text ends, for the answer to go on with it.
 
         `template` picks one by name; None takes `tool_use` when `tools` are given and it exists, else `default`.
         `extra` are variables for the template, such as `tools` or `enable_thinking`.
         """
+        if continue_final_message:
+            return self._open(messages, template, extra)
         chosen = self._templates[self._pick(template, bool(extra.get("tools")))]
         variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -87,6 +93,19 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise UserError(f"The chat template cannot render these messages: {reason}. Check roles and content, or "
                             "send a plain prompt instead.") from error  # fmt: skip
+
+    def _open(self, messages: Sequence[Mapping[str, Any]], template: str | None, extra: Mapping[str, Any]) -> str:
+        """The prompt up to where the last message's text ends."""
+        last = messages[-1] if messages else {}
+        if not isinstance(last.get("content"), str):
+            raise UserError("continue_final_message goes on with the last message, which has no text: give it some")
+        marked = [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+        text = self.render(marked, False, template=template, **extra)
+        at = text.rfind(_MARK.strip())
+        if at < 0:
+            raise UserError("The chat template does not show the last message's text, so nothing can go on with it.")
+        trims = not text.startswith(_MARK, at)  # then it would have trimmed the text's own end
+        return text[:at].rstrip() if trims else text[:at]
 
     def _pick(self, name: str | None, tools: bool) -> str:
         if not self._templates:

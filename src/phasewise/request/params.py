@@ -35,10 +35,18 @@ class Params:
     prompt_logprobs: int | None = None  # the same of the prompt's tokens ...
     scored_from: int = 1  # ... from this position on; before it, cached prefixes may be used
     ask: dict[str, Any] | None = None  # what a method is asked for, by the names it takes (`asks`); plain JSON
+    pooling: str | None = None  # "mean" or "last": a vector of the prompt's rows after the last layer (LLM.embed)
+    min_tokens: int = 0  # until there are so many, no end token, stop token or stop string ends the output
+    allowed_token_ids: tuple[int, ...] | None = None  # None = all
+    bad_words: tuple[str | tuple[int, ...], ...] = ()  # never completed: texts, or sequences of token ids
+    include_stop_str_in_output: bool = False  # the stop string, or the text of the token that ends, stays
+    skip_special_tokens: bool = True  # False: they are part of the text
+    truncate_prompt_tokens: int | None = None  # the prompt is cut to so many, its last ones
     greedy: bool = field(init=False, repr=False)
     penalised: bool = field(init=False, repr=False)
-    """Whether logits are changed by penalties or a bias. Both are asked of every request in every step."""
-    scored: bool = field(init=False, repr=False)  # whether log-probabilities are asked for
+    """Whether logits are changed by penalties, a bias or a rule. Both are asked of every request in every step."""
+    ruled: bool = field(init=False, repr=False)  # whether some tokens are forbidden; then it is `penalised` too
+    scored: bool = field(init=False, repr=False)  # whether log-probabilities, or a vector, are asked for
 
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:
@@ -49,8 +57,10 @@ class Params:
                 raise UserError(f"{name}={value!r} is not a {'whole ' if kind is Integral else ''}number")
             if not low <= value <= high:
                 raise UserError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
-        if not self.max_tokens and self.prompt_logprobs is None:
-            raise UserError("max_tokens=0 asks for nothing: it is for prompt_logprobs alone; give at least 1")
+        if self.pooling not in (None, "mean", "last"):
+            raise UserError(f"pooling={self.pooling!r} must be 'mean' or 'last'")
+        if not self.max_tokens and self.prompt_logprobs is None and self.pooling is None:
+            raise UserError("max_tokens=0 asks for nothing: it is for prompt_logprobs or pooling; give at least 1")
         if not _all(Integral, self.stop_tokens):
             raise UserError(f"stop_tokens={self.stop_tokens!r} are no token ids: give whole numbers, as in (2, 7)")
         biases = self.logit_bias
@@ -59,13 +69,34 @@ class Params:
         for token, bias in biases.items():
             if not -_BIAS <= bias <= _BIAS:
                 raise UserError(f"logit_bias[{token}]={bias!r} is out of range: it must lie in [{-_BIAS}, {_BIAS}]")
+        self._check_rules()
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         if self.ask is not None:
             object.__setattr__(self, "ask", _plain(self.ask))
         object.__setattr__(self, "greedy", self.temperature == 0.0)
-        object.__setattr__(self, "penalised", bool(penalties or self.logit_bias))
-        object.__setattr__(self, "scored", self.logprobs is not None or self.prompt_logprobs is not None)
+        ruled = self.min_tokens or self.allowed_token_ids is not None or self.bad_words
+        object.__setattr__(self, "ruled", bool(ruled))
+        object.__setattr__(self, "penalised", bool(penalties or self.logit_bias or ruled))
+        told = (self.logprobs, self.prompt_logprobs, self.pooling)
+        object.__setattr__(self, "scored", any(each is not None for each in told))
+
+    def _check_rules(self) -> None:
+        """Those on which tokens may be said, and where the output ends; sequences become tuples."""
+        allowed, words = self.allowed_token_ids, self.bad_words
+        if allowed is not None:
+            if not (_all(Integral, allowed) and len(allowed)):
+                raise UserError(f"allowed_token_ids={allowed!r} must be token ids, at least one: None allows all")
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+        if isinstance(words, str) or not _all(Collection, words) or not all(_word(word) for word in words):
+            raise UserError(f"bad_words={words!r} must be a list of texts or of lists of token ids, none of them empty")
+        settled = tuple(word if isinstance(word, str) else tuple(word) for word in words)
+        object.__setattr__(self, "bad_words", settled)
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
 
 
 _BIAS = 1e4  # finite: infinities of either sign could leave no token, or two certain ones
@@ -82,8 +113,15 @@ _RANGES = (
     ("logprobs", Integral, 0, 1 << 30),
     ("prompt_logprobs", Integral, 0, 1 << 30),
     ("scored_from", Integral, 1, 1 << 30),
+    ("min_tokens", Integral, 0, 1 << 30),
+    ("truncate_prompt_tokens", Integral, 1, 1 << 30),
 )
-_OPTIONAL = ("logprobs", "prompt_logprobs")
+_OPTIONAL = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+def _word(word: object) -> bool:
+    """Whether it is a text or several token ids."""
+    return bool(word) and (isinstance(word, str) or _all(Integral, word))
 
 
 def _plain(ask: object) -> dict[str, Any] | None:

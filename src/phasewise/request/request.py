@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phasewise.request.params import SLO, Params
+from phasewise.request.pool import Pool
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
 
@@ -60,7 +61,8 @@ class Request:
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
         self.slice: Span | None = None  # one under way that has not reached the last layer: a step may run part of it
         self.depth = 0  # the layers it has run
-        self.layers = 0  # layers of the model; the engine that accepts it fills it in
+        self.layers = 0  # layers of the model; the engine that accepts it fills it in ...
+        self.ends: Sequence[int] = ()  # ... and its end tokens
         self.kv: KV | None = None
         self.state: dict[str, Any] = {}
         self.high_water = 0  # rows ever computed: what lies below it is recomputation
@@ -68,6 +70,7 @@ class Request:
         self.parent: Request | None = None  # a sibling of `parent` waits for its prefill and forks its KV
         self.left: Left | None = None
         self.scores: dict[int, Score] = {}  # by position, of the tokens whose likelihood it asks for
+        self.pool: Pool | None = None  # of its prompt's rows, if it asks for a vector
         self.trace = Trace()
 
     # ---- the only truth about progress

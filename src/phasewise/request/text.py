@@ -6,32 +6,49 @@ from collections.abc import Collection, Sequence
 
 from phasewise.errors import UserError
 from phasewise.model.tokenizer import Detokenizer, Tokenizer
+from phasewise.request.params import Params
 
 
 class Text:
     """Turns tokens into text that is certain: what may be the start of a stop string is held back until it is not.
 
-    All pushes and the flush joined are the output's text up to the first of `stops`. `ends` are tokens that have no
-    text because they end the output. Two instances that are given the same tokens decide the same, so one can watch in
-    the engine (`watch`) and another write elsewhere. Raises UserError for an empty stop string.
+    All pushes and the flush joined are the output's text up to the first of `stops`, or to its end
+    (`Params.include_stop_str_in_output`); the first `min_tokens` tokens are not searched. `ends` are tokens that have
+    no text because they end the output. Two instances that are given the same tokens decide the same, so one can watch
+    in the engine (`watch`) and another write elsewhere. Raises UserError for an empty stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: str | Sequence[str] = (), ends: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: str | Sequence[str] = (),
+        ends: Collection[int] = (),
+        params: Params = Params(),  # noqa: B008  (frozen)
+    ) -> None:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if not all(stops):
             raise UserError(f"stop={list(stops)!r} has an empty string, which is everywhere: leave it out")
         self.stopped = False  # a stop string has appeared; there will be no more text
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = stops
         self._ends = frozenset(ends)
+        self._free = params.min_tokens if stops else 0  # so many tokens to come are not searched
+        self._keeps = params.include_stop_str_in_output
         self._held = ""  # the end of the text, if it may be the start of a stop string
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that has become certain with these tokens, perhaps empty."""
-        visible = [token for token in tokens if token not in self._ends]
+        if self._free:
+            free, tokens = tokens[: self._free], tokens[self._free :]
+            self._free -= len(free)
+            return self._detokenizer.push(self._visible(free)) + (self.push(tokens) if tokens else "")
+        visible = self._visible(tokens)
         if not self._stops:
             return self._detokenizer.push(visible)
         return "".join([self._release(self._detokenizer.push([token])) for token in visible])
+
+    def _visible(self, tokens: Sequence[int]) -> list[int]:
+        return [token for token in tokens if token not in self._ends]
 
     def flush(self) -> str:
         """What was held back, at the end of the output."""
@@ -48,9 +65,9 @@ class Text:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
-        certain = min(found) if found else len(text) - self._overlap(text)
+        certain = min(found)[self._keeps] if found else len(text) - self._overlap(text)
         self._held = "" if found else text[certain:]
         return text[:certain]
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive
@@ -50,6 +50,12 @@ class Choice:
         scores = self.feed.scores
         told = self.teller.tell(new, [scores.get(at) for at in range(start, start + len(new))])
         return Piece(self.index, text, first, finish, told)
+
+    @property
+    def likelihood(self) -> float:
+        """The mean log-probability of its tokens."""
+        start, scores = len(self.prompt), self.feed.scores
+        return sum(scores[at].logprob for at in range(start, start + self.tokens)) / max(1, self.tokens)
 
     @property
     def finish(self) -> str | None:
@@ -101,6 +107,7 @@ class Order:
     stream: bool = False
     slo: SLO | None = None
     recipe: str = ""
+    best: int | None = None  # so many of the samples of a prompt are told: the likeliest
     timeout: float | None = None  # seconds from now
 
 
@@ -115,6 +122,7 @@ class Answer:
         self._timeout = order.timeout
         self.prompt_tokens = sum(map(len, order.prompts))
         self._tokenizer, self._prompt_told = llm.tokenizer, order.told.prompt
+        self._samples, self._best = order.n, order.best
         self.choices = [
             Choice(
                 at * order.n + i,
@@ -127,10 +135,11 @@ class Answer:
             for at, prompt in enumerate(order.prompts)
             for i, request in enumerate(_samples(llm, prompt, order))
         ]
+        self._every = self.choices
 
     @property
     def output_tokens(self) -> int:
-        return sum(choice.tokens for choice in self.choices)
+        return sum(choice.tokens for choice in self._every)
 
     def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
         """Of all tokens of its prompt, the first of which has none; None where they are not wanted."""
@@ -189,7 +198,17 @@ class Answer:
         while not self.gone and any(choice.feed.left is None for choice in self.choices):
             await self._news.wait()
             self._news.clear()
-        return [choice.take(first=True) for choice in self.choices]
+        pieces = [choice.take(first=True) for choice in self.choices]
+        return pieces if self._best is None or self.gone else self._chosen(pieces, self._best)
+
+    def _chosen(self, pieces: Sequence[Piece], best: int) -> list[Piece]:
+        """The likeliest samples of each prompt, which become the answer's choices."""
+        ranked = []
+        for start in range(0, len(pieces), self._samples):
+            samples = range(start, start + self._samples)
+            ranked += sorted(samples, key=lambda i: -self.choices[i].likelihood)[:best]
+        self.choices = [replace(self.choices[i], index=index) for index, i in enumerate(ranked)]
+        return [replace(pieces[i], index=index) for index, i in enumerate(ranked)]
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What arrived with each step, until all choices have left or the client is gone."""

@@ -19,13 +19,11 @@ MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "best_of": (1,), "suffix": ("",),
+    "suffix": ("",), "logits_processors": ([],), "documents": ([],), "return_tokens_as_token_ids": (False,),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "web_search_options": (),
-    "reasoning_effort": (), "verbosity": (), "chat_template": (), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": (),
-    "length_penalty": (1.0,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,), "truncate_prompt_tokens": (), "structured_outputs": (), "guided_json": (),
+    "reasoning_effort": (), "verbosity": (), "chat_template": (),
+    "length_penalty": (1.0,), "use_beam_search": (False,), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": (),
     "typical_p": (1.0,), "mirostat": (0,), "priority": (0,),
 }  # fmt: skip
@@ -60,6 +58,12 @@ class Ask(BaseModel):
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
     prompt_logprobs: Top | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
+    allowed_token_ids: Annotated[list[Int], Field(min_length=1)] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     exact: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="seconds within which the whole answer must be there; else it is cancelled, with an error"
@@ -103,6 +107,10 @@ class Ask(BaseModel):
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs come with whole answers: leave stream out", "prompt_logprobs")
+        most = self.limit()
+        if most is not None and (self.min_tokens or 0) > most:
+            reason = f"min_tokens={self.min_tokens} is more than the {most} tokens that may come"
+            raise ApiError(400, reason, "min_tokens", "invalid_value")
         return self
 
     def asks_for(self, option: str) -> bool:
@@ -112,6 +120,10 @@ class Ask(BaseModel):
     def limit(self) -> int | None:
         """Output tokens asked for; None = as many as fit."""
         return self.max_tokens
+
+    def samples(self) -> int:
+        """Of each prompt, of which the likeliest `n` are told."""
+        return self.n or 1
 
     def told(self) -> int | None:
         """How many of the likeliest tokens each token's log-probability shall come with; None = no such are wanted."""
@@ -144,6 +156,12 @@ class Ask(BaseModel):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.told(),
             prompt_logprobs=self.scored(),
+            min_tokens=self.min_tokens or 0,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
 
@@ -154,27 +172,32 @@ class CompletionAsk(Ask):
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
     logprobs: Top | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    add_special_tokens: bool | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _logprobs(cls, value: Any) -> Any:
+        return None if value is False else value  # as chats say it
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if self.max_tokens == 0 and self.scored() is None:
             fix = "set echo and logprobs, or prompt_logprobs, or at least 1"
             raise ApiError(400, f"max_tokens=0 asks for nothing: {fix}", "max_tokens", "invalid_value")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ApiError(400, f"best_of={self.best_of} is less than n={self.n}", "best_of", "invalid_value")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise ApiError(400, "best_of chooses among whole answers: leave stream out", "best_of", "invalid_value")
         return self
+
+    def samples(self) -> int:
+        return self.best_of or self.n or 1
 
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value, list) and value:
-            if all(isinstance(each, str) for each in value):
-                return value
-            if _ids(value):
-                return [value]
-            if all(isinstance(each, list) and each and _ids(each) for each in value):
-                return value
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; not empty")
+        return texts_or_ids(value)
 
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -195,12 +218,28 @@ class ChatAsk(Ask):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _top(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs", "invalid_value")
+        if self.continue_final_message and self.add_generation_prompt:
+            either = "continue_final_message and add_generation_prompt exclude each other: leave one out"
+            raise ApiError(400, either, "continue_final_message", "invalid_value")
         return self
+
+    def variables(self) -> dict[str, Any]:
+        """For the chat template."""
+        own = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        return {
+            **(self.chat_template_kwargs or {}),
+            **{name: value for name, value in own.items() if value is not None},
+        }
 
     @field_validator("messages")
     @classmethod
@@ -210,7 +249,9 @@ class ChatAsk(Ask):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _kwargs(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = {"messages", "add_generation_prompt", "template", "tools", "self"} & set(value or {})
+        taken = {"messages", "add_generation_prompt", "continue_final_message", "template", "tools", "self"} & set(
+            value or {}
+        )
         if taken:
             raise ValueError(f"must not have {', '.join(sorted(taken))}")
         return value
@@ -222,11 +263,11 @@ class ChatAsk(Ask):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-A = TypeVar("A", bound=Ask)
+A = TypeVar("A", bound=BaseModel)
 
 
 def read(kind: type[A], body: bytes) -> A:
-    """The body as an Ask of this kind. Raises ApiError 400 naming the field at fault."""
+    """The body as a request of this kind. Raises ApiError 400 naming the field at fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -254,6 +295,20 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise ValueError(f"message {i}: content must be a string or a list of text parts")
     return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
+
+
+def texts_or_ids(value: Any) -> list[str] | list[list[int]]:
+    """What is given in one of four ways, as a list."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return value
+        if _ids(value):
+            return [value]
+        if all(isinstance(each, list) and each and _ids(each) for each in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; not empty")
 
 
 def _ids(values: Iterable[Any]) -> bool:

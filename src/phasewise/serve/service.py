@@ -11,23 +11,27 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from phasewise.engine.limits import memory_default
 from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
+from phasewise.serve.about import About
 from phasewise.serve.answer import Answer, Order, Telling
+from phasewise.serve.embeddings import Embeddings
 from phasewise.serve.exchange import CURRENT
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
+from phasewise.serve.scoring import Scoring
 from phasewise.serve.stream import Bodies, EventStream
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
 T = TypeVar("T")
-A = TypeVar("A", bound=Ask)
+A = TypeVar("A", bound=BaseModel)
 
 
 class Service:
@@ -44,11 +48,15 @@ class Service:
         self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
-        self._bodies = Bodies()
-        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
+        self._bodies, self._about = Bodies(), About(self)
+        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
+            *self._about.posts,
+            *Scoring(self).posts,
+            *Embeddings(self).posts,
         ]
+        self.gets = self._about.gets
 
     # ---- endpoints
     async def health(self) -> Response:
@@ -72,29 +80,33 @@ class Service:
 
     async def model(self, name: str) -> Response:
         """The model, if that is one of its names."""
-        self._recipe(name)
+        self.recipe(name)
         return json_response(self._card(name))
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
-        ask = await self._read(CompletionAsk, request)
-        self._recipe(ask.model)
-        prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
+        ask = await self.read(CompletionAsk, request)
+        self.recipe(ask.model)
+        prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self._encode(ask, p) for p in ask.prompt])
         leads: Sequence[str] = ()
         if ask.echo:
-            leads = [p if isinstance(p, str) else self.llm.tokenizer.decode(p) for p in ask.prompt]
+            whole = ask.truncate_prompt_tokens is None
+            leads = [
+                p if isinstance(p, str) and whole else self.llm.tokenizer.decode(ids)
+                for p, ids in zip(ask.prompt, prompts)
+            ]
         return await self._answer(request, ask, self._order(ask, prompts, "prompt", leads), COMPLETION)
 
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
-        ask = await self._read(ChatAsk, request)
-        self._recipe(ask.model)
+        ask = await self.read(ChatAsk, request)
+        self.recipe(ask.model)
         size = sum(len(message["content"]) for message in ask.messages)
         try:
-            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.chat_template_kwargs))
+            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.variables()))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
-        return await self._answer(request, ask, self._order(ask, [ids], "messages"), CHAT)
+        return await self._answer(request, ask, self._order(ask, [_cut(ask, ids)], "messages"), CHAT)
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """The response to any exception."""
@@ -108,7 +120,7 @@ class Service:
         self._bodies.close()
 
     # ---- inside
-    async def _read(self, kind: type[A], request: Request) -> A:
+    async def read(self, kind: type[A], request: Request) -> A:
         body = await self._bodies.read(request)
         return await self._worker(len(body), lambda: read(kind, body))
 
@@ -125,8 +137,13 @@ class Service:
             pieces = await answer.whole()
             return json_response(wire.body(answer, pieces))
 
+    def _encode(self, ask: CompletionAsk, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = self.llm.tokenizer.encode(prompt, ask.add_special_tokens is not False)
+        return _cut(ask, prompt)
+
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
-        slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
+        slo, recipe = ask.targets(self.slo), self.recipe(ask.model)
         params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
         if ask.exact and self.llm.lossy[recipe]:
             self._refuse_lossy(recipe)
@@ -140,11 +157,15 @@ class Service:
             )  # fmt: skip
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_tokens)
+        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
-        told = Telling(ask.told(), ask.prompt_logprobs)
-        order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, told, bool(ask.stream), slo, recipe,
+        samples, told = ask.samples(), Telling(ask.told(), ask.prompt_logprobs)
+        best = ask.n or 1 if samples > (ask.n or 1) else None
+        if best is not None and params.logprobs is None:
+            params = replace(params, logprobs=0)
+        order = Order(prompts, params, samples, ask.stop or (), leads, told, bool(ask.stream), slo, recipe, best,
                       ask.timeout)  # fmt: skip
         exchange = CURRENT.get()
         return order if exchange is None else exchange.within(order, asked, param)
@@ -155,7 +176,7 @@ class Service:
         named = ", ".join(text.partition(" ")[0] for text in self.llm.lossy[recipe])
         raise ApiError(400, f"exact was asked for, but this model answers with {named}: {fix}", "exact")
 
-    def _recipe(self, name: str | None) -> str:
+    def recipe(self, name: str | None) -> str:
         """The recipe that a model's name asks for. Raises ApiError for any other name, or one that is not its key's."""
         recipe = "" if name is None else self.names.get(name)
         if recipe is not None:
@@ -178,3 +199,8 @@ class Service:
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
+
+
+def _cut(ask: Ask, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt, where so many are asked for."""
+    return prompt if ask.truncate_prompt_tokens is None else prompt[-ask.truncate_prompt_tokens :]

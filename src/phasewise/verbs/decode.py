@@ -12,6 +12,7 @@ from phasewise.step.span import Span
 from phasewise.verbs.sample import Context, choose, draw
 
 if TYPE_CHECKING:
+    from phasewise.request.pool import Pool
     from phasewise.request.request import Request
     from phasewise.request.score import Score
     from phasewise.step.phase import Hidden, Phase
@@ -27,6 +28,7 @@ class Outcome:
     drafted: int = 0
     accepted: int = 0
     scores: Mapping[int, Score] = field(default_factory=dict)  # by position; the engine's, where a request asks
+    pool: Pool | None = None  # likewise
 
     @property
     def kept(self) -> int:
@@ -99,7 +101,10 @@ def draw_outcomes(
         if shape is None:
             chosen = choose(host.sample, host.model, x, contexts)
         else:
-            chosen = draw(host.sample(shape(host.model.head(x), done), contexts), contexts)
+            logits = host.model.head(x)
+            if hasattr(host.sample, "exclude"):  # before anything is judged by what is likely
+                host.sample.exclude(logits, contexts)
+            chosen = draw(host.sample(shape(logits, done), contexts), contexts)
         host.counters.head_rows += len(done)
         for tokens, token in zip(drawn, chosen):
             tokens.append(token)

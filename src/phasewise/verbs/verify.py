@@ -23,7 +23,7 @@ class Random(Protocol):
 class Shown:
     """What the pass showed of a draft's rows, of which a verifier `wants` some; the rest is None."""
 
-    logits: Tensor | None = None  # float32 [rows, V], as the model says them, but for tokens that are excluded
+    logits: Tensor | None = None  # float32 [rows, V], as the model says them, but -inf where a token is excluded
     hidden: Tensor | None = None  # rows of the last layer [rows, d]
 
     def part(self, start: int, end: int) -> Shown:

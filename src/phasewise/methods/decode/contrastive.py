@@ -91,6 +91,6 @@ def contrast(expert: Tensor, amateur: Tensor, knobs: Contrastive) -> Tensor:
     ratio = expert.log_softmax(-1) - (amateur / knobs.temperature).log_softmax(-1)
     shaped = expert + knobs.beta * ratio
     if knobs.alpha == 0:
-        return shaped
+        return shaped.masked_fill(expert == float("-inf"), float("-inf"))  # not beta * inf where beta is 0
     border = expert.amax(-1, keepdim=True) + log(knobs.alpha)
     return shaped.masked_fill(expert < border, float("-inf"))

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from phasewise.methods.sample._rules import exclude
 from phasewise.ops.sampling import penalise, shape
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist
@@ -18,7 +19,8 @@ CELLS = 1 << 16  # logits that are penalised at once: more would leave the proce
 
 @dataclass(frozen=True)
 class Standard:
-    """Each request's own `Params` decide: penalties, then bias, temperature, top-k, top-p, min-p; greedy at 0.
+    """Each request's own `Params` decide: penalties, then bias, then what must not be said at all (all but some tokens,
+    ends too early, bad words), temperature, top-k, top-p, min-p; greedy at 0.
 
     Repetition penalty as in CTRL (arXiv 1909.05858) over prompt and output; presence and frequency over the output.
     """
@@ -31,6 +33,9 @@ class Standard:
     def greedy(self, contexts: Sequence[Context]) -> bool:
         """Whether every token is the one of the largest logit, so that no logits are needed."""
         return all(c.request.params.greedy and not c.request.params.penalised for c in contexts)
+
+    def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
+        exclude(logits, [i for i, context in enumerate(contexts) if context.request.params.ruled], contexts)
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         changed = [i for i, context in enumerate(contexts) if context.request.params.penalised]
@@ -72,7 +77,7 @@ class _History:
 
 
 def _change(logits: Tensor, which: Sequence[int], contexts: Sequence[Context]) -> None:
-    """Penalties and bias, in place, for these rows of logits [n, V]."""
+    """Penalties, bias and what is forbidden, in place, for these rows of logits [n, V]."""
     rows = []
     for i in which:
         params = contexts[i].request.params
@@ -83,6 +88,7 @@ def _change(logits: Tensor, which: Sequence[int], contexts: Sequence[Context]) -
     for i in which:
         for token, bias in contexts[i].request.params.logit_bias.items():
             logits[i, token] += bias
+    exclude(logits, [i for i in which if contexts[i].request.params.ruled], contexts)
 
 
 def _penalise(logits: Tensor, rows: Sequence[int], contexts: Sequence[Context]) -> None:
