@@ -9,6 +9,7 @@ import ipaddress
 import json
 import shlex
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -51,14 +52,19 @@ def run(
     with bound(host, port) as sock:
         try:
             from phasewise.serve.keys import read
+            from phasewise.serve.logs import configure
             from phasewise.serve.server import serve
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
-        if policy.keys is not None:
-            read(policy.keys)  # mistakes are known before a model is loaded
+        if policy.keys is not None:  # mistakes are known before a model is loaded
+            read(policy.keys)
+        if policy.tls is not None:
+            check_tls(*policy.tls)
+        if policy.log is not None:
+            configure(policy.log)
         loaded = llm() if callable(llm) else llm
         app = create_app(loaded, name=name, slo=slo, policy=policy)
-        url = address(host, sock)
+        url = address(host, sock, "http" if policy.tls is None else "https")
 
         def ready() -> None:
             if policy.keys is None and not loopback(sock):
@@ -66,7 +72,7 @@ def run(
             print(banner(loaded, app.state.service.name, url, time.monotonic() - began), flush=True)
 
         try:
-            serve(app, sock, ready)
+            serve(app, sock, ready, policy.tls)
         finally:
             if loaded is not llm:
                 loaded.close()
@@ -137,10 +143,22 @@ def loopback(sock: socket.socket) -> bool:
     return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def address(host: str, sock: socket.socket) -> str:
+def check_tls(certificate: Path, key: Path) -> None:
+    """Raise UserError if these files are no certificate with its private key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:  # what ssl raises are such, too
+        reason = error.strerror or error
+        raise UserError(
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({reason}): give a certificate and its "
+            "private key without a passphrase, as PEM files"
+        ) from error
+
+
+def address(host: str, sock: socket.socket, scheme: str = "http") -> str:
     """The URL at which this machine reaches the server."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{shown}]:{sock.getsockname()[1]}" if ":" in shown else f"http://{shown}:{sock.getsockname()[1]}"
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{sock.getsockname()[1]}"
 
 
 def banner(llm: LLM, name: str, url: str, seconds: float) -> str:

@@ -17,7 +17,7 @@ from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
-from phasewise.serve.exchange import CURRENT
+from phasewise.serve.exchange import CURRENT, note
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
@@ -100,6 +100,7 @@ class Service:
         """The response to any exception."""
         known = api_error(error)
         self.metrics.errors[known.status] += 1
+        note(known)
         return error_response(known)
 
     def close(self) -> None:
