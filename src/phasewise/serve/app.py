@@ -82,9 +82,11 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
+    from starlette.responses import Response
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
+    from phasewise.serve.described import POSTED, answers, asks, describe
     from phasewise.serve.gate import Gate
     from phasewise.serve.keys import KeyRing
     from phasewise.serve.service import Service
@@ -103,13 +105,21 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     if keys is not None:
         service.metrics.registry.register(keys)
     app.add_middleware(Gate, service=service, keys=keys, policy=policy)
-    app.add_api_route("/health", service.health)
-    app.add_api_route("/metrics", service.show_metrics)
-    app.add_api_route("/v1/models", service.models)
-    app.add_api_route("/v1/models/{name:path}", service.model)
+    plain = Response  # a body that FastAPI does not describe
+    health = answers() | {503: {**answers()[200], "description": "The engine has failed, or the server shuts down."}}
+    app.add_api_route("/health", service.health, responses=health, response_class=plain)
+    app.add_api_route(
+        "/metrics", service.show_metrics, responses=answers(401, 403, kinds=("text/plain",)), response_class=plain
+    )
+    app.add_api_route("/v1/models", service.models, responses=answers(401), response_class=plain)
+    named = answers(401, 403, 404)
+    app.add_api_route("/v1/models/{name:path}", service.model, responses=named, response_class=plain)
+    posted = answers(*POSTED, kinds=("application/json", "text/event-stream"))
     for path, endpoint, kind in service.posts:
-        schema = {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": schema})
+        app.add_api_route(
+            path, endpoint, methods=["POST"], responses=posted, response_class=plain, openapi_extra=asks(kind)
+        )
+    describe(app)
     for error in (PhasewiseError, HTTPException, Exception):
         app.add_exception_handler(error, service.refuse)
     return app

@@ -49,13 +49,17 @@ class Gate:
             if exchange.status is not None:  # nothing can be said any more: the connection is closed
                 raise
             response = await self._service.refuse(Request(scope), error)
+            if _ambiguous(scope):
+                response.headers["Connection"] = "close"  # whatever comes after it may be part of it
             await response(scope, receive, sending)
         finally:
             CURRENT.reset(entered)
             exchange.close()
 
     def _admit(self, exchange: Exchange, scope: Scope) -> None:
-        """Raises ApiError 401, 403 or 429 for a request that may not pass."""
+        """Raises ApiError 400, 401, 403 or 429 for a request that may not pass."""
+        if _ambiguous(scope):
+            raise ApiError(400, "content-length and transfer-encoding came together: send one", code="ambiguous_length")
         path = scope["path"]
         if self._keys is None or path in OPEN or (path == METRICS and self._policy.open_metrics):
             return
@@ -66,6 +70,11 @@ class Gate:
         if scope["method"] == "POST":  # what costs nothing is not counted
             quota.enter()
             exchange.counted = True
+
+
+def _ambiguous(scope: Scope) -> bool:
+    """Whether a proxy in front may see the end of the body elsewhere (h11 refuses all the rest)."""
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
 
 
 def _end(exchange: Exchange) -> None:

@@ -34,6 +34,16 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+Json = dict[str, Any]
+_TEXT: Json = {"type": "string", "minLength": 1}  # for the document of fields of several kinds
+_NULL: Json = {"type": "null"}
+_TOKEN: Json = {"type": "integer", "minimum": 0}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
 class Ask(BaseModel):
     """The fields both endpoints share. Types are strict: a number in quotes is not a number."""
 
@@ -43,7 +53,9 @@ class Ask(BaseModel):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    stop: Any = Field(None, description="a string, or a list of strings")
+    stop: Any = Field(
+        None, description="a string, or a list of strings", json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _NULL]}
+    )
     seed: Int | None = None
     max_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -108,6 +120,10 @@ class Ask(BaseModel):
         """Output tokens asked for; None = as many as fit."""
         return self.max_tokens
 
+    def stated(self) -> int | None:
+        """The same, as far as the client has said so itself."""
+        return self.limit()
+
     def targets(self, default: SLO) -> SLO:
         """The targets asked for, in seconds; the server's own where there are none."""
         asked = {name: ms / 1e3 for name, ms in (self.slo or {}).items() if ms is not None}
@@ -135,7 +151,10 @@ class Ask(BaseModel):
 class CompletionAsk(Ask):
     """POST /v1/completions. `prompt` becomes a list of texts, or of lists of token ids."""
 
-    prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
+    prompt: Any = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists",
+        json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _list(_TOKEN), _list(_list(_TOKEN))]},
+    )
     echo: bool | None = None
 
     @field_validator("prompt", mode="plain")
@@ -154,6 +173,9 @@ class CompletionAsk(Ask):
 
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def stated(self) -> int | None:
+        return self.max_tokens
 
 
 class ChatAsk(Ask):

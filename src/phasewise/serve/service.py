@@ -147,7 +147,7 @@ class Service:
         order = Order(prompts, params, ask.n or 1, ask.stop or (), leads, bool(ask.stream), slo, recipe,
                       ask.timeout)  # fmt: skip
         exchange = CURRENT.get()
-        return order if exchange is None else exchange.within(order, asked, param)
+        return order if exchange is None else exchange.within(order, ask.stated(), param)
 
     def _refuse_lossy(self, recipe: str) -> NoReturn:
         others = [name for name, own in self.names.items() if not self.llm.lossy[own]]
