@@ -148,3 +148,29 @@ def test_load(tmp_path: Path) -> None:
     (more / "rag.jinja").write_text("E")
     loaded = ChatTemplate.load(tmp_path)
     assert [loaded.render(MESSAGES, template=name) for name in (None, "rag", "tool_use")] == ["D", "E", "C"]
+
+
+@pytest.mark.parametrize("attack", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% macro m() %}{{ caller() }}{% endmacro %}{% for i in range(99999) %}{% call m() %}{{ range(9999)|list|length }}"
+    "{% endcall %}{% endfor %}",
+])  # fmt: skip
+def test_a_template_that_never_ends_is_ended(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phasewise.model.chat.SECONDS", 0.05)
+    with pytest.raises(UserError, match=r"takes longer than 0\.05 s"):
+        template(attack).render(MESSAGES)
+
+
+@pytest.mark.parametrize("attack", ["{{ 'x' * 10000000000 }}", "{{ 9999999 * ('x' * 1000) }}",
+                                    "{{ ([1] * 1000000000)|length }}", "{{ 9 ** (9 ** 9) }}",
+                                    "{{ 2 ** 99999999 }}"])  # fmt: skip
+def test_a_template_makes_nothing_huge(attack: str) -> None:
+    with pytest.raises(UserError, match="too large"):
+        template(attack).render(MESSAGES)
+
+
+def test_what_templates_multiply_stays_as_it_is() -> None:
+    text = "{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ 1.5 * 1e300 }} {{ 2 ** -1 }} {{ 3 * 10 ** 9 }}"
+    assert template(text).render(MESSAGES) == f"12 --- 1024 1.5e+300 0.5 {3 * 10**9}"

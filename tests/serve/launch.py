@@ -57,7 +57,7 @@ def main(model: str, text: str) -> None:
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
     rules = {name: options.pop(name) for name in POLICIES if name in options}
-    kinds = {"keys": Path, "caps": lambda given: Caps(**given)}
+    kinds = {"keys": Path, "caps": lambda given: Caps(**given), "tls": lambda given: tuple(map(Path, given))}
     policy = Policy(**{name: kinds.get(name, lambda same: same)(value) for name, value in rules.items()})
     server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:

@@ -44,7 +44,7 @@ class Server:
         assert self.process.stdout is not None
         self.banner = self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
-        found = re.search(r"http://[^ ]+", self.banner)
+        found = re.search(r"https?://[^ ]+", self.banner)
         if found is None:
             raise AssertionError(f"the server did not start: {self.errors()}")
         self.url = found[0]

@@ -162,9 +162,13 @@ def test_requests_at_once_and_who_leaves_early(guarded: Server) -> None:
         time.sleep(0.02)
     guarded.settled()
     assert guarded.metrics()['phasewise_key_requests_running{key="busy"}'] == 0
-    for broken in (b"{", {"prompt": 5}, {"prompt": [[5], [99999]]}):  # refused ones do not stay either
-        assert guarded.post(COMPLETE, broken, headers=as_("busy")).status_code == 400
-    assert guarded.metrics()['phasewise_key_requests_running{key="busy"}'] == 0
+    before = guarded.metrics()
+    for broken in (b"{", {"prompt": 5}, {"prompt": [[5], [99999]]}, {"prompt": "the", "n": 128, "max_tokens": 5000}):
+        assert guarded.post(COMPLETE, broken, headers=as_("busy")).status_code == 400  # these do not stay either
+    after = guarded.metrics()
+    assert after['phasewise_key_requests_running{key="busy"}'] == 0
+    name = 'phasewise_key_tokens_total{key="busy",kind="prompt"}'
+    assert after[name] == before[name], "what was not computed costs nothing"
 
 
 def test_who_leaves_before_the_answer_pays_for_what_was_computed(guarded: Server) -> None:

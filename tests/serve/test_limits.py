@@ -51,6 +51,9 @@ def test_more_than_the_server_allows(capped: Server, path: str, param: str, fiel
 def test_as_much_as_the_server_allows(capped: Server) -> None:
     body = {"prompt": [5] * 50, "n": 3, "max_tokens": 20, "timeout": 500, "ignore_eos": True}
     assert capped.post(COMPLETE, body).json()["usage"]["completion_tokens"] == 60
+    with Server(caps={"max_tokens": 7}) as short:
+        text = short.post(COMPLETE, {"prompt": "the", "ignore_eos": True})
+        assert text.json()["usage"]["completion_tokens"] == 7, "OpenAI's 16 is not what the client has asked for"
     chat = capped.post(CHAT, {"messages": USER, "ignore_eos": True}).json()
     assert chat["usage"]["completion_tokens"] == 20, "who does not say how many gets what the server allows"
 

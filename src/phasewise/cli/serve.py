@@ -58,6 +58,12 @@ class Access:
     open_metrics: Annotated[
         bool, typer.Option("--open-metrics", help="/metrics needs no key; otherwise one with metrics = true.")
     ] = False
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="HTTPS: the certificate (chain), PEM.")] = None
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="HTTPS: its private key, PEM.")] = None
+    log_format: Annotated[
+        str | None,
+        typer.Option(metavar="text|json", help="A line per request on stderr. Default: only what goes wrong."),
+    ] = None
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens a prompt may have.")] = None
     max_n: Annotated[int | None, typer.Option(min=1, help="Answers a request may ask for: its prompts times n.")] = None
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer may have.")] = None
@@ -67,10 +73,15 @@ class Access:
 
     def policy(self) -> Policy:
         """The same for the server."""
-        from phasewise.serve.policy import Caps, Policy
+        from phasewise.serve.policy import LOG_FORMATS, Caps, Policy
 
+        if self.log_format not in (None, *LOG_FORMATS):
+            raise UserError(f"--log-format {self.log_format}: there are {' and '.join(LOG_FORMATS)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UserError("HTTPS needs both --tls-cert and --tls-key")
+        tls = None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
         caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
-        return Policy(keys=self.keys, open_metrics=self.open_metrics, caps=caps)
+        return Policy(keys=self.keys, open_metrics=self.open_metrics, tls=tls, log=self.log_format, caps=caps)
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,7 @@ def serve(
     """
     if not engine.speaks_of_drafts:
         engine = replace(engine, draft=DRAFTER)
+    policy = access.policy()
     named = choices.named()
     engine.check(named)
     source = context.get_parameter_source("model")
@@ -147,7 +159,7 @@ def serve(
         return (engine if asked else _or_pocket(engine)).llm(named)
 
     slo = Targets(offer.slo_ttft, offer.slo_tpot).slo()
-    run(load, host=address.host, port=address.port, name=offer.name, slo=slo, policy=access.policy())
+    run(load, host=address.host, port=address.port, name=offer.name, slo=slo, policy=policy)
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:

@@ -10,6 +10,7 @@ import ipaddress
 import json
 import shlex
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -52,15 +53,20 @@ def run(
     with bound(host, port) as sock:
         try:
             from phasewise.serve.keys import read
+            from phasewise.serve.logs import configure
             from phasewise.serve.server import serve
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
-        if policy.keys is not None:
-            read(policy.keys)  # mistakes are known before a model is loaded
+        if policy.keys is not None:  # mistakes are known before a model is loaded
+            read(policy.keys)
+        if policy.tls is not None:
+            check_tls(*policy.tls)
+        if policy.log is not None:
+            configure(policy.log)
         loaded = llm() if callable(llm) else llm
         app = create_app(loaded, name=name, slo=slo, policy=policy)
         gc.freeze()  # what is imported and loaded stays: looking through it again takes a tenth of a second
-        url = address(host, sock)
+        url = address(host, sock, "http" if policy.tls is None else "https")
 
         def ready() -> None:
             if policy.keys is None and not loopback(sock):
@@ -68,7 +74,7 @@ def run(
             print(banner(loaded, app.state.service.name, url, time.monotonic() - began), flush=True)
 
         try:
-            serve(app, sock, ready)
+            serve(app, sock, ready, policy.tls)
         finally:
             if loaded is not llm:
                 loaded.close()
@@ -78,10 +84,12 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
+    from starlette.responses import Response
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
-    from phasewise.serve.gate import Gate
+    from phasewise.serve.described import POSTED, answers, asks, describe
+    from phasewise.serve.gate import OPEN, Gate
     from phasewise.serve.keys import KeyRing
     from phasewise.serve.service import Service
 
@@ -99,15 +107,23 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     if keys is not None:
         service.metrics.registry.register(keys)
     app.add_middleware(Gate, service=service, keys=keys, policy=policy)
-    app.add_api_route("/health", service.health)
-    app.add_api_route("/metrics", service.show_metrics)
-    app.add_api_route("/v1/models", service.models)
-    app.add_api_route("/v1/models/{name:path}", service.model)
+    plain = Response  # a body that FastAPI does not describe
+    health = answers() | {503: {**answers()[200], "description": "The engine has failed, or the server shuts down."}}
+    app.add_api_route("/health", service.health, responses=health, response_class=plain)
+    app.add_api_route(
+        "/metrics", service.show_metrics, responses=answers(401, 403, kinds=("text/plain",)), response_class=plain
+    )
+    app.add_api_route("/v1/models", service.models, responses=answers(401), response_class=plain)
+    named = answers(401, 403, 404)
+    app.add_api_route("/v1/models/{name:path}", service.model, responses=named, response_class=plain)
     for path, get in service.gets:
-        app.add_api_route(path, get)
+        app.add_api_route(path, get, responses=health if path in OPEN else answers(401), response_class=plain)
+    posted = answers(*POSTED, kinds=("application/json", "text/event-stream"))
     for path, endpoint, kind in service.posts:
-        schema = {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": schema})
+        app.add_api_route(
+            path, endpoint, methods=["POST"], responses=posted, response_class=plain, openapi_extra=asks(kind)
+        )
+    describe(app)
     for error in (PhasewiseError, HTTPException, Exception):
         app.add_exception_handler(error, service.refuse)
     return app
@@ -141,10 +157,22 @@ def loopback(sock: socket.socket) -> bool:
     return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def address(host: str, sock: socket.socket) -> str:
+def check_tls(certificate: Path, key: Path) -> None:
+    """Raise UserError if these files are no certificate with its private key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:  # what ssl raises are such, too
+        reason = error.strerror or error
+        raise UserError(
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({reason}): give a certificate and its "
+            "private key without a passphrase, as PEM files"
+        ) from error
+
+
+def address(host: str, sock: socket.socket, scheme: str = "http") -> str:
     """The URL at which this machine reaches the server."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{shown}]:{sock.getsockname()[1]}" if ":" in shown else f"http://{shown}:{sock.getsockname()[1]}"
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{sock.getsockname()[1]}"
 
 
 def banner(llm: LLM, name: str, url: str, seconds: float) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from phasewise.serve.failures import ApiError
@@ -21,12 +23,22 @@ class Exchange:
     """`on_end` is called once, when the answer is sent (or cannot be) and the engine has none of its sequences."""
 
     on_end: Callable[[Exchange], Any]
+    id: str = ""
+    method: str = ""
+    path: str = ""
     caps: Caps = UNLIMITED  # of the server
+    began: float = field(default_factory=time.monotonic)
     quota: Quota | None = None  # of the key it came with, where there are keys
+    counted: bool = False  # whether it has entered that quota
     model: str | None = None
     reserved: int = 0  # tokens
-    prompt_tokens: int = 0  # each prompt once, however many samples it has
+    ordered: int = 0  # tokens of its prompts, each once, however many samples it has ...
+    prompt_tokens: int = 0  # ... and as far as the engine has taken them
     output_tokens: int = 0
+    ttft: float | None = None  # seconds until the first token of any of its sequences
+    ways: Counter[str] = field(default_factory=Counter)  # how its sequences have left
+    status: int | None = None  # as sent
+    error: str | None = None  # the code of an error that the client was told
     live: int = 0  # sequences that the engine has
     answered: bool = False
 
@@ -46,7 +58,7 @@ class Exchange:
     def within(self, order: Order, asked: int | None, param: str) -> Order:
         """The order, with its tokens reserved. What was not asked for, as the length of an answer may not be, is what
         the server and the key allow; ApiError for more than that. `param`: the field its prompts came in."""
-        self.prompt_tokens = sum(map(len, order.prompts))
+        self.ordered = sum(map(len, order.prompts))
         order = _capped(order, self.caps, "this server", (asked, param))
         if self.quota is None:
             return order
@@ -54,7 +66,7 @@ class Exchange:
         order = _capped(order, key.caps, f"the key {key.name!r}", (asked, param))
         bounded = asked or key.caps.max_tokens or self.caps.max_tokens
         known = order.params.max_tokens if bounded else 0  # what has no bound is paid when it has ended
-        tokens = self.prompt_tokens + len(order.prompts) * order.n * known
+        tokens = self.ordered + len(order.prompts) * order.n * known
         self.quota.reserve(tokens)
         self.reserved = tokens
         return order
@@ -63,6 +75,7 @@ class Exchange:
     def hold(self) -> None:
         """It is handed to the engine."""
         self.live += 1
+        self.prompt_tokens = self.ordered
 
     def refused(self) -> None:
         """The engine has not taken it, nor any other of this request."""
@@ -72,9 +85,13 @@ class Exchange:
 
     def left(self, feed: Feed) -> None:
         """It has left the engine."""
-        assert feed.trace is not None
+        assert feed.left is not None and feed.trace is not None
         self.live -= 1
         self.output_tokens += sum(feed.trace.counts)
+        if feed.trace.tokens:
+            first = feed.trace.tokens[0] - self.began
+            self.ttft = first if self.ttft is None else min(first, self.ttft)
+        self.ways[feed.left.reason if feed.left.how == "finished" else feed.left.how] += 1
         self._end()
 
     # ---- told by the gate
@@ -92,17 +109,23 @@ def _capped(order: Order, caps: Caps, whose: str, said: tuple[int | None, str]) 
     """The order as far as `caps` allow; ApiError if it asks for more. `said`: as in `within`."""
     asked, param = said
     longest, answers = max(map(len, order.prompts)), len(order.prompts) * order.n
-    for given, most, field, what in (
+    for given, most, name, what in (
         (longest, caps.max_prompt, param, "tokens per prompt"),
         (answers, caps.max_n, "n", "answers per request"),
         (asked, caps.max_tokens, "max_tokens", "tokens per answer"),
         (order.timeout, caps.timeout, "timeout", "seconds per request"),
     ):
         if most is not None and given is not None and given > most:
-            raise ApiError(400, f"{whose} allows {most} {what}, not {given}", field, "limit_exceeded")
+            raise ApiError(400, f"{whose} allows {most} {what}, not {given}", name, "limit_exceeded")
     if caps.max_tokens is not None and order.params.max_tokens > caps.max_tokens:
         order = replace(order, params=replace(order.params, max_tokens=caps.max_tokens))
     return order if caps.timeout is None or order.timeout is not None else replace(order, timeout=caps.timeout)
 
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("exchange", default=None)  # the one that the running task answers
+
+
+def note(error: ApiError) -> None:
+    """The client of the running task is told of an error."""
+    if (exchange := CURRENT.get()) is not None:
+        exchange.error = error.code or str(error.status)

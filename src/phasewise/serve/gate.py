@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phasewise.serve.exchange import CURRENT, Exchange
 from phasewise.serve.failures import ApiError
 from phasewise.serve.keys import KeyRing
+from phasewise.serve.logs import request_id, request_line
 from phasewise.serve.policy import Policy
 from phasewise.serve.service import Service
 
-OPEN = ("/health",)  # whoever watches a server has no key
+log = logging.getLogger(__name__)
+OPEN = ("/health", "/health/live", "/health/ready")  # whoever watches a server has no key
 METRICS = "/metrics"
 
 
@@ -25,26 +29,37 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(_end, self._policy.caps)
+        exchange = Exchange(_end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps)
         entered = CURRENT.set(exchange)
 
         async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start" and exchange.quota is not None:
-                message["headers"] = [*message.get("headers", ()), *exchange.quota.headers()]
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                headers = [(b"x-request-id", exchange.id.encode())]
+                headers += [] if exchange.quota is None else exchange.quota.headers()
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         try:
             self._admit(exchange, scope)
             await self._app(scope, receive, sending)
-        except ApiError as error:  # of the gate itself: what goes wrong behind it has been answered there
+        except Exception as error:
+            if not isinstance(error, ApiError):  # those of the gate itself; endpoints answer theirs
+                log.exception("request %s failed", exchange.id)
+            if exchange.status is not None:  # nothing can be said any more: the connection is closed
+                raise
             response = await self._service.refuse(Request(scope), error)
+            if _ambiguous(scope):
+                response.headers["Connection"] = "close"  # whatever comes after it may be part of it
             await response(scope, receive, sending)
         finally:
             CURRENT.reset(entered)
             exchange.close()
 
     def _admit(self, exchange: Exchange, scope: Scope) -> None:
-        """Raises ApiError 401, 403 or 429 for a request that may not pass."""
+        """Raises ApiError 400, 401, 403 or 429 for a request that may not pass."""
+        if _ambiguous(scope):
+            raise ApiError(400, "content-length and transfer-encoding came together: send one", code="ambiguous_length")
         path = scope["path"]
         if self._keys is None or path in OPEN or (path == METRICS and self._policy.open_metrics):
             return
@@ -54,8 +69,16 @@ class Gate:
         exchange.quota = quota
         if scope["method"] == "POST":  # what costs nothing is not counted
             quota.enter()
-            exchange.on_end = lambda ended: quota.leave(ended.reserved, ended.prompt_tokens, ended.output_tokens)
+            exchange.counted = True
+
+
+def _ambiguous(scope: Scope) -> bool:
+    """Whether a proxy in front may see the end of the body elsewhere (h11 refuses all the rest)."""
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
 
 
 def _end(exchange: Exchange) -> None:
-    """Nothing is owed by a request that was not counted."""
+    """All of a request is over: its key gets back what it did not use, and it is logged."""
+    if exchange.counted and exchange.quota is not None:
+        exchange.quota.leave(exchange.reserved, exchange.prompt_tokens, exchange.output_tokens)
+    request_line(exchange)

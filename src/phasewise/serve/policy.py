@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+LOG_FORMATS = ("text", "json")
+
 
 @dataclass(frozen=True, slots=True)
 class Caps:
@@ -26,4 +28,6 @@ class Policy:
     queue: int = 256  # requests that may wait beside those that run; more get 429
     keys: Path | None = None  # the file of API keys; None: nobody is asked for one
     open_metrics: bool = False  # /metrics needs no key
+    tls: tuple[Path, Path] | None = None  # the files of certificate and private key: HTTPS
+    log: str | None = None  # "text" or "json": a line per request on stderr; None: only what goes wrong
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones

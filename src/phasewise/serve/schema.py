@@ -34,6 +34,16 @@ Top = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+Json = dict[str, Any]
+_TEXT: Json = {"type": "string", "minLength": 1}  # for the document of fields of several kinds
+_NULL: Json = {"type": "null"}
+_TOKEN: Json = {"type": "integer", "minimum": 0}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
 class Ask(BaseModel):
     """The fields both endpoints share. Types are strict: a number in quotes is not a number."""
 
@@ -43,7 +53,9 @@ class Ask(BaseModel):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    stop: Any = Field(None, description="a string, or a list of strings")
+    stop: Any = Field(
+        None, description="a string, or a list of strings", json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _NULL]}
+    )
     seed: Int | None = None
     max_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -121,6 +133,10 @@ class Ask(BaseModel):
         """Output tokens asked for; None = as many as fit."""
         return self.max_tokens
 
+    def stated(self) -> int | None:
+        """The same, as far as the client has said so itself."""
+        return self.limit()
+
     def samples(self) -> int:
         """Of each prompt, of which the likeliest `n` are told."""
         return self.n or 1
@@ -168,7 +184,10 @@ class Ask(BaseModel):
 class CompletionAsk(Ask):
     """POST /v1/completions. `prompt` becomes a list of texts, or of lists of token ids."""
 
-    prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
+    prompt: Any = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists",
+        json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _list(_TOKEN), _list(_list(_TOKEN))]},
+    )
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
     logprobs: Top | None = None
@@ -201,6 +220,9 @@ class CompletionAsk(Ask):
 
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def stated(self) -> int | None:
+        return self.max_tokens
 
     def told(self) -> int | None:
         return self.logprobs

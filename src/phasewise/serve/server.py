@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -53,10 +54,11 @@ class Server(uvicorn.Server):
         self.force_exit = self._signals > 2
 
 
-def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM."""
+def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None], tls: tuple[Path, Path] | None = None) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM. `tls`: the files of certificate and private key."""
+    certificate, key = tls or (None, None)
     config = uvicorn.Config(
         app, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
-        timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS,
+        timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     Server(config, app.state.service, app.state.keys, ready).run([sock])

@@ -20,7 +20,7 @@ from phasewise.request.params import SLO
 from phasewise.serve.about import About
 from phasewise.serve.answer import Answer, Order, Telling
 from phasewise.serve.embeddings import Embeddings
-from phasewise.serve.exchange import CURRENT
+from phasewise.serve.exchange import CURRENT, note
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
@@ -112,6 +112,7 @@ class Service:
         """The response to any exception."""
         known = api_error(error)
         self.metrics.errors[known.status] += 1
+        note(known)
         return error_response(known)
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class Service:
         order = Order(prompts, params, samples, ask.stop or (), leads, told, bool(ask.stream), slo, recipe, best,
                       ask.timeout)  # fmt: skip
         exchange = CURRENT.get()
-        return order if exchange is None else exchange.within(order, asked, param)
+        return order if exchange is None else exchange.within(order, ask.stated(), param)
 
     def _refuse_lossy(self, recipe: str) -> NoReturn:
         others = [name for name, own in self.names.items() if not self.llm.lossy[own]]

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serve.answer import Answer
+from phasewise.serve.exchange import note
 from phasewise.serve.failures import SHUTDOWN, ApiError, api_error, error_body
 from phasewise.serve.wire import DONE, Wire, event
 
@@ -86,5 +87,6 @@ class EventStream(Response):
             except Exception as error:  # the status is sent: the client can only be told in the stream
                 if not isinstance(error, ApiError):
                     log.exception("a stream broke")
-                end = event(error_body(api_error(error))) + DONE
+                note(known := api_error(error))
+                end = event(error_body(known)) + DONE
             await send({"type": "http.response.body", "body": end, "more_body": False})
