@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -183,16 +183,17 @@ class LLM:
         return self.tokenizer.encode(self.template.render(messages, **variables), add_special=False)
 
     def request(
-        self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""
-    ) -> Request:
+        self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = "",
+        shown: Collection[int] = (),
+    ) -> Request:  # fmt: skip
         """A request that ends at a stop string as well."""
-        watch = self.text(params, stop).watch if stop else None
+        watch = self.text(params, stop, shown).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
-    def text(self, params: Params, stop: Stop = ()) -> Text:
-        """A writer of the text of one output drawn with `params`."""
+    def text(self, params: Params, stop: Stop = (), shown: Collection[int] = ()) -> Text:
+        """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text."""
         eos = () if params.ignore_eos else self.model.config.eos
-        return Text(self.tokenizer, stop, {*eos, *params.stop_tokens})
+        return Text(self.tokenizer, stop, {*eos, *params.stop_tokens}, shown)
 
     # ---- inside
     def _ids(self, prompt: Prompt | Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:

@@ -12,6 +12,7 @@ import phasewise.serve.app
 import phasewise.train.pocket
 from phasewise.methods.draft.paced import Pacer
 from phasewise.request.params import SLO
+from phasewise.serve.policy import Policy
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -27,6 +28,18 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert seen["llm"].limits.kv_bytes == 64 << 20
     seen["llm"].generate("fox fox fox fox fox fox")
     assert seen["llm"].engine.counters.drafted > 0
+
+
+def test_formats_of_answers_reach_the_server(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(options))
+    assert cli("serve", *MODEL).code == 0 and seen["policy"] == Policy()
+    words = ("--tool-format", "hermes", "--reasoning-format", "none")
+    assert cli("serve", *words, *MODEL).code == 0
+    assert seen["policy"] == Policy(tool_format="hermes", reasoning_format="none")
+    for option, name, near in (("--tool-format", "herms", "hermes"), ("--reasoning-format", "thnk", "think")):
+        said = cli("serve", option, name, *MODEL)
+        assert said.code == 2 and option in said.err and name in said.err and near in said.err
 
 
 def test_a_server_drafts_unless_told_otherwise(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

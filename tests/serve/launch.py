@@ -3,7 +3,8 @@
 python -m tests.serve.launch MODEL '{"host": ..., "port": ..., "queue": ..., "limits": {...}, "faults": {...}}'
 
 Faults: `pause` = seconds added to each step; `poison` = a token id whose requests cannot be computed;
-`break_at` = the step that raises; `patience` = seconds that requests have after a signal.
+`break_at` = the step that raises; `plays`: messages say what is answered (playing.py); `patience` = seconds that
+requests have after a signal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import fields
 from typing import Any
 
 from phasewise.engine.limits import Limits
@@ -19,9 +21,11 @@ from phasewise.llm import LLM
 from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
+from phasewise.serve.policy import Policy
+from tests.serve.playing import playing
 
 
-def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -> LLM:
+def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1, plays: bool = False) -> LLM:
     """The model with an engine that misbehaves."""
     engine: Any = llm.engine
     step, embed = engine.step, llm.model.embed
@@ -40,6 +44,8 @@ def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -
             raise RuntimeError("this token is poison")
         return embed(tokens)
 
+    if plays:
+        playing(llm)
     engine.step = broken_step
     llm.model.embed = broken_embed  # type: ignore[method-assign]
     return llm
@@ -49,9 +55,14 @@ def main(model: str, text: str) -> None:
     options = json.loads(text)
     limits, faults = options.pop("limits", {}), options.pop("faults", {})
     verbs, recipes = options.pop("verbs", {}), options.pop("recipes", {})
+    policy = Policy(**{each.name: options.pop(each.name) for each in fields(Policy) if each.name in options})
     server.PATIENCE = faults.pop("patience", server.PATIENCE)
     try:
-        run(lambda: faulty(LLM(model, limits=Limits(**limits), recipes=recipes, **verbs), **faults), **options)
+        run(
+            lambda: faulty(LLM(model, limits=Limits(**limits), recipes=recipes, **verbs), **faults),
+            policy=policy,
+            **options,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

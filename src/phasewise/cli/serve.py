@@ -15,9 +15,15 @@ from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
 from phasewise.known.models import KNOWN
+from phasewise.serve.policy import Policy
+from phasewise.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, check
 
 if TYPE_CHECKING:
     from phasewise.llm import LLM
+    from phasewise.request.params import SLO
+
+
+POLICY = Policy()
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,43 @@ class Address:
 
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What answers aim at, how they are read, and which are kept."""
+
+    slo_ttft: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
+    ] = None
+    slo_tpot: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
+    ] = None
+    tool_format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(TOOL_FORMATS),
+            help="How this model writes tool calls. auto: as its chat template does; none: requests with tools are "
+            "refused.",
+        ),
+    ] = POLICY.tool_format
+    reasoning_format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(REASONING_FORMATS),
+            help="What stands around this model's reasoning. auto: what its chat template has; none: reasoning stays "
+            "in the content.",
+        ),
+    ] = POLICY.reasoning_format
+
+    def slo(self) -> SLO:
+        """The targets. Raises UserError."""
+        return Targets(self.slo_ttft, self.slo_tpot).slo()
+
+    def policy(self) -> Policy:
+        """How answers are read. Raises UserError."""
+        check(self.tool_format, self.reasoning_format)
+        return Policy(tool_format=self.tool_format, reasoning_format=self.reasoning_format)
 
 
 @dataclass(frozen=True)
@@ -56,7 +99,7 @@ class Recipes:
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
 
 
-ADDRESS, RECIPES = Address(), Recipes()
+ADDRESS, ANSWERS, RECIPES = Address(), Answers(), Recipes()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
 DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing where it gains nothing
 
@@ -65,12 +108,7 @@ DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing 
 def serve(
     context: typer.Context,
     address: Address = ADDRESS,
-    slo_ttft: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
-    ] = None,
+    answers: Answers = ANSWERS,
     choices: Recipes = RECIPES,
     engine: EngineOptions = SERVED,
 ) -> None:
@@ -95,7 +133,7 @@ def serve(
     """
     if not engine.speaks_of_drafts:
         engine = replace(engine, draft=DRAFTER)
-    named = choices.named()
+    policy, named = answers.policy(), choices.named()
     engine.check(named)
     source = context.get_parameter_source("model")
     asked = source is not None and source.name != "DEFAULT"
@@ -104,7 +142,7 @@ def serve(
     def load() -> LLM:
         return (engine if asked else _or_pocket(engine)).llm(named)
 
-    run(load, host=address.host, port=address.port, slo=Targets(slo_ttft, slo_tpot).slo())
+    run(load, host=address.host, port=address.port, slo=answers.slo(), policy=policy)
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -52,11 +52,14 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str] | None = None) -> None:
         self.tokens = dict(tokens or {})
+        self.sources = dict(sources)
         environment = _environment()
         self._templates = {}
+        self._variables = {}
         for name, text in sources.items():
             try:
                 self._templates[name] = environment.from_string(text)
+                self._variables[name] = meta.find_undeclared_variables(environment.parse(text))
             except TemplateSyntaxError as error:
                 raise UserError(f"The chat template {name!r} does not parse (line {error.lineno}: {error.message}). "
                                 "Fix it in chat_template.jinja or tokenizer_config.json.") from error  # fmt: skip
@@ -71,6 +74,12 @@ class ChatTemplate:
     def names(self) -> tuple[str, ...]:
         """The templates there are; none, and there is nothing to chat through."""
         return tuple(self._templates)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template that is taken when `tools` are given shows them to the model."""
+        name = "tool_use" if "tool_use" in self._templates else "default"
+        return "tools" in self._variables.get(name, ())
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
                template: str | None = None, **extra: Any) -> str:  # fmt: skip

@@ -12,16 +12,20 @@ class Text:
     """Turns tokens into text that is certain: what may be the start of a stop string is held back until it is not.
 
     All pushes and the flush joined are the output's text up to the first of `stops`. `ends` are tokens that have no
-    text because they end the output. Two instances that are given the same tokens decide the same, so one can watch in
-    the engine (`watch`) and another write elsewhere. Raises UserError for an empty stop string.
+    text because they end the output, `shown` special tokens that have it. Two instances that are given the same tokens
+    decide the same, so one can watch in the engine (`watch`) and another write elsewhere. Raises UserError for an empty
+    stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: str | Sequence[str] = (), ends: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: str | Sequence[str] = (), ends: Collection[int] = (),
+        shown: Collection[int] = (),
+    ) -> None:  # fmt: skip
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if not all(stops):
             raise UserError(f"stop={list(stops)!r} has an empty string, which is everywhere: leave it out")
         self.stopped = False  # a stop string has appeared; there will be no more text
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, shown=shown)
         self._stops = stops
         self._ends = frozenset(ends)
         self._held = ""  # the end of the text, if it may be the start of a stop string

@@ -15,6 +15,8 @@ from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
 from phasewise.serve.failures import SHUTDOWN, ApiError
 from phasewise.serve.loop import EngineLoop, Feed
+from phasewise.serve.tools.deltas import Delta
+from phasewise.serve.tools.reader import Manner, Reader
 
 
 @dataclass(slots=True, eq=False)
@@ -25,10 +27,24 @@ class Choice:
     feed: Feed
     text: Text
     lead: str = ""
+    reader: Reader | None = None  # where there may be more than content
     tokens: int = 0  # taken from the feed so far
 
-    def take(self) -> str:
-        """The text that has arrived since the last call; after the end, all that is left of it."""
+    def take(self, first: bool) -> Piece:
+        """What has arrived since the last call; after the end, all that is left of it. Raises ApiError if the choice
+        failed or was cancelled."""
+        text = self._text()
+        if self.reader is None:
+            return Piece(self.index, text, first, self.finish)
+        deltas = self.reader.push(text)
+        finish = "stop" if self.reader.done else self.finish
+        if finish:
+            deltas += self.reader.finish()
+        if finish == "stop" and self.reader.called:
+            finish = "tool_calls"
+        return Piece(self.index, "".join(delta.text for delta in deltas), first, finish, deltas)
+
+    def _text(self) -> str:
         new, self.feed.tokens = self.feed.tokens, []
         self.tokens += len(new)
         lead, self.lead = self.lead, ""
@@ -49,6 +65,7 @@ class Piece:
     text: str
     first: bool
     finish: str | None
+    deltas: list[Delta] | None = None  # the same told apart, where there may be more than content
 
 
 def finish_reason(left: Left) -> str:
@@ -72,6 +89,8 @@ class Order:
     stream: bool = False
     slo: SLO | None = None
     recipe: str = ""
+    manner: Manner | None = None  # how outputs are read; None: they are text
+    shown: frozenset[int] = frozenset()  # special tokens that have text
 
 
 class Answer:
@@ -86,8 +105,9 @@ class Answer:
             Choice(
                 at * order.n + i,
                 Feed(request, self._news, partial=order.stream),
-                llm.text(order.params, order.stop),
+                llm.text(order.params, order.stop, order.shown),
                 order.leads[at] if order.leads else "",
+                None if order.manner is None else Reader(order.manner),
             )
             for at, prompt in enumerate(order.prompts)
             for i, request in enumerate(_samples(llm, prompt, order))
@@ -129,7 +149,7 @@ class Answer:
         while not self.gone and any(choice.feed.left is None for choice in self.choices):
             await self._news.wait()
             self._news.clear()
-        return [Piece(choice.index, choice.take(), True, choice.finish) for choice in self.choices]
+        return [choice.take(first=True) for choice in self.choices]
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What arrived with each step, until all choices have left or the client is gone."""
@@ -139,18 +159,20 @@ class Answer:
             self._news.clear()
             found = []
             for choice in [c for c in live if c.feed.tokens or c.feed.left]:
-                if choice.feed.left:
+                piece = choice.take(first=choice.index not in begun)
+                if piece.finish:
                     live.remove(choice)
-                text, first = choice.take(), choice.index not in begun
-                found.append(Piece(choice.index, text, first, choice.finish))
+                    if choice.feed.left is None:  # its answer is complete whatever would follow
+                        self._engine.cancel([choice.feed])
+                found.append(piece)
                 begun.add(choice.index)
             yield found
 
 
 def _samples(llm: LLM, prompt: Sequence[int], order: Order) -> list[Request]:
     """The request for a prompt's first sample, and siblings that share its prefill."""
-    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe)
+    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe, order.shown)
     others = [first.sibling(i) for i in range(1, order.n)]
     for other in others:
-        other.watch = llm.text(order.params, order.stop).watch if order.stop else None
+        other.watch = llm.text(order.params, order.stop, order.shown).watch if order.stop else None
     return [first, *others]

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
+from phasewise.serve.policy import Policy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -21,20 +22,21 @@ if TYPE_CHECKING:
     from phasewise.llm import LLM
     from phasewise.request.params import SLO
 
-QUEUE = 256  # requests that may wait beside those that run; more get 429
+POLICY = Policy()
 
 
 def run(
     llm: LLM | Callable[[], LLM], *, host: str = "127.0.0.1", port: int = 8000, name: str | None = None,
-    queue: int = QUEUE, slo: SLO | None = None,
+    slo: SLO | None = None, policy: Policy = POLICY,
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, then return.
 
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once,
     and what it loaded is closed at the end. Port 0 picks a free one. `name` is what clients call the model (None: what
-    it was loaded as), `slo` the targets of requests that name none. Prints the URL and a request to try when ready. On
-    a signal nothing new is accepted, and running requests have `server.PATIENCE` seconds before they are cancelled; a
-    second signal cancels them at once. Raises UserError if the server cannot start.
+    it was loaded as), `slo` the targets of requests that name none, `policy` how the server treats them. Prints the URL
+    and a request to try when ready. On a signal nothing new is accepted, and running requests have `server.PATIENCE`
+    seconds before they are cancelled; a second signal cancels them at once. Raises UserError if the server cannot
+    start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
     """
@@ -45,7 +47,7 @@ def run(
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
         loaded = llm() if callable(llm) else llm
-        app = create_app(loaded, name=name, queue=queue, slo=slo)
+        app = create_app(loaded, name=name, slo=slo, policy=policy)
         url = address(host, sock)
 
         def ready() -> None:
@@ -58,7 +60,7 @@ def run(
                 loaded.close()
 
 
-def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SLO | None = None) -> FastAPI:
+def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, policy: Policy = POLICY) -> FastAPI:
     """The ASGI application around a model. Its lifespan starts and ends the engine's thread."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
@@ -67,7 +69,7 @@ def create_app(llm: LLM, *, name: str | None = None, queue: int = QUEUE, slo: SL
     from phasewise.errors import PhasewiseError
     from phasewise.serve.service import Service
 
-    service = Service(llm, name or llm.name, queue, slo)
+    service = Service(llm, name or llm.name, policy, slo)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -13,15 +13,17 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phasewise.engine.limits import memory_default
-from phasewise.errors import UserError, near
+from phasewise.errors import near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
+from phasewise.serve.conversation import Conversations, Prompt
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.metrics import Metrics
+from phasewise.serve.policy import Policy
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
-from phasewise.serve.stream import Bodies, EventStream
+from phasewise.serve.stream import Bodies, EventStream, Writer
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -30,19 +32,19 @@ A = TypeVar("A", bound=Ask)
 
 
 class Service:
-    """A model behind HTTP. `name` is what clients call it, and `name@recipe` where they want one of its recipes; at
-    most `queue` requests wait beside those that run.
+    """A model behind HTTP. `name` is what clients call it, and `name@recipe` where they want one of its recipes.
 
-    `slo`: the targets of requests that name none.
+    `slo`: the targets of requests that name none. Raises UserError for a policy that cannot be.
     """
 
-    def __init__(self, llm: LLM, name: str, queue: int, slo: SLO | None = None) -> None:
+    def __init__(self, llm: LLM, name: str, policy: Policy, slo: SLO | None = None) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
         self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
-        self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
+        self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
+        self._conversations = Conversations(llm, policy)
         self._bodies = Bodies()
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
@@ -74,7 +76,7 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
-        ask = await self._read(CompletionAsk, request)
+        ask = await self.read(CompletionAsk, request)
         self._recipe(ask.model)
         prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
         leads: Sequence[str] = ()
@@ -84,14 +86,8 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
-        ask = await self._read(ChatAsk, request)
-        self._recipe(ask.model)
-        size = sum(len(message["content"]) for message in ask.messages)
-        try:
-            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.chat_template_kwargs))
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
-        return await self._answer(request, ask, self._order(ask, [ids], "messages"), CHAT)
+        ask = await self.read(ChatAsk, request)
+        return await self._answer(request, ask, await self.order_chat(ask), CHAT)
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """The response to any exception."""
@@ -104,23 +100,41 @@ class Service:
         self.engine.stopping = True
         self._bodies.close()
 
-    # ---- inside
-    async def _read(self, kind: type[A], request: Request) -> A:
+    # ---- what other endpoints share
+    async def order_chat(self, ask: ChatAsk) -> Order:
+        """What to generate for a conversation."""
+        self._recipe(ask.model)
+        prompt = await self.prompt(ask)
+        order = self._order(ask, [prompt.ids], "messages", [prompt.lead])
+        return replace(order, manner=prompt.manner, shown=prompt.shown)
+
+    async def prompt(self, ask: ChatAsk) -> Prompt:
+        """The prompt of a conversation."""
+        size = sum(len(message["content"]) for message in ask.messages)
+        return await self._worker(size, lambda: self._conversations.prompt(ask))
+
+    async def read(self, kind: type[A], request: Request) -> A:
+        """The body of a request."""
         body = await self._bodies.read(request)
         return await self._worker(len(body), lambda: read(kind, body))
 
+    # ---- inside
     async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
-        answer = Answer(self.llm, self.engine, order)
-        await answer.start()
-        self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         wire = Wire(
             format, ask.model or self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats")
         )
+        return await self.respond(request, order, wire)
+
+    async def respond(self, request: Request, order: Order, writer: Writer) -> Response:
+        """The answer to an order, as this writer writes it."""
+        answer = Answer(self.llm, self.engine, order)
+        await answer.start()
+        self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         if order.stream:
-            return EventStream(answer, wire)
+            return EventStream(answer, writer)
         async with answer.attended(request.receive):
             pieces = await answer.whole()
-            return json_response(wire.body(answer, pieces))
+            return json_response(writer.body(answer, pieces))
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
         slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
