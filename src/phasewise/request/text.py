@@ -25,6 +25,7 @@ class Text:
         if not all(stops):
             raise UserError(f"stop={list(stops)!r} has an empty string, which is everywhere: leave it out")
         self.stopped = False  # a stop string has appeared; there will be no more text
+        self.stop: str | None = None  # which
         self._detokenizer = Detokenizer(tokenizer, shown=shown)
         self._stops = stops
         self._ends = frozenset(ends)
@@ -52,9 +53,11 @@ class Text:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
-        certain = min(found) if found else len(text) - self._overlap(text)
+        certain = len(text) - self._overlap(text)
+        if found:
+            certain, self.stop = min(found)
         self._held = "" if found else text[certain:]
         return text[:certain]
 

@@ -92,7 +92,7 @@ class Ask(BaseModel):
     @model_validator(mode="after")
     def _supported(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name in REFUSED and not _among(value, REFUSED[name]):
+            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
                 raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
@@ -191,11 +191,11 @@ class ChatAsk(Ask):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-A = TypeVar("A", bound=Ask)
+A = TypeVar("A", bound=BaseModel)
 
 
 def read(kind: type[A], body: bytes) -> A:
-    """The body as an Ask of this kind. Raises ApiError 400 naming the field at fault."""
+    """The body as a request of this kind. Raises ApiError 400 naming the field at fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -235,6 +235,6 @@ def _ids(values: Iterable[Any]) -> bool:
     return all(type(each) is int and 0 <= each < 1 << 31 for each in values)
 
 
-def _among(value: object, harmless: tuple[object, ...]) -> bool:
+def among(value: object, harmless: tuple[object, ...]) -> bool:
     """Whether `value` is one of these, where 0 is not False and 1 is not True."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

@@ -11,15 +11,18 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from phasewise.engine.limits import memory_default
 from phasewise.errors import near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.answer import Answer, Order
+from phasewise.serve.anthropic import error_body
 from phasewise.serve.conversation import Conversations, Prompt
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response
 from phasewise.serve.loop import EngineLoop
+from phasewise.serve.messages import Messages
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.policy import Policy
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
@@ -28,7 +31,7 @@ from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
 T = TypeVar("T")
-A = TypeVar("A", bound=Ask)
+A = TypeVar("A", bound=BaseModel)
 
 
 class Service:
@@ -46,9 +49,10 @@ class Service:
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._conversations = Conversations(llm, policy)
         self._bodies = Bodies()
-        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[Ask]]] = [
+        self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
+            *Messages(self).posts,
         ]
 
     # ---- endpoints
@@ -71,13 +75,13 @@ class Service:
 
     async def model(self, name: str) -> Response:
         """The model, if that is one of its names."""
-        self._recipe(name)
+        self.recipe(name)
         return json_response(self._card(name))
 
     async def completions(self, request: Request) -> Response:
         """Text that continues each prompt."""
         ask = await self.read(CompletionAsk, request)
-        self._recipe(ask.model)
+        self.recipe(ask.model)
         prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self.llm.encode(p) for p in ask.prompt])
         leads: Sequence[str] = ()
         if ask.echo:
@@ -93,6 +97,8 @@ class Service:
         """The response to any exception."""
         known = api_error(error)
         self.metrics.errors[known.status] += 1
+        if request.url.path.startswith("/v1/messages"):
+            return json_response(error_body(known), known.status)
         return error_response(known)
 
     def close(self) -> None:
@@ -103,10 +109,18 @@ class Service:
     # ---- what other endpoints share
     async def order_chat(self, ask: ChatAsk) -> Order:
         """What to generate for a conversation."""
-        self._recipe(ask.model)
+        self.recipe(ask.model)
         prompt = await self.prompt(ask)
         order = self._order(ask, [prompt.ids], "messages", [prompt.lead])
         return replace(order, manner=prompt.manner, shown=prompt.shown)
+
+    def recipe(self, name: str | None) -> str:
+        """The recipe that a model's name asks for. Raises ApiError for any other name."""
+        recipe = "" if name is None else self.names.get(name)
+        if recipe is not None:
+            return recipe
+        has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
+        raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")
 
     async def prompt(self, ask: ChatAsk) -> Prompt:
         """The prompt of a conversation."""
@@ -137,7 +151,7 @@ class Service:
             return json_response(writer.body(answer, pieces))
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
-        slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
+        slo, recipe = ask.targets(self.slo), self.recipe(ask.model)
         params, asked, context = ask.params(), ask.limit(), self.llm.engine.reach(recipe)
         if ask.exact and self.llm.lossy[recipe]:
             self._refuse_lossy(recipe)
@@ -161,14 +175,6 @@ class Service:
         fix = f"ask for {' or '.join(others)}, or leave exact out" if others else "leave exact out"
         named = ", ".join(text.partition(" ")[0] for text in self.llm.lossy[recipe])
         raise ApiError(400, f"exact was asked for, but this model answers with {named}: {fix}", "exact")
-
-    def _recipe(self, name: str | None) -> str:
-        """The recipe that a model's name asks for. Raises ApiError for any other name."""
-        recipe = "" if name is None else self.names.get(name)
-        if recipe is not None:
-            return recipe
-        has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
-        raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")
 
     def _check_tokens(self, param: str, tokens: Any) -> None:
         vocab = self.llm.model.config.vocab
