@@ -11,7 +11,7 @@ import typer
 from phasewise import recipes
 from phasewise.cli import config as files
 from phasewise.cli.asked import Targets
-from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
 from phasewise.known.models import KNOWN
@@ -60,15 +60,26 @@ class Answers:
             "in the content.",
         ),
     ] = POLICY.reasoning_format
+    stored_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Responses that later ones may refer to: 64M, 1G. Those not asked for the longest make way.",
+        ),
+    ] = f"{POLICY.stored_bytes >> 20}M"
 
     def slo(self) -> SLO:
         """The targets. Raises UserError."""
         return Targets(self.slo_ttft, self.slo_tpot).slo()
 
     def policy(self) -> Policy:
-        """How answers are read. Raises UserError."""
+        """How answers are read and kept. Raises UserError."""
         check(self.tool_format, self.reasoning_format)
-        return Policy(tool_format=self.tool_format, reasoning_format=self.reasoning_format)
+        return Policy(
+            tool_format=self.tool_format,
+            reasoning_format=self.reasoning_format,
+            stored_bytes=parse_bytes(self.stored_bytes),
+        )
 
 
 @dataclass(frozen=True)

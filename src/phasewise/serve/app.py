@@ -83,6 +83,8 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     app.add_api_route("/metrics", service.show_metrics)
     app.add_api_route("/v1/models", service.models)
     app.add_api_route("/v1/models/{name:path}", service.model)
+    app.add_api_route("/v1/responses/{id}", service.responses.retrieve)
+    app.add_api_route("/v1/responses/{id}", service.responses.delete, methods=["DELETE"])
     for path, endpoint, kind in service.posts:
         schema = {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": schema})

@@ -97,7 +97,8 @@ class MessageWriter:
 
     def _start(self, answer: Answer) -> str:
         usage = {**_usage(answer), "output_tokens": 0}
-        message: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        message["usage"] = usage
         return _event("message_start", message=message)
 
     def _begin(self, delta: Delta) -> str:

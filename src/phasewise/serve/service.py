@@ -25,6 +25,7 @@ from phasewise.serve.loop import EngineLoop
 from phasewise.serve.messages import Messages
 from phasewise.serve.metrics import Metrics
 from phasewise.serve.policy import Policy
+from phasewise.serve.responses import Responses
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.stream import Bodies, EventStream, Writer
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
@@ -49,10 +50,12 @@ class Service:
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._conversations = Conversations(llm, policy)
         self._bodies = Bodies()
+        self.responses = Responses(self, policy.stored_bytes)
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
             *Messages(self).posts,
+            *self.responses.posts,
         ]
 
     # ---- endpoints
