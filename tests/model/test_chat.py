@@ -148,3 +148,25 @@ def test_load(tmp_path: Path) -> None:
     (more / "rag.jinja").write_text("E")
     loaded = ChatTemplate.load(tmp_path)
     assert [loaded.render(MESSAGES, template=name) for name in (None, "rag", "tool_use")] == ["D", "E", "C"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in [[1, 2]] recursive %}{% for b in range(9999) %}{{ loop(a) if a is iterable }}{% endfor %}"
+        "{% for c in range(99999) %}{% for d in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% set ns = namespace(a='x') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+        "{% set ns = namespace(a=3) %}{% for i in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    ],
+)
+def test_a_template_that_would_not_end_is_stopped(source: str) -> None:
+    with pytest.raises(UserError, match="cannot render"):
+        template(source).render(MESSAGES)
+
+
+def test_long_conversations_have_turns_enough() -> None:
+    assert len(template(CHATML).render(MESSAGES * 5000)) > 400_000

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phasewise.errors import UserError, near
+from phasewise.model.sandbox import TURN, Sandbox, Turns
 from phasewise.model.source import source
 
 
@@ -37,10 +37,8 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -58,8 +56,8 @@ class ChatTemplate:
         self._variables = {}
         for name, text in sources.items():
             try:
-                self._templates[name] = environment.from_string(text)
                 self._variables[name] = meta.find_undeclared_variables(environment.parse(text))
+                self._templates[name] = environment.counted(text)
             except TemplateSyntaxError as error:
                 raise UserError(f"The chat template {name!r} does not parse (line {error.lineno}: {error.message}). "
                                 "Fix it in chat_template.jinja or tokenizer_config.json.") from error  # fmt: skip
@@ -89,7 +87,8 @@ class ChatTemplate:
         `extra` are variables for the template, such as `tools` or `enable_thinking`.
         """
         chosen = self._templates[self._pick(template, bool(extra.get("tools")))]
-        variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt,
+                     TURN: Turns()}  # fmt: skip
         try:
             return chosen.render(variables)
         except Exception as error:  # a template can fail in any way that an expression can; none is our traceback
