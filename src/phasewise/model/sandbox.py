@@ -6,7 +6,7 @@ make is bounded as well, where it makes more than it was given.
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -38,7 +38,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def counted(self, text: str) -> Template:
         """The template, which has to be rendered with `Turns` as its variable TURN."""
         tree = self.parse(text)
-        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+        looping: Iterable[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for node in looping:
             turn = nodes.Call(nodes.Name(TURN, "load"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
         tree.set_environment(self)
