@@ -49,6 +49,13 @@ TEMPLATES = {  # how models of these families write calls
     "pythonic": HEAD + """{{ m.content }}{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}(\
 {% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ", " if not loop.last }}{% endfor %})\
 {{ ", " if not loop.last }}{% endfor %}]{% endif %}""" + TAIL,
+    "opened": HEAD + """{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}""" + TAIL.replace("{{ open }}", "<think>\n"),
+    "branches": "{% if custom is defined %}{% set tools = custom %}{% endif %}{% if not tools is defined %}"
+    "{% set tools = none %}{% endif %}" + HEAD + """{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}\
+{{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}{{ c.arguments | tojson }}{{ "}" }}{% else %}\
+{{ m.content }}{% endif %}""" + TAIL,
     "unknown": HEAD + "{{ m.content }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}" + TAIL,
     "described": HEAD + '{# write <tool_call>{"name": ...}</tool_call> #}{{ m.content }}' + TAIL,
 }  # fmt: skip

@@ -39,6 +39,17 @@ def test_the_format_is_found(name: str, format: str, opening: str) -> None:
     assert [delta.text for delta in reader.push(shown.opening.format(name="f")) if delta.kind == "call"] == ["f"]
 
 
+def test_a_prompt_that_opens_reasoning_hides_no_call() -> None:
+    shown = seen("opened")
+    assert shown.format is not None and shown.tags == TAGS["think"]
+    assert (shown.format.name, shown.opening) == ("hermes", '<tool_call>\n{{"name": "{name}", "arguments": {{')
+
+
+def test_tools_that_a_template_may_set_itself_are_still_taken() -> None:
+    shown = seen("branches")
+    assert shown.takes_tools and shown.format is not None and shown.format.name == "llama3"
+
+
 def test_what_is_not_there_is_not_found() -> None:
     assert seen("unknown").takes_tools and seen("unknown").format is None
     assert look(ChatTemplate({"default": TEMPLATE})) == Shown()

@@ -47,7 +47,7 @@ def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str 
     text = "\n".join(template.sources.values())
     tags = TAGS.get(reasoning_format)
     if reasoning_format == AUTO:
-        tags = next((each for each in TAGS.values() if each.close in text), None)
+        tags = next((each for each in TAGS.values() if each.open in text or each.close in text), None)
     if not template.takes_tools or tool_format == NONE:
         return Shown(template.takes_tools, tags=tags)
     formats = list(FORMATS.values()) if tool_format == AUTO else [FORMATS[tool_format]]
@@ -75,7 +75,10 @@ def _written(template: ChatTemplate, objects: bool) -> str:
             whole = render([user, answer, *after], add_generation_prompt=False)
         except UserError:
             continue
-        return whole[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole))) :]
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole)))
+        if same < len(before):  # a prompt that opens with more, such as a tag that begins like that of a call
+            same = 1 + max(whole.rfind(end, 0, same) for end in ">]\n")
+        return whole[same:]
     return ""
 
 
