@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -217,22 +217,23 @@ class LLM:
         return self.tokenizer.encode(self.template.render(messages, **variables), add_special)
 
     def request(
-        self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = ""
-    ) -> Request:
+        self, ids: Sequence[int], params: Params, stop: Stop = (), slo: SLO | None = None, recipe: str = "",
+        shown: Collection[int] = (),
+    ) -> Request:  # fmt: skip
         """A request that ends at a stop string as well. What `params` say in text, or of the prompt's length, is
         settled here."""
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         if params.bad_words:
             params = replace(params, bad_words=self._spelled(params.bad_words))
-        watch = self.text(params, stop).watch if stop else None
+        watch = self.text(params, stop, shown).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
-    def text(self, params: Params, stop: Stop = ()) -> Text:
-        """A writer of the text of one output drawn with `params`."""
+    def text(self, params: Params, stop: Stop = (), shown: Collection[int] = ()) -> Text:
+        """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text."""
         eos = () if params.ignore_eos else self.model.config.eos
         ends = () if params.include_stop_str_in_output else {*eos, *params.stop_tokens}
-        return Text(self.tokenizer, stop, ends, params)
+        return Text(self.tokenizer, stop, ends, params, shown)
 
     # ---- inside
     def _asked(self, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,19 @@ def test_serve_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert seen["llm"].engine.counters.drafted > 0
 
 
+def test_formats_of_answers_reach_the_server(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(options))
+    assert cli("serve", *MODEL).code == 0 and seen["policy"] == Policy()
+    words = ("--tool-format", "hermes", "--reasoning-format", "none", "--stored-bytes", "1M")
+    assert cli("serve", *words, *MODEL).code == 0
+    assert seen["policy"] == Policy(tool_format="hermes", reasoning_format="none", stored_bytes=1 << 20)
+    assert cli("serve", "--stored-bytes", "much", *MODEL).code == 2
+    for option, name, near in (("--tool-format", "herms", "hermes"), ("--reasoning-format", "thnk", "think")):
+        said = cli("serve", option, name, *MODEL)
+        assert said.code == 2 and option in said.err and name in said.err and near in said.err
+
+
 def test_a_server_drafts_unless_told_otherwise(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: served.append(llm()))

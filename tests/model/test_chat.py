@@ -158,7 +158,7 @@ def test_load(tmp_path: Path) -> None:
     "{% endcall %}{% endfor %}",
 ])  # fmt: skip
 def test_a_template_that_never_ends_is_ended(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasewise.model.chat.SECONDS", 0.05)
+    monkeypatch.setattr("phasewise.model.sandbox.SECONDS", 0.05)
     with pytest.raises(UserError, match=r"takes longer than 0\.05 s"):
         template(attack).render(MESSAGES)
 
@@ -167,10 +167,32 @@ def test_a_template_that_never_ends_is_ended(attack: str, monkeypatch: pytest.Mo
                                     "{{ ([1] * 1000000000)|length }}", "{{ 9 ** (9 ** 9) }}",
                                     "{{ 2 ** 99999999 }}"])  # fmt: skip
 def test_a_template_makes_nothing_huge(attack: str) -> None:
-    with pytest.raises(UserError, match="too large"):
+    with pytest.raises(UserError, match="would make more"):
         template(attack).render(MESSAGES)
 
 
 def test_what_templates_multiply_stays_as_it_is() -> None:
     text = "{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ 1.5 * 1e300 }} {{ 2 ** -1 }} {{ 3 * 10 ** 9 }}"
     assert template(text).render(MESSAGES) == f"12 --- 1024 1.5e+300 0.5 {3 * 10**9}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in [[1, 2]] recursive %}{% for b in range(9999) %}{{ loop(a) if a is iterable }}{% endfor %}"
+        "{% for c in range(99999) %}{% for d in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% set ns = namespace(a='x') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+        "{% set ns = namespace(a=3) %}{% for i in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    ],
+)
+def test_a_template_that_would_not_end_is_stopped(source: str) -> None:
+    with pytest.raises(UserError, match="cannot render"):
+        template(source).render(MESSAGES)
+
+
+def test_long_conversations_have_turns_enough() -> None:
+    assert len(template(CHATML).render(MESSAGES * 5000)) > 400_000

@@ -5,7 +5,8 @@ python -m tests.serve.launch MODEL '{"host": ..., "port": ..., "queue": ..., "li
 Fields of Policy are options as well.
 
 Faults: `pause` = seconds added to each step; `poison` = a token id whose requests cannot be computed;
-`break_at` = the step that raises; `patience` = seconds that requests have after a signal.
+`break_at` = the step that raises; `plays`: messages say what is answered (playing.py); `patience` = seconds that
+requests have after a signal.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
 from phasewise.serve.policy import Caps, Policy
+from tests.serve.playing import playing
 
 POLICIES = tuple(field.name for field in fields(Policy))
 
 
-def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -> LLM:
+def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1, plays: bool = False) -> LLM:
     """The model with an engine that misbehaves."""
     engine: Any = llm.engine
     step, embed = engine.step, llm.model.embed
@@ -47,6 +49,8 @@ def faulty(llm: LLM, pause: float = 0.0, poison: int = -1, break_at: int = -1) -
             raise RuntimeError("this token is poison")
         return embed(tokens)
 
+    if plays:
+        playing(llm)
     engine.step = broken_step
     llm.model.embed = broken_embed  # type: ignore[method-assign]
     return llm

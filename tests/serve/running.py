@@ -33,13 +33,13 @@ def launch(*words: str, errors: IO[str] | int = subprocess.PIPE) -> subprocess.P
 class Server:
     """`options` as in launch.py. Use as a context manager; leaving it ends the process. `secret`: a key to send."""
 
-    def __init__(self, *, chat: bool = True, secret: str = "none", **options: Any) -> None:
+    def __init__(self, *, chat: bool = True, model: Path | None = None, secret: str = "none", **options: Any) -> None:
         options = {"port": 0, "name": "tiny", **options}
         self.secret = secret
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe that nobody reads would fill up)
         self.process = launch(
-            "-m", "tests.serve.launch", str(chat_checkpoint(chat)), json.dumps(options), errors=self._errors
+            "-m", "tests.serve.launch", str(model or chat_checkpoint(chat)), json.dumps(options), errors=self._errors
         )
         assert self.process.stdout is not None
         self.banner = self.process.stdout.readline()

@@ -11,14 +11,19 @@ import typer
 from phasewise import recipes
 from phasewise.cli import config as files
 from phasewise.cli.asked import Targets
-from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
 from phasewise.known.models import KNOWN
+from phasewise.serve.policy import LOG_FORMATS, Caps, Policy
+from phasewise.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, check
 
 if TYPE_CHECKING:
     from phasewise.llm import LLM
-    from phasewise.serve.policy import Policy
+    from phasewise.request.params import SLO
+
+
+POLICY = Policy()
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Offer:
-    """What is served, under which name and with which targets."""
+    """What is served, under which name and with which targets; how answers are read, and which are kept."""
 
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What clients call the model. Default: MODEL, of a path its end.")
@@ -42,6 +47,43 @@ class Offer:
     slo_tpot: Annotated[
         float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
     ] = None
+    tool_format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(TOOL_FORMATS),
+            help="How this model writes tool calls. auto: as its chat template does; none: requests with tools are "
+            "refused.",
+        ),
+    ] = POLICY.tool_format
+    reasoning_format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(REASONING_FORMATS),
+            help="What stands around this model's reasoning. auto: what its chat template has; none: reasoning stays "
+            "in the content.",
+        ),
+    ] = POLICY.reasoning_format
+    stored_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Responses that later ones may refer to: 64M, 1G. Those not asked for the longest make way.",
+        ),
+    ] = f"{POLICY.stored_bytes >> 20}M"
+
+    def slo(self) -> SLO:
+        """The targets. Raises UserError."""
+        return Targets(self.slo_ttft, self.slo_tpot).slo()
+
+    def within(self, policy: Policy) -> Policy:
+        """The policy with what is said here. Raises UserError."""
+        check(self.tool_format, self.reasoning_format)
+        return replace(
+            policy,
+            tool_format=self.tool_format,
+            reasoning_format=self.reasoning_format,
+            stored_bytes=parse_bytes(self.stored_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -73,8 +115,6 @@ class Access:
 
     def policy(self) -> Policy:
         """The same for the server."""
-        from phasewise.serve.policy import LOG_FORMATS, Caps, Policy
-
         if self.log_format not in (None, *LOG_FORMATS):
             raise UserError(f"--log-format {self.log_format}: there are {' and '.join(LOG_FORMATS)}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -148,7 +188,7 @@ def serve(
     """
     if not engine.speaks_of_drafts:
         engine = replace(engine, draft=DRAFTER)
-    policy = access.policy()
+    policy = offer.within(access.policy())
     named = choices.named()
     engine.check(named)
     source = context.get_parameter_source("model")
@@ -158,8 +198,7 @@ def serve(
     def load() -> LLM:
         return (engine if asked else _or_pocket(engine)).llm(named)
 
-    slo = Targets(offer.slo_ttft, offer.slo_tpot).slo()
-    run(load, host=address.host, port=address.port, name=offer.name, slo=slo, policy=policy)
+    run(load, host=address.host, port=address.port, name=offer.name, slo=offer.slo(), policy=policy)
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:

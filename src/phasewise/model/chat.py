@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Mapping, Sequence, Sized
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phasewise.errors import UserError, near
+from phasewise.model.sandbox import TURN, Sandbox, Turns
 from phasewise.model.source import source
-
-SECONDS = 5.0  # that rendering may take; templates come with models, and words from anybody
-LARGEST = 1_000_000  # characters, items or bits that one operator may make
-_DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of the rendering under way
 
 
 class _Generation(Extension):
@@ -45,36 +37,8 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with an end: every pass of a loop and every call of a macro looks at the clock, and what is repeated
-    or raised to a power stays small."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
-        for node in bodies:
-            look = nodes.Call(nodes.EnvironmentAttribute("look"), [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(look).set_lineno(node.lineno))
-        tree.set_environment(self)
-        return tree
-
-    def look(self) -> None:
-        """Raises TemplateError once the time of this rendering is over."""
-        if time.monotonic() > _DEADLINE.get():
-            raise TemplateError(f"it takes longer than {SECONDS:g} s")
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(each) if isinstance(each, Sized) else abs(each) for each in (left, right)]
-        size = sizes[0] * sizes[1] if operator == "*" else len(f"{int(sizes[0]):b}") * sizes[1]
-        if size > LARGEST and not (operator == "*" and all(isinstance(each, int | float) for each in (left, right))):
-            raise TemplateError(f"the result of {operator} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -89,11 +53,14 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str] | None = None) -> None:
         self.tokens = dict(tokens or {})
+        self.sources = dict(sources)
         environment = _environment()
         self._templates = {}
+        self._variables = {}
         for name, text in sources.items():
             try:
-                self._templates[name] = environment.from_string(text)
+                self._variables[name] = meta.find_undeclared_variables(environment.parse(text))
+                self._templates[name] = environment.counted(text)
             except TemplateSyntaxError as error:
                 raise UserError(f"The chat template {name!r} does not parse (line {error.lineno}: {error.message}). "
                                 "Fix it in chat_template.jinja or tokenizer_config.json.") from error  # fmt: skip
@@ -109,6 +76,12 @@ class ChatTemplate:
         """The templates there are; none, and there is nothing to chat through."""
         return tuple(self._templates)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template that is taken when `tools` are given shows them to the model."""
+        name = "tool_use" if "tool_use" in self._templates else "default"
+        return "tools" in self._variables.get(name, ())
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
                template: str | None = None, continue_final_message: bool = False, **extra: Any) -> str:  # fmt: skip
         """The prompt for a conversation; `add_generation_prompt` ends it where the assistant's answer begins, and
@@ -120,16 +93,14 @@ class ChatTemplate:
         if continue_final_message:
             return self._open(messages, template, extra)
         chosen = self._templates[self._pick(template, bool(extra.get("tools")))]
-        variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt}
-        began = _DEADLINE.set(time.monotonic() + SECONDS)
+        variables = {**self.tokens, **extra, "messages": messages, "add_generation_prompt": add_generation_prompt,
+                     TURN: Turns()}  # fmt: skip
         try:
             return chosen.render(variables)
         except Exception as error:  # a template can fail in any way that an expression can; none is our traceback
             reason = str(error) or type(error).__name__
             raise UserError(f"The chat template cannot render these messages: {reason}. Check roles and content, or "
                             "send a plain prompt instead.") from error  # fmt: skip
-        finally:
-            _DEADLINE.reset(began)
 
     def _open(self, messages: Sequence[Mapping[str, Any]], template: str | None, extra: Mapping[str, Any]) -> str:
         """The prompt up to where the last message's text ends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -64,13 +64,14 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes one request's ids as they come: all pushes and the flush joined are `Tokenizer.decode` of all ids.
+    """Decodes one request's ids as they come: all pushes and the flush joined are `Tokenizer.decode` of all ids, with
+    special tokens that are `shown` although others are skipped.
 
     A push never ends in half a character; what it holds back comes with a later push or with `flush`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        hidden = tokenizer.special_ids if skip_special else frozenset()
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, shown: Collection[int] = ()) -> None:
+        hidden = tokenizer.special_ids - frozenset(shown) if skip_special else frozenset()
         pieces = Pieces(tokenizer.backend, hidden, tokenizer.known)
         self._stream = ByteStream(pieces) if tokenizer.byte_level else WindowStream(pieces)
 

@@ -14,8 +14,9 @@ class Text:
 
     All pushes and the flush joined are the output's text up to the first of `stops`, or to its end
     (`Params.include_stop_str_in_output`); the first `min_tokens` tokens are not searched. `ends` are tokens that have
-    no text because they end the output. Two instances that are given the same tokens decide the same, so one can watch
-    in the engine (`watch`) and another write elsewhere. Raises UserError for an empty stop string.
+    no text because they end the output, `shown` special tokens that have it. Two instances that are given the same
+    tokens decide the same, so one can watch in the engine (`watch`) and another write elsewhere. Raises UserError for
+    an empty stop string.
     """
 
     def __init__(
@@ -24,12 +25,14 @@ class Text:
         stops: str | Sequence[str] = (),
         ends: Collection[int] = (),
         params: Params = Params(),  # noqa: B008  (frozen)
+        shown: Collection[int] = (),
     ) -> None:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if not all(stops):
             raise UserError(f"stop={list(stops)!r} has an empty string, which is everywhere: leave it out")
         self.stopped = False  # a stop string has appeared; there will be no more text
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self.stop: str | None = None  # which
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, shown=shown)
         self._stops = stops
         self._ends = frozenset(ends)
         self._free = params.min_tokens if stops else 0  # so many tokens to come are not searched
@@ -65,9 +68,12 @@ class Text:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, at + len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
-        certain = min(found)[self._keeps] if found else len(text) - self._overlap(text)
+        certain = len(text) - self._overlap(text)
+        if found:
+            start, end, self.stop = min(found)
+            certain = end if self._keeps else start
         self._held = "" if found else text[certain:]
         return text[:certain]
 

@@ -18,6 +18,8 @@ from phasewise.request.text import Text
 from phasewise.serve.failures import SHUTDOWN, ApiError
 from phasewise.serve.logprobs import Teller, Told, by_id
 from phasewise.serve.loop import EngineLoop, Feed
+from phasewise.serve.tools.deltas import Delta
+from phasewise.serve.tools.reader import Manner, Reader
 
 
 @dataclass(slots=True, eq=False)
@@ -31,25 +33,37 @@ class Choice:
     prompt: Sequence[int]
     lead: str | None = None
     teller: Teller | None = None
+    reader: Reader | None = None  # where there may be more than content
     tokens: int = 0  # taken from the feed so far
     late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
 
     def take(self, first: bool) -> Piece:
         """What has arrived since the last call; after the end, all that is left of it. Raises ApiError if the choice
         failed or was cancelled."""
+        text, told = self._arrived()
+        if self.reader is None:
+            return Piece(self.index, text, first, self.finish, told)
+        deltas = self.reader.push(text)
+        finish = "stop" if self.reader.done else self.finish
+        if finish:
+            deltas += self.reader.finish()
+        if finish == "stop" and self.reader.called:
+            finish = "tool_calls"
+        return Piece(self.index, "".join(delta.text for delta in deltas), first, finish, told, deltas)
+
+    def _arrived(self) -> tuple[str, list[Told] | None]:
+        """The text since the last call, and what is told of its tokens."""
         new, self.feed.tokens = self.feed.tokens, []
         start = len(self.prompt) + self.tokens
         self.tokens += len(new)
         lead, self.lead = self.lead, None
         text = (lead or "") + self.text.push(new) + (self.text.flush() if self.feed.left else "")
-        finish = self.finish
         if self.teller is None:
-            return Piece(self.index, text, first, finish)
-        if lead is not None:
+            return text, None
+        if lead is not None and self.reader is None:  # an echoed prompt
             new, start = [*self.prompt, *new], 0
         scores = self.feed.scores
-        told = self.teller.tell(new, [scores.get(at) for at in range(start, start + len(new))])
-        return Piece(self.index, text, first, finish, told)
+        return text, self.teller.tell(new, [scores.get(at) for at in range(start, start + len(new))])
 
     @property
     def likelihood(self) -> float:
@@ -75,6 +89,7 @@ class Piece:
     first: bool
     finish: str | None
     told: list[Told] | None = None  # of its tokens, where log-probabilities are wanted
+    deltas: list[Delta] | None = None  # the same told apart, where there may be more than content
 
 
 def finish_reason(left: Left) -> str:
@@ -109,6 +124,8 @@ class Order:
     recipe: str = ""
     best: int | None = None  # so many of the samples of a prompt are told: the likeliest
     timeout: float | None = None  # seconds from now
+    manner: Manner | None = None  # how outputs are read; None: they are text
+    shown: frozenset[int] = frozenset()  # special tokens that have text
 
 
 class Answer:
@@ -127,10 +144,11 @@ class Answer:
             Choice(
                 at * order.n + i,
                 Feed(request, self._news, partial=order.stream),
-                llm.text(order.params, order.stop),
+                llm.text(order.params, order.stop, order.shown),
                 prompt,
                 order.leads[at] if order.leads else None,
                 None if order.told.tokens is None else Teller(llm.tokenizer, order.told.tokens),
+                None if order.manner is None else Reader(order.manner),
             )
             for at, prompt in enumerate(order.prompts)
             for i, request in enumerate(_samples(llm, prompt, order))
@@ -218,17 +236,20 @@ class Answer:
             self._news.clear()
             found = []
             for choice in [c for c in live if c.feed.tokens or c.feed.left]:
-                if choice.feed.left:
+                piece = choice.take(first=choice.index not in begun)
+                if piece.finish:
                     live.remove(choice)
-                found.append(choice.take(first=choice.index not in begun))
+                    if choice.feed.left is None:  # its answer is complete whatever would follow
+                        self._engine.cancel([choice.feed])
+                found.append(piece)
                 begun.add(choice.index)
             yield found
 
 
 def _samples(llm: LLM, prompt: Sequence[int], order: Order) -> list[Request]:
     """The request for a prompt's first sample, and siblings that share its prefill."""
-    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe)
+    first = llm.request(prompt, order.params, order.stop, order.slo, order.recipe, order.shown)
     others = [first.sibling(i) for i in range(1, order.n)]
     for other in others:
-        other.watch = llm.text(order.params, order.stop).watch if order.stop else None
+        other.watch = llm.text(order.params, order.stop, order.shown).watch if order.stop else None
     return [first, *others]

@@ -43,9 +43,9 @@ def run(
     `llm` may be a function that loads it: it is called once the port is taken, so that a port in use is known at once,
     and what it loaded is closed at the end. Port 0 picks a free one. `name` is what clients call the model (None: what
     it was loaded as, of a path the last part), `slo` the targets of requests that name none, `policy` says who may ask
-    for how much. Prints the URL and a request to try when ready. On a signal nothing new is accepted, and running
-    requests have `server.PATIENCE` seconds before they are cancelled; a second signal cancels them at once. Raises
-    UserError if the server cannot start.
+    for how much, and how answers are read. Prints the URL and a request to try when ready. On a signal nothing new is
+    accepted, and running requests have `server.PATIENCE` seconds before they are cancelled; a second signal cancels
+    them at once. Raises UserError if the server cannot start.
 
         run(lambda: LLM("pocket", draft="prompt_lookup"), port=8000)
     """
@@ -88,12 +88,12 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
-    from phasewise.serve.described import POSTED, answers, asks, describe
+    from phasewise.serve.described import POSTED, answers, asks, describe, error_of
     from phasewise.serve.gate import OPEN, Gate
     from phasewise.serve.keys import KeyRing
     from phasewise.serve.service import Service
 
-    service = Service(llm, name or public_name(llm.name), policy.queue, slo)
+    service = Service(llm, name or public_name(llm.name), policy, slo)
     keys = None if policy.keys is None else KeyRing(policy.keys, service.names)
 
     @asynccontextmanager
@@ -118,8 +118,11 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     app.add_api_route("/v1/models/{name:path}", service.model, responses=named, response_class=plain)
     for path, get in service.gets:
         app.add_api_route(path, get, responses=health if path in OPEN else answers(401), response_class=plain)
-    posted = answers(*POSTED, kinds=("application/json", "text/event-stream"))
+    stored, kept = answers(401, 404), "/v1/responses/{id}"
+    app.add_api_route(kept, service.responses.retrieve, responses=stored, response_class=plain)
+    app.add_api_route(kept, service.responses.delete, methods=["DELETE"], responses=stored, response_class=plain)
     for path, endpoint, kind in service.posts:
+        posted = answers(*POSTED, kinds=("application/json", "text/event-stream"), error=error_of(path))
         app.add_api_route(
             path, endpoint, methods=["POST"], responses=posted, response_class=plain, openapi_extra=asks(kind)
         )

@@ -19,6 +19,13 @@ ERROR: dict[str, Any] = {
         },
     }},
 }  # fmt: skip
+ANTHROPIC_ERROR: dict[str, Any] = {
+    "type": "object", "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": {
+        "type": "object", "required": ["type", "message"],
+        "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+    }},
+}  # fmt: skip
 MEANINGS = {
     400: "The request is wrong; `param` names the field.", 401: "There is no API key, or an unknown one.",
     403: "The key may not do this.", 404: "There is no such model.",
@@ -30,12 +37,17 @@ POSTED = tuple(MEANINGS)
 Answers = dict[int | str, dict[str, Any]]
 
 
-def answers(*failures: int, kinds: tuple[str, ...] = ("application/json",)) -> Answers:
+def error_of(path: str) -> dict[str, Any]:
+    """What an error of this route looks like."""
+    return ANTHROPIC_ERROR if path.startswith("/v1/messages") else ERROR
+
+
+def answers(*failures: int, kinds: tuple[str, ...] = ("application/json",), error: dict[str, Any] = ERROR) -> Answers:
     """What a route answers with: one of `kinds` on success, and these failures as JSON."""
     good: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
     found: Answers = {200: {"description": "The answer.", "content": good}}
     for status in failures:
-        found[status] = {"description": MEANINGS[status], "content": {"application/json": {"schema": ERROR}}}
+        found[status] = {"description": MEANINGS[status], "content": {"application/json": {"schema": error}}}
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a server asks of those who use it, as data: `phasewise.serve.app.run(llm, policy=Policy(keys=...))`."""
+"""What a server asks of its users, and how it treats them: `phasewise.serve.app.run(llm, policy=Policy(keys=...))`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNLIMITED = Caps()
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may ask, and for how much."""
+    """Who may ask, and for how much; how answers are read, and which are kept."""
 
     queue: int = 256  # requests that may wait beside those that run; more get 429
     keys: Path | None = None  # the file of API keys; None: nobody is asked for one
@@ -31,3 +31,6 @@ class Policy:
     tls: tuple[Path, Path] | None = None  # the files of certificate and private key: HTTPS
     log: str | None = None  # "text" or "json": a line per request on stderr; None: only what goes wrong
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
+    tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
+    reasoning_format: str = "auto"  # what stands around its reasoning
+    stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from phasewise.request.params import SLO, Params
 from phasewise.serve.failures import ApiError
+from phasewise.serve.tools import asked
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
 GREEDY_BELOW = 1e-5  # temperatures that float32 logits cannot be divided by
@@ -20,7 +21,7 @@ MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "logits_processors": ([],), "documents": ([],), "return_tokens_as_token_ids": (False,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "web_search_options": (),
     "reasoning_effort": (), "verbosity": (), "chat_template": (),
     "length_penalty": (1.0,), "use_beam_search": (False,), "structured_outputs": (), "guided_json": (),
@@ -113,7 +114,7 @@ class Ask(BaseModel):
     @model_validator(mode="after")
     def _supported(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name in REFUSED and not _among(value, REFUSED[name]):
+            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
                 raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
@@ -238,6 +239,9 @@ class ChatAsk(Ask):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = Field(None, description="functions that the model may call")
+    tool_choice: Any = Field(None, description="none, auto, required, or the function to call")
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     add_generation_prompt: bool | None = None
@@ -267,6 +271,16 @@ class ChatAsk(Ask):
     @classmethod
     def _messages(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [_message(message, i) for i, message in enumerate(value)]
+
+    @field_validator("tools", mode="plain")
+    @classmethod
+    def _tools(cls, value: Any) -> list[dict[str, Any]] | None:
+        return None if value is None else asked.tools(value)
+
+    @field_validator("tool_choice", mode="plain")
+    @classmethod
+    def _tool_choice(cls, value: Any) -> str | dict[str, Any] | None:
+        return None if value is None else asked.choice(value)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -316,7 +330,13 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise ValueError(f"message {i}: content must be a string or a list of text parts")
-    return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise ValueError(f"message {i}: role tool needs the tool_call_id that it answers")
+    given = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in given:
+        given["tool_calls"] = asked.calls(given["tool_calls"], i)
+        given = given if given["tool_calls"] else {key: given[key] for key in given if key != "tool_calls"}
+    return {**given, "role": "system" if role == "developer" else role, "content": content or ""}
 
 
 def texts_or_ids(value: Any) -> list[str] | list[list[int]]:
@@ -337,6 +357,6 @@ def _ids(values: Iterable[Any]) -> bool:
     return all(type(each) is int and 0 <= each < 1 << 31 for each in values)
 
 
-def _among(value: object, harmless: tuple[object, ...]) -> bool:
+def among(value: object, harmless: tuple[object, ...]) -> bool:
     """Whether `value` is one of these, where 0 is not False and 1 is not True."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

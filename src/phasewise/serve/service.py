@@ -14,19 +14,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from phasewise.engine.limits import memory_default
-from phasewise.errors import UserError, near
+from phasewise.errors import near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.about import About
 from phasewise.serve.answer import Answer, Order, Telling
+from phasewise.serve.anthropic import error_body
+from phasewise.serve.conversation import Conversations, Prompt
 from phasewise.serve.embeddings import Embeddings
 from phasewise.serve.exchange import CURRENT, note
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.loop import EngineLoop
+from phasewise.serve.messages import Messages
 from phasewise.serve.metrics import Metrics
+from phasewise.serve.policy import Policy
+from phasewise.serve.responses import Responses
 from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.scoring import Scoring
-from phasewise.serve.stream import Bodies, EventStream
+from phasewise.serve.stream import Bodies, EventStream, Writer
 from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -35,23 +40,26 @@ A = TypeVar("A", bound=BaseModel)
 
 
 class Service:
-    """A model behind HTTP. `name` is what clients call it, and `name@recipe` where they want one of its recipes; at
-    most `queue` requests wait beside those that run.
+    """A model behind HTTP. `name` is what clients call it, and `name@recipe` where they want one of its recipes.
 
-    `slo`: the targets of requests that name none.
+    `slo`: the targets of requests that name none. Raises UserError for a policy that cannot be.
     """
 
-    def __init__(self, llm: LLM, name: str, queue: int, slo: SLO | None = None) -> None:
+    def __init__(self, llm: LLM, name: str, policy: Policy, slo: SLO | None = None) -> None:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
         self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
-        self.engine = EngineLoop(llm.engine, llm.limits.max_running + queue, self.metrics.left)
+        self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
+        self._conversations = Conversations(llm, policy)
         self._bodies, self._about = Bodies(), About(self)
+        self.responses = Responses(self, policy.stored_bytes)
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
+            *Messages(self).posts,
+            *self.responses.posts,
             *self._about.posts,
             *Scoring(self).posts,
             *Embeddings(self).posts,
@@ -100,19 +108,15 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
         ask = await self.read(ChatAsk, request)
-        self.recipe(ask.model)
-        size = sum(len(message["content"]) for message in ask.messages)
-        try:
-            ids = await self._worker(size, lambda: self.llm.encode_chat(ask.messages, ask.variables()))
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
-        return await self._answer(request, ask, self._order(ask, [_cut(ask, ids)], "messages"), CHAT)
+        return await self._answer(request, ask, await self.order_chat(ask), CHAT)
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """The response to any exception."""
         known = api_error(error)
         self.metrics.errors[known.status] += 1
         note(known)
+        if request.url.path.startswith("/v1/messages"):
+            return json_response(error_body(known), known.status)
         return error_response(known)
 
     def close(self) -> None:
@@ -120,23 +124,51 @@ class Service:
         self.engine.stopping = True
         self._bodies.close()
 
-    # ---- inside
+    # ---- what other endpoints share
+    async def order_chat(self, ask: ChatAsk) -> Order:
+        """What to generate for a conversation."""
+        self.recipe(ask.model)
+        prompt = await self.prompt(ask)
+        order = self._order(ask, [_cut(ask, prompt.ids)], "messages", [prompt.lead] if prompt.lead else ())
+        return replace(order, manner=prompt.manner, shown=prompt.shown)
+
+    def recipe(self, name: str | None) -> str:
+        """The recipe that a model's name asks for. Raises ApiError for any other name, or one that is not its key's."""
+        recipe = "" if name is None else self.names.get(name)
+        if recipe is not None:
+            if (exchange := CURRENT.get()) is not None:
+                exchange.permit(name or self.name)
+            return recipe
+        has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
+        raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")
+
+    async def prompt(self, ask: ChatAsk) -> Prompt:
+        """The prompt of a conversation."""
+        size = sum(len(message["content"]) for message in ask.messages)
+        return await self._worker(size, lambda: self._conversations.prompt(ask))
+
     async def read(self, kind: type[A], request: Request) -> A:
+        """The body of a request."""
         body = await self._bodies.read(request)
         return await self._worker(len(body), lambda: read(kind, body))
 
+    # ---- inside
     async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
-        answer = Answer(self.llm, self.engine, order)
-        await answer.start()
-        self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         wire = Wire(
             format, ask.model or self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats")
         )
+        return await self.respond(request, order, wire)
+
+    async def respond(self, request: Request, order: Order, writer: Writer) -> Response:
+        """The answer to an order, as this writer writes it."""
+        answer = Answer(self.llm, self.engine, order)
+        await answer.start()
+        self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         if order.stream:
-            return EventStream(answer, wire)
+            return EventStream(answer, writer)
         async with answer.attended(request.receive):
             pieces = await answer.whole()
-            return json_response(wire.body(answer, pieces))
+            return json_response(writer.body(answer, pieces))
 
     def _encode(self, ask: CompletionAsk, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -176,16 +208,6 @@ class Service:
         fix = f"ask for {' or '.join(others)}, or leave exact out" if others else "leave exact out"
         named = ", ".join(text.partition(" ")[0] for text in self.llm.lossy[recipe])
         raise ApiError(400, f"exact was asked for, but this model answers with {named}: {fix}", "exact")
-
-    def recipe(self, name: str | None) -> str:
-        """The recipe that a model's name asks for. Raises ApiError for any other name, or one that is not its key's."""
-        recipe = "" if name is None else self.names.get(name)
-        if recipe is not None:
-            if (exchange := CURRENT.get()) is not None:
-                exchange.permit(name or self.name)
-            return recipe
-        has = f"this server has {self.name!r}" if len(self.names) == 1 else near(str(name), self.names)
-        raise ApiError(404, f"there is no model {name!r}; {has}", "model", "model_not_found")
 
     def _check_tokens(self, param: str, tokens: Any) -> None:
         vocab = self.llm.model.config.vocab

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serve.answer import Answer
+from phasewise.serve.answer import Answer, Piece
 from phasewise.serve.exchange import note
-from phasewise.serve.failures import SHUTDOWN, ApiError, api_error, error_body
-from phasewise.serve.wire import DONE, Wire, event
+from phasewise.serve.failures import SHUTDOWN, ApiError, api_error
 
 log = logging.getLogger(__name__)
 BODY_BYTES = 8 << 20  # the largest body that is read
@@ -66,10 +66,26 @@ class Bodies:
                 self._waits.discard(wait)
 
 
+class Writer(Protocol):
+    """Writes one answer, whole or as events."""
+
+    def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A whole answer."""
+
+    def chunk(self, piece: Piece, answer: Answer) -> str:
+        """Those of a piece; empty if the piece says nothing."""
+
+    def last(self, answer: Answer) -> bytes:
+        """What ends the stream."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that breaks."""
+
+
 class EventStream(Response):
     """An answer as server-sent events: one write per engine step, however many choices it has."""
 
-    def __init__(self, answer: Answer, wire: Wire) -> None:
+    def __init__(self, answer: Answer, wire: Writer) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._answer, self._wire = answer, wire
@@ -88,5 +104,5 @@ class EventStream(Response):
                 if not isinstance(error, ApiError):
                     log.exception("a stream broke")
                 note(known := api_error(error))
-                end = event(error_body(known)) + DONE
+                end = wire.failed(known)
             await send({"type": "http.response.body", "body": end, "more_body": False})

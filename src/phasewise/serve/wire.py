@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise.serve.answer import Answer, Piece
+from phasewise.serve.failures import ApiError, error_body
 from phasewise.serve.logprobs import Teller, Told
+from phasewise.serve.said import Said, delta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,8 +33,16 @@ class Format:
 def _chat_delta(piece: Piece) -> str:
     if not (piece.text or piece.first):
         return '"delta": {}'
+    if piece.deltas is not None:
+        return f'"delta": {json.dumps(delta(piece))}'
     role = '"role": "assistant", ' if piece.first else ""
     return f'"delta": {{{role}"content": {json.dumps(piece.text)}}}'
+
+
+def _chat_message(piece: Piece) -> dict[str, Any]:
+    if piece.deltas is not None:
+        return {"message": Said(piece.deltas).message()}
+    return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
 
 
 COMPLETION = Format(
@@ -43,7 +53,7 @@ COMPLETION = Format(
 )  # fmt: skip
 CHAT = Format(
     "chatcmpl", "chat.completion", "chat.completion.chunk",
-    content=lambda piece: {"message": {"role": "assistant", "content": piece.text, "refusal": None}},
+    content=_chat_message,
     delta=_chat_delta,
     logprobs=Teller.chat,
 )  # fmt: skip
@@ -95,6 +105,10 @@ class Wire:
         if not self._include_usage:
             return DONE
         return event({**self._head, "object": self._format.part, "choices": [], "usage": usage(answer)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that breaks."""
+        return event(error_body(error)) + DONE
 
 
 def usage(answer: Answer) -> dict[str, int]:

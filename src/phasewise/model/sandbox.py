@@ -1,0 +1,64 @@
+"""Where chat templates run: they come with downloaded checkpoints, and may neither reach out nor run on for ever.
+
+A template has no loop but `for`, and no call but of macros: each turn of either is counted, and looks at the clock.
+What one expression can make is bounded as well, where it makes more than it was given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 5.0  # that a rendering may take
+MOST_TURNS = 1_000_000  # of loops and macros, in one rendering
+MOST_ITEMS = 1 << 25  # characters or items that an operator may make
+TURN = "_phasewise_turn"  # what a template calls in each turn
+
+
+class Turns:
+    """Counts the turns of one rendering. Raises TemplateError when there are too many, or its time is over."""
+
+    def __init__(self) -> None:
+        self._left, self._end = MOST_TURNS, time.monotonic() + SECONDS
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise TemplateError(f"it takes more than {MOST_TURNS:,} turns of its loops")
+        if time.monotonic() > self._end:
+            raise TemplateError(f"it takes longer than {SECONDS:g} s")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, bounded."""
+
+    intercepted_binops = frozenset(["*", "**", "+"])
+
+    def counted(self, text: str) -> Template:
+        """The template, which has to be rendered with `Turns` as its variable TURN."""
+        tree = self.parse(text)
+        looping: Iterable[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for node in looping:
+            turn = nodes.Call(nodes.Name(TURN, "load"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
+        tree.set_environment(self)
+        return self.from_string(tree)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Raises TemplateError for an operator that would make too much."""
+        sizes = [len(each) for each in (left, right) if isinstance(each, Sized)]
+        numbers = [abs(each) for each in (left, right) if isinstance(each, int)]
+        if operator == "**":
+            too_much = any(number > 1024 for number in numbers)
+        elif operator == "*" and sizes and numbers:
+            too_much = sizes[0] * numbers[0] > MOST_ITEMS
+        else:
+            too_much = sum(sizes) > MOST_ITEMS or any(number.bit_length() > 1 << 16 for number in numbers)
+        if too_much:
+            raise TemplateError(f"{operator} would make more than a template may")
+        return super().call_binop(context, operator, left, right)

@@ -1,0 +1,83 @@
+"""From a conversation to a prompt, and to how its answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from phasewise.errors import UserError
+from phasewise.llm import LLM
+from phasewise.serve.failures import ApiError
+from phasewise.serve.policy import Policy
+from phasewise.serve.schema import ChatAsk
+from phasewise.serve.tools.asked import constrain, forced, names, shaped
+from phasewise.serve.tools.formats import TOOL_FORMATS, check
+from phasewise.serve.tools.reader import Manner
+from phasewise.serve.tools.template import Shown, look
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`lead` ends the prompt and begins the answer; `manner` is None where the answer is plain text; special tokens
+    that are `shown` have text."""
+
+    ids: list[int]
+    lead: str = ""
+    manner: Manner | None = None
+    shown: frozenset[int] = frozenset()
+
+
+class Conversations:
+    """Knows what this model's chat template shows, once it has been asked. Raises UserError for unknown formats."""
+
+    def __init__(self, llm: LLM, policy: Policy) -> None:
+        check(policy.tool_format, policy.reasoning_format)
+        self._llm, self._policy = llm, policy
+
+    @cached_property
+    def shown(self) -> Shown:
+        return look(self._llm.template, self._policy.tool_format, self._policy.reasoning_format)
+
+    def prompt(self, ask: ChatAsk) -> Prompt:
+        """Raises ApiError naming the field that this model cannot have."""
+        tools = [] if ask.tool_choice == "none" else ask.tools or []
+        name = forced(tools, ask.tool_choice)
+        variables: Mapping[str, Any] = ask.variables()
+        if tools:
+            self._check_tools()
+            constrain(tools)
+            variables = {**variables, "tools": tools}
+        try:
+            text = self._llm.template.render(shaped(ask.messages, self.shown.objects), **variables)
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
+        tags = self.shown.tags
+        opened = tags is not None and text.rstrip().endswith(tags.open)
+        lead = ""
+        if name is not None:
+            lead = self.shown.opening.format(name=name)
+            lead = f"\n{tags.close}\n\n{lead}" if tags is not None and opened else lead
+        ids = self._llm.tokenizer.encode(text + lead, add_special=False)
+        if not tools and tags is None:
+            return Prompt(ids)
+        format = self.shown.format if tools else None
+        words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
+        special = self._llm.tokenizer.special_ids & {self._llm.tokenizer.id(word) for word in words}
+        single = ask.parallel_tool_calls is False
+        return Prompt(ids, lead, Manner(format, frozenset(names(tools)), tags, opened, single), special)
+
+    def _check_tools(self) -> None:
+        if not self._llm.template.names:
+            return  # rendering says so
+        if not self.shown.takes_tools:
+            raise ApiError(400, "this model's chat template shows no tools to the model: leave tools out, or serve a "
+                           "model that was trained to use them", "tools", "unsupported_parameter")  # fmt: skip
+        if self._policy.tool_format == "none":
+            raise ApiError(400, "tools are turned off on this server (--tool-format none)", "tools",
+                           "unsupported_parameter")  # fmt: skip
+        if self.shown.format is None:
+            raise ApiError(400, "this model's chat template writes tool calls in a format that is not known here: "
+                           f"leave tools out, or serve it with --tool-format ({', '.join(TOOL_FORMATS[2:])})",
+                           "tools", "unsupported_parameter")  # fmt: skip

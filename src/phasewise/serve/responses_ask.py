@@ -1,0 +1,128 @@
+"""What /v1/responses takes, as the conversation that the rest of the server knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from phasewise.serve.failures import ApiError
+from phasewise.serve.schema import AS_MANY_AS_FIT, ChatAsk, among, read
+
+# Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "background": (False,), "conversation": (), "include": ([],), "max_tool_calls": (), "prompt": (),
+    "context_management": ([],), "truncation": ("disabled",), "top_logprobs": (0,), "moderation": (),
+    "text": ({}, {"format": {"type": "text"}}), "reasoning": ({},),
+    "stream_options": ({}, {"include_obfuscation": False}),
+}  # fmt: skip
+ROLES = ("user", "assistant", "system", "developer")
+Item = dict[str, Any]
+
+
+class ResponsesAsk(BaseModel):
+    """POST /v1/responses."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
+                raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+        return self
+
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def chat(self, earlier: Sequence[Item]) -> ChatAsk:
+        """The same, after `earlier` items, as a chat completion says it. Raises ApiError."""
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages += _messages([*earlier, *self.items()], len(earlier))
+        same = ("model", "stream", "parallel_tool_calls", "temperature", "top_p")
+        fields = {name: getattr(self, name) for name in same}
+        fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        if self.tools:
+            fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = _choice(self.tool_choice)
+        if not messages:
+            raise ApiError(400, "input has no items", "input", "invalid_value")
+        return read(ChatAsk, json.dumps(fields).encode())
+
+
+def _messages(items: Sequence[Any], given: int) -> list[dict[str, Any]]:
+    """Items as messages: reasoning, text and calls that follow each other are one message of the assistant.
+
+    The first `given` come from elsewhere, and do not count in what errors say.
+    """
+    found: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        where = f"input.{i - given}"
+        match item:
+            case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+                call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                _assistant(found).setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output", "call_id": str(id), "output": output}:
+                found.append({"role": "tool", "tool_call_id": id, "content": _text(output, where)})
+            case {"type": "reasoning"}:
+                thoughts = item.get("content") or []
+                found.append({"role": "assistant", "content": "", "reasoning_content": _text(thoughts, where)})
+            case {"role": "assistant", "content": content}:
+                _assistant(found, fresh=True)["content"] += _text(content, where)
+            case {"role": str(role), "content": content} if role in ROLES:
+                found.append({"role": role, "content": _text(content, where)})
+            case _:
+                raise ApiError(400, f"{where}: must be a message, function_call, function_call_output or reasoning; "
+                               "other items are not supported", "input", "invalid_value")  # fmt: skip
+    return found
+
+
+def _assistant(found: list[dict[str, Any]], fresh: bool = False) -> dict[str, Any]:
+    """The assistant's message under way; `fresh`: one that says nothing yet but what it thought."""
+    last = found[-1] if found and found[-1]["role"] == "assistant" else None
+    if last is None or (fresh and (last["content"] or "tool_calls" in last)):
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("input_text", "output_text", "reasoning_text") or not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{where}: the only content parts supported are input_text, output_text and "
+                           "reasoning_text", "input", "invalid_value")  # fmt: skip
+    return "".join(part["text"] for part in parts)
+
+
+def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(400, f"tools.{i}: tools of type {tool.get('type')!r} are not supported", "tools")
+    given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": given}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice

@@ -1,0 +1,43 @@
+"""The formats of tool calls, by name: a module of this folder each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phasewise.errors import UserError, near
+from phasewise.serve.tools import hermes, llama3, mistral, pythonic
+from phasewise.serve.tools.deltas import Out, Steps
+from phasewise.serve.tools.reasoning import TAGS
+from phasewise.serve.tools.scan import Known
+
+
+@dataclass(frozen=True)
+class Format:
+    """`read` is the reader of an answer with calls, and `opening` what a call to {name} begins with; `shown` finds the
+    format in the text of a template, and `tokens` are its words, which a tokenizer may hold to be special."""
+
+    name: str
+    read: Callable[[Out, Known], Steps]
+    opening: str
+    shown: str
+    tokens: tuple[str, ...]
+
+
+FORMATS = {
+    name: Format(name, module.read, module.OPENING, module.SHOWN, module.TOKENS)
+    for name, module in (("hermes", hermes), ("llama3", llama3), ("mistral", mistral), ("pythonic", pythonic))
+}
+AUTO, NONE = "auto", "none"
+TOOL_FORMATS = (AUTO, NONE, *FORMATS)
+REASONING_FORMATS = (AUTO, NONE, *TAGS)
+
+
+def check(tool_format: str, reasoning_format: str) -> None:
+    """Raise UserError for a name that is none of these."""
+    for option, name, names in (
+        ("--tool-format", tool_format, TOOL_FORMATS),
+        ("--reasoning-format", reasoning_format, REASONING_FORMATS),
+    ):
+        if name not in names:
+            raise UserError(f"{option} {name!r} is not known. {near(name, names)}")

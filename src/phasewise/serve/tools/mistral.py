@@ -1,0 +1,81 @@
+"""[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} since version 11 (Mistral)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from phasewise.serve.tools.deltas import Out, Steps
+from phasewise.serve.tools.scan import Brackets, Known, balanced, call, spaces, until
+
+MARK, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+OPENING = '[TOOL_CALLS] [{{"name": "{name}", "arguments": {{'
+SHOWN = r"\[TOOL_CALLS\]"
+TOKENS = (MARK, ID, ARGS)
+
+
+def read(out: Out, known: Known) -> Steps:
+    """Content, and the calls after every mark. What follows a mark and is no call is content, the mark included."""
+    c, lead = (yield), ""
+    while True:
+        mark, space, c = yield from until(out, c, (MARK,), lead)
+        if not mark:
+            return
+        gap, c = yield from spaces(c)
+        calls = out.calls
+        if c == "[":
+            held, c = yield from _several(out, c, known)
+        elif c == "{":
+            held, c = yield from call(out, c, known)
+        else:
+            held, c = yield from _named(out, c, known)
+        lead = held if out.calls > calls else space + mark + gap + held
+
+
+def _several(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, str]]:
+    """A list of calls; what was read since the last of them, if the list is none, and the next character."""
+    read, c = c, (yield)
+    while c:
+        gap, c = yield from spaces(c, ",")
+        if c == "]":
+            return (read + gap + c if read else ""), (yield)
+        if c != "{":
+            return (read + gap if c or read else ""), c
+        held, c = yield from call(out, c, known)
+        if held:
+            return read + gap + held, c
+        read = ""
+    return read, c
+
+
+def _named(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, str]]:
+    """A name, perhaps an id, and the object of arguments; what was read, if that is no call, and the next character."""
+    name, c = yield from _word(c)
+    held, tag = name, ""
+    while c == "[" and tag != ARGS:
+        tag, c = yield from _tag(c)
+        held += tag
+        if tag not in (ID, ARGS):
+            return held, c
+        if tag == ID:
+            given, c = yield from _word(c)
+            held += given
+    if c != "{" or not known(name):
+        return held, c
+    out.call(name, "")
+    return "", (yield from balanced(out, c, Brackets(), 0))
+
+
+def _word(c: str) -> Generator[None, str, tuple[str, str]]:
+    word = ""
+    while c and (c.isalnum() or c in "_.-"):
+        word += c
+        c = yield
+    return word, c
+
+
+def _tag(c: str) -> Generator[None, str, tuple[str, str]]:
+    tag = ""
+    while c and any(each.startswith(tag + c) for each in (ID, ARGS)):
+        tag += c
+        c = yield
+    return tag, c

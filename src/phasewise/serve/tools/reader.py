@@ -1,0 +1,68 @@
+"""Text in pieces as they come, deltas out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phasewise.serve.tools.deltas import Delta, Out, Steps
+from phasewise.serve.tools.formats import Format
+from phasewise.serve.tools.reasoning import Tags, finish, split
+from phasewise.serve.tools.scan import Brackets, until
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How an answer is read: calls of this `format` to these `tools`, if there are any; reasoning between `tags`, if it
+    is split off, which the prompt may have `opened`; `single`: the answer ends with its first call."""
+
+    format: Format | None = None
+    tools: frozenset[str] = frozenset()
+    tags: Tags | None = None
+    opened: bool = False
+    single: bool = False
+
+
+class Reader:
+    """Reads one answer. Pushes and the finish, joined, give the same however the text is cut."""
+
+    def __init__(self, manner: Manner) -> None:
+        self.called = False  # a call has begun
+        self.done = False  # the answer has ended with its first call, whatever the model still writes
+        self._out, self._single, self._arguments = Out(), manner.single, Brackets()
+        steps = _steps(manner, self._out)
+        self._steps = steps if manner.tags is None else split(self._out, manner.tags, manner.opened, steps)
+        next(self._steps)
+
+    def push(self, text: str) -> list[Delta]:
+        """What has become certain with this text."""
+        for c in text:
+            self._steps.send(c)
+        return self._taken()
+
+    def finish(self) -> list[Delta]:
+        """What was held back, at the end of the text."""
+        finish(self._steps)
+        return self._taken()
+
+    def _taken(self) -> list[Delta]:
+        found = []
+        for delta in self._out.take():
+            if self._single and (self.done or (self.called and delta.kind != "arguments")):
+                self.done = True
+                break
+            self.called |= delta.kind == "call"
+            found.append(delta)
+            if self._single and delta.kind == "arguments":
+                fine = all(self._arguments.step(c) for c in delta.text)
+                self.done = fine and self._arguments.depth == 0
+        return found
+
+
+def _steps(manner: Manner, out: Out) -> Steps:
+    if manner.format is not None:
+        return manner.format.read(out, manner.tools.__contains__)
+    return _plain(out)
+
+
+def _plain(out: Out) -> Steps:
+    yield from until(out, (yield), ())
