@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from phasewise.request.params import SLO, Params
 from phasewise.serve.failures import ApiError
+from phasewise.serve.structured import FIELDS, Wanted, wanted
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
 GREEDY_BELOW = 1e-5  # temperatures that float32 logits cannot be divided by
@@ -20,12 +21,12 @@ MOST_STOPS = 16
 REFUSED: dict[str, tuple[object, ...]] = {
     "best_of": (1,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "web_search_options": (),
+    "modalities": (["text"],), "audio": (), "web_search_options": (),
     "reasoning_effort": (), "verbosity": (), "chat_template": (), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": (),
     "length_penalty": (1.0,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,), "truncate_prompt_tokens": (), "structured_outputs": (), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": (),
+    "skip_special_tokens": (True,), "truncate_prompt_tokens": (), "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto",), "structural_tag": (),
     "typical_p": (1.0,), "mirostat": (0,),
 }  # fmt: skip
 
@@ -58,6 +59,15 @@ class Ask(BaseModel):
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
     exact: bool | None = None
+    # which texts are wanted (structured.py)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    grammar: str | None = None
     slo: dict[Literal["ttft_ms", "tpot_ms"], Milliseconds | None] | None = Field(
         None, description="targets: milliseconds to the first token, and per further token on average"
     )
@@ -105,6 +115,10 @@ class Ask(BaseModel):
         """Output tokens asked for; None = as many as fit."""
         return self.max_tokens
 
+    def structure(self) -> Wanted | None:
+        """Which texts are wanted, if only some are. Raises ApiError."""
+        return wanted({name: getattr(self, name) for name in FIELDS})
+
     def targets(self, default: SLO) -> SLO:
         """The targets asked for, in seconds; the server's own where there are none."""
         asked = {name: ms / 1e3 for name, ms in (self.slo or {}).items() if ms is not None}
@@ -113,6 +127,7 @@ class Ask(BaseModel):
     def params(self) -> Params:
         """The engine's parameters, OpenAI's defaults filled in; without a seed, a random one."""
         temperature = 1.0 if self.temperature is None else self.temperature
+        structure = self.structure()
         return Params(
             max_tokens=self.limit() or AS_MANY_AS_FIT,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
@@ -126,6 +141,7 @@ class Ask(BaseModel):
             seed=random.getrandbits(63) if self.seed is None else self.seed,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            ask=structure and structure.ask,
         )
 
 

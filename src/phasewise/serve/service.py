@@ -110,6 +110,8 @@ class Service:
         return await self._worker(len(body), lambda: read(kind, body))
 
     async def _answer(self, request: Request, ask: Ask, order: Order, format: Format) -> Response:
+        if order.params.ask is not None:
+            await self._prepare(ask, order)
         answer = Answer(self.llm, self.engine, order)
         await answer.start()
         self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
@@ -121,6 +123,14 @@ class Service:
         async with answer.attended(request.receive):
             pieces = await answer.whole()
             return json_response(wire.body(answer, pieces))
+
+    async def _prepare(self, ask: Ask, order: Order) -> None:
+        """What a request asks for is checked, and made ready, while streams go on."""
+        structure = ask.structure()
+        try:
+            await asyncio.to_thread(self.llm.engine.prepare, order.params, order.recipe)
+        except UserError as error:
+            raise ApiError(400, str(error), structure and structure.field, "invalid_value") from error
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
         slo, recipe = ask.targets(self.slo), self._recipe(ask.model)
