@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from phasewise.load import model_path
 from phasewise.methods.sample import _grammars
 from phasewise.methods.sample._grammars import Grammars
 from phasewise.methods.sample._words import Words
+from phasewise.methods.sample.grammar import Line
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
@@ -143,6 +145,24 @@ def test_recipes_and_chains() -> None:
 def test_penalties_and_bias_never_bring_back_what_is_forbidden() -> None:
     heavy = asking(repetition_penalty=5.0, presence_penalty=8.0, frequency_penalty=8.0, logit_bias={7: 1e4})
     assert valid(tiny.run(engine(), prompts(30, 8, 12), heavy), FLAT) == 3
+
+
+@pytest.mark.parametrize("verbs", [{}, {"draft": "prompt_lookup:k=4,min_match=1"}], ids=str)
+def test_masks_are_filled_beside_the_forward(verbs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mask of a step is there before it is asked for, but for none of requests that ask for nothing."""
+    who: list[str] = []
+    real = Line._mask
+
+    def fill(line: Line, *args: Any, **more: Any) -> Any:
+        who.append(threading.current_thread().name)
+        return real(line, *args, **more)
+
+    monkeypatch.setattr(Line, "_mask", fill)
+    tiny.run(engine(verbs), prompts(9), Params(max_tokens=5))
+    assert not who
+    requests = tiny.run(engine(verbs), prompts(40, 9), asking())
+    assert valid(requests, FLAT) == 2 and len(who) >= max(request.n_out for request in requests)
+    assert all(name.startswith("masks") for name in who)
 
 
 # ---- the distribution

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phasewise.cli import show
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
+
+if TYPE_CHECKING:
+    from phasewise.bench.rounds import Ratio
 
 
 @spread
@@ -53,7 +56,7 @@ def grammar(
         for verdict in judge(cases, tokenizer, words):
             verdicts.append(verdict)
             tell(len(verdicts))
-    kinds = Counter(verdict.how for verdict in verdicts)
+    kinds = Counter[str](verdict.how for verdict in verdicts)
     honoured = [verdict for verdict in verdicts if verdict.how != "refused"]
     compiling, masks = [v.compile for v in honoured], [seconds for v in honoured for seconds in v.masks]
     show.title(f"{engine.model} ({words.vocab:,} tokens), {len(cases)} schemas of {file.name}")
@@ -66,17 +69,20 @@ def grammar(
     reasons = Counter(verdict.why.partition("(")[0][:90] for verdict in verdicts if verdict.how != "right")
     print("\n" + "\n".join(f"{n:>4}  {why}" for why, n in reasons.most_common()))
     numbers: dict[str, Any] = {
-        **dict(kinds),
+        **kinds,
         "compile_p99_s": percentile(compiling, 0.99),
         "mask_p99_s": percentile(masks, 0.99),
     }
     if batch:
         prompts = [tokenizer.encode(f"Numbers of the year {1900 + i} as JSON: ") for i in range(batch)]
-        of, seconds = pace(lambda: made.engine(engine.verbs, engine.limits()), prompts, new, rounds)
-        print(f"\na token of a schema's answer takes {of} times as long as one of a free answer, {batch} at once, "
-              f"{new} tokens, {rounds} rounds")  # fmt: skip
-        numbers |= {"batch": batch, "tpot_ratio": of.median if of else None, "tpot_s": seconds}
+        numbers |= _paced(*pace(lambda: made.engine(engine.verbs, engine.limits()), prompts, new, rounds), batch, new)
     show.record(out, "grammar", engine, [*(verdict.row() for verdict in verdicts), numbers])
+
+
+def _paced(of: Ratio | None, seconds: dict[str, dict[int, float]], batch: int, new: int) -> dict[str, Any]:
+    """Says what a token of a schema's answer takes, and gives it as numbers."""
+    print(f"\na token of a schema's answer takes {of} times as long as a free one's: {batch} at once, {new} tokens")
+    return {"batch": batch, "tpot_ratio": of.median if of else None, "tpot_s": seconds}
 
 
 def _quantiles(seconds: list[float], unit: float) -> list[str]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +23,7 @@ from phasewise.request.request import Request
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Dist
 
+log = logging.getLogger(__name__)
 NAME = "grammar"
 Path = tuple[int, ...]
 
@@ -118,6 +121,8 @@ class _Grammar:
         self.model, self.rest = host.model, rest
         self.asks = (*KINDS, *rest.asks)
         self._grammars: Grammars | None = None
+        self._beside: Future[None] | None = None  # masks that are filled beside the forward
+        self._pool: ThreadPoolExecutor | None = None
 
     # ---- before admission
     def check(self, params: Params) -> None:
@@ -140,12 +145,32 @@ class _Grammar:
         self._exclude(logits, contexts)
         return self.rest(logits, contexts)
 
+    def ahead(self, contexts: Sequence[Context]) -> None:
+        """Masks are filled in a thread while the model computes."""
+        self._wait()
+        self._pool = self._pool or ThreadPoolExecutor(1, "masks")
+        self._beside = self._pool.submit(self._fill, [c for c in contexts if _asked(c.request.params)])
+        self.rest.ahead(contexts)
+
+    def _fill(self, contexts: Sequence[Context]) -> None:
+        for context in contexts:
+            try:
+                self._mask(context)
+            except (RuntimeError, UserError):
+                log.debug("the mask of %s is left for later, when the request fails", context.request)
+
+    def _wait(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.result()
+
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         self._exclude(logits, contexts)
         self.rest.exclude(logits, contexts)
 
     def _exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         """Logits [n, V] of what a grammar forbids become -inf."""
+        self._wait()
         rows, masks = [], []
         for row, context in enumerate(contexts):
             params = context.request.params
