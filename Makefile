@@ -67,6 +67,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # torch goes first and alone: resolved together with packages that ask for any torch, it may come in a far larger build.
+comma := ,
 define install
 	@echo "phasewise: installing the '$(1)' dependencies into $(VENV) (once; the first time takes a few minutes)"
 	@$(PIP) torch setuptools
@@ -75,7 +76,7 @@ define install
 endef
 
 $(VENV)/.serve: $(PINS) | $(BIN)/python
-	$(call install,serve,serve)
+	$(call install,serve$(comma)grammar,serve)
 
 $(VENV)/.test: $(PINS) | $(BIN)/python
 	$(call install,test,serve test)

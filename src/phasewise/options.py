@@ -19,7 +19,7 @@ DEFAULTS = {
     "evict": "none",
     "store": "slab",
     "skip": "all",
-    "sample": "standard",
+    "sample": "grammar",
 }
 CLUSTERS = ("auto", "inline", "processes", "ray")
 WITH_DRAFT = {"decode": "speculative"}  # defaults once a drafter is chosen

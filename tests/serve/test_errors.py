@@ -91,7 +91,7 @@ def failure(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, "messages", {"messages": [{"role": "stranger", "content": "the"}]}),  # the template refuses
         (CHAT, "max_completion_tokens", {"max_completion_tokens": -1}),
         (CHAT, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        (CHAT, "response_format", {"response_format": {"type": "json_object"}}),
+        (CHAT, "response_format", {"response_format": {"type": "xml"}}),
         (CHAT, "logprobs", {"logprobs": 1}),
         (CHAT, "chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
     ],

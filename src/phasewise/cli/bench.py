@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phasewise.cli import drafting, goodput, savers, show, versus
+from phasewise.cli import drafting, goodput, savers, schemas, show, versus
 from phasewise.cli.asked import ASKED, TARGETS, Asked, Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
@@ -122,3 +122,4 @@ app.command("compare")(versus.compare)
 app.command("goodput")(goodput.goodput)
 app.command("savers")(savers.savers)
 app.command("draft")(drafting.draft)
+app.command("grammar")(schemas.grammar)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from phasewise.request.params import SLO, Params
 from phasewise.serve.failures import ApiError
+from phasewise.serve.structured import FIELDS, Wanted, wanted
 from phasewise.serve.tools import asked
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
@@ -22,10 +23,10 @@ MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
 REFUSED: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "logits_processors": ([],), "documents": ([],), "return_tokens_as_token_ids": (False,),
     "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "web_search_options": (),
+    "modalities": (["text"],), "audio": (), "web_search_options": (),
     "reasoning_effort": (), "verbosity": (), "chat_template": (),
-    "length_penalty": (1.0,), "use_beam_search": (False,), "structured_outputs": (), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": (),
+    "length_penalty": (1.0,), "use_beam_search": (False,), "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto",), "structural_tag": (),
     "typical_p": (1.0,), "mirostat": (0,), "priority": (0,),
 }  # fmt: skip
 
@@ -81,6 +82,15 @@ class Ask(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="seconds within which the whole answer must be there; else it is cancelled, with an error"
     )
+    # which texts are wanted (structured.py)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    grammar: str | None = None
     slo: dict[Literal["ttft_ms", "tpot_ms"], Milliseconds | None] | None = Field(
         None, description="targets: milliseconds to the first token, and per further token on average"
     )
@@ -150,6 +160,10 @@ class Ask(BaseModel):
         """The same of the prompt's tokens."""
         return self.prompt_logprobs
 
+    def structure(self) -> Wanted | None:
+        """Which texts are wanted, if only some are. Raises ApiError."""
+        return wanted({name: getattr(self, name) for name in FIELDS})
+
     def targets(self, default: SLO) -> SLO:
         """The targets asked for, in seconds; the server's own where there are none."""
         asked = {name: ms / 1e3 for name, ms in (self.slo or {}).items() if ms is not None}
@@ -158,6 +172,7 @@ class Ask(BaseModel):
     def params(self) -> Params:
         """The engine's parameters, OpenAI's defaults filled in; without a seed, a random one."""
         temperature = 1.0 if self.temperature is None else self.temperature
+        structure = self.structure()
         return Params(
             max_tokens=AS_MANY_AS_FIT if (limit := self.limit()) is None else limit,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
@@ -179,6 +194,7 @@ class Ask(BaseModel):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            ask=structure and structure.ask,
         )
 
 

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from phasewise.engine.limits import memory_default
-from phasewise.errors import near
+from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.about import About
@@ -157,10 +157,14 @@ class Service:
         wire = Wire(
             format, ask.model or self.name, ask.asks_for("include_usage"), ask.asks_for("continuous_usage_stats")
         )
-        return await self.respond(request, order, wire)
+        structure = ask.structure()
+        return await self.respond(request, order, wire, structure and structure.field)
 
-    async def respond(self, request: Request, order: Order, writer: Writer) -> Response:
-        """The answer to an order, as this writer writes it."""
+    async def respond(self, request: Request, order: Order, writer: Writer, structure: str | None = None) -> Response:
+        """The answer to an order, as this writer writes it. `structure` is the field that says which texts are
+        wanted."""
+        if order.params.ask is not None:
+            await self._prepare(order, structure)
         answer = Answer(self.llm, self.engine, order)
         await answer.start()
         self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
@@ -174,6 +178,13 @@ class Service:
         if isinstance(prompt, str):
             prompt = self.llm.tokenizer.encode(prompt, ask.add_special_tokens is not False)
         return _cut(ask, prompt)
+
+    async def _prepare(self, order: Order, field: str | None) -> None:
+        """What a request asks for is checked, and made ready, while streams go on."""
+        try:
+            await asyncio.to_thread(self.llm.engine.prepare, order.params, order.recipe)
+        except UserError as error:
+            raise ApiError(400, str(error), field, "invalid_value") from error
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
         slo, recipe = ask.targets(self.slo), self.recipe(ask.model)

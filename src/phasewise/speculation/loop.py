@@ -52,6 +52,23 @@ def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
     )
 
 
+def contexts_of(span: Span) -> list[Context]:
+    """Of the rows of a span after which a token is judged or drawn."""
+    rows = judged(span)
+    if span.note is None:
+        return [Context(span.request) for _ in rows]
+    return [Context(span.request, span.note.path(row - 1)) for row in rows]
+
+
+def told(host: Host, spans: list[Span]) -> list[Span]:
+    """The same spans, once the sample method knows what it will be asked after them."""
+    if hasattr(host.sample, "ahead"):
+        asking = [span for span in spans if span.request.params.ask is not None]
+        if asking:
+            host.sample.ahead([context for span in asking for context in contexts_of(span)])
+    return spans
+
+
 def matches(verifier: Any) -> Matches:
     """What a verify method declares (see `Verifier`)."""
     declared: Matches = getattr(verifier, "matches", "none")
@@ -137,7 +154,7 @@ class Speculation:
                     spans[i] = draft_span(requests[i], draft.prune(headroom(requests[i])).cut(most), phase)
                 else:
                     spans[i] = slice_span(requests[i], 1, phase)
-        return [span for span in spans if span is not None]
+        return told(self.host, [span for span in spans if span is not None])
 
     def _nodes(self, request: Request, budget: int) -> int:
         """The most that may be guessed in a step that grants `budget` rows."""
@@ -153,10 +170,7 @@ class Speculation:
             wanted.extend(range(span.start + rows.start, span.start + rows.stop))
             if self._top and rows.stop < span.rows:
                 asking.extend(range(span.start + rows.stop, span.start + span.rows))
-            if span.note is not None:
-                contexts.extend(Context(span.request, span.note.path(row - 1)) for row in rows)
-            else:
-                contexts.extend(Context(span.request) for _ in rows)
+            contexts.extend(contexts_of(span))
         dist, shown, tops = self._distributions(hidden, wanted + asking, contexts)
         outcomes, row = [], 0
         for span in spans:

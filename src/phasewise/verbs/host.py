@@ -40,9 +40,8 @@ class Method(Protocol):
             may have with it, where that may be more than the model's context; ENDLESS where it sets no bound itself.
             Texts go beyond the context where a recipe's evict method carries them and no other sets a bound
         asks: tuple  -- the names in `Params.ask` that it takes, of the method and of its runtime; a name that nobody
-            takes is refused
-        check(params: Params) -> None  -- of a runtime that is asked for something: raises UserError, before the request
-            is admitted, naming what cannot be honoured. Called from any thread
+            takes is refused. The runtime has `check(params)`, which raises UserError naming what cannot be honoured
+            before such a request is admitted; it is called from any thread
         close() -> None  -- of an object in a drawer: told when the request gives the drawer up; of a runtime of decode
             or draft: when the engine is closed
     """

@@ -127,6 +127,8 @@ class Sample(Protocol):
     Optional:
         greedy(contexts: Sequence[Context]) -> bool  -- each of these tokens is simply the one of the largest logit (of
             equal ones the first): it is then not called for them, and no logits are written
+        ahead(contexts: Sequence[Context]) -> None  -- told, before the forward, of what it will be called for after it,
+            as far as these requests ask for something (`Params.ask`): what takes time can be done meanwhile
         exclude(logits: Tensor, contexts: Sequence[Context]) -> None  -- sets to -inf, in place, tokens that must not
             be said whatever the model thinks of them; it does so when called, too. Who judges by the logits themselves
             (verifiers that want them) is shown them so

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.speculation.loop import pending, slices
-from phasewise.step.phase import Hidden
+from phasewise.request.request import Request
+from phasewise.speculation.loop import pending, slices, told
+from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome, draw_outcomes
 from phasewise.verbs.host import ENDLESS, Host
@@ -29,10 +30,12 @@ class Autoregressive:
 
 class _Autoregressive:
     rows = staticmethod(pending)
-    propose = staticmethod(slices)
 
     def __init__(self, host: Host) -> None:
         self.host = host
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        return told(self.host, slices(requests, budgets, phase))
 
     def reach(self, context: int) -> int:
         return ENDLESS

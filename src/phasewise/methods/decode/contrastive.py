@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import log
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
@@ -19,6 +20,8 @@ from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome, draw_outcomes
 from phasewise.verbs.host import Host
+
+FAR = 1e5  # nats: no chance beside any other
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class _Contrastive:
 
 
 def contrast(expert: Tensor, amateur: Tensor, knobs: Contrastive) -> Tensor:
-    """Logits [n, V] of the expert, raised by beta times the log-ratio; -inf where the expert finds a token implausible.
+    """Logits [n, V] of the expert, raised by beta times the log-ratio; far below all others where the expert finds a
+    token implausible: such tokens are said only if a sampling rule excludes all others.
 
     Up to a constant per row, which no distribution depends on, this is (1 + beta) * expert - beta * amateur.
     """
@@ -93,4 +97,4 @@ def contrast(expert: Tensor, amateur: Tensor, knobs: Contrastive) -> Tensor:
     if knobs.alpha == 0:
         return shaped.masked_fill(expert == float("-inf"), float("-inf"))  # not beta * inf where beta is 0
     border = expert.amax(-1, keepdim=True) + log(knobs.alpha)
-    return shaped.masked_fill(expert < border, float("-inf"))
+    return torch.where(expert < border, shaped - FAR, shaped)

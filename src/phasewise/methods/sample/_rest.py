@@ -29,6 +29,10 @@ class Rest:
     def greedy(self, contexts: Sequence[Context]) -> bool:
         return hasattr(self.sample, "greedy") and bool(self.sample.greedy(contexts))
 
+    def ahead(self, contexts: Sequence[Context]) -> None:
+        if hasattr(self.sample, "ahead"):
+            self.sample.ahead(contexts)
+
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         if hasattr(self.sample, "exclude"):
             self.sample.exclude(logits, contexts)

@@ -1,0 +1,92 @@
+"""`phasewise bench grammar`: which schemas can be followed, rightly or wrongly, and what that takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phasewise.cli import show
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import counting, working
+
+if TYPE_CHECKING:
+    from phasewise.bench.rounds import Ratio
+
+
+@spread
+def grammar(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.jsonl", help="Lines with name, schema and tests (data, valid).")
+    ],
+    batch: Annotated[
+        int, typer.Option(min=0, help="Time tokens beside free answers with so many requests at once; 0: do not.")
+    ] = 8,
+    new: Annotated[int, typer.Option(min=2, help="With --batch: tokens of each answer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="With --batch: rounds, in each of which both take a turn.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Append a line for each schema, and one for the times.")] = None,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """Schemas of a file (MaskBench's form): right, wrong or refused; the time of masks, of compiling, of tokens.
+
+    A schema is right if all its instances are judged as they are marked, by
+    the masks that a model would have, token by token. Times want a quiet
+    machine.
+
+    [bold]Examples[/]
+
+      phasewise bench grammar maskbench_sample.jsonl --model smollm2 --dtype bfloat16
+      phasewise bench grammar schemas.jsonl --batch 0 --out verdicts.jsonl
+    """
+    engine.check()
+    from phasewise.bench.drive import Bench
+    from phasewise.bench.latency import percentile
+    from phasewise.bench.schemas import judge, pace, read
+    from phasewise.methods.sample._words import words_of
+    from phasewise.model.tokenizer import Tokenizer
+
+    cases = read(file)
+    with working(f"loading {engine.model}"):
+        made = Bench.load(engine.model, engine.dtype)
+    words, tokenizer = words_of(made.model), Tokenizer.load(made.model.files.path)
+    verdicts = []
+    with counting("schemas", len(cases)) as tell:
+        for verdict in judge(cases, tokenizer, words):
+            verdicts.append(verdict)
+            tell(len(verdicts))
+    kinds = Counter[str](verdict.how for verdict in verdicts)
+    honoured = [verdict for verdict in verdicts if verdict.how != "refused"]
+    compiling, masks = [v.compile for v in honoured], [seconds for v in honoured for seconds in v.masks]
+    show.title(f"{engine.model} ({words.vocab:,} tokens), {len(cases)} schemas of {file.name}")
+    show.table(
+        ["", "right", "wrong", "refused"], [["schemas", *(str(kinds[how]) for how in ("right", "wrong", "refused"))]]
+    )
+    rows = [["compiling, ms", *_quantiles(compiling, 1e3)], ["a mask, us", *_quantiles(masks, 1e6)]]
+    print()
+    show.table(["", "p50", "p99", "most", "n"], rows)
+    reasons = Counter(verdict.why.partition("(")[0][:90] for verdict in verdicts if verdict.how != "right")
+    print("\n" + "\n".join(f"{n:>4}  {why}" for why, n in reasons.most_common()))
+    numbers: dict[str, Any] = {
+        **kinds,
+        "compile_p99_s": percentile(compiling, 0.99),
+        "mask_p99_s": percentile(masks, 0.99),
+    }
+    if batch:
+        prompts = [tokenizer.encode(f"Numbers of the year {1900 + i} as JSON: ") for i in range(batch)]
+        numbers |= _paced(*pace(lambda: made.engine(engine.verbs, engine.limits()), prompts, new, rounds), batch, new)
+    show.record(out, "grammar", engine, [*(verdict.row() for verdict in verdicts), numbers])
+
+
+def _paced(of: Ratio | None, seconds: dict[str, dict[int, float]], batch: int, new: int) -> dict[str, Any]:
+    """Says what a token of a schema's answer takes, and gives it as numbers."""
+    print(f"\na token of a schema's answer takes {of} times as long as a free one's: {batch} at once, {new} tokens")
+    return {"batch": batch, "tpot_ratio": of.median if of else None, "tpot_s": seconds}
+
+
+def _quantiles(seconds: list[float], unit: float) -> list[str]:
+    from phasewise.bench.latency import percentile
+
+    found = [percentile(seconds, q) for q in (0.5, 0.99, 1.0)]
+    return [*("-" if each is None else f"{each * unit:.3g}" for each in found), f"{len(seconds):,}"]

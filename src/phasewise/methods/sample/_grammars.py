@@ -1,0 +1,160 @@
+"""From what a request asks for to a compiled grammar, within bounds of size and time."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from phasewise.errors import UserError
+from phasewise.methods.sample._words import INSTALL, Words
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+KINDS = ("json_schema", "regex", "choice", "grammar")
+KEPT = 128  # compiled grammars
+TEXT = 1 << 17  # characters of a schema, of all choices
+RULES = {"regex": 1 << 14, "grammar": 1 << 16}  # characters of these
+LITERAL = 1 << 14  # characters of one text in a schema, of one choice
+CHOICES = 4096  # also values of an enum, branches of an anyOf, members of an object
+DEEP = 64  # levels of a schema
+COUNT = 1 << 20  # of these
+COUNTS = {end + what for end in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")}
+BLANK = r"[\x20\x0A\x0D\x09]{1,40}"  # between the tokens of JSON: endless blanks would be a text that never ends
+OPTIONS: Any = {"whitespace_pattern": BLANK, "lenient": False, "coerce_one_of": False}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar at its beginning, which is never moved: requests have copies."""
+
+    matcher: LLMatcher
+
+    def start(self) -> LLMatcher:
+        return self.matcher.deep_copy()
+
+
+class Grammars:
+    """Compiles what is asked for one vocabulary, and keeps what was used last. For any thread."""
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()
+        self._lock = Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def get(self, ask: Mapping[str, Any]) -> Compiled:
+        """The grammar of what is asked. Raises UserError naming what cannot be honoured."""
+        key = json.dumps({kind: ask[kind] for kind in KINDS if kind in ask})
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+            tokenizer = self._tokenizer = self._tokenizer or self.words.tokenizer()
+        found = compiled(ask, tokenizer)
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+
+@lru_cache(maxsize=4)
+def grammars_of(words: Words) -> Grammars:
+    """What is compiled for a vocabulary, whoever asks."""
+    return Grammars(words)
+
+
+def compiled(ask: Mapping[str, Any], tokenizer: LLTokenizer) -> Compiled:
+    """Raises UserError beginning with the kind of grammar."""
+    from llguidance import LLMatcher
+
+    kind, text = written(ask)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some find out here that they are too complex, or allow nothing
+    if matcher.is_error():
+        error = matcher.get_error()
+        raise UserError(
+            f"{kind} cannot be honoured: {'no text follows it' if 'NoExtension' in error else _reason(error)}"
+        )
+    return Compiled(matcher)
+
+
+def written(ask: Mapping[str, Any]) -> tuple[str, str]:
+    """(kind, what llguidance compiles). Raises UserError for what is malformed or too large."""
+    kinds = [kind for kind in KINDS if kind in ask]
+    if len(kinds) > 1:
+        raise UserError(f"{' and '.join(kinds)} are given: a text can follow one of them")
+    (kind,) = kinds
+    value = ask[kind]
+    try:
+        from llguidance import LLMatcher, grammar_from
+    except ImportError as error:
+        raise UserError(f"{kind} needs the extra ({error}): {INSTALL}") from error
+    if kind == "json_schema":
+        if not isinstance(value, dict):
+            raise UserError("json_schema must be a JSON Schema: an object")
+        _bounded(value)
+        return kind, LLMatcher.grammar_from_json_schema(value, overrides=OPTIONS)
+    if kind == "choice":
+        return kind, LLMatcher.grammar_from_lark(f"start: {' | '.join(_choices(value))}")
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{kind} must be a text that is not empty")
+    _fits(kind, len(value), RULES[kind])
+    try:
+        return kind, grammar_from("regex" if kind == "regex" else "grammar", value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{kind} cannot be honoured: {_reason(str(error) or 'nested too deep')}") from error
+
+
+def _choices(value: Any) -> Iterator[str]:
+    """Literals of Lark."""
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        raise UserError("choice must be a list of texts, none of them empty")
+    if len(value) > CHOICES:
+        raise UserError(f"choice has {len(value):,} texts; at most {CHOICES:,} are allowed")
+    _fits("choice", max(map(len, value)), LITERAL)
+    _fits("choice", sum(map(len, value)), TEXT)
+    return (json.dumps(each, ensure_ascii=False) for each in value)
+
+
+def _fits(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise UserError(f"{name} has {size:,} characters; at most {most:,} are allowed")
+
+
+def _bounded(schema: dict[str, Any]) -> None:
+    """Raise UserError for a schema that is larger than anybody needs, naming the keyword."""
+    todo: list[tuple[str, Any, int]] = [("json_schema", schema, 1)]
+    while todo:
+        name, value, depth = todo.pop()
+        if depth > DEEP:
+            raise UserError(f"json_schema: {name} is nested deeper than {DEEP} levels")
+        if isinstance(value, dict | list):
+            if len(value) > CHOICES:
+                raise UserError(f"json_schema: {name} has {len(value):,} values; at most {CHOICES:,} are allowed")
+            inner = value.items() if isinstance(value, dict) else ((name, each) for each in value)
+            todo += [(key, each, depth + 1) for key, each in inner]
+        elif isinstance(value, str):
+            _fits(f"json_schema: {name}", len(value), LITERAL)
+        elif isinstance(value, int | float) and name in COUNTS and value > COUNT:
+            raise UserError(f"json_schema: {name}={value} is more than {COUNT:,}")
+    _fits("json_schema", len(json.dumps(schema)), TEXT)
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
+
+
+def _reason(error: str) -> str:
+    """What is said of a mistake, on one line."""
+    return " ".join(error.split())[:400]

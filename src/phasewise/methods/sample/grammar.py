@@ -1,0 +1,222 @@
+"""Only what a grammar allows: JSON Schema, regular expressions, Lark or GBNF, choices, as each request asks
+(llguidance; JSONSchemaBench, arXiv 2501.10868)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phasewise.catalog import part
+from phasewise.errors import UserError
+from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, grammars_of
+from phasewise.methods.sample._rest import Rest
+from phasewise.methods.sample._words import Bits, Words, words_of
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, Dist
+
+log = logging.getLogger(__name__)
+NAME = "grammar"
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Tokens that the grammar of a request (`ask={"json_schema": {...}}`, or `regex`, `choice`, `grammar`) forbids have
+    no chance: what is drawn, and what is accepted of a draft, always goes on to a text of the grammar. End tokens are
+    allowed where the text may end, and only there. Requests that ask for none are left alone.
+
+    Masks come from llguidance and from the model's own vocabulary, byte for byte; a draft's rows each follow their own
+    path. Which keywords are honoured, and what bounds there are, is in docs/structured.md.
+    """
+
+    then: Any = part("sample", "standard")
+
+    paper: ClassVar[str] = "arXiv 2501.10868"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return (*KINDS, *getattr(self.then, "asks", ()))
+
+    def bind(self, host: Host) -> _Grammar:
+        return _Grammar(host, Rest(host.bind(self.then)))
+
+
+class Line:
+    """Where one request stands in its grammar, and the masks that hold there and below."""
+
+    def __init__(self, compiled: Compiled, words: Words, start: int) -> None:
+        self.words, self.upto = words, start
+        self.first = start
+        self.masks: dict[Path, Bits | None] = {}
+        self._matcher = compiled.start()
+        self._below: Path = ()  # what the matcher has read beyond the request's tokens
+
+    def fork(self) -> Line:
+        self._go(())
+        twin = object.__new__(Line)
+        twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
+        twin.masks, twin._matcher = {}, self._matcher.deep_copy()
+        return twin
+
+    def roll(self, request: Request) -> None:
+        """Read what the request has said since. Raises RuntimeError where the grammar has not allowed that."""
+        new = request.tokens[self.upto :]
+        if not new:
+            return
+        self._go(())
+        self.masks.clear()
+        if not self._matcher.consume_tokens(new):
+            raise RuntimeError(f"the grammar does not go on: {self._matcher.get_error()}")
+        self.upto = request.known
+
+    def mask(self, path: Path, stops: Sequence[int]) -> Bits | None:
+        """The tokens that may follow the text and `path`; None where the path leaves the grammar, or has ended.
+        `stops`: tokens that end this text too."""
+        if path not in self.masks:
+            self.masks[path] = self._mask(stops, first=not path and self.upto == self.first) if self._go(path) else None
+        return self.masks[path]
+
+    def _mask(self, stops: Sequence[int], first: bool) -> Bits:
+        mask: Bits = np.zeros(self.words.width, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error() and "NoExtension" in self._matcher.get_error():
+            mask[:] = 0
+        elif self._matcher.is_error():
+            raise RuntimeError(f"the grammar has become too complex: {self._matcher.get_error()}")
+        if stops and self._matcher.is_accepting():
+            mask |= self.words.mask(stops)
+        if first and self.words.strips is not None:
+            mask &= ~self.words.strips
+        return mask
+
+    def _go(self, path: Path) -> bool:
+        """Move to below the text, as far as that is in the grammar. -> whether all of it is"""
+        here = self._below
+        if here == path:
+            return True
+        if any(token in self.words.ends for token in path):
+            return False
+        same = next((i for i, (a, b) in enumerate(zip(here, path)) if a != b), min(len(here), len(path)))
+        if same < len(here):
+            self._matcher.rollback(len(here) - same)
+        read = self._matcher.try_consume_tokens(list(path[same:])) if same < len(path) else 0
+        self._below = path[: same + read]
+        return same + read == len(path)
+
+
+class _Grammar:
+    def __init__(self, host: Host, rest: Rest) -> None:
+        self.model, self.rest = host.model, rest
+        self.asks = (*KINDS, *rest.asks)
+        self._grammars: Grammars | None = None
+        self._beside: Future[None] | None = None  # masks that are filled beside the forward
+        self._pool: ThreadPoolExecutor | None = None
+
+    # ---- before admission
+    def check(self, params: Params) -> None:
+        if _asked(params):
+            if params.ignore_eos:
+                raise UserError("ignore_eos cannot go with a grammar, whose texts have an end: leave one of them out")
+            self._compiled(params)
+        self.rest.check(params)
+
+    def _compiled(self, params: Params) -> Compiled:
+        if self._grammars is None:
+            self._grammars = grammars_of(words_of(self.model))
+        return self._grammars.get(params.ask or {})
+
+    # ---- every step
+    def greedy(self, contexts: Sequence[Context]) -> bool:
+        return all(context.request.params.ask is None for context in contexts) and self.rest.greedy(contexts)
+
+    def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
+        self._exclude(logits, contexts)
+        return self.rest(logits, contexts)
+
+    def ahead(self, contexts: Sequence[Context]) -> None:
+        """Masks are filled in a thread while the model computes."""
+        self._wait()
+        self._pool = self._pool or ThreadPoolExecutor(1, "masks")
+        self._beside = self._pool.submit(self._fill, [c for c in contexts if _asked(c.request.params)])
+        self.rest.ahead(contexts)
+
+    def _fill(self, contexts: Sequence[Context]) -> None:
+        for context in contexts:
+            try:
+                self._mask(context)
+            except (RuntimeError, UserError):
+                log.debug("the mask of %s is left for later, when the request fails", context.request)
+
+    def _wait(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.result()
+
+    def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
+        self._exclude(logits, contexts)
+        self.rest.exclude(logits, contexts)
+
+    def _exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
+        """Logits [n, V] of what a grammar forbids become -inf."""
+        self._wait()
+        rows, masks = [], []
+        for row, context in enumerate(contexts):
+            params = context.request.params
+            if params.ask is not None and _asked(params):
+                mask = self._mask(context)
+                if mask is not None:
+                    rows.append(row)
+                    masks.append(mask)
+        if rows:
+            bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
+            forbidden = torch.from_numpy(bits == 0).to(logits.device)
+            if len(rows) == len(contexts):
+                logits.masked_fill_(forbidden, float("-inf"))
+            else:
+                for row, some in zip(rows, forbidden):
+                    logits[row].masked_fill_(some, float("-inf"))
+
+    def _mask(self, context: Context) -> Bits | None:
+        """Raises RuntimeError where the text cannot go on."""
+        request = context.request
+        line = self._line(request)
+        try:
+            mask = line.mask(context.path, _stops(request.params, line.words))
+            if mask is not None and not mask.any():
+                raise RuntimeError(f"the grammar leaves no token after {request.n_out} tokens: the vocabulary lacks it")
+        except RuntimeError:
+            request.state.pop(NAME, None)  # read anew, should it be asked for again
+            if not context.path:
+                raise
+            mask = None  # nobody gets there unless a draft is right; then the text has come to its end
+        return mask
+
+    def _line(self, request: Request) -> Line:
+        line: Line | None = request.state.get(NAME)
+        if line is None:
+            compiled = self._compiled(request.params)
+            assert self._grammars is not None
+            line = request.state[NAME] = Line(compiled, self._grammars.words, request.prompt_len)
+        line.roll(request)
+        return line
+
+
+def _asked(params: Params) -> bool:
+    return params.ask is not None and not params.ask.keys().isdisjoint(KINDS)
+
+
+def _stops(params: Params, words: Words) -> list[int]:
+    """Tokens besides the end tokens that end this text and are none of it."""
+    return [token for token in params.stop_tokens if token in words.special and token < words.vocab]
