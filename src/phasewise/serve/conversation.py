@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,8 @@ from phasewise.llm import LLM
 from phasewise.serve.failures import ApiError
 from phasewise.serve.policy import Policy
 from phasewise.serve.schema import ChatAsk
-from phasewise.serve.tools.asked import constrain, forced, names, shaped
+from phasewise.serve.tools.asked import forced, names, shaped, strict
+from phasewise.serve.tools.forced import grammar
 from phasewise.serve.tools.formats import TOOL_FORMATS, check
 from phasewise.serve.tools.reader import Manner
 from phasewise.serve.tools.template import Shown, look
@@ -21,12 +22,13 @@ from phasewise.serve.tools.template import Shown, look
 @dataclass(frozen=True)
 class Prompt:
     """`lead` ends the prompt and begins the answer; `manner` is None where the answer is plain text; special tokens
-    that are `shown` have text."""
+    that are `shown` have text; `ask` is the grammar (`Params.ask`) of what follows the lead, if there is one."""
 
     ids: list[int]
     lead: str = ""
     manner: Manner | None = None
     shown: frozenset[int] = frozenset()
+    ask: dict[str, Any] | None = None
 
 
 class Conversations:
@@ -43,11 +45,10 @@ class Conversations:
     def prompt(self, ask: ChatAsk) -> Prompt:
         """Raises ApiError naming the field that this model cannot have."""
         tools = [] if ask.tool_choice == "none" else ask.tools or []
-        name = forced(tools, ask.tool_choice)
+        must = forced(tools, ask.tool_choice)
         variables: Mapping[str, Any] = ask.variables()
         if tools:
             self._check_tools()
-            constrain(tools)
             variables = {**variables, "tools": tools}
         try:
             text = self._llm.template.render(shaped(ask.messages, self.shown.objects), **variables)
@@ -55,18 +56,35 @@ class Conversations:
             raise ApiError(400, str(error), "messages") from error
         tags = self.shown.tags
         opened = tags is not None and text.rstrip().endswith(tags.open)
-        lead = ""
-        if name is not None:
-            lead = self.shown.opening.format(name=name)
-            lead = f"\n{tags.close}\n\n{lead}" if tags is not None and opened else lead
+        lead, asks = self._forced(tools, must)
+        if must and tags is not None and opened:
+            lead = f"\n{tags.close}\n\n{lead}"
         ids = self._llm.tokenizer.encode(text + lead, add_special=False)
         if not tools and tags is None:
             return Prompt(ids)
         format = self.shown.format if tools else None
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
         special = self._llm.tokenizer.special_ids & {self._llm.tokenizer.id(word) for word in words}
-        single = ask.parallel_tool_calls is False
-        return Prompt(ids, lead, Manner(format, frozenset(names(tools)), tags, opened, single), special)
+        single = ask.parallel_tool_calls is False or asks is not None
+        return Prompt(ids, lead, Manner(format, frozenset(names(tools)), tags, opened, single), special, asks)
+
+    def _forced(
+        self, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, dict[str, Any] | None]:
+        """How an answer that must be a call begins, and the grammar of the rest: arguments that are `strict` follow
+        their schema, and one of several tools is called by a grammar of them all."""
+        if not must:
+            if held := strict(tools):
+                raise ApiError(400, f"tools: strict arguments (of {held[0]!r}) can be held where a call is certain: "
+                               "set tool_choice to required or to that function, or leave strict out", "tools",
+                               "unsupported_parameter")  # fmt: skip
+            return "", None
+        assert self.shown.format is not None, "checked"
+        opening, closing = self.shown.opening, self.shown.format.closing
+        if len(must) > 1:
+            return "", grammar(must, opening, closing, begun=False)
+        lead = opening.format(name=names(must)[0])
+        return (lead[:-1], grammar(must, opening, closing, begun=True)) if strict(must) else (lead, None)
 
     def _check_tools(self) -> None:
         if not self._llm.template.names:

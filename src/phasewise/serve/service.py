@@ -130,6 +130,11 @@ class Service:
         self.recipe(ask.model)
         prompt = await self.prompt(ask)
         order = self._order(ask, [_cut(ask, prompt.ids)], "messages", [prompt.lead] if prompt.lead else ())
+        if prompt.ask is not None:
+            if order.params.ask is not None:
+                both = "tool_choice and strict tools are held by a grammar, and so is the format that is asked for: "
+                raise ApiError(400, both + "leave one out", "tool_choice", "invalid_value")
+            order = replace(order, params=replace(order.params, ask=prompt.ask))
         return replace(order, manner=prompt.manner, shown=prompt.shown)
 
     def recipe(self, name: str | None) -> str:

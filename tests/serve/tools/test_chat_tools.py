@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -115,6 +116,45 @@ def test_a_named_tool_is_called_whatever_the_model_says(hermes: Server, more: di
     ]
 
 
+STRICT: Any = [
+    {"type": "function", "function": {"name": name, "strict": True, "parameters": {
+        "type": "object", "required": [*fields], "additionalProperties": False, "properties": fields}}}
+    for name, fields in (("weather", {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1,
+                                                                                  "maximum": 9}}),
+                         ("clock", {"zone": {"enum": ["utc", "local"]}}))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize("format", ["hermes", "thinking", "mistral"])
+def test_strict_arguments_follow_their_schema_whatever_the_model_would_say(
+    format: str, choice: Any, request: pytest.FixtureRequest
+) -> None:
+    """Of several tools one is called by a grammar of them all; each answer is held against an independent validator."""
+    pytest.importorskip("llguidance")
+    server: Server = request.getfixturevalue(format)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in STRICT}
+    for word in ("rain", "the time", "x", "a long question about nothing"):
+        body: dict[str, Any] = {
+            "model": "tiny", "messages": [{"role": "user", "content": word}], "tools": STRICT, "tool_choice": choice,
+            "temperature": 0, "max_tokens": 300,
+        }  # fmt: skip
+        whole, part = server.client().chat.completions.create(**body).choices[0], streamed(server, **body)
+        ((name, arguments),) = calls(whole.message)
+        assert calls(part.message) == [(name, arguments)]
+        assert whole.finish_reason == part.finish_reason == "tool_calls"
+        assert name == "weather" or choice == "required"
+        jsonschema.validate(json.loads(arguments), schemas[name])
+
+
+def test_a_format_and_a_forced_call_exclude_each_other(hermes: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="leave one out") as caught:
+        hermes.client().chat.completions.create(
+            **asked("", tools=STRICT, tool_choice="required", response_format={"type": "json_object"})
+        )
+    assert caught.value.body["param"] == "tool_choice"  # type: ignore[index]
+
+
 def test_without_parallel_calls_the_answer_ends_with_the_first(hermes: Server) -> None:
     body = asked(f"{CALL}{TIME}{'.' * 100}", parallel_tool_calls=False)
     whole, part = hermes.client().chat.completions.create(**body).choices[0], streamed(hermes, **body)
@@ -178,7 +218,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "strict"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools", "schema"),
     ({"tool_choice": "always"}, "tool_choice", "none, auto, required"),
-    ({"tool_choice": "required"}, "tool_choice", "one tool"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "wether"}}}, "tool_choice", "weather, clock"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tokenizers import Tokenizer as Backend
 
 from phasewise.errors import UserError
 from phasewise.model.stream import BYTE_TOKEN, token_bytes
@@ -63,11 +64,12 @@ class _Wrapped:
     def __init__(self, words: Words, tokenizer: Tokenizer) -> None:
         self.eos_token_id, self.bos_token_id = words.ends[0], None
         self.tokens, self.special_token_ids = words.bytes, sorted(i for i in words.special if i < words.vocab)
-        self._tokenizer = tokenizer
+        self._backend = Backend.from_str(tokenizer.backend.to_str())
+        self._backend.encode_special_tokens = True  # what a grammar forces is text, though it may spell such a token
 
     def __call__(self, text: bytes | str) -> list[int]:
         text = text.decode() if isinstance(text, bytes) else text
-        return self._tokenizer.encode(text, add_special=False)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
 
 def words_of(model: Model) -> Words:

@@ -48,32 +48,27 @@ def choice(value: Any) -> str | dict[str, Any]:
     return {"function": {"name": function["name"]}}
 
 
-def forced(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None) -> str | None:
-    """The one tool that the answer has to call, or None. Raises ApiError for a choice that these tools do not have."""
-    has = names(tools)
+def forced(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Those tools of which the answer has to call one; none: it need not. Raises ApiError for a choice that these tools
+    do not have."""
     if isinstance(choice, Mapping):
         name = str(choice["function"]["name"])
-        if name not in has:
-            raise ApiError(400, f"tool_choice: there is no tool {name!r}; there are {', '.join(has) or 'none'}",
-                           "tool_choice", "invalid_value")  # fmt: skip
-        return name
+        found = [tool for tool in tools if tool["function"]["name"] == name]
+        if not found:
+            has = ", ".join(names(tools)) or "none"
+            raise ApiError(400, f"tool_choice: there is no tool {name!r}; there are {has}", "tool_choice",
+                           "invalid_value")  # fmt: skip
+        return found
     if choice != "required":
-        return None
-    if not has:
+        return []
+    if not tools:
         raise ApiError(400, "tool_choice: required needs tools", "tool_choice", "invalid_value")
-    if len(has) > 1:
-        raise ApiError(400, "tool_choice: required is supported with one tool; name the one to call, or leave it to "
-                       "the model (auto)", "tool_choice", "unsupported_parameter")  # fmt: skip
-    return has[0]
+    return list(tools)
 
 
-def constrain(tools: Sequence[Mapping[str, Any]]) -> None:
-    """The one place where the grammar of each tool's arguments will be attached. Until then, ApiError for arguments
-    that have to be `strict`."""
-    strict = next((tool["function"]["name"] for tool in tools if tool["function"].get("strict")), None)
-    if strict is not None:
-        raise ApiError(400, f"tools: strict arguments (of {strict!r}) are not supported here; leave strict out",
-                       "tools", "unsupported_parameter")  # fmt: skip
+def strict(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the tools whose arguments have to follow their schema."""
+    return [tool["function"]["name"] for tool in tools if tool["function"].get("strict")]
 
 
 def calls(value: Any, i: int) -> list[dict[str, Any]]:

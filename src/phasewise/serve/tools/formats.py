@@ -14,18 +14,20 @@ from phasewise.serve.tools.scan import Known
 
 @dataclass(frozen=True)
 class Format:
-    """`read` is the reader of an answer with calls, and `opening` what a call to {name} begins with; `shown` finds the
-    format in the text of a template, and `tokens` are its words, which a tokenizer may hold to be special."""
+    """`read` is the reader of an answer with calls, `opening` what a call to {name} begins with, and `closing` what
+    comes after it; `shown` finds the format in the text of a template, and `tokens` are its words, which a tokenizer
+    may hold to be special."""
 
     name: str
     read: Callable[[Out, Known], Steps]
     opening: str
+    closing: str
     shown: str
     tokens: tuple[str, ...]
 
 
 FORMATS = {
-    name: Format(name, module.read, module.OPENING, module.SHOWN, module.TOKENS)
+    name: Format(name, module.read, module.OPENING, module.CLOSING, module.SHOWN, module.TOKENS)
     for name, module in (("hermes", hermes), ("llama3", llama3), ("mistral", mistral), ("pythonic", pythonic))
 }
 AUTO, NONE = "auto", "none"

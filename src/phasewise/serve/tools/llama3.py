@@ -8,6 +8,7 @@ from phasewise.serve.tools.scan import Known, call, spaces, until
 TAG = "<|python_tag|>"
 BETWEEN = ";,"  # calls, besides white space
 OPENING = '{{"name": "{name}", "parameters": {{'
+CLOSING = ""
 SHOWN = r'\{\\?"name\\?": [^{}]*\\?"parameters\\?":'
 TOKENS = (TAG,)
 

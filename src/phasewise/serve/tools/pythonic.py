@@ -12,6 +12,7 @@ from phasewise.serve.tools.scan import Known, spaces, until
 
 START, END = "<|python_start|>", "<|python_end|>"
 OPENING = "[{name}("
+CLOSING = ""
 SHOWN = r"\[\w+\(\w+="
 TOKENS = (START, END)
 DEEP = 64  # brackets within brackets
