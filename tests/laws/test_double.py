@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.engine import Engine
+from phasewise.methods.sample.standard import Standard
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist, Sample
 from tests import double, tiny
@@ -46,7 +47,7 @@ def run(verbs: dict[str, str], prompts: Sequence[Sequence[int]]) -> tuple[Engine
     noting: list[Noting] = []
 
     def note(methods: dict[str, Any]) -> None:
-        methods["sample"] = Noting(methods["sample"])
+        methods["sample"] = Noting(Standard())
         noting.append(methods["sample"])
 
     placed = build(verbs, note)
