@@ -43,7 +43,8 @@ def line_of(expression: Expr, words: Words) -> Line:
 @settings(deadline=None, max_examples=120)
 @given(EXPRESSIONS, WORDS, st.data())
 def test_masks_are_those_of_an_automaton(expression: Expr, longer: list[bytes], data: st.DataObject) -> None:
-    """Along a text, and at every node of a tree of guesses below it, in any order."""
+    """Along a text, and at every node of a tree of guesses below it, in any order. Where the next byte is forced, a mask
+    may have only those tokens that the tokenizer itself would spell it with."""
     words = Words(byte_level(TEXTS + longer), 40, [END])
     if expression == EMPTY:
         return
@@ -57,7 +58,9 @@ def test_masks_are_those_of_an_automaton(expression: Expr, longer: list[bytes], 
             if NONE in steps:
                 assert line.mask(tuple(path), ()) is None, "the path leaves the grammar"
             else:
-                assert tokens(line.mask(tuple(path), ()), 40) == automaton.allowed(below, words.bytes, [END])
+                got, want = tokens(line.mask(tuple(path), ()), 40), automaton.allowed(below, words.bytes, [END])
+                forced = END not in want and len({words.bytes[token][:1] for token in want}) == 1
+                assert got == want or (forced and got and got < want)
         going_on = sorted(automaton.allowed(state, words.bytes, [END]) - {END})
         if not going_on:
             break
