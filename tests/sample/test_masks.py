@@ -43,8 +43,8 @@ def line_of(expression: Expr, words: Words) -> Line:
 @settings(deadline=None, max_examples=120)
 @given(EXPRESSIONS, WORDS, st.data())
 def test_masks_are_those_of_an_automaton(expression: Expr, longer: list[bytes], data: st.DataObject) -> None:
-    """Along a text, and at every node of a tree of guesses below it, in any order. Where the next byte is forced, a mask
-    may have only those tokens that the tokenizer itself would spell it with."""
+    """Along a text, and at every node of a tree of guesses below it, in any order. Where the next byte is forced, a
+    mask may have only those tokens that the tokenizer itself would spell it with."""
     words = Words(byte_level(TEXTS + longer), 40, [END])
     if expression == EMPTY:
         return
