@@ -10,9 +10,9 @@ import pytest
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton
 from phasewise.methods.draft._earlier import Cursor, Earlier
+from phasewise.methods.draft.paced import Pacer
 from phasewise.methods.draft.suffix_decoding import CHUNK, EARLIER, LATEST, NAME, ONLY, SuffixDecoding, Suffixes
 from phasewise.methods.verify.match import Match
-from phasewise.options import parse
 from phasewise.request.request import Request
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist
@@ -145,9 +145,21 @@ def test_a_very_long_prompt_is_read_in_pieces() -> None:
 
 
 def test_paced_makes_the_threshold_its_own() -> None:
-    """Under load only guesses that are likely enough are looked for, and the tokens stay."""
-    many = parse({"draft": "paced:of=(suffix_decoding:branches=1)"})["decode"]
-    assert many.draft.of == SuffixDecoding(branches=1)
+    """The more share a step, and the more a row costs, the likelier a guess must be to be looked for at all."""
+    found = list[float]()
+    for requests, row in ((1, 0.04), (4, 0.04), (8, 0.04), (8, 0.08)):
+        inner = bound(branches=1)
+        pacer = Pacer(inner)
+        pacer.sized = lambda request: True
+        for i in range(80):
+            rows = requests + i % 8
+            pacer.costs.note(requests, rows, 6e-3 * (1 + row * (rows - 1)))
+        pacer.draft([Request([1, 2, 3], tiny.greedy(100)) for _ in range(requests)], [24] * requests)
+        found.append(inner.least)
+    assert found == sorted(set(found)) and found[0] < 0.05 < found[-1]
+
+
+def test_paced_over_it_changes_no_token() -> None:
     plain = tiny.run(tiny.engine({}), tiny.prompts(40, 50, 60, 70), tiny.greedy(24))
     engine = tiny.engine({"draft": "paced"})
     paced = tiny.run(engine, tiny.prompts(40, 50, 60, 70), tiny.greedy(24))

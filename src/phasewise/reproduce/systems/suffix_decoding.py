@@ -6,23 +6,11 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import RandomGuess
-from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.system import Case, Counter, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.system import Counter, Paper, Saving, Setting, System, Timing
+from phasewise.reproduce.systems.prompt_lookup import VOCAB, passes, repeating
 
-NODES, VOCAB = 24, 4096
+NODES = 24
 METHOD = Setting({"draft": f"suffix_decoding:nodes={NODES}"}, most=1)
-
-
-def passes(case: Case, run: Run) -> float:
-    """Per token."""
-    return run.work.forwards / run.work.emitted
-
-
-def repeating(asked: Asked) -> list[Entry]:
-    """A text of forty random tokens, again and again: a model that copies goes on with it."""
-    text = asked.random(40)
-    return [Entry(text * 6, 200)]
 
 
 SYSTEM = System(
