@@ -12,7 +12,7 @@ import phasewise.serve.app
 import phasewise.train.pocket
 from phasewise.methods.draft.paced import Pacer
 from phasewise.request.params import SLO
-from phasewise.serve.policy import Caps, Policy
+from phasewise.serve.guard.policy import Caps, Policy
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.serve.keys import KeyRing
+from phasewise.serve.guard.keys import KeyRing
 from tests.cli.conftest import Cli
 
 

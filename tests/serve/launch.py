@@ -24,7 +24,7 @@ from phasewise.llm import LLM
 from phasewise.request.request import Request
 from phasewise.serve import server
 from phasewise.serve.app import run
-from phasewise.serve.policy import Caps, Policy
+from phasewise.serve.guard.policy import Caps, Policy
 from tests.serve.playing import playing
 
 POLICIES = tuple(field.name for field in fields(Policy))

@@ -13,8 +13,8 @@ import pytest
 from phasewise import __version__
 from phasewise.llm import LLM
 from phasewise.serve.about import TokenizeAsk
-from phasewise.serve.policy import Policy
-from phasewise.serve.schema import CompletionAsk
+from phasewise.serve.completions.schema import CompletionAsk
+from phasewise.serve.guard.policy import Policy
 from phasewise.serve.service import Service
 from tests.serve.running import PATIENCE, Server
 from tests.serve.tiny_chat import CONTEXT, VOCAB, chat_checkpoint

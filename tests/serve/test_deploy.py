@@ -16,9 +16,9 @@ import pytest
 import phasewise.serve.app
 from phasewise.request.counters import Counters
 from phasewise.serve import server
-from phasewise.serve.keys import KeyRing
+from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.loop import Snapshot
-from phasewise.serve.metrics import Metrics
+from phasewise.serve.watch.metrics import Metrics
 from tests.cli.conftest import cli as cli
 from tests.serve.running import ROOT
 from tests.serve.test_keys import table

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from phasewise.errors import UserError
-from phasewise.serve import keys
 from phasewise.serve.failures import ApiError
-from phasewise.serve.keys import KeyRing, credentials, new_key, read
+from phasewise.serve.guard import keys
+from phasewise.serve.guard.keys import KeyRing, credentials, new_key, read
 from tests.serve.running import PATIENCE, Server, launch
 from tests.serve.test_errors import COMPLETE, failure
 from tests.serve.tiny_chat import chat_checkpoint

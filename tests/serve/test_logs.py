@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from phasewise.serve import logs
+from phasewise.serve.watch import logs
 from tests.serve.running import PATIENCE, Server, launch
 from tests.serve.test_errors import CHAT, COMPLETE
 from tests.serve.test_keys import SECRETS, table

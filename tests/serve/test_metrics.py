@@ -9,7 +9,7 @@ import pytest
 from phasewise.request.request import Left, Request
 from phasewise.request.trace import Trace
 from phasewise.serve.loop import Feed, Snapshot
-from phasewise.serve.metrics import Metrics
+from phasewise.serve.watch.metrics import Metrics
 
 
 def feed(**stamps: float) -> Feed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.quota import Bucket, Key, Quota
+from phasewise.serve.guard.quota import Bucket, Key, Quota
 
 
 class Clock:

@@ -11,12 +11,12 @@ import pytest
 
 from phasewise.llm import LLM
 from phasewise.request.params import Params
-from phasewise.serve.answer import Answer, Order
+from phasewise.serve.completions.answer import Answer, Order
+from phasewise.serve.completions.schema import GREEDY_BELOW, CompletionAsk, read
+from phasewise.serve.completions.stream import EventStream
+from phasewise.serve.completions.wire import CHAT, COMPLETION, Wire
 from phasewise.serve.failures import ApiError
 from phasewise.serve.loop import EngineLoop
-from phasewise.serve.schema import GREEDY_BELOW, CompletionAsk, read
-from phasewise.serve.stream import EventStream
-from phasewise.serve.wire import CHAT, COMPLETION, Wire
 from tests.serve.tiny_chat import chat_checkpoint
 
 Message = MutableMapping[str, Any]

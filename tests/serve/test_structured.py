@@ -12,9 +12,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from phasewise.serve.completions.schema import CompletionAsk, read
+from phasewise.serve.completions.structured import FIELDS, of_schema, wanted
 from phasewise.serve.failures import ApiError
-from phasewise.serve.schema import CompletionAsk, read
-from phasewise.serve.structured import FIELDS, of_schema, wanted
 from tests.sample.structured import FLAT
 from tests.serve.running import PATIENCE, Server
 

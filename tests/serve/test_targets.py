@@ -9,10 +9,10 @@ import pytest
 
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
-from phasewise.serve.answer import Answer
+from phasewise.serve.completions.answer import Answer
+from phasewise.serve.completions.schema import ChatAsk, CompletionAsk, read
 from phasewise.serve.failures import ApiError
-from phasewise.serve.policy import Policy
-from phasewise.serve.schema import ChatAsk, CompletionAsk, read
+from phasewise.serve.guard.policy import Policy
 from phasewise.serve.service import Service
 from tests.serve.running import Server
 

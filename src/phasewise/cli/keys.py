@@ -44,7 +44,7 @@ def new(
 
       phasewise keys new alice
     """
-    from phasewise.serve.keys import check_name, new_key
+    from phasewise.serve.guard.keys import check_name, new_key
 
     check_name(name)
     secret, digest = new_key()

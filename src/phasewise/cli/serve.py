@@ -15,7 +15,7 @@ from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
 from phasewise.known.models import KNOWN
-from phasewise.serve.policy import LOG_FORMATS, Caps, Policy
+from phasewise.serve.guard.policy import LOG_FORMATS, Caps, Policy
 from phasewise.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, check
 
 if TYPE_CHECKING:

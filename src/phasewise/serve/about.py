@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.errors import UserError
+from phasewise.serve.completions.schema import ChatAsk, Int, read
 from phasewise.serve.failures import ApiError, json_response
-from phasewise.serve.schema import ChatAsk, Int, read
 from phasewise.version import __version__
 
 if TYPE_CHECKING:

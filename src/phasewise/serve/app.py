@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
-from phasewise.serve.policy import Policy
+from phasewise.serve.guard.policy import Policy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,9 +52,9 @@ def run(
     began = time.monotonic()
     with bound(host, port) as sock:
         try:
-            from phasewise.serve.keys import read
-            from phasewise.serve.logs import configure
+            from phasewise.serve.guard.keys import read
             from phasewise.serve.server import serve
+            from phasewise.serve.watch.logs import configure
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
         if policy.keys is not None:  # mistakes are known before a model is loaded
@@ -89,8 +89,8 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
     from phasewise.serve.described import POSTED, answers, asks, describe, error_of
-    from phasewise.serve.gate import OPEN, Gate
-    from phasewise.serve.keys import KeyRing
+    from phasewise.serve.guard.gate import OPEN, Gate
+    from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.service import Service
 
     service = Service(llm, name or public_name(llm.name), policy, slo)

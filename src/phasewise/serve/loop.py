@@ -25,8 +25,8 @@ from phasewise.errors import UserError
 from phasewise.request.request import Left, Request
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
-from phasewise.serve.exchange import CURRENT, Exchange
 from phasewise.serve.failures import Full, Unavailable
+from phasewise.serve.guard.exchange import CURRENT, Exchange
 from phasewise.verbs.place import Placed
 
 log = logging.getLogger(__name__)

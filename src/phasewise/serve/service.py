@@ -18,21 +18,21 @@ from phasewise.errors import UserError, near
 from phasewise.llm import LLM
 from phasewise.request.params import SLO
 from phasewise.serve.about import About
-from phasewise.serve.answer import Answer, Order, Telling
-from phasewise.serve.anthropic import error_body
-from phasewise.serve.conversation import Conversations, Prompt
-from phasewise.serve.embeddings import Embeddings
-from phasewise.serve.exchange import CURRENT, note
+from phasewise.serve.completions.answer import Answer, Order, Telling
+from phasewise.serve.completions.conversation import Conversations, Prompt
+from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk, read
+from phasewise.serve.completions.stream import Bodies, EventStream, Writer
+from phasewise.serve.completions.wire import CHAT, COMPLETION, Format, Wire
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
+from phasewise.serve.guard.exchange import CURRENT, note
+from phasewise.serve.guard.policy import Policy
 from phasewise.serve.loop import EngineLoop
-from phasewise.serve.messages import Messages
-from phasewise.serve.metrics import Metrics
-from phasewise.serve.policy import Policy
-from phasewise.serve.responses import Responses
-from phasewise.serve.schema import Ask, ChatAsk, CompletionAsk, read
-from phasewise.serve.scoring import Scoring
-from phasewise.serve.stream import Bodies, EventStream, Writer
-from phasewise.serve.wire import CHAT, COMPLETION, Format, Wire
+from phasewise.serve.messages.ask import error_body
+from phasewise.serve.messages.endpoint import Messages
+from phasewise.serve.responses.endpoint import Responses
+from phasewise.serve.scores.embeddings import Embeddings
+from phasewise.serve.scores.scoring import Scoring
+from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
 T = TypeVar("T")

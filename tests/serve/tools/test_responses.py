@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.responses import Stored
+from phasewise.serve.responses.endpoint import Stored
 from tests.serve.playing import checkpoint, play
 from tests.serve.running import Server
 

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from phasewise.serve.failures import ApiError, json_response
-from phasewise.serve.response_writer import ResponseWriter
-from phasewise.serve.responses_ask import Item, ResponsesAsk
+from phasewise.serve.responses.ask import Item, ResponsesAsk
+from phasewise.serve.responses.writer import ResponseWriter
 
 if TYPE_CHECKING:
     from phasewise.serve.service import Service

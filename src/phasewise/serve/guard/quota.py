@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.policy import UNLIMITED, Caps
+from phasewise.serve.guard.policy import UNLIMITED, Caps
 
 Clock = Callable[[], float]
 MINUTE = 60.0

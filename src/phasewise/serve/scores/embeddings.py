@@ -16,10 +16,10 @@ from torch import Tensor
 from phasewise.llm import vector_of
 from phasewise.request.params import Params
 from phasewise.serve.about import Small
+from phasewise.serve.completions.schema import texts_or_ids
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.loop import Feed
-from phasewise.serve.schema import texts_or_ids
-from phasewise.serve.scoring import Watched
+from phasewise.serve.scores.scoring import Watched
 
 if TYPE_CHECKING:
     from phasewise.serve.service import Service

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phasewise.serve.answer import Piece
+from phasewise.serve.completions.answer import Piece
 from phasewise.serve.tools.deltas import Delta
 
 

@@ -23,7 +23,7 @@ from phasewise.kv.prefix import BLOCK
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.serve.about import Small
-from phasewise.serve.answer import finish_reason
+from phasewise.serve.completions.answer import finish_reason
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.loop import Feed
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, among, read
 from phasewise.serve.failures import ApiError
-from phasewise.serve.schema import AS_MANY_AS_FIT, ChatAsk, among, read
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {

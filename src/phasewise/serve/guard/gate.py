@@ -7,12 +7,12 @@ import logging
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phasewise.serve.exchange import CURRENT, Exchange
 from phasewise.serve.failures import ApiError
-from phasewise.serve.keys import KeyRing
-from phasewise.serve.logs import request_id, request_line
-from phasewise.serve.policy import Policy
+from phasewise.serve.guard.exchange import CURRENT, Exchange
+from phasewise.serve.guard.keys import KeyRing
+from phasewise.serve.guard.policy import Policy
 from phasewise.serve.service import Service
+from phasewise.serve.watch.logs import request_id, request_line
 
 log = logging.getLogger(__name__)
 OPEN = ("/health", "/health/live", "/health/ready")  # whoever watches a server has no key

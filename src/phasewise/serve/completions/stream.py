@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phasewise.serve.answer import Answer, Piece
-from phasewise.serve.exchange import note
+from phasewise.serve.completions.answer import Answer, Piece
 from phasewise.serve.failures import SHUTDOWN, ApiError, api_error
+from phasewise.serve.guard.exchange import note
 
 log = logging.getLogger(__name__)
 BODY_BYTES = 8 << 20  # the largest body that is read

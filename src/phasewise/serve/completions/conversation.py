@@ -9,9 +9,9 @@ from typing import Any
 
 from phasewise.errors import UserError
 from phasewise.llm import LLM
+from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.failures import ApiError
-from phasewise.serve.policy import Policy
-from phasewise.serve.schema import ChatAsk
+from phasewise.serve.guard.policy import Policy
 from phasewise.serve.tools.asked import forced, names, shaped, strict
 from phasewise.serve.tools.forced import grammar
 from phasewise.serve.tools.formats import TOOL_FORMATS, check

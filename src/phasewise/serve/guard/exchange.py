@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from phasewise.serve.failures import ApiError
-from phasewise.serve.policy import UNLIMITED, Caps
-from phasewise.serve.quota import Quota
+from phasewise.serve.guard.policy import UNLIMITED, Caps
+from phasewise.serve.guard.quota import Quota
 
 if TYPE_CHECKING:
-    from phasewise.serve.answer import Order
+    from phasewise.serve.completions.answer import Order
     from phasewise.serve.loop import Feed
 
 

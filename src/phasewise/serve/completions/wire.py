@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phasewise.serve.answer import Answer, Piece
+from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.completions.logprobs import Teller, Told
+from phasewise.serve.completions.said import Said, delta
 from phasewise.serve.failures import ApiError, error_body
-from phasewise.serve.logprobs import Teller, Told
-from phasewise.serve.said import Said, delta
 
 DONE = b"data: [DONE]\n\n"
 

@@ -15,8 +15,8 @@ from phasewise.llm import LLM
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
+from phasewise.serve.completions.logprobs import Teller, Told, by_id
 from phasewise.serve.failures import SHUTDOWN, ApiError
-from phasewise.serve.logprobs import Teller, Told, by_id
 from phasewise.serve.loop import EngineLoop, Feed
 from phasewise.serve.tools.deltas import Delta
 from phasewise.serve.tools.reader import Manner, Reader

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from phasewise.serve.exchange import Exchange
+from phasewise.serve.guard.exchange import Exchange
 
 LOGGERS = ("phasewise", "uvicorn")
 LONGEST = 200  # characters of a path

@@ -11,10 +11,10 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from phasewise.serve.answer import Answer, Piece
-from phasewise.serve.anthropic import CountAsk, MessagesAsk, error_body
+from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.completions.said import call_id
 from phasewise.serve.failures import ApiError, json_response
-from phasewise.serve.said import call_id
+from phasewise.serve.messages.ask import CountAsk, MessagesAsk, error_body
 from phasewise.serve.tools.deltas import Delta
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from phasewise.request.params import SLO, Params
+from phasewise.serve.completions.structured import FIELDS, Wanted, wanted
 from phasewise.serve.failures import ApiError
-from phasewise.serve.structured import FIELDS, Wanted, wanted
 from phasewise.serve.tools import asked
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget

@@ -34,8 +34,8 @@ from prometheus_client.registry import Collector
 
 from phasewise.errors import UserError, near
 from phasewise.serve.failures import ApiError
-from phasewise.serve.policy import Caps
-from phasewise.serve.quota import Clock, Key, Quota
+from phasewise.serve.guard.policy import Caps
+from phasewise.serve.guard.quota import Clock, Key, Quota
 
 log = logging.getLogger(__name__)
 PREFIX = "pw-"

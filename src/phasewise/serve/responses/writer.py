@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phasewise.serve.answer import Answer, Piece
+from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.completions.said import call_id
 from phasewise.serve.failures import ApiError
-from phasewise.serve.responses_ask import ResponsesAsk
-from phasewise.serve.said import call_id
+from phasewise.serve.responses.ask import ResponsesAsk
 from phasewise.serve.tools.deltas import Delta
 
 ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}

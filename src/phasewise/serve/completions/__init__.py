@@ -1,0 +1,1 @@
+"""OpenAI's two generating endpoints, and what the other surfaces share with them: asks, answers, streams."""

@@ -1,0 +1,1 @@
+"""Who may ask, for how much, and how it is kept count of."""

@@ -1,0 +1,1 @@
+"""Endpoints that generate nothing: scores, rankings, embeddings."""
