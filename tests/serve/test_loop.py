@@ -14,6 +14,7 @@ from phasewise.errors import UserError
 from phasewise.request.counters import Counters
 from phasewise.request.params import Params
 from phasewise.request.request import Left, Request
+from phasewise.serve.bell import Bell
 from phasewise.serve.loop import EngineLoop, Feed, Full, Unavailable
 
 
@@ -70,15 +71,14 @@ class Numbers:
 
 
 def feeds(*sizes: int, partial: bool = True, first: int = 0) -> list[Feed]:
-    return [Feed(Request([first], Params(max_tokens=size)), asyncio.Event(), partial) for size in sizes]
+    return [Feed(Request([first], Params(max_tokens=size)), Bell(), partial) for size in sizes]
 
 
 async def ended(some: list[Feed]) -> None:
     async with asyncio.timeout(10):
         for feed in some:
             while feed.left is None:
-                await feed.news.wait()
-                feed.news.clear()
+                await feed.bell.wait()
 
 
 def run(
@@ -144,7 +144,7 @@ def test_those_who_want_only_the_end_are_not_woken_before() -> None:
         await loop.add([whole, part])
         numbers.hold.set()
         async with asyncio.timeout(10):
-            await whole.news.wait()
+            await whole.bell.wait()
         assert whole.left is not None and whole.tokens == [0, 1, 2, 3, 4]
         await ended([part])
 

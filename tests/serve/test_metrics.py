@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from phasewise.request.request import Left, Request
 from phasewise.request.trace import Trace
+from phasewise.serve.bell import Bell
 from phasewise.serve.loop import Feed, Snapshot
 from phasewise.serve.watch.metrics import Metrics
 
 
 def feed(**stamps: float) -> Feed:
-    left = Feed(Request([3]), asyncio.Event(), arrived=1.0)
+    left = Feed(Request([3]), Bell(), arrived=1.0)
     left.left, left.trace = Left("finished", "length"), Trace(1.0, admitted=1.0, left=9.0, **stamps)
     return left
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer as Backend
 
@@ -47,14 +48,21 @@ class ByteStream:
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._half = False  # the decoder holds the beginning of a character
 
     def push(self, ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(token_bytes(piece) for _, piece in self._pieces.visible(ids)))
+        new = b"".join([token_bytes(piece) for _, piece in self._pieces.visible(ids)])
+        if not self._half and new.isascii():
+            return new.decode("ascii")
+        text = self._utf8.decode(new)
+        self._half = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
+@lru_cache(1 << 16)
 def token_bytes(token: str) -> bytes:
     """The bytes of a byte-level token; one with a character outside the alphabet (an added token) is plain text."""
     try:

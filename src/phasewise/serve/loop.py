@@ -1,6 +1,6 @@
 """The engine's thread does nothing but steps; everybody else talks to it through a queue of commands.
 
-    event loop:     add / cancel / snapshot -> command queue                    Feed.tokens, Feed.left, Feed.news
+    event loop:     add / cancel / snapshot -> command queue                    Feed.tokens, Feed.left, Feed.bell
     engine thread:  obey commands -> step -> what is new of every feed -> call_soon_threadsafe, once per step
 
 With nothing to run the thread sleeps in the queue, and looks after workers where there are any. If stepping itself
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from phasewise.errors import UserError
+from phasewise.ops.native import release_threads
 from phasewise.request.request import Left, Request
 from phasewise.request.score import Score
 from phasewise.request.trace import Trace
+from phasewise.serve.bell import Bell
 from phasewise.serve.failures import Full, Unavailable
 from phasewise.serve.guard.exchange import CURRENT, Exchange
 from phasewise.verbs.place import Placed
@@ -38,12 +40,12 @@ WATCH = 0.5  # seconds between steps with nothing to run, where workers may have
 class Feed:
     """What one request gives, on the event loop's side. After `EngineLoop.add` the request itself is the engine's.
 
-    `tokens` have arrived and wait to be taken; a feed that is not `partial` gets them all at the end. `news` is set
+    `tokens` have arrived and wait to be taken; a feed that is not `partial` gets them all at the end. `bell` is rung
     whenever something arrived, and may be shared by several feeds.
     """
 
     request: Request
-    news: asyncio.Event
+    bell: Bell
     partial: bool = False
     arrived: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
@@ -93,6 +95,7 @@ class EngineLoop:
     # ---- the event loop's side
     def start(self) -> None:
         self._events = asyncio.get_running_loop()
+        release_threads()  # those of loading: the engine's thread has its own
         self._thread.start()
 
     async def add(self, feeds: Sequence[Feed]) -> None:
@@ -246,6 +249,7 @@ class EngineLoop:
         _resolve(answer, refusal)
 
     def _deliver(self, news: Sequence[News]) -> None:
+        bells: dict[Bell, None] = {}
         for feed, tokens, scores, left, trace in news:
             feed.tokens += tokens
             feed.scores |= scores
@@ -255,7 +259,9 @@ class EngineLoop:
                 self._on_left(feed)
                 for exchange in _exchanges([feed]):
                     exchange.left(feed)
-            feed.news.set()
+            bells[feed.bell] = None
+        for bell in bells:
+            bell.ring()
 
 
 def _exchanges(feeds: Sequence[Feed]) -> list[Exchange]:

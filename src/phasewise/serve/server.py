@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from phasewise.serve.direct import Protocol
 from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.service import Service
 
@@ -58,7 +59,7 @@ def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None], tls: tup
     """Serve on a bound socket until SIGINT or SIGTERM. `tls`: the files of certificate and private key."""
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
-        app, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
+        app, http=Protocol, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     Server(config, app.state.service, app.state.keys, ready).run([sock])

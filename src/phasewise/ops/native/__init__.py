@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
-INTERFACE = 18  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 19  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,
@@ -37,7 +37,7 @@ SIGNATURES = {
     "head": 1,
 }  # name: number of arguments, all words of 64 bits
 COUNTS = ("words", "linear_rows", "linear8_rows", "stack")  # these return one
-POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 @cache
@@ -108,6 +108,15 @@ def _share_threads(kernels: ctypes.CDLL) -> bool:
             kernels.use_pool(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in POOL))
             return True
     return False
+
+
+def release_threads() -> None:
+    """End the OpenMP threads that the calling thread keeps. While two threads of a process keep some, there are more of
+    them than cores, and the runtime lets those that wait for one another sleep at every barrier of a step."""
+    for path in _openmp():
+        runtime = ctypes.CDLL(path)
+        if hasattr(runtime, "omp_pause_resource_all"):
+            runtime.omp_pause_resource_all(1)
 
 
 def _openmp() -> list[str]:

@@ -1,23 +1,68 @@
 #include "pool.h"
 
 #include <stdlib.h>
+#ifdef __linux__
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
 
 #include "kernels.h"
 #include "simd.h"
 
 #if MATRIX_UNIT
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
 Pool pool;
 
-API void use_pool(void* parallel, void* thread, void* threads, void* barrier) {
-  pool = {(decltype(pool.parallel))parallel, (decltype(pool.thread))thread, (decltype(pool.threads))threads,
-          (decltype(pool.barrier))barrier};
+API void use_pool(void* parallel, void* thread, void* threads) {
+  pool = {(decltype(pool.parallel))parallel, (decltype(pool.thread))thread, (decltype(pool.threads))threads};
+}
+
+thread_local Meeting* meeting = nullptr;
+
+// A moment of a thread that waits awake.
+static inline void moment() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+// Asleep until `word` is no longer `value`, or for no reason.
+static void sleep_while(unsigned* word, unsigned value) {
+#ifdef __linux__
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+#else
+  sched_yield();
+#endif
+}
+
+void Meeting::wait(int threads) {
+  constexpr int AWAKE = 4000;  // moments: some fifty microseconds, longer than a share and shorter than falling asleep twice
+  unsigned now = __atomic_load_n(&turn, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&come, 1, __ATOMIC_ACQ_REL) == threads) {
+    __atomic_store_n(&come, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&turn, now + 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+    if (__atomic_load_n(&asleep, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &turn, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    return;
+  }
+  for (int i = 0; i < AWAKE; i++) {
+    if (__atomic_load_n(&turn, __ATOMIC_ACQUIRE) != now) return;
+    moment();
+  }
+  __atomic_fetch_add(&asleep, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&turn, __ATOMIC_SEQ_CST) == now) sleep_while(&turn, now);
+  __atomic_fetch_sub(&asleep, 1, __ATOMIC_SEQ_CST);
 }
 
 void* scratch(Place place, long bytes) {

@@ -1,5 +1,5 @@
 // Work on the OpenMP threads that torch already keeps: a second set of threads would spin against the first.
-// The four entry points of its runtime are handed in once, at load; without them the caller works alone.
+// The three entry points of its runtime are handed in once, at load; without them the caller works alone.
 #pragma once
 #include <stdint.h>
 
@@ -7,7 +7,6 @@ struct Pool {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
   int (*thread)();
   int (*threads)();
-  void (*barrier)();
 };
 
 extern Pool pool;
@@ -16,8 +15,20 @@ extern Pool pool;
 enum Place { OF_LINEAR, OF_ATTENTION, OF_STACK, OF_HEAD, PLACES };
 void* scratch(Place place, long bytes);
 
+// Where the threads of one `together` wait for each other: awake for as long as a share may take, then asleep. OpenMP's
+// own barriers wait awake for milliseconds, and while another process has a core, that is the core which the thread
+// they all wait for could have; or, where a process keeps more threads than cores, they fall asleep every time.
+struct Meeting {
+  int come = 0;       // threads that wait
+  unsigned turn = 0;  // how often all have met
+  int asleep = 0;     // or about to be
+  void wait(int threads);
+};
+
+extern thread_local Meeting* meeting;  // the calling thread's
+
 inline void wait_for_all(int threads) {
-  if (threads > 1) pool.barrier();
+  if (threads > 1) meeting->wait(threads);
 }
 
 // As many threads as a call of so many multiplications deserves.
@@ -32,8 +43,18 @@ template <class Work> void together(int threads, const Work& work) {
     work(0, 1);
     return;
   }
-  auto each = [](void* data) { (*(const Work*)data)(pool.thread(), pool.threads()); };
-  pool.parallel(each, (void*)&work, threads, 0);
+  struct Call {
+    const Work& work;
+    Meeting place;
+  } call{work, {}};
+  auto each = [](void* data) {
+    Call& call = *(Call*)data;
+    meeting = &call.place;
+    int all = pool.threads();
+    call.work(pool.thread(), all);
+    wait_for_all(all);  // not in OpenMP's way
+  };
+  pool.parallel(each, &call, threads, 0);
 }
 
 // Shares of a common count, taken by whoever is free: a disturbed core then delays the others little.

@@ -15,6 +15,7 @@ from phasewise.llm import LLM
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
+from phasewise.serve.bell import Bell
 from phasewise.serve.completions.logprobs import Teller, Told, by_id
 from phasewise.serve.failures import SHUTDOWN, ApiError
 from phasewise.serve.loop import EngineLoop, Feed
@@ -35,11 +36,13 @@ class Choice:
     teller: Teller | None = None
     reader: Reader | None = None  # where there may be more than content
     tokens: int = 0  # taken from the feed so far
+    begun: bool = False  # something has been taken
     late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
 
-    def take(self, first: bool) -> Piece:
+    def take(self) -> Piece:
         """What has arrived since the last call; after the end, all that is left of it. Raises ApiError if the choice
         failed or was cancelled."""
+        first, self.begun = not self.begun, True
         text, told = self._arrived()
         if self.reader is None:
             return Piece(self.index, text, first, self.finish, told)
@@ -133,7 +136,7 @@ class Answer:
 
     def __init__(self, llm: LLM, engine: EngineLoop, order: Order) -> None:
         self._engine = engine
-        self._news = asyncio.Event()
+        self.bell = Bell()
         self.gone = False  # the client went away: nobody reads any more
         self._ends = None if order.timeout is None else time.monotonic() + order.timeout
         self._timeout = order.timeout
@@ -143,7 +146,7 @@ class Answer:
         self.choices = [
             Choice(
                 at * order.n + i,
-                Feed(request, self._news, partial=order.stream),
+                Feed(request, self.bell, partial=order.stream),
                 llm.text(order.params, order.stop, order.shown),
                 prompt,
                 order.leads[at] if order.leads else None,
@@ -154,6 +157,7 @@ class Answer:
             for i, request in enumerate(_samples(llm, prompt, order))
         ]
         self._every = self.choices
+        self._live = list(self.choices)  # those of which there will be more
 
     @property
     def output_tokens(self) -> int:
@@ -180,7 +184,7 @@ class Answer:
         if running and not self.gone:
             self._engine.cancel(running)
         self.gone = True
-        self._news.set()
+        self.bell.ring()
 
     def expire(self) -> None:
         """Its time is over: what still runs is cancelled, and its choices say why."""
@@ -214,9 +218,8 @@ class Answer:
     async def whole(self) -> list[Piece]:
         """Every choice's whole text, in order; incomplete if `gone`. Raises ApiError if one failed."""
         while not self.gone and any(choice.feed.left is None for choice in self.choices):
-            await self._news.wait()
-            self._news.clear()
-        pieces = [choice.take(first=True) for choice in self.choices]
+            await self.bell.wait()
+        pieces = [choice.take() for choice in self.choices]
         return pieces if self._best is None or self.gone else self._chosen(pieces, self._best)
 
     def _chosen(self, pieces: Sequence[Piece], best: int) -> list[Piece]:
@@ -228,22 +231,22 @@ class Answer:
         self.choices = [replace(self.choices[i], index=index) for index, i in enumerate(ranked)]
         return [replace(pieces[i], index=index) for index, i in enumerate(ranked)]
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What arrived with each step, until all choices have left or the client is gone."""
-        live, begun = list(self.choices), set[int]()
-        while live and not self.gone:
-            await self._news.wait()
-            self._news.clear()
-            found = []
-            for choice in [c for c in live if c.feed.tokens or c.feed.left]:
-                piece = choice.take(first=choice.index not in begun)
-                if piece.finish:
-                    live.remove(choice)
-                    if choice.feed.left is None:  # its answer is complete whatever would follow
-                        self._engine.cancel([choice.feed])
-                found.append(piece)
-                begun.add(choice.index)
-            yield found
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to take: all choices have been taken to their end, or the client is gone."""
+        return self.gone or not self._live
+
+    def take(self) -> list[Piece]:
+        """What has arrived since the last call. Raises ApiError if a choice failed."""
+        found = []
+        for choice in [c for c in self._live if c.feed.tokens or c.feed.left]:
+            piece = choice.take()
+            if piece.finish:
+                self._live.remove(choice)
+                if choice.feed.left is None:  # its answer is complete whatever would follow
+                    self._engine.cancel([choice.feed])
+            found.append(piece)
+        return found
 
 
 def _samples(llm: LLM, prompt: Sequence[int], order: Order) -> list[Request]:

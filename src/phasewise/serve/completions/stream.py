@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phasewise.serve.completions.answer import Answer, Piece
+from phasewise.serve.direct import Direct, direct
 from phasewise.serve.failures import SHUTDOWN, ApiError, api_error
 from phasewise.serve.guard.exchange import note
 
@@ -83,22 +84,30 @@ class Writer(Protocol):
 
 
 class EventStream(Response):
-    """An answer as server-sent events: one write per engine step, however many choices it has."""
+    """An answer as server-sent events: one write per engine step, however many choices it has.
+
+    What arrives while the last write is done and the socket takes more is written at once, without waking this task.
+    """
 
     def __init__(self, answer: Answer, wire: Writer) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._answer, self._wire = answer, wire
+        self._broken: Exception | None = None  # what has come up outside of the task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, wire = self._answer, self._wire
         async with answer.attended(receive):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if (socket := direct(scope)) is not None:
+                answer.bell.at_once = lambda: self._at_once(socket)
             try:
-                async for pieces in answer.pieces():
-                    text = "".join(wire.chunk(piece, answer) for piece in pieces)
-                    if text:
-                        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                while not answer.over:
+                    await answer.bell.wait()
+                    if self._broken is not None:
+                        raise self._broken
+                    if part := self._part():
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
                 end = wire.last(answer)
             except Exception as error:  # the status is sent: the client can only be told in the stream
                 if not isinstance(error, ApiError):
@@ -106,3 +115,18 @@ class EventStream(Response):
                 note(known := api_error(error))
                 end = wire.failed(known)
             await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    def _part(self) -> bytes:
+        """The events of what has arrived."""
+        return "".join([self._wire.chunk(piece, self._answer) for piece in self._answer.take()]).encode()
+
+    def _at_once(self, socket: Direct) -> bool:
+        """Write what has arrived; False if the task has to see to it, or to the end."""
+        if not socket.ready or self._answer.gone:
+            return False
+        try:
+            if part := self._part():
+                socket.write(part)
+        except Exception as error:  # for the task to tell
+            self._broken = error
+        return self._broken is None and not self._answer.over

@@ -91,7 +91,7 @@ class Wire:
         if not (piece.text or piece.first or piece.finish or piece.told or self._continuous):
             return ""
         finish = f'"{piece.finish}"' if piece.finish else "null"
-        close = f', "usage": {json.dumps(usage(answer))}}}\n\n' if self._continuous else self._close
+        close = f', "usage": {_counted(answer)}}}\n\n' if self._continuous else self._close
         logprobs = "null" if piece.told is None else json.dumps(self._logprobs(piece, answer))
         content = f'{self._format.delta(piece)}, "logprobs": {logprobs}, "finish_reason": {finish}'
         return f"{self._open}{piece.index}, {content}}}]{close}"
@@ -115,6 +115,12 @@ def usage(answer: Answer) -> dict[str, int]:
     """A prompt counts once, however many samples it has; an end token counts as output."""
     prompt, output = answer.prompt_tokens, answer.output_tokens
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _counted(answer: Answer) -> str:
+    """`usage` as JSON, for every event."""
+    prompt, output = answer.prompt_tokens, answer.output_tokens
+    return f'{{"prompt_tokens": {prompt}, "completion_tokens": {output}, "total_tokens": {prompt + output}}}'
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from phasewise.llm import vector_of
 from phasewise.request.params import Params
 from phasewise.serve.about import Small
+from phasewise.serve.bell import Bell
 from phasewise.serve.completions.schema import texts_or_ids
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.loop import Feed
@@ -62,7 +63,7 @@ class Embeddings:
         params = Params(max_tokens=0, pooling=ask.pooling or "mean", truncate_prompt_tokens=ask.truncate_prompt_tokens)
         prompts = await asyncio.to_thread(lambda: [self._llm.encode(one) for one in ask.input])
         requests = [self._llm.request(ids, params, slo=self._service.slo, recipe=recipe) for ids in prompts]
-        feeds = [Feed(one, asyncio.Event()) for one in requests]
+        feeds = [Feed(one, Bell()) for one in requests]
         total, most = sum(one.known for one in requests), self._llm.limits.max_running
         waves = [feeds[at : at + most] for at in range(0, len(feeds), most)]
         await Watched(self._service, request.receive).run(waves)

@@ -23,6 +23,7 @@ from phasewise.kv.prefix import BLOCK
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.serve.about import Small
+from phasewise.serve.bell import Bell
 from phasewise.serve.completions.answer import finish_reason
 from phasewise.serve.failures import ApiError, json_response
 from phasewise.serve.loop import Feed
@@ -121,7 +122,7 @@ class Scoring:
         spelled = await asyncio.to_thread(self._spelled, pairs, param)
         requests = [self._request(before, after, recipe) for before, after in spelled]
         total = sum(request.known for request in requests)
-        feeds = [Feed(each, asyncio.Event()) for each in requests]
+        feeds = [Feed(each, Bell()) for each in requests]
         await Watched(self._service, request.receive).run(self._waves(feeds, [before for before, _ in spelled]))
         found = []
         for feed, (before, after) in zip(feeds, spelled):
@@ -175,8 +176,7 @@ class Watched:
                 self._metrics.took(wave[0].request.recipe, len(wave), sum(feed.posted for feed in wave))
                 for feed in wave:
                     while feed.left is None and not self._gone:
-                        await feed.news.wait()
-                        feed.news.clear()
+                        await feed.bell.wait()
                     if feed.left is not None:
                         finish_reason(feed.left)
         finally:
@@ -188,4 +188,4 @@ class Watched:
             pass
         self._gone = True
         for feed in self._feeds:
-            feed.news.set()
+            feed.bell.ring()
