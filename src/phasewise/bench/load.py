@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 
 from phasewise.bench.latency import Served
 from phasewise.bench.workloads import Shot
@@ -21,7 +21,9 @@ Progress = Callable[[int], object]
 class Load:
     """A client of one server. Latencies count from when a request was due: a late client hides no slow server."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, client: aiohttp.ClientSession, model: str, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.client, self.model, self.clock = client, model, clock
         self.late = 0.0  # the most seconds that sending lagged behind the plan
 
@@ -44,7 +46,7 @@ class Load:
         trace, error = Trace(due), None
         try:
             await self._stream(shot, trace)
-        except (httpx.HTTPError, UserError, ValueError, KeyError, IndexError) as problem:
+        except (aiohttp.ClientError, UserError, ValueError, KeyError, IndexError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         trace.left = self.clock()
         if error is None and sum(trace.counts) < shot.new:
@@ -57,24 +59,23 @@ class Load:
             "model": self.model, "prompt": shot.prompt, "max_tokens": shot.new, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip
-        async with self.client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                await response.aread()
-                raise UserError(f"HTTP {response.status_code}: {_message(response)}")
+        async with self.client.post("/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise UserError(f"HTTP {response.status}: {_message(await response.text(errors='replace'))}")
             tokens = await self._events(response, trace)
         if trace.counts:
             trace.counts[-1] += tokens - sum(trace.counts)
 
-    async def _events(self, response: httpx.Response, trace: Trace) -> int:
+    async def _events(self, response: aiohttp.ClientResponse, trace: Trace) -> int:
         """Stamp the events of a stream; the number of tokens the server counted.
 
         Where the server tells usage as it goes, every step counts, with text or without; else each piece of text does.
         """
         tokens = 0
-        async for line in response.aiter_lines():
-            if not line.startswith("data:") or line == "data: [DONE]":
+        async for line in _lines(response):
+            if not line.startswith(b"data:") or line == b"data: [DONE]":
                 continue
-            event = json.loads(line.removeprefix("data:"))
+            event = json.loads(line[5:])
             if "error" in event:
                 raise UserError(str(event["error"].get("message", event["error"])))
             choice = event["choices"][0] if event.get("choices") else {}
@@ -88,21 +89,30 @@ class Load:
         return tokens or len(trace.tokens)
 
 
-def _message(response: httpx.Response) -> str:
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Whatever has come is split at once: a client that took line by line would be measured instead of its server."""
+    rest = b""
+    async for part in response.content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+    yield rest
+
+
+def _message(body: str) -> str:
     try:
-        return str(response.json()["error"]["message"])
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return response.text[:200]
+        return body[:200]
 
 
-async def served_model(client: httpx.AsyncClient) -> str:
+async def served_model(client: aiohttp.ClientSession, url: str) -> str:
     """The first model a server lists. Raises UserError when there is no OpenAI-compatible server."""
     try:
-        response = await client.get("/v1/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"no OpenAI-compatible server answers at {client.base_url}: {error}") from error
+        async with client.get("/v1/models", raise_for_status=True) as response:
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"no OpenAI-compatible server answers at {url}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -115,15 +125,13 @@ class Result:
     late: float
 
 
-def measure(
-    url: str, shots: Sequence[Shot], progress: Progress, transport: httpx.AsyncBaseTransport | None = None
-) -> Result:
+def measure(url: str, shots: Sequence[Shot], progress: Progress) -> Result:
     """Run a load against a server. Raises UserError if none answers."""
 
     async def run() -> Result:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, transport=transport) as client:
-            load = Load(client, await served_model(client))
+        forever, unlimited = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(url, timeout=forever, connector=unlimited) as client:
+            load = Load(client, await served_model(client, url))
             start = time.perf_counter()
             served = await load.run(shots, progress)
             return Result(load.model, served, time.perf_counter() - start, load.late)
