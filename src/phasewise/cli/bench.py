@@ -82,7 +82,7 @@ def load(
     try:
         from phasewise.bench.load import measure
     except ImportError as error:
-        raise UserError("the load client needs aiohttp: pip install 'phasewise[bench]'") from error
+        raise UserError("the load client needs httptools and uvloop: pip install 'phasewise[bench]'") from error
     from phasewise.bench.latency import summary
     from phasewise.bench.server import serving
 
