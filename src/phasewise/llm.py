@@ -29,6 +29,8 @@ from phasewise.verbs.place import Placed
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Stop = str | Sequence[str]
+Recipes = Mapping[str, Mapping[str, str | None]]
+AGAIN = "#"  # before the number of a recipe whose methods have changed while it was served
 FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
 
@@ -73,19 +75,19 @@ class LLM:
         dtype: str | None = None,
         device: str = "cpu",
         limits: Limits | None = None,
-        recipes: Mapping[str, Mapping[str, str | None]] | None = None,
+        recipes: Recipes | None = None,
         **verbs: str | None,
     ) -> None:
         self.name = model
         self.limits = limits or Limits()
         texts = {name: dict(own) for name, own in (recipes or {}).items()}
-        builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
+        self._builder = builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
         self.model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
-        self.lossy = {name: lossy(own) for name, own in {"": builder.methods, **builder.recipes}.items()}
-        every = [method for own in (builder.methods, *builder.recipes.values()) for method in own.values()]
-        self.asks = frozenset(name for method in every for name in getattr(method, "asks", ()))
+        self.lossy: dict[str, list[str]] = {}  # by recipe, what may change answers
+        self.asks: frozenset[str] = frozenset()  # names in `Params.ask` that some method takes
+        self._know({"": builder.methods, **builder.recipes})
         self.engine: Placed = builder.build()
 
     @cached_property
@@ -229,6 +231,26 @@ class LLM:
         watch = self.text(params, stop, shown).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
+    def revise(self, recipes: Recipes) -> dict[str, str]:
+        """These recipes instead of those that requests could name so far: {name: what requests are to name it}.
+
+        A recipe whose methods are others than before goes by another name inside, so that requests under way keep
+        theirs. Only between two steps. Raises UserError, which changes nothing.
+        """
+        named, known, new = {}, self._builder.recipes, {}
+        for name, methods in self._builder.parsed(recipes).items():
+            ours = (own for own in known if own.partition(AGAIN)[0] == name)
+            same = next((own for own in ours if known[own] == methods), None)
+            named[name] = same or (f"{name}{AGAIN}{len(known)}" if name in known else name)
+            if same is None:
+                new[named[name]] = methods
+        if new:
+            self.engine.learn(new)
+        self._builder.recipes = {**known, **new}
+        self._know(new)
+        self.recipes = tuple(named)
+        return named
+
     def text(self, params: Params, stop: Stop = (), shown: Collection[int] = ()) -> Text:
         """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text."""
         eos = () if params.ignore_eos else self.model.config.eos
@@ -236,6 +258,12 @@ class LLM:
         return Text(self.tokenizer, stop, ends, params, shown)
 
     # ---- inside
+    def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """What there is to know of new recipes, and of requests that name none."""
+        self.lossy |= {name: lossy(own) for name, own in recipes.items()}
+        every = [method for own in recipes.values() for method in own.values()]
+        self.asks |= frozenset(name for method in every for name in getattr(method, "asks", ()))
+
     def _asked(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords with those that methods take (`asks`) put into `ask`."""
         asked = {name: value for name, value in own.items() if name in self.asks and value is not None}

@@ -141,7 +141,7 @@ class Recipes:
         typer.Option(
             metavar="FILE",
             help="TOML: options of this command by name, and a table \\[recipes.NAME] of verbs per recipe. "
-            "What the command line says wins.",
+            "What the command line says wins. SIGHUP reads the recipes again.",
             is_eager=True,
             callback=files.load,
         ),
@@ -150,6 +150,12 @@ class Recipes:
     def named(self) -> dict[str, dict[str, str]]:
         """{recipe: {verb: method}}; the command line wins. Raises UserError."""
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
+
+    def within(self, policy: Policy) -> Policy:
+        """The policy with where recipes are read again."""
+        if self.config is None:
+            return policy
+        return replace(policy, recipes=files.Source(self.config, recipes.read(self.recipe or ())))
 
 
 ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()
@@ -188,7 +194,7 @@ def serve(
     """
     if not engine.speaks_of_drafts:
         engine = replace(engine, draft=DRAFTER)
-    policy = offer.within(access.policy())
+    policy = choices.within(offer.within(access.policy()))
     named = choices.named()
     engine.check(named)
     source = context.get_parameter_source("model")

@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -138,6 +139,10 @@ class Router:
 
     def prepare(self, params: Params, recipe: str) -> None:
         self.fronts[0].prepare(params, recipe)
+
+    def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Workers are told of recipes when they start."""
+        raise UserError("where there are workers, recipes stay as they were when the server started: start it again")
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""

@@ -10,19 +10,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phasewise.engine.admission import Admission
 from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
-from phasewise.engine.refusals import refuse
+from phasewise.engine.refusals import kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import UserError, near
-from phasewise.kv.layer_kv import ROUND, rounded
+from phasewise.kv.layer_kv import ROUND
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
@@ -111,10 +111,10 @@ class Engine:
         if request.prompt_len >= reach:
             raise UserError(
                 f"the prompt has {request.prompt_len} tokens, but the model's context is {reach}: "
-                f"shorten it to at most {reach - 1}{self._why(runtime)}"
+                f"shorten it to at most {reach - 1}{kept_within(runtime, config)}"
             )
         if request.limit > reach:
-            most = reach if self._departs else self._longest(runtime, reach)
+            most = reach if self._departs else longest(runtime, reach, config, limit)
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
         tokens = (request.prompt_len if self._departs else request.limit) + runtime.margin
         if runtime.need(tokens) > limit:
@@ -122,25 +122,6 @@ class Engine:
                 f"the request may need {runtime.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
-
-    def _why(self, runtime: Runtime) -> str:
-        """What keeps texts within the context although their methods would carry them further."""
-        context = self.model.config.max_positions
-        schemes = {rope.scheme for rope in self.model.config.ropes if not rope.fixed}
-        if not schemes or runtime.reach(context) <= context:
-            return ""
-        return (
-            f" (its rope scaling {', '.join(sorted(schemes))!r} depends on the length, so texts cannot go on beyond it)"
-        )
-
-    def _longest(self, runtime: Runtime, reach: int) -> int:
-        """Tokens one request may have: `reach`, or fewer where the KV budget ends."""
-        if runtime.need(reach + runtime.margin) <= self.ledger.limit:
-            return reach
-        whole = rounded(self.model.config.max_positions)
-        # rows are bounded or not, and what is kept beside them may begin at some length: the least that either leaves
-        fit = min(self.ledger.limit * rows // runtime.need(rows) // ROUND * ROUND for rows in (ROUND, whole))
-        return min(reach, fit - runtime.margin)
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
@@ -185,6 +166,13 @@ class Engine:
         if spans:
             self.counters.steps += 1
             self._run(spans)
+
+    def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `Placed`."""
+        assert self.parts.bind is not None
+        made = {name: self.parts.bind(methods) for name, methods in recipes.items()}
+        self.recipes.update(made)
+        self.room.follow()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache as far as no request holds it."""

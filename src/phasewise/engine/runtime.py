@@ -99,16 +99,17 @@ class Runtime:
 class Parts:
     """What an engine is made of. `recipes`: a runtime by the name that requests give, "" being the default; all their
     stores share one ledger and one prefix cache. `departs`: all requests leave for another engine when their prompt is
-    done (a prefill engine of a placement)."""
+    done (a prefill engine of a placement). `bind` makes the runtime of a recipe that comes later."""
 
     model: Model
-    recipes: Mapping[str, Runtime]
+    recipes: dict[str, Runtime]
     schedule: Scheduler
     counters: Counters
     clock: Callable[[], float]
     max_running: int = 64
     departs: bool = False
     taps: set[int] = field(default_factory=set)
+    bind: Callable[[Mapping[str, Any]], Runtime] | None = None
 
     @property
     def phases(self) -> Sequence[Phase]:

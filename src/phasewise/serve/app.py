@@ -88,6 +88,7 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
+    from phasewise.serve.again import Again
     from phasewise.serve.described import POSTED, answers, asks, describe, error_of
     from phasewise.serve.guard.gate import OPEN, Gate
     from phasewise.serve.guard.keys import KeyRing
@@ -103,7 +104,7 @@ def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, pol
         service.engine.stop()
 
     app = FastAPI(title="phasewise", version=__version__, lifespan=lifespan)
-    app.state.service, app.state.keys = service, keys
+    app.state.service, app.state.again = service, Again(service, keys, policy.recipes)
     if keys is not None:
         service.metrics.registry.register(keys)
     app.add_middleware(Gate, service=service, keys=keys, policy=policy)

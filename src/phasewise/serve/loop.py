@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from phasewise.serve.failures import Full, Unavailable
 from phasewise.serve.guard.exchange import CURRENT, Exchange
 from phasewise.verbs.place import Placed
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0  # how long `stop` waits for a step under way
 WATCH = 0.5  # seconds between steps with nothing to run, where workers may have news, or have died
@@ -120,6 +121,19 @@ class EngineLoop:
             raise
         if error is not None:
             raise error
+
+    async def between(self, work: Callable[[], T]) -> T:
+        """Have the engine's thread do this between two steps: what it gives, or raises."""
+        answer: asyncio.Future[T] = self._events.create_future()
+
+        def do() -> None:
+            try:
+                self._tell(_resolve, answer, work())
+            except Exception as error:
+                self._tell(_reject, answer, error)
+
+        self._commands.put(do)
+        return await answer
 
     def cancel(self, feeds: Sequence[Feed]) -> None:
         """Drop those that have not left yet."""
@@ -270,6 +284,11 @@ def _scores(feed: Feed) -> dict[int, Score]:
         return {}
     feed.scored = request.known
     return {at: request.scores[at] for at in range(start, request.known) if at in request.scores}
+
+
+def _reject(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 def _resolve(answer: asyncio.Future[Any], value: Any) -> None:

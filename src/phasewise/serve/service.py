@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -49,7 +49,7 @@ class Service:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
-        self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
+        self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._conversations = Conversations(llm, policy)
@@ -123,6 +123,12 @@ class Service:
         """Take nothing new: the server is shutting down."""
         self.engine.stopping = True
         self._bodies.close()
+
+    async def revise(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
+        """These recipes from now on; requests under way keep theirs. Raises UserError, which changes nothing."""
+        named = await self.engine.between(lambda: self.llm.revise(recipes))
+        self.names.clear()
+        self.names |= _names(self.name, named)
 
     # ---- what other endpoints share
     async def order_chat(self, ask: ChatAsk) -> Order:
@@ -238,6 +244,10 @@ class Service:
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
+
+
+def _names(model: str, recipes: Mapping[str, str]) -> dict[str, str]:
+    return {model: ""} | {f"{model}@{name}": recipe for name, recipe in recipes.items()}
 
 
 def _cut(ask: Ask, prompt: list[int]) -> list[int]:

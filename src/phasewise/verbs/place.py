@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from phasewise.cluster.launcher import Launcher
@@ -65,6 +65,11 @@ class Placed(Protocol):
     def prepare(self, params: Params, recipe: str) -> None:
         """Raise UserError if what `params` asks for cannot be honoured with a recipe. From any thread: what takes long
         is then done before a request is added."""
+        ...
+
+    def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Recipes by name, each a method per verb, that requests may name from now on beside those there are: all or
+        none. Raises UserError where they do not fit, or must be known from the start."""
         ...
 
     def add(self, request: Request) -> None: ...

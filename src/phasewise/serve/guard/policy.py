@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,14 @@ UNLIMITED = Caps()
 
 
 @dataclass(frozen=True, slots=True)
+class Reread:
+    """What a file of options says now: its recipes, and which other options are not as they were at the start."""
+
+    recipes: Mapping[str, Mapping[str, str]]
+    changed: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """Who may ask, and for how much; how answers are read, and which are kept."""
 
@@ -33,4 +42,5 @@ class Policy:
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
     tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
     reasoning_format: str = "auto"  # what stands around its reasoning
+    recipes: Callable[[], Reread] | None = None  # read again at SIGHUP; None: they stay as they are
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from phasewise.llm import AGAIN
 from phasewise.recipes import DEFAULT
 from phasewise.serve.loop import Feed, Snapshot
 
@@ -99,12 +100,17 @@ class Metrics(Collector):
 
     def took(self, recipe: str, requests: int, prompt_tokens: int) -> None:
         """The engine has accepted so many requests."""
-        self.tallies[recipe].accepted += requests
-        self.tallies[recipe].prompt_tokens += prompt_tokens
+        tally = self._tally(recipe)
+        tally.accepted += requests
+        tally.prompt_tokens += prompt_tokens
 
     def left(self, feed: Feed) -> None:
         """A request has left."""
-        self.tallies[feed.request.recipe].left(feed)
+        self._tally(feed.request.recipe).left(feed)
+
+    def _tally(self, recipe: str) -> Tally:
+        """Of a recipe by its name, however often its methods have changed."""
+        return self.tallies.setdefault(recipe.partition(AGAIN)[0], Tally())
 
     def render(self, snapshot: Snapshot) -> bytes:
         """The exposition text."""
