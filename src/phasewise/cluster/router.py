@@ -96,6 +96,14 @@ class Router:
         return dict(there)
 
     @property
+    def by_role(self) -> dict[str, dict[str, int]]:
+        return {role: done.as_dict() for role, done in self.supervisor.by_role.items()}
+
+    @property
+    def by_recipe(self) -> dict[str, dict[str, int]]:
+        return {recipe: done.of_requests() for recipe, done in self.supervisor.by_recipe.items()}
+
+    @property
     def idle(self) -> bool:
         """Nothing is under way, and every worker has answered what it was told."""
         return not self.flights and all(handle.quiet for handle in self.handles)

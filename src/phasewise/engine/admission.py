@@ -106,6 +106,7 @@ class Admission:
         request.release()
         request.computed = 0
         self.counters.preemptions += 1
+        self.recipes[request.recipe].counters.preemptions += 1
         self.queues.move(request, self.queues.waiting)
 
     def _any_followed(self, works: Sequence[Work]) -> bool:

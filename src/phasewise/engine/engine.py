@@ -83,6 +83,15 @@ class Engine:
         """Everything is in this engine."""
         return {}
 
+    @property
+    def by_role(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    @property
+    def by_recipe(self) -> dict[str, dict[str, int]]:
+        """See `Placed`."""
+        return {name: runtime.counters.of_requests() for name, runtime in self.recipes.items()}
+
     def runtime(self, request: Request) -> Runtime:
         return self.recipes[request.recipe]
 
@@ -203,6 +212,7 @@ class Engine:
             except Exception as error:
                 self._fail(request, error)
                 continue
+            runtime.counters.prefix_hits += request.computed
             self._start(request)
 
     def _may_fork(self, parent: Request) -> bool:
@@ -318,17 +328,24 @@ class Engine:
     def _commit(self, span: Span, outcome: Outcome) -> None:
         request = span.request
         counters, was_prefilling, before = self.counters, request.prefilling, request.computed
+        own = self.recipes[request.recipe].counters
+        own.rows += span.rows
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
         request.computed += outcome.kept
         if before < request.high_water:
-            counters.recomputed += min(request.computed, request.high_water) - before
+            again = min(request.computed, request.high_water) - before
+            counters.recomputed += again
+            own.recomputed += again
         if request.computed > request.high_water:
             request.high_water = request.computed
-        counters.drafted += outcome.drafted
-        counters.accepted += outcome.accepted
+        if outcome.drafted:
+            counters.drafted += outcome.drafted
+            counters.accepted += outcome.accepted
+            own.drafted += outcome.drafted
+            own.accepted += outcome.accepted
         if was_prefilling:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phasewise.errors import UserError, near
+from phasewise.request.counters import Counters
 from phasewise.verbs.host import ENDLESS
 
 if TYPE_CHECKING:
     from phasewise.kv.store import Store
     from phasewise.model.model import Model
-    from phasewise.request.counters import Counters
     from phasewise.request.params import Params
     from phasewise.request.request import Request
     from phasewise.speculation.companion import Companion
@@ -33,6 +33,7 @@ class Runtime:
     store: Store
     companions: Sequence[Companion] = ()
     sample: Any = None
+    counters: Counters = field(default_factory=Counters)  # of its requests alone: see `OF_REQUESTS`
 
     def check(self, params: Params) -> None:
         """Raise UserError unless all that a request asks for (`Params.ask`) can be honoured."""

@@ -69,6 +69,8 @@ class Snapshot:
     prefix_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     workers: dict[str, int] = field(default_factory=dict)  # alive, by role
+    by_role: dict[str, dict[str, int]] = field(default_factory=dict)  # counters, where there are workers
+    by_recipe: dict[str, dict[str, int]] = field(default_factory=dict)  # those that belong to single requests
 
 
 News = tuple[Feed, list[int], dict[int, Score], Left | None, Trace | None]
@@ -218,7 +220,10 @@ class EngineLoop:
             return
         placed = self._placed
         held = placed.kv_bytes, placed.prefix_bytes
-        now = Snapshot(len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers)
+        now = Snapshot(
+            len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers,
+            placed.by_role, placed.by_recipe,
+        )  # fmt: skip
         self._tell(_resolve, answer, now)
 
     def _post(self, progressed: Sequence[Request]) -> None:

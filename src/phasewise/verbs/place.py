@@ -58,6 +58,16 @@ class Placed(Protocol):
         """How many workers of each role are alive and ready; empty if all runs in one engine."""
         ...
 
+    @property
+    def by_role(self) -> dict[str, dict[str, int]]:
+        """The counters by the role of the workers; empty if all runs in one engine."""
+        ...
+
+    @property
+    def by_recipe(self) -> dict[str, dict[str, int]]:
+        """Those counters that belong to single requests, by their recipe."""
+        ...
+
     def reach(self, recipe: str) -> int:
         """How many positions a text may have with a recipe: the model's context, or more."""
         ...
