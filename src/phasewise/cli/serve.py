@@ -106,12 +106,20 @@ class Access:
         str | None,
         typer.Option(metavar="text|json", help="A line per request on stderr. Default: only what goes wrong."),
     ] = None
+    otel: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="OpenTelemetry: the collector that traces go to, http://localhost:4318."),
+    ] = None
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens a prompt may have.")] = None
     max_n: Annotated[int | None, typer.Option(min=1, help="Answers a request may ask for: its prompts times n.")] = None
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer may have.")] = None
     timeout: Annotated[
         float | None, typer.Option(min=0.001, metavar="SECONDS", help="How long a request may take in all.")
     ] = None
+    write_timeout: Annotated[
+        float,
+        typer.Option(min=0.001, metavar="SECONDS", help="How long a client may take nothing of its answer."),
+    ] = POLICY.write_timeout
 
     def policy(self) -> Policy:
         """The same for the server."""
@@ -121,7 +129,8 @@ class Access:
             raise UserError("HTTPS needs both --tls-cert and --tls-key")
         tls = None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
         caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
-        return Policy(keys=self.keys, open_metrics=self.open_metrics, tls=tls, log=self.log_format, caps=caps)
+        watched = Policy(otel=self.otel, log=self.log_format, open_metrics=self.open_metrics)
+        return replace(watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout)
 
 
 @dataclass(frozen=True)

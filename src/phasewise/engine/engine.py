@@ -89,7 +89,6 @@ class Engine:
 
     @property
     def by_recipe(self) -> dict[str, dict[str, int]]:
-        """See `Placed`."""
         return {name: runtime.counters.of_requests() for name, runtime in self.recipes.items()}
 
     def runtime(self, request: Request) -> Runtime:
@@ -336,9 +335,8 @@ class Engine:
         request.pool = outcome.pool or request.pool
         request.computed += outcome.kept
         if before < request.high_water:
-            again = min(request.computed, request.high_water) - before
+            own.recomputed += (again := min(request.computed, request.high_water) - before)
             counters.recomputed += again
-            own.recomputed += again
         if request.computed > request.high_water:
             request.high_water = request.computed
         if outcome.drafted:

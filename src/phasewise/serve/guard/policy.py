@@ -36,9 +36,11 @@ class Policy:
 
     queue: int = 256  # requests that may wait beside those that run; more get 429
     keys: Path | None = None  # the file of API keys; None: nobody is asked for one
+    write_timeout: float = 60.0  # seconds for which a client may take nothing of its answer
     open_metrics: bool = False  # /metrics needs no key
     tls: tuple[Path, Path] | None = None  # the files of certificate and private key: HTTPS
     log: str | None = None  # "text" or "json": a line per request on stderr; None: only what goes wrong
+    otel: str | None = None  # the collector that traces go to (OTLP over HTTP); None: there are none
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
     tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
     reasoning_format: str = "auto"  # what stands around its reasoning
