@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +15,15 @@ from torch.nn.functional import normalize
 
 from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.engine.asleep import Asleep
 from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError, near
-from phasewise.load import model_path
+from phasewise.load import load_model, model_path
 from phasewise.model.chat import ChatTemplate
+from phasewise.model.model import Model
+from phasewise.model.source import forget
 from phasewise.model.tokenizer import Tokenizer
+from phasewise.ops.native.room import let_go
 from phasewise.options import lossy
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
@@ -82,7 +88,7 @@ class LLM:
         self.limits = limits or Limits()
         texts = {name: dict(own) for name, own in (recipes or {}).items()}
         self._builder = builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
-        self.model = builder.model
+        self.model: Model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
         self.lossy: dict[str, list[str]] = {}  # by recipe, what may change answers
@@ -250,6 +256,29 @@ class LLM:
         self._know(new)
         self.recipes = tuple(named)
         return named
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV until `wake`; only where all runs in this process, and with nothing
+        under way. What had been counted stays."""
+        assert not self.engine.workers and self.engine.idle
+        self.engine.close()
+        self.engine = cast(Placed, Asleep(self.engine))
+        self.model = cast(Model, SimpleNamespace(config=self.model.config))
+        self._builder = replace(self._builder, model=self.model, load=load_model)
+        forget()
+        gc.unfreeze()  # engines are circles, which a server has frozen
+        gc.collect()
+        let_go()
+
+    def wake(self) -> None:
+        """Load the weights again, with the recipes there are. Raises UserError where they have gone; it sleeps on."""
+        assert self._builder.spec is not None and isinstance(self.engine, Asleep)
+        builder = build(self._builder.spec)
+        builder.recipes = self._builder.recipes
+        engine = builder.build()
+        self.engine.wake(engine)
+        self._builder, self.model, self.engine = builder, builder.model, engine
+        gc.freeze()
 
     def text(self, params: Params, stop: Stop = (), shown: Collection[int] = ()) -> Text:
         """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text."""

@@ -106,6 +106,14 @@ class Access:
         str | None,
         typer.Option(metavar="text|json", help="A line per request on stderr. Default: only what goes wrong."),
     ] = None
+    sleep_after: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS",
+            help="Without a request for so long, weights and KV leave memory; the next request waits until they are "
+            "loaded again. Default: never.",
+        ),
+    ] = None  # fmt: skip
     otel: Annotated[
         str | None,
         typer.Option(metavar="URL", help="OpenTelemetry: the collector that traces go to, http://localhost:4318."),
@@ -129,7 +137,9 @@ class Access:
             raise UserError("HTTPS needs both --tls-cert and --tls-key")
         tls = None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
         caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
-        watched = Policy(otel=self.otel, log=self.log_format, open_metrics=self.open_metrics)
+        watched = Policy(
+            sleep_after=self.sleep_after, otel=self.otel, log=self.log_format, open_metrics=self.open_metrics
+        )
         return replace(watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout)
 
 

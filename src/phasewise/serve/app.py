@@ -111,7 +111,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
+        service.sleeper.rest()
         yield
+        service.sleeper.close()
         service.engine.stop()
         if tracer is not None:
             tracer.close()

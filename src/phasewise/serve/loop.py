@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -136,6 +136,11 @@ class EngineLoop:
 
         self._commands.put(do)
         return await answer
+
+    def drive(self, placed: Placed | None) -> None:
+        """Another engine from now on, with nothing under way; None: there will be one before the next step. Only from
+        within `between`."""
+        self._placed = cast(Placed, placed)
 
     def cancel(self, feeds: Sequence[Feed]) -> None:
         """Drop those that have not left yet."""

@@ -32,6 +32,7 @@ from phasewise.serve.messages.endpoint import Messages
 from phasewise.serve.responses.endpoint import Responses
 from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import Scoring
+from phasewise.serve.sleeper import Sleeper
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -52,6 +53,9 @@ class Service:
         self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
+        self.sleeper = Sleeper(llm, self.engine, policy.sleep_after)
+        if policy.sleep_after is not None:
+            self.metrics.registry.register(self.sleeper)
         self._conversations = Conversations(llm, policy)
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
@@ -73,7 +77,8 @@ class Service:
             return json_response({"status": "failed", "reason": without_paths(self.engine.failed)}, 503)
         if self.engine.stopping:
             return json_response({"status": "stopping"}, 503)
-        return json_response({"status": "ok", "model": self.name})
+        asleep = {"asleep": True} if self.sleeper.asleep else {}
+        return json_response({"status": "ok", "model": self.name, **asleep})
 
     async def show_metrics(self) -> Response:
         """Prometheus' exposition format."""
@@ -126,7 +131,12 @@ class Service:
 
     async def revise(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
         """These recipes from now on; requests under way keep theirs. Raises UserError, which changes nothing."""
-        named = await self.engine.between(lambda: self.llm.revise(recipes))
+        self.sleeper.enter()
+        try:
+            await self.sleeper.awake()
+            named = await self.engine.between(lambda: self.llm.revise(recipes))
+        finally:
+            self.sleeper.leave()
         self.names.clear()
         self.names |= _names(self.name, named)
 

@@ -46,8 +46,13 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
+        asks = scope["method"] == "POST"  # whoever only looks neither wakes the model nor keeps it awake
+        if asks:
+            self._service.sleeper.enter()
         try:
             self._admit(exchange, scope)
+            if asks:
+                await self._service.sleeper.awake()
             await self._app(scope, receive, sending)
         except Exception as error:
             if not isinstance(error, ApiError):  # those of the gate itself; endpoints answer theirs
@@ -59,6 +64,8 @@ class Gate:
                 response.headers["Connection"] = "close"  # whatever comes after it may be part of it
             await response(scope, receive, sending)
         finally:
+            if asks:
+                self._service.sleeper.leave()
             CURRENT.reset(entered)
             exchange.close()
 
