@@ -47,6 +47,10 @@ class Offer:
     slo_tpot: Annotated[
         float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
     ] = None
+    refuse_late: Annotated[
+        bool,
+        typer.Option("--refuse-late", help="Requests whose first token would come later than its target get 429."),
+    ] = False
     tool_format: Annotated[
         str,
         typer.Option(
@@ -80,6 +84,7 @@ class Offer:
         check(self.tool_format, self.reasoning_format)
         return replace(
             policy,
+            refuse_late=self.refuse_late,
             tool_format=self.tool_format,
             reasoning_format=self.reasoning_format,
             stored_bytes=parse_bytes(self.stored_bytes),

@@ -110,11 +110,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
-        service.sleeper.rest()
+        service.start()
         yield
-        service.sleeper.close()
-        service.engine.stop()
+        service.stop()
         if tracer is not None:
             tracer.close()
 

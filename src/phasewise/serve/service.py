@@ -26,6 +26,7 @@ from phasewise.serve.completions.wire import CHAT, COMPLETION, Format, Wire
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.guard.exchange import CURRENT, note
 from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.punctual import Punctual, Turn
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.messages.ask import error_body
 from phasewise.serve.messages.endpoint import Messages
@@ -53,6 +54,7 @@ class Service:
         self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
+        self._punctual = Punctual() if policy.refuse_late else None
         self.sleeper = Sleeper(llm, self.engine, policy.sleep_after)
         if policy.sleep_after is not None:
             self.metrics.registry.register(self.sleeper)
@@ -124,6 +126,16 @@ class Service:
             return json_response(error_body(known), known.status)
         return error_response(known)
 
+    def start(self) -> None:
+        """The engine's thread begins; the event loop runs."""
+        self.engine.start()
+        self.sleeper.rest()
+
+    def stop(self) -> None:
+        """All is over."""
+        self.sleeper.close()
+        self.engine.stop()
+
     def close(self) -> None:
         """Take nothing new: the server is shutting down."""
         self.engine.stopping = True
@@ -187,7 +199,12 @@ class Service:
         if order.params.ask is not None:
             await self._prepare(order, structure)
         answer = Answer(self.llm, self.engine, order)
-        await answer.start()
+        if self._punctual is None:
+            await answer.start()
+        else:
+            target = None if order.slo is None else order.slo.ttft
+            with self._punctual.admitted(Turn(answer.choices[0].feed), target):
+                await answer.start()
         self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         if order.stream:
             return EventStream(answer, writer)

@@ -40,6 +40,7 @@ class Policy:
     open_metrics: bool = False  # /metrics needs no key
     tls: tuple[Path, Path] | None = None  # the files of certificate and private key: HTTPS
     log: str | None = None  # "text" or "json": a line per request on stderr; None: only what goes wrong
+    refuse_late: bool = False  # requests that would miss their target for the first token are refused at once
     sleep_after: float | None = None  # seconds without requests after which weights leave memory; None: never
     otel: str | None = None  # the collector that traces go to (OTLP over HTTP); None: there are none
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
