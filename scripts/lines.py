@@ -15,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 5530,
+    ("", "verbs", "engine", "step", "request"): 5700,
     ("speculation",): 1200,
     ("kv",): 2900,
     ("cluster",): 4000,
-    ("serve",): 5400,
+    ("serve",): 6100,
     ("ops",): 1340,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

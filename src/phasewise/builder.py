@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from phasewise import catalog
@@ -66,6 +66,14 @@ class Builder:
     def budget(self) -> int:
         return self.limits.budget
 
+    def parsed(self, recipes: Mapping[str, Mapping[str, str | None]]) -> dict[str, dict[str, Any]]:
+        """Further recipes, as `build` makes those of a spec. Raises UserError."""
+        assert self.spec is not None
+        found = parse_recipes(self.spec.verbs, recipes)
+        if self.limits.exact:
+            refuse_lossy({"": self.methods, **found})
+        return found
+
     def engine(self, phases: tuple[str, ...], share: float, ledger: Ledger | None = None) -> Engine:
         """A new engine for these phases, with counters and companions of its own. It has `share` of the KV budget, or
         the part of a pool that `ledger` keeps account of. All recipes run in it."""
@@ -76,8 +84,9 @@ class Builder:
         recipes = {name: assembly.runtime(methods, phases) for name, methods in every.items()}
         schedule = assembly.bind(self.methods, "schedule")
         departs = "decode" not in phases
+        bind = partial(assembly.runtime, names=phases)
         parts = Parts(
-            self.model, recipes, schedule, counters, self.clock, self.limits.max_running, departs, assembly.taps
+            self.model, recipes, schedule, counters, self.clock, self.limits.max_running, departs, assembly.taps, bind
         )
         return Engine(parts)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +15,15 @@ from torch.nn.functional import normalize
 
 from phasewise.builder import build
 from phasewise.cluster.engine_spec import EngineSpec
+from phasewise.engine.asleep import Asleep
 from phasewise.engine.limits import Limits
 from phasewise.errors import PhasewiseError, UserError, near
-from phasewise.load import model_path
+from phasewise.load import load_model, model_path
 from phasewise.model.chat import ChatTemplate
+from phasewise.model.model import Model
+from phasewise.model.source import forget
 from phasewise.model.tokenizer import Tokenizer
+from phasewise.ops.native.room import let_go
 from phasewise.options import lossy
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Left, Request
@@ -29,6 +35,8 @@ from phasewise.verbs.place import Placed
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Stop = str | Sequence[str]
+Recipes = Mapping[str, Mapping[str, str | None]]
+AGAIN = "#"  # before the number of a recipe whose methods have changed while it was served
 FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
 
@@ -73,19 +81,19 @@ class LLM:
         dtype: str | None = None,
         device: str = "cpu",
         limits: Limits | None = None,
-        recipes: Mapping[str, Mapping[str, str | None]] | None = None,
+        recipes: Recipes | None = None,
         **verbs: str | None,
     ) -> None:
         self.name = model
         self.limits = limits or Limits()
         texts = {name: dict(own) for name, own in (recipes or {}).items()}
-        builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
-        self.model = builder.model
+        self._builder = builder = build(EngineSpec(model, self.limits, dtype, device, verbs, texts))
+        self.model: Model = builder.model
         self.tokenizer = Tokenizer.load(model_path(model))
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
-        self.lossy = {name: lossy(own) for name, own in {"": builder.methods, **builder.recipes}.items()}
-        every = [method for own in (builder.methods, *builder.recipes.values()) for method in own.values()]
-        self.asks = frozenset(name for method in every for name in getattr(method, "asks", ()))
+        self.lossy: dict[str, list[str]] = {}  # by recipe, what may change answers
+        self.asks: frozenset[str] = frozenset()  # names in `Params.ask` that some method takes
+        self._know({"": builder.methods, **builder.recipes})
         self.engine: Placed = builder.build()
 
     @cached_property
@@ -229,6 +237,49 @@ class LLM:
         watch = self.text(params, stop, shown).watch if stop else None
         return Request(ids, params, slo=slo, watch=watch, recipe=recipe)
 
+    def revise(self, recipes: Recipes) -> dict[str, str]:
+        """These recipes instead of those that requests could name so far: {name: what requests are to name it}.
+
+        A recipe whose methods are others than before goes by another name inside, so that requests under way keep
+        theirs. Only between two steps. Raises UserError, which changes nothing.
+        """
+        named, known, new = {}, self._builder.recipes, {}
+        for name, methods in self._builder.parsed(recipes).items():
+            ours = (own for own in known if own.partition(AGAIN)[0] == name)
+            same = next((own for own in ours if known[own] == methods), None)
+            named[name] = same or (f"{name}{AGAIN}{len(known)}" if name in known else name)
+            if same is None:
+                new[named[name]] = methods
+        if new:
+            self.engine.learn(new)
+        self._builder.recipes = {**known, **new}
+        self._know(new)
+        self.recipes = tuple(named)
+        return named
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV until `wake`; only where all runs in this process, and with nothing
+        under way. What had been counted stays."""
+        assert not self.engine.workers and self.engine.idle
+        self.engine.close()
+        self.engine = cast(Placed, Asleep(self.engine))
+        self.model = cast(Model, SimpleNamespace(config=self.model.config))
+        self._builder = replace(self._builder, model=self.model, load=load_model)
+        forget()
+        gc.unfreeze()  # engines are circles, which a server has frozen
+        gc.collect()
+        let_go()
+
+    def wake(self) -> None:
+        """Load the weights again, with the recipes there are. Raises UserError where they have gone; it sleeps on."""
+        assert self._builder.spec is not None and isinstance(self.engine, Asleep)
+        builder = build(self._builder.spec)
+        builder.recipes = self._builder.recipes
+        engine = builder.build()
+        self.engine.wake(engine)
+        self._builder, self.model, self.engine = builder, builder.model, engine
+        gc.freeze()
+
     def text(self, params: Params, stop: Stop = (), shown: Collection[int] = ()) -> Text:
         """A writer of the text of one output drawn with `params`; `shown` are special tokens that have text."""
         eos = () if params.ignore_eos else self.model.config.eos
@@ -236,6 +287,12 @@ class LLM:
         return Text(self.tokenizer, stop, ends, params, shown)
 
     # ---- inside
+    def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """What there is to know of new recipes, and of requests that name none."""
+        self.lossy |= {name: lossy(own) for name, own in recipes.items()}
+        every = [method for own in recipes.values() for method in own.values()]
+        self.asks |= frozenset(name for method in every for name in getattr(method, "asks", ()))
+
     def _asked(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords with those that methods take (`asks`) put into `ask`."""
         asked = {name: value for name, value in own.items() if name in self.asks and value is not None}

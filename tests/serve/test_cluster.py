@@ -91,6 +91,9 @@ def test_streams_go_on_whoever_is_killed(llm: LLM) -> None:
         assert metrics["phasewise_restarts_total"] == len(PROMPTS) and metrics["phasewise_recomputed_total"] > 0
         assert metrics['phasewise_requests_total{how="length"}'] == 4
         assert metrics["phasewise_handoff_seconds_count"] == 4 and metrics["phasewise_handoff_seconds_sum"] > 0
+        for name in ("rows", "forwards", "handoffs"):  # the dead ones' work included
+            apart = [metrics[f'phasewise_role_{name}_total{{role="{role}"}}'] for role in ("prefill", "decode")]
+            assert sum(apart) == metrics[f"phasewise_{name}_total"] and apart[1] > 0
         moves = Handoffs(server.url)
         Stream(client, PROMPTS[0]).read()
         eventually(lambda: server.settled()["phasewise_handoff_seconds_count"] == 5)

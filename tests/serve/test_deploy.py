@@ -35,7 +35,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     metrics.registry.register(KeyRing(path, ["tiny"]))
     metrics.errors[404] += 1
     metrics.tallies["fast"].ways["stop"] += 1
-    text = metrics.render(Snapshot(counters=Counters().as_dict(), workers={"decode": 1})).decode()
+    apart = {"by_role": {"decode": Counters().as_dict()}, "by_recipe": {"fast": Counters().of_requests()}}
+    text = metrics.render(Snapshot(counters=Counters().as_dict(), workers={"decode": 1}, **apart)).decode()
     return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if line[0] != "#"}
 
 

@@ -27,6 +27,8 @@ class Numbers:
         self.running: list[Request] = []
         self.kv_bytes = self.prefix_bytes = 0
         self.workers: dict[str, int] = {}
+        self.by_role: dict[str, dict[str, int]] = {}
+        self.by_recipe: dict[str, dict[str, int]] = {}
         self.threads: set[str] = set()
         self.asked = 0  # how often it was asked whether it is idle
         self.hold = threading.Event()  # steps wait for it

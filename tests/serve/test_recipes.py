@@ -102,6 +102,14 @@ def test_metrics_are_told_apart(many: Server) -> None:
         left = f'phasewise_requests_total{{how="length",recipe="{label}"}}'
         assert after[left] - before.get(left, 0) == count
     assert after["phasewise_drafted_total"] > before["phasewise_drafted_total"]
+    of = {label: {name: after[key] - before[key] for name in ("rows", "drafted", "accepted")
+                  for key in [f'phasewise_recipe_{name}_total{{recipe="{label}"}}']}
+          for label in ("default", "fast", "long")}  # fmt: skip
+    assert of["fast"]["drafted"] == after["phasewise_drafted_total"] - before["phasewise_drafted_total"] > 0
+    assert of["fast"]["accepted"] == after["phasewise_accepted_total"] - before["phasewise_accepted_total"]
+    assert of["default"]["drafted"] == of["long"]["drafted"] == 0
+    rows = after["phasewise_rows_total"] - before["phasewise_rows_total"]
+    assert sum(own["rows"] for own in of.values()) == rows and of["long"]["rows"] > of["default"]["rows"]
 
 
 def test_without_recipes_nothing_is_labelled(server: Server) -> None:

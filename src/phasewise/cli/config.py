@@ -20,6 +20,7 @@ import typer
 
 from phasewise import recipes
 from phasewise.errors import UserError, near
+from phasewise.serve.guard.policy import Reread
 
 TABLE = "recipes"
 HERE = ("config", "help", "recipe")  # options that a file cannot set
@@ -43,6 +44,21 @@ def load(context: typer.Context, path: Path | None) -> Path | None:
             defaults[name] = value
         context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+class Source:
+    """A server's file of options, to be read again; `given`: recipes of the command line, which win."""
+
+    def __init__(self, path: Path, given: Mapping[str, Mapping[str, str]]) -> None:
+        self._path, self._given = path, given
+        self._first = read(path)
+
+    def __call__(self) -> Reread:
+        """Raises UserError."""
+        now = read(self._path)
+        every = sorted({*now, *self._first} - {TABLE})
+        changed = [name for name in every if now.get(name) != self._first.get(name)]
+        return Reread({**recipes_of(self._path), **self._given}, changed)
 
 
 def recipes_of(path: Path | None) -> dict[str, dict[str, str]]:

@@ -47,6 +47,10 @@ class Offer:
     slo_tpot: Annotated[
         float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
     ] = None
+    refuse_late: Annotated[
+        bool,
+        typer.Option("--refuse-late", help="Requests whose first token would come later than its target get 429."),
+    ] = False
     tool_format: Annotated[
         str,
         typer.Option(
@@ -80,6 +84,7 @@ class Offer:
         check(self.tool_format, self.reasoning_format)
         return replace(
             policy,
+            refuse_late=self.refuse_late,
             tool_format=self.tool_format,
             reasoning_format=self.reasoning_format,
             stored_bytes=parse_bytes(self.stored_bytes),
@@ -106,12 +111,28 @@ class Access:
         str | None,
         typer.Option(metavar="text|json", help="A line per request on stderr. Default: only what goes wrong."),
     ] = None
+    sleep_after: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS",
+            help="Without a request for so long, weights and KV leave memory; the next request waits until they are "
+            "loaded again. Default: never.",
+        ),
+    ] = None  # fmt: skip
+    otel: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="OpenTelemetry: the collector that traces go to, http://localhost:4318."),
+    ] = None
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens a prompt may have.")] = None
     max_n: Annotated[int | None, typer.Option(min=1, help="Answers a request may ask for: its prompts times n.")] = None
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer may have.")] = None
     timeout: Annotated[
         float | None, typer.Option(min=0.001, metavar="SECONDS", help="How long a request may take in all.")
     ] = None
+    write_timeout: Annotated[
+        float,
+        typer.Option(min=0.001, metavar="SECONDS", help="How long a client may take nothing of its answer."),
+    ] = POLICY.write_timeout
 
     def policy(self) -> Policy:
         """The same for the server."""
@@ -121,7 +142,10 @@ class Access:
             raise UserError("HTTPS needs both --tls-cert and --tls-key")
         tls = None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)
         caps = Caps(self.max_prompt, self.max_n, self.max_tokens, self.timeout)
-        return Policy(keys=self.keys, open_metrics=self.open_metrics, tls=tls, log=self.log_format, caps=caps)
+        watched = Policy(
+            sleep_after=self.sleep_after, otel=self.otel, log=self.log_format, open_metrics=self.open_metrics
+        )
+        return replace(watched, keys=self.keys, tls=tls, caps=caps, write_timeout=self.write_timeout)
 
 
 @dataclass(frozen=True)
@@ -141,7 +165,7 @@ class Recipes:
         typer.Option(
             metavar="FILE",
             help="TOML: options of this command by name, and a table \\[recipes.NAME] of verbs per recipe. "
-            "What the command line says wins.",
+            "What the command line says wins. SIGHUP reads the recipes again.",
             is_eager=True,
             callback=files.load,
         ),
@@ -150,6 +174,12 @@ class Recipes:
     def named(self) -> dict[str, dict[str, str]]:
         """{recipe: {verb: method}}; the command line wins. Raises UserError."""
         return {**files.recipes_of(self.config), **recipes.read(self.recipe or ())}
+
+    def within(self, policy: Policy) -> Policy:
+        """The policy with where recipes are read again."""
+        if self.config is None:
+            return policy
+        return replace(policy, recipes=files.Source(self.config, recipes.read(self.recipe or ())))
 
 
 ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()
@@ -188,7 +218,7 @@ def serve(
     """
     if not engine.speaks_of_drafts:
         engine = replace(engine, draft=DRAFTER)
-    policy = offer.within(access.policy())
+    policy = choices.within(offer.within(access.policy()))
     named = choices.named()
     engine.check(named)
     source = context.get_parameter_source("model")

@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -95,6 +96,14 @@ class Router:
         return dict(there)
 
     @property
+    def by_role(self) -> dict[str, dict[str, int]]:
+        return {role: done.as_dict() for role, done in self.supervisor.by_role.items()}
+
+    @property
+    def by_recipe(self) -> dict[str, dict[str, int]]:
+        return {recipe: done.of_requests() for recipe, done in self.supervisor.by_recipe.items()}
+
+    @property
     def idle(self) -> bool:
         """Nothing is under way, and every worker has answered what it was told."""
         return not self.flights and all(handle.quiet for handle in self.handles)
@@ -138,6 +147,10 @@ class Router:
 
     def prepare(self, params: Params, recipe: str) -> None:
         self.fronts[0].prepare(params, recipe)
+
+    def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Workers are told of recipes when they start."""
+        raise UserError("where there are workers, recipes stay as they were when the server started: start it again")
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""

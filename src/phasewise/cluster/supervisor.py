@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phasewise.cluster.handle import WorkerHandle
@@ -36,6 +36,8 @@ class Supervisor:
         self.launcher, self.clock = launcher, clock
         self.handles: list[WorkerHandle] = []
         self.gone = Counters()  # what the dead had counted, and how many they are
+        self._roles: dict[str, Counters] = {}  # of the dead ...
+        self._recipes: dict[str, Counters] = {}  # ... and of their requests
         self._launched = 0
         self._stillborn: Counter[str] = Counter()  # in a row, by role
         launcher.reserve(specs)
@@ -57,6 +59,22 @@ class Supervisor:
     def counters(self) -> Counters:
         """Work done by everybody who ever was here, as far as they have reported."""
         return sum((Counters(**handle.state["counters"]) for handle in self.handles if handle.state), self.gone)
+
+    @property
+    def by_role(self) -> dict[str, Counters]:
+        """The same, by role."""
+        found = dict(self._roles)
+        for handle in self.handles:
+            found[handle.role] = found.get(handle.role, Counters()) + Counters(**handle.state.get("counters", {}))
+        return found
+
+    @property
+    def by_recipe(self) -> dict[str, Counters]:
+        """What belongs to single requests, by their recipe."""
+        found = dict(self._recipes)
+        for handle in self.handles:
+            _add(found, handle.state.get("by_recipe", {}))
+        return found
 
     def launch(self, spec: WorkerSpec) -> WorkerHandle:
         handle = WorkerHandle(self.launcher.launch(f"{spec.role}-{self._launched}", spec), spec, self.clock())
@@ -100,6 +118,9 @@ class Supervisor:
         self.gone.workers_lost += 1
         if handle.state:
             self.gone += Counters(**handle.state["counters"])
+            done = self._roles.get(handle.role, Counters())
+            self._roles[handle.role] = done + Counters(**handle.state["counters"])
+            _add(self._recipes, handle.state["by_recipe"])
         else:
             self._stillborn[handle.role] += 1
             if self._stillborn[handle.role] >= STILLBORN:
@@ -108,3 +129,8 @@ class Supervisor:
                     "and --cluster inline does without processes"
                 )
         self.launch(handle.spec)
+
+
+def _add(found: dict[str, Counters], more: Mapping[str, Mapping[str, int]]) -> None:
+    for recipe, counts in more.items():
+        found[recipe] = found.get(recipe, Counters()) + Counters(**counts)

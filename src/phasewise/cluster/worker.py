@@ -387,6 +387,7 @@ class Worker:
             "event": "state",
             "heard": self._heard,
             "counters": engine.counters.as_dict(),
+            "by_recipe": engine.by_recipe,
             "kv_bytes": engine.ledger.held,
             "prefix_bytes": prefix,
             "free": engine.ledger.free + prefix + self._inbox.bytes,  # which the router has promised

@@ -33,7 +33,11 @@ class Admission:
         self.store = recipes[""].store  # all stores share its ledger and its prefix cache
         self.promised = 0  # bytes set aside for requests on their way here
         self._give_up = give_up
-        self._followed = any(runtime.companions for runtime in recipes.values())
+        self.follow()
+
+    def follow(self) -> None:
+        """Note whether any recipe has companions."""
+        self._followed = any(runtime.companions for runtime in self.recipes.values())
 
     def promise(self, n_bytes: int) -> bool:
         """Set bytes aside for a request on its way here; False if there is no room. `promise(-n)` takes it back."""
@@ -102,6 +106,7 @@ class Admission:
         request.release()
         request.computed = 0
         self.counters.preemptions += 1
+        self.recipes[request.recipe].counters.preemptions += 1
         self.queues.move(request, self.queues.waiting)
 
     def _any_followed(self, works: Sequence[Work]) -> bool:

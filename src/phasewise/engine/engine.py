@@ -10,19 +10,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phasewise.engine.admission import Admission
 from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
-from phasewise.engine.refusals import refuse
+from phasewise.engine.refusals import kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import UserError, near
-from phasewise.kv.layer_kv import ROUND, rounded
+from phasewise.kv.layer_kv import ROUND
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
@@ -83,6 +83,14 @@ class Engine:
         """Everything is in this engine."""
         return {}
 
+    @property
+    def by_role(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    @property
+    def by_recipe(self) -> dict[str, dict[str, int]]:
+        return {name: runtime.counters.of_requests() for name, runtime in self.recipes.items()}
+
     def runtime(self, request: Request) -> Runtime:
         return self.recipes[request.recipe]
 
@@ -111,10 +119,10 @@ class Engine:
         if request.prompt_len >= reach:
             raise UserError(
                 f"the prompt has {request.prompt_len} tokens, but the model's context is {reach}: "
-                f"shorten it to at most {reach - 1}{self._why(runtime)}"
+                f"shorten it to at most {reach - 1}{kept_within(runtime, config)}"
             )
         if request.limit > reach:
-            most = reach if self._departs else self._longest(runtime, reach)
+            most = reach if self._departs else longest(runtime, reach, config, limit)
             request.params = replace(request.params, max_tokens=max(1, most - request.prompt_len))
         tokens = (request.prompt_len if self._departs else request.limit) + runtime.margin
         if runtime.need(tokens) > limit:
@@ -122,25 +130,6 @@ class Engine:
                 f"the request may need {runtime.need(tokens):,} bytes of KV ({tokens} tokens), but the budget is "
                 f"{limit:,}: raise --kv-bytes or lower max_tokens"
             )
-
-    def _why(self, runtime: Runtime) -> str:
-        """What keeps texts within the context although their methods would carry them further."""
-        context = self.model.config.max_positions
-        schemes = {rope.scheme for rope in self.model.config.ropes if not rope.fixed}
-        if not schemes or runtime.reach(context) <= context:
-            return ""
-        return (
-            f" (its rope scaling {', '.join(sorted(schemes))!r} depends on the length, so texts cannot go on beyond it)"
-        )
-
-    def _longest(self, runtime: Runtime, reach: int) -> int:
-        """Tokens one request may have: `reach`, or fewer where the KV budget ends."""
-        if runtime.need(reach + runtime.margin) <= self.ledger.limit:
-            return reach
-        whole = rounded(self.model.config.max_positions)
-        # rows are bounded or not, and what is kept beside them may begin at some length: the least that either leaves
-        fit = min(self.ledger.limit * rows // runtime.need(rows) // ROUND * ROUND for rows in (ROUND, whole))
-        return min(reach, fit - runtime.margin)
 
     def add(self, request: Request) -> None:
         """Accept a request; from here on it leaves in exactly one way. Raises UserError if it can never run."""
@@ -186,6 +175,13 @@ class Engine:
             self.counters.steps += 1
             self._run(spans)
 
+    def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `Placed`."""
+        assert self.parts.bind is not None
+        made = {name: self.parts.bind(methods) for name, methods in recipes.items()}
+        self.recipes.update(made)
+        self.room.follow()
+
     def forget_prefixes(self) -> None:
         """Empty the prefix cache as far as no request holds it."""
         self.prefixes.clear()
@@ -215,6 +211,7 @@ class Engine:
             except Exception as error:
                 self._fail(request, error)
                 continue
+            runtime.counters.prefix_hits += request.computed
             self._start(request)
 
     def _may_fork(self, parent: Request) -> bool:
@@ -330,17 +327,23 @@ class Engine:
     def _commit(self, span: Span, outcome: Outcome) -> None:
         request = span.request
         counters, was_prefilling, before = self.counters, request.prefilling, request.computed
+        own = self.recipes[request.recipe].counters
+        own.rows += span.rows
         span.kv.commit(outcome.keep)
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
         request.computed += outcome.kept
         if before < request.high_water:
-            counters.recomputed += min(request.computed, request.high_water) - before
+            own.recomputed += (again := min(request.computed, request.high_water) - before)
+            counters.recomputed += again
         if request.computed > request.high_water:
             request.high_water = request.computed
-        counters.drafted += outcome.drafted
-        counters.accepted += outcome.accepted
+        if outcome.drafted:
+            counters.drafted += outcome.drafted
+            counters.accepted += outcome.accepted
+            own.drafted += outcome.drafted
+            own.accepted += outcome.accepted
         if was_prefilling:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
+from phasewise.kv.layer_kv import ROUND, rounded
 
 if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime
+    from phasewise.model.config import ModelConfig
     from phasewise.request.request import Request
 
 
@@ -52,3 +54,21 @@ def _outside(tokens: Iterable[int], vocab: int) -> int | None:
 
 def _name(decode: object) -> str:
     return type(decode).__module__.rpartition(".")[2]
+
+
+def kept_within(runtime: Runtime, config: ModelConfig) -> str:
+    """What keeps texts within the context although their methods would carry them further."""
+    schemes = {rope.scheme for rope in config.ropes if not rope.fixed}
+    if not schemes or runtime.reach(config.max_positions) <= config.max_positions:
+        return ""
+    return f" (its rope scaling {', '.join(sorted(schemes))!r} depends on the length, so texts cannot go on beyond it)"
+
+
+def longest(runtime: Runtime, reach: int, config: ModelConfig, limit: int) -> int:
+    """Tokens one request may have: `reach`, or fewer where the KV budget of `limit` bytes ends."""
+    if runtime.need(reach + runtime.margin) <= limit:
+        return reach
+    whole = rounded(config.max_positions)
+    # rows are bounded or not, and what is kept beside them may begin at some length: the least that either leaves
+    fit = min(limit * rows // runtime.need(rows) // ROUND * ROUND for rows in (ROUND, whole))
+    return min(reach, fit - runtime.margin)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phasewise.errors import UserError, near
+from phasewise.request.counters import Counters
 from phasewise.verbs.host import ENDLESS
 
 if TYPE_CHECKING:
     from phasewise.kv.store import Store
     from phasewise.model.model import Model
-    from phasewise.request.counters import Counters
     from phasewise.request.params import Params
     from phasewise.request.request import Request
     from phasewise.speculation.companion import Companion
@@ -33,6 +33,7 @@ class Runtime:
     store: Store
     companions: Sequence[Companion] = ()
     sample: Any = None
+    counters: Counters = field(default_factory=Counters)  # of its requests alone: see `OF_REQUESTS`
 
     def check(self, params: Params) -> None:
         """Raise UserError unless all that a request asks for (`Params.ask`) can be honoured."""
@@ -99,16 +100,17 @@ class Runtime:
 class Parts:
     """What an engine is made of. `recipes`: a runtime by the name that requests give, "" being the default; all their
     stores share one ledger and one prefix cache. `departs`: all requests leave for another engine when their prompt is
-    done (a prefill engine of a placement)."""
+    done (a prefill engine of a placement). `bind` makes the runtime of a recipe that comes later."""
 
     model: Model
-    recipes: Mapping[str, Runtime]
+    recipes: dict[str, Runtime]
     schedule: Scheduler
     counters: Counters
     clock: Callable[[], float]
     max_running: int = 64
     departs: bool = False
     taps: set[int] = field(default_factory=set)
+    bind: Callable[[Mapping[str, Any]], Runtime] | None = None
 
     @property
     def phases(self) -> Sequence[Phase]:

@@ -78,6 +78,11 @@ def _opened(path: Path, stamp: tuple[Any, ...]) -> GGUFModel:
     return GGUFModel(path)
 
 
+def forget() -> None:
+    """Keep no file open or mapped for whoever asks next."""
+    _opened.cache_clear()
+
+
 def source(path: str | Path) -> Source:
     """What is at a path: a directory in Hugging Face layout, a .gguf file; or the download of a hub id."""
     found = resolve(path)

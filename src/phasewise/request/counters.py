@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+OF_REQUESTS = ("rows", "drafted", "accepted", "prefix_hits", "recomputed", "preemptions")  # also counted by recipe
+
 
 @dataclass(slots=True)
 class Counters:
@@ -35,6 +37,10 @@ class Counters:
 
     def count(self, name: str, n: int) -> None:
         setattr(self, name, getattr(self, name) + n)
+
+    def of_requests(self) -> dict[str, int]:
+        """Those that belong to single requests; passes of the model and their bytes are all requests' together."""
+        return {name: getattr(self, name) for name in OF_REQUESTS}
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

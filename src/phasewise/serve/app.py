@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from phasewise.llm import LLM
     from phasewise.request.params import SLO
+    from phasewise.serve.watch.traces import Tracer
 
 POLICY = Policy()
 OPEN_TO_ALL = (
@@ -51,16 +52,20 @@ def run(
     """
     began = time.monotonic()
     with bound(host, port) as sock:
+        impatient(sock, policy.write_timeout)
         try:
             from phasewise.serve.guard.keys import read
             from phasewise.serve.server import serve
             from phasewise.serve.watch.logs import configure
+            from phasewise.serve.watch.traces import exporter
         except ImportError as error:
             raise UserError(f"serving needs the extra ({error}): pip install 'phasewise[serve]'") from error
         if policy.keys is not None:  # mistakes are known before a model is loaded
             read(policy.keys)
         if policy.tls is not None:
             check_tls(*policy.tls)
+        if policy.otel is not None:
+            exporter(policy.otel).shutdown()
         if policy.log is not None:
             configure(policy.log)
         loaded = llm() if callable(llm) else llm
@@ -80,33 +85,42 @@ def run(
                 loaded.close()
 
 
-def create_app(llm: LLM, *, name: str | None = None, slo: SLO | None = None, policy: Policy = POLICY) -> FastAPI:
-    """The ASGI application around a model. Its lifespan starts and ends the engine's thread."""
+def create_app(
+    llm: LLM, *, name: str | None = None, slo: SLO | None = None, policy: Policy = POLICY, tracer: Tracer | None = None
+) -> FastAPI:
+    """The ASGI application around a model. Its lifespan starts and ends the engine's thread. `tracer`: instead of one
+    that the policy asks for."""
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
     from starlette.responses import Response
 
     from phasewise import __version__
     from phasewise.errors import PhasewiseError
+    from phasewise.serve.again import Again
     from phasewise.serve.described import POSTED, answers, asks, describe, error_of
     from phasewise.serve.guard.gate import OPEN, Gate
     from phasewise.serve.guard.keys import KeyRing
     from phasewise.serve.service import Service
+    from phasewise.serve.watch.traces import Tracer, exporter
 
     service = Service(llm, name or public_name(llm.name), policy, slo)
     keys = None if policy.keys is None else KeyRing(policy.keys, service.names)
+    if policy.otel is not None and tracer is None:
+        tracer = Tracer(exporter(policy.otel))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.start()
         yield
-        service.engine.stop()
+        service.stop()
+        if tracer is not None:
+            tracer.close()
 
     app = FastAPI(title="phasewise", version=__version__, lifespan=lifespan)
-    app.state.service, app.state.keys = service, keys
+    app.state.service, app.state.again = service, Again(service, keys, policy.recipes)
     if keys is not None:
         service.metrics.registry.register(keys)
-    app.add_middleware(Gate, service=service, keys=keys, policy=policy)
+    app.add_middleware(Gate, service=service, keys=keys, policy=policy, tracer=tracer)
     plain = Response  # a body that FastAPI does not describe
     health = answers() | {503: {**answers()[200], "description": "The engine has failed, or the server shuts down."}}
     app.add_api_route("/health", service.health, responses=health, response_class=plain)
@@ -153,6 +167,13 @@ def bound(host: str, port: int) -> socket.socket:
             sock.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {host} port {port} ({reason}): choose another host or port") from error
+
+
+def impatient(sock: socket.socket, seconds: float) -> None:
+    """Connections that it accepts end once their peer has taken nothing of what it was sent for so long, where the
+    system can do that (Linux): whoever never reads is as good as gone."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(seconds * 1000)))
 
 
 def loopback(sock: socket.socket) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,6 +31,7 @@ from phasewise.serve.failures import Full, Unavailable
 from phasewise.serve.guard.exchange import CURRENT, Exchange
 from phasewise.verbs.place import Placed
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 JOIN_SECONDS = 5.0  # how long `stop` waits for a step under way
 WATCH = 0.5  # seconds between steps with nothing to run, where workers may have news, or have died
@@ -70,6 +71,8 @@ class Snapshot:
     prefix_bytes: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     workers: dict[str, int] = field(default_factory=dict)  # alive, by role
+    by_role: dict[str, dict[str, int]] = field(default_factory=dict)  # counters, where there are workers
+    by_recipe: dict[str, dict[str, int]] = field(default_factory=dict)  # those that belong to single requests
 
 
 News = tuple[Feed, list[int], dict[int, Score], Left | None, Trace | None]
@@ -123,6 +126,24 @@ class EngineLoop:
             raise
         if error is not None:
             raise error
+
+    async def between(self, work: Callable[[], T]) -> T:
+        """Have the engine's thread do this between two steps: what it gives, or raises."""
+        answer: asyncio.Future[T] = self._events.create_future()
+
+        def do() -> None:
+            try:
+                self._tell(_resolve, answer, work())
+            except Exception as error:
+                self._tell(_reject, answer, error)
+
+        self._commands.put(do)
+        return await answer
+
+    def drive(self, placed: Placed | None) -> None:
+        """Another engine from now on, with nothing under way; None: there will be one before the next step. Only from
+        within `between`."""
+        self._placed = cast(Placed, placed)
 
     def cancel(self, feeds: Sequence[Feed]) -> None:
         """Drop those that have not left yet."""
@@ -207,7 +228,10 @@ class EngineLoop:
             return
         placed = self._placed
         held = placed.kv_bytes, placed.prefix_bytes
-        now = Snapshot(len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers)
+        now = Snapshot(
+            len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers,
+            placed.by_role, placed.by_recipe,
+        )  # fmt: skip
         self._tell(_resolve, answer, now)
 
     def _post(self, progressed: Sequence[Request]) -> None:
@@ -276,6 +300,11 @@ def _scores(feed: Feed) -> dict[int, Score]:
         return {}
     feed.scored = request.known
     return {at: request.scores[at] for at in range(start, request.known) if at in request.scores}
+
+
+def _reject(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 def _resolve(answer: asyncio.Future[Any], value: Any) -> None:

@@ -12,8 +12,8 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from phasewise.serve.again import Again
 from phasewise.serve.direct import Protocol
-from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.service import Service
 
 PATIENCE = 5.0  # seconds that running requests have to finish after SIGINT or SIGTERM
@@ -21,14 +21,13 @@ LAST_WORDS = 2  # seconds more for their last bytes to reach the clients
 
 
 class Server(uvicorn.Server):
-    """Calls `ready` once it accepts connections; a signal ends it without an error, but SIGHUP reads the keys again."""
+    """Calls `ready` once it accepts connections; a signal ends it without an error, but SIGHUP has files read again."""
 
-    def __init__(
-        self, config: uvicorn.Config, service: Service, keys: KeyRing | None, ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, again: Again, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._service, self._keys, self._ready = service, keys, ready
+        self._service, self._again, self._ready = service, again, ready
         self._signals = 0
+        self._reading: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -37,9 +36,10 @@ class Server(uvicorn.Server):
             self._ready()
 
     def _reload(self) -> None:
-        """SIGHUP: the keys are read again; without any there is nothing to read, and no reason to end."""
-        if self._keys is not None:
-            self._keys.reload()
+        """SIGHUP ends nothing: what may change is read again."""
+        task = asyncio.create_task(self._again())
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.close()
@@ -62,4 +62,4 @@ def serve(app: FastAPI, sock: socket.socket, ready: Callable[[], None], tls: tup
         app, http=Protocol, ws="none", log_config=None, log_level="error", access_log=False, server_header=False,
         timeout_graceful_shutdown=int(PATIENCE) + LAST_WORDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
-    Server(config, app.state.service, app.state.keys, ready).run([sock])
+    Server(config, app.state.service, app.state.again, ready).run([sock])

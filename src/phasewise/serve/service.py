@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -26,12 +26,14 @@ from phasewise.serve.completions.wire import CHAT, COMPLETION, Format, Wire
 from phasewise.serve.failures import ApiError, api_error, error_response, json_response, without_paths
 from phasewise.serve.guard.exchange import CURRENT, note
 from phasewise.serve.guard.policy import Policy
+from phasewise.serve.guard.punctual import Punctual, Turn
 from phasewise.serve.loop import EngineLoop
 from phasewise.serve.messages.ask import error_body
 from phasewise.serve.messages.endpoint import Messages
 from phasewise.serve.responses.endpoint import Responses
 from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import Scoring
+from phasewise.serve.sleeper import Sleeper
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -49,9 +51,13 @@ class Service:
         self.llm, self.name, self.created = llm, name, int(time.time())
         self.slo = slo or SLO()
         limit = llm.limits.kv_bytes
-        self.names = {name: ""} | {f"{name}@{recipe}": recipe for recipe in llm.recipes}
+        self.names = _names(name, {recipe: recipe for recipe in llm.recipes})  # {what clients say: a recipe}
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
+        self._punctual = Punctual() if policy.refuse_late else None
+        self.sleeper = Sleeper(llm, self.engine, policy.sleep_after)
+        if policy.sleep_after is not None:
+            self.metrics.registry.register(self.sleeper)
         self._conversations = Conversations(llm, policy)
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
@@ -73,7 +79,8 @@ class Service:
             return json_response({"status": "failed", "reason": without_paths(self.engine.failed)}, 503)
         if self.engine.stopping:
             return json_response({"status": "stopping"}, 503)
-        return json_response({"status": "ok", "model": self.name})
+        asleep = {"asleep": True} if self.sleeper.asleep else {}
+        return json_response({"status": "ok", "model": self.name, **asleep})
 
     async def show_metrics(self) -> Response:
         """Prometheus' exposition format."""
@@ -119,10 +126,31 @@ class Service:
             return json_response(error_body(known), known.status)
         return error_response(known)
 
+    def start(self) -> None:
+        """The engine's thread begins; the event loop runs."""
+        self.engine.start()
+        self.sleeper.rest()
+
+    def stop(self) -> None:
+        """All is over."""
+        self.sleeper.close()
+        self.engine.stop()
+
     def close(self) -> None:
         """Take nothing new: the server is shutting down."""
         self.engine.stopping = True
         self._bodies.close()
+
+    async def revise(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
+        """These recipes from now on; requests under way keep theirs. Raises UserError, which changes nothing."""
+        self.sleeper.enter()
+        try:
+            await self.sleeper.awake()
+            named = await self.engine.between(lambda: self.llm.revise(recipes))
+        finally:
+            self.sleeper.leave()
+        self.names.clear()
+        self.names |= _names(self.name, named)
 
     # ---- what other endpoints share
     async def order_chat(self, ask: ChatAsk) -> Order:
@@ -171,7 +199,12 @@ class Service:
         if order.params.ask is not None:
             await self._prepare(order, structure)
         answer = Answer(self.llm, self.engine, order)
-        await answer.start()
+        if self._punctual is None:
+            await answer.start()
+        else:
+            target = None if order.slo is None else order.slo.ttft
+            with self._punctual.admitted(Turn(answer.choices[0].feed), target):
+                await answer.start()
         self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         if order.stream:
             return EventStream(answer, writer)
@@ -238,6 +271,10 @@ class Service:
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
+
+
+def _names(model: str, recipes: Mapping[str, str]) -> dict[str, str]:
+    return {model: ""} | {f"{model}@{name}": recipe for name, recipe in recipes.items()}
 
 
 def _cut(ask: Ask, prompt: list[int]) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from phasewise.cluster.launcher import Launcher
@@ -58,6 +58,16 @@ class Placed(Protocol):
         """How many workers of each role are alive and ready; empty if all runs in one engine."""
         ...
 
+    @property
+    def by_role(self) -> dict[str, dict[str, int]]:
+        """The counters by the role of the workers; empty if all runs in one engine."""
+        ...
+
+    @property
+    def by_recipe(self) -> dict[str, dict[str, int]]:
+        """Those counters that belong to single requests, by their recipe."""
+        ...
+
     def reach(self, recipe: str) -> int:
         """How many positions a text may have with a recipe: the model's context, or more."""
         ...
@@ -65,6 +75,11 @@ class Placed(Protocol):
     def prepare(self, params: Params, recipe: str) -> None:
         """Raise UserError if what `params` asks for cannot be honoured with a recipe. From any thread: what takes long
         is then done before a request is added."""
+        ...
+
+    def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Recipes by name, each a method per verb, that requests may name from now on beside those there are: all or
+        none. Raises UserError where they do not fit, or must be known from the start."""
         ...
 
     def add(self, request: Request) -> None: ...

@@ -28,6 +28,21 @@ def room(nbytes: int) -> Tensor:
         return _block[start : start + nbytes]
 
 
+def let_go() -> None:
+    """Keep no block for the next weights: the last one goes with its slices, and what the allocator holds goes back."""
+    global _block, _used
+    with _lock:
+        _block, _used = torch.empty(0, dtype=torch.uint8), 0
+    trim()
+
+
+def trim() -> None:
+    """Memory that was let go leaves the process, where its allocator can do that."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
 def _new_block(nbytes: int) -> Tensor:
     nbytes = -(-nbytes // PAGE) * PAGE
     raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
@@ -36,6 +51,5 @@ def _new_block(nbytes: int) -> Tensor:
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(nbytes), ADVISE_HUGE)  # advice: may be refused
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(ctypes.c_size_t(0))  # weights that were packed and let go leave the process
+        trim()  # weights that were packed and let go leave the process
     return block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,8 @@ class Exchange:
     ways: Counter[str] = field(default_factory=Counter)  # how its sequences have left
     status: int | None = None  # as sent
     error: str | None = None  # the code of an error that the client was told
+    parent: Sequence[tuple[bytes, bytes]] = ()  # headers that say which trace of the client's it is part of
+    feeds: list[Feed] | None = None  # that have left, where traces are made of them
     live: int = 0  # sequences that the engine has
     answered: bool = False
 
@@ -91,6 +93,8 @@ class Exchange:
         if feed.trace.tokens:
             first = feed.trace.tokens[0] - self.began
             self.ttft = first if self.ttft is None else min(first, self.ttft)
+        if self.feeds is not None:
+            self.feeds.append(feed)
         self.ways[feed.left.reason if feed.left.how == "finished" else feed.left.how] += 1
         self._end()
 

@@ -13,6 +13,7 @@ from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.guard.policy import Policy
 from phasewise.serve.service import Service
 from phasewise.serve.watch.logs import request_id, request_line
+from phasewise.serve.watch.traces import PARENT, Tracer
 
 log = logging.getLogger(__name__)
 OPEN = ("/health", "/health/live", "/health/ready")  # whoever watches a server has no key
@@ -22,14 +23,19 @@ METRICS = "/metrics"
 class Gate:
     """Lets requests through that carry a key of the ring, as long as that key's limits hold; without a ring, all."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: Policy) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, keys: KeyRing | None, policy: Policy, tracer: Tracer | None
+    ) -> None:
         self._app, self._service, self._keys, self._policy = app, service, keys, policy
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(_end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps)
+        exchange = Exchange(self._end, request_id(scope["headers"]), scope["method"], scope["path"], self._policy.caps)
+        if self._tracer is not None:
+            exchange.feeds, exchange.parent = [], [pair for pair in scope["headers"] if pair[0] in PARENT]
         entered = CURRENT.set(exchange)
 
         async def sending(message: Message) -> None:
@@ -40,8 +46,13 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
+        asks = scope["method"] == "POST"  # whoever only looks neither wakes the model nor keeps it awake
+        if asks:
+            self._service.sleeper.enter()
         try:
             self._admit(exchange, scope)
+            if asks:
+                await self._service.sleeper.awake()
             await self._app(scope, receive, sending)
         except Exception as error:
             if not isinstance(error, ApiError):  # those of the gate itself; endpoints answer theirs
@@ -53,6 +64,8 @@ class Gate:
                 response.headers["Connection"] = "close"  # whatever comes after it may be part of it
             await response(scope, receive, sending)
         finally:
+            if asks:
+                self._service.sleeper.leave()
             CURRENT.reset(entered)
             exchange.close()
 
@@ -71,14 +84,15 @@ class Gate:
             quota.enter()
             exchange.counted = True
 
+    def _end(self, exchange: Exchange) -> None:
+        """All of a request is over: its key gets back what it did not use, and it is logged and traced."""
+        if exchange.counted and exchange.quota is not None:
+            exchange.quota.leave(exchange.reserved, exchange.prompt_tokens, exchange.output_tokens)
+        request_line(exchange)
+        if self._tracer is not None:
+            self._tracer.ended(exchange)
+
 
 def _ambiguous(scope: Scope) -> bool:
     """Whether a proxy in front may see the end of the body elsewhere (h11 refuses all the rest)."""
     return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
-
-
-def _end(exchange: Exchange) -> None:
-    """All of a request is over: its key gets back what it did not use, and it is logged."""
-    if exchange.counted and exchange.quota is not None:
-        exchange.quota.leave(exchange.reserved, exchange.prompt_tokens, exchange.output_tokens)
-    request_line(exchange)

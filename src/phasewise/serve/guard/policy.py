@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +23,28 @@ UNLIMITED = Caps()
 
 
 @dataclass(frozen=True, slots=True)
+class Reread:
+    """What a file of options says now: its recipes, and which other options are not as they were at the start."""
+
+    recipes: Mapping[str, Mapping[str, str]]
+    changed: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """Who may ask, and for how much; how answers are read, and which are kept."""
 
     queue: int = 256  # requests that may wait beside those that run; more get 429
     keys: Path | None = None  # the file of API keys; None: nobody is asked for one
+    write_timeout: float = 60.0  # seconds for which a client may take nothing of its answer
     open_metrics: bool = False  # /metrics needs no key
     tls: tuple[Path, Path] | None = None  # the files of certificate and private key: HTTPS
     log: str | None = None  # "text" or "json": a line per request on stderr; None: only what goes wrong
+    refuse_late: bool = False  # requests that would miss their target for the first token are refused at once
+    sleep_after: float | None = None  # seconds without requests after which weights leave memory; None: never
+    otel: str | None = None  # the collector that traces go to (OTLP over HTTP); None: there are none
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
     tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
     reasoning_format: str = "auto"  # what stands around its reasoning
+    recipes: Callable[[], Reread] | None = None  # read again at SIGHUP; None: they stay as they are
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

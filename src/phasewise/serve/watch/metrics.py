@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from phasewise.llm import AGAIN
 from phasewise.recipes import DEFAULT
 from phasewise.serve.loop import Feed, Snapshot
 
@@ -99,12 +100,17 @@ class Metrics(Collector):
 
     def took(self, recipe: str, requests: int, prompt_tokens: int) -> None:
         """The engine has accepted so many requests."""
-        self.tallies[recipe].accepted += requests
-        self.tallies[recipe].prompt_tokens += prompt_tokens
+        tally = self._tally(recipe)
+        tally.accepted += requests
+        tally.prompt_tokens += prompt_tokens
 
     def left(self, feed: Feed) -> None:
         """A request has left."""
-        self.tallies[feed.request.recipe].left(feed)
+        self._tally(feed.request.recipe).left(feed)
+
+    def _tally(self, recipe: str) -> Tally:
+        """Of a recipe by its name, however often its methods have changed."""
+        return self.tallies.setdefault(recipe.partition(AGAIN)[0], Tally())
 
     def render(self, snapshot: Snapshot) -> bytes:
         """The exposition text."""
@@ -118,6 +124,9 @@ class Metrics(Collector):
         yield _labelled(errors, self.errors)
         for name, value in now.counters.items():
             yield CounterMetricFamily(f"phasewise_{name}", f"The engine's counter `{name}`", value)
+        if len(self.tallies) > 1:
+            yield from _apart("recipe", _by_name(now.by_recipe))
+        yield from _apart("role", now.by_role)
         workers = GaugeMetricFamily("phasewise_workers", "Workers that are alive and ready, by role", labels=["role"])
         yield _labelled(workers, now.workers)
         yield GaugeMetricFamily("phasewise_requests_waiting", "Requests not admitted yet", now.waiting)
@@ -146,6 +155,25 @@ class Metrics(Collector):
             for how, count in tally.ways.items():
                 requests.add_metric([how, *values], count)
         yield requests
+
+
+def _by_name(counts: Mapping[str, Mapping[str, int]]) -> dict[str, Counter[str]]:
+    """Counters of recipes by the names that clients know."""
+    found: dict[str, Counter[str]] = {}
+    for recipe, own in counts.items():
+        found.setdefault(recipe.partition(AGAIN)[0] or DEFAULT, Counter()).update(own)
+    return found
+
+
+def _apart(label: str, counts: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+    """A metric per counter, with this label."""
+    for name in next(iter(counts.values()), {}):
+        total = CounterMetricFamily(
+            f"phasewise_{label}_{name}", f"The engine's counter `{name}`, by {label}", labels=[label]
+        )
+        for value, own in counts.items():
+            total.add_metric([value], own[name])
+        yield total
 
 
 def _labelled(family: CounterMetricFamily | GaugeMetricFamily, counts: Mapping[str, int] | Mapping[int, int]) -> Metric:
