@@ -63,6 +63,12 @@ class Offer:
             "in the content.",
         ),
     ] = POLICY.reasoning_format
+    allow_templates: Annotated[
+        bool,
+        typer.Option(
+            "--allow-templates", help="Requests may bring a chat_template; each is rendered in a process of its own."
+        ),
+    ] = False
     stored_bytes: Annotated[
         str,
         typer.Option(
@@ -82,6 +88,7 @@ class Offer:
             policy,
             tool_format=self.tool_format,
             reasoning_format=self.reasoning_format,
+            allow_templates=self.allow_templates,
             stored_bytes=parse_bytes(self.stored_bytes),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -35,6 +36,7 @@ from phasewise.serve.scores.scoring import Scoring
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
+TEMPLATES = 2  # of requests, that are rendered at a time
 T = TypeVar("T")
 A = TypeVar("A", bound=BaseModel)
 
@@ -53,6 +55,7 @@ class Service:
         self.metrics = Metrics(memory_default() if limit is None else limit, llm.recipes)
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._conversations = Conversations(llm, policy)
+        self._apart = ThreadPoolExecutor(TEMPLATES, "templates")
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
@@ -149,6 +152,8 @@ class Service:
 
     async def prompt(self, ask: ChatAsk) -> Prompt:
         """The prompt of a conversation."""
+        if ask.chat_template is not None:  # takes its time, and none of the threads that others need
+            return await asyncio.get_running_loop().run_in_executor(self._apart, self._conversations.prompt, ask)
         size = sum(len(message["content"]) for message in ask.messages)
         return await self._worker(size, lambda: self._conversations.prompt(ask))
 

@@ -133,9 +133,7 @@ def test_the_asynchronous_client_does_the_same(hermes: Server) -> None:
                 call: Any = message.tool_calls[0]
                 assert (message.content, call.function.name) == ("So:", "weather")
             body: dict[str, Any] = {"model": "tiny", "temperature": 0}
-            parsed = await client.chat.completions.parse(
-                messages=USER, response_format=Animal, max_tokens=600, **body
-            )
+            parsed = await client.chat.completions.parse(messages=USER, response_format=Animal, max_tokens=600, **body)
             assert isinstance(parsed.choices[0].message.parsed, Animal)
             body |= {"input": "the fox", "max_output_tokens": 600}
             answer = await client.responses.parse(text_format=Animal, **body)

@@ -33,4 +33,5 @@ class Policy:
     caps: Caps = UNLIMITED  # of every request; a key may have narrower ones
     tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
     reasoning_format: str = "auto"  # what stands around its reasoning
+    allow_templates: bool = False  # requests may bring a chat template of their own
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

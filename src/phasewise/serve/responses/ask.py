@@ -8,7 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, among, read
+from phasewise.serve.completions.fields import check
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, read
 from phasewise.serve.completions.structured import wanted
 from phasewise.serve.failures import ApiError
 
@@ -45,9 +46,7 @@ class ResponsesAsk(BaseModel):
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
-                raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+        check(self, REFUSED)
         return self
 
     def items(self) -> list[Item]:
