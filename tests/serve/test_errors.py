@@ -80,7 +80,6 @@ def failure(response: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETE, "priority", {"priority": 1}),
         (COMPLETE, "timeout", {"timeout": 0}),
         (CHAT, "timeout", {"timeout": "5"}),
-        (COMPLETE, "suffix", {"suffix": "end"}),
         (COMPLETE, "max_completion_tokens", {"max_completion_tokens": 5}),
         (COMPLETE, "frequency_penalties", {"frequency_penalties": 1}),
         (COMPLETE, "tools", {"tools": []}),

@@ -21,6 +21,7 @@ from phasewise.request.params import SLO
 from phasewise.serve.about import About
 from phasewise.serve.completions.answer import Answer, Order, Telling
 from phasewise.serve.completions.conversation import Conversations, Prompt
+from phasewise.serve.completions.infill import Infill
 from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.completions.stream import Bodies, EventStream, Writer
 from phasewise.serve.completions.wire import CHAT, COMPLETION, Format, Wire
@@ -56,6 +57,7 @@ class Service:
         self.engine = EngineLoop(llm.engine, llm.limits.max_running + policy.queue, self.metrics.left)
         self._conversations = Conversations(llm, policy)
         self._apart = ThreadPoolExecutor(TEMPLATES, "templates")
+        self._infill = Infill(llm.tokenizer)
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
@@ -106,7 +108,11 @@ class Service:
                 p if isinstance(p, str) and whole else self.llm.tokenizer.decode(ids)
                 for p, ids in zip(ask.prompt, prompts)
             ]
-        return await self._answer(request, ask, self._order(ask, prompts, "prompt", leads), COMPLETION)
+        order = self._order(ask, prompts, "prompt", leads)
+        if ask.suffix:
+            ends = (*order.params.stop_tokens, *self._infill.ends)
+            order = replace(order, params=replace(order.params, stop_tokens=ends))
+        return await self._answer(request, ask, order, COMPLETION)
 
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
@@ -185,6 +191,8 @@ class Service:
             return json_response(writer.body(answer, pieces))
 
     def _encode(self, ask: CompletionAsk, prompt: str | list[int]) -> list[int]:
+        if ask.suffix:
+            return self._infill.prompt(prompt, ask.suffix, ask.add_special_tokens is not False)
         if isinstance(prompt, str):
             prompt = self.llm.tokenizer.encode(prompt, ask.add_special_tokens is not False)
         return _cut(ask, prompt)

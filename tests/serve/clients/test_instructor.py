@@ -1,7 +1,7 @@
 """`instructor` in its modes of tools and of JSON.
 
-Its bounds (of jiter and rich) exclude what a current `openai` needs, so it is no dependency of the tests: they run where
-it is installed, in an environment of its own (docs/clients.md).
+Its bounds (of jiter and rich) exclude what a current `openai` needs, so it is no dependency of the tests; they run
+where it is installed, in an environment of its own (docs/clients.md).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _BOTH: Harmless = {
     "priority": (0,), "cache_salt": (), "kv_transfer_params": (), "vllm_xargs": ({},), "lora_path": (),
     "repetition_detection": (),
 }  # fmt: skip
-COMPLETION_REFUSED: Harmless = {**_BOTH, "suffix": ("",), "prompt_embeds": ()}
+COMPLETION_REFUSED: Harmless = {**_BOTH, "prompt_embeds": ()}
 CHAT_REFUSED: Harmless = {
     **_BOTH,
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),

@@ -196,6 +196,7 @@ class CompletionAsk(Ask):
         description="a string, a list of strings, a list of token ids, or a list of such lists",
         json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _list(_TOKEN), _list(_list(_TOKEN))]},
     )
+    suffix: str | None = Field(None, description="what comes after the text that is filled in (infill.py)")
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
     logprobs: Top | None = None
@@ -212,6 +213,9 @@ class CompletionAsk(Ask):
         if self.max_tokens == 0 and self.scored() is None:
             fix = "set echo and logprobs, or prompt_logprobs, or at least 1"
             raise ApiError(400, f"max_tokens=0 asks for nothing: {fix}", "max_tokens", "invalid_value")
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if self.suffix and getattr(self, name):
+                raise ApiError(400, f"{name}: the prompt is not what comes before: leave it, or suffix, out", name)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ApiError(400, f"best_of={self.best_of} is less than n={self.n}", "best_of", "invalid_value")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
