@@ -49,7 +49,7 @@ class Infill:
         return tuple(i for i in map(self._tokenizer.id, every) if i is not None)
 
     def prompt(self, before: str | Sequence[int], after: str, special: bool = True) -> list[int]:
-        """The prompt; `special` begins it as the tokenizer begins a text. Raises ApiError for a model without a form."""
+        """The prompt; `special` begins it as texts begin here. Raises ApiError for a model without a form."""
         form, encode = self._known(), self._tokenizer.encode
         prefix, suffix, middle = self._ids(form.prefix, form.suffix, form.middle)
         own = encode(before, False) if isinstance(before, str) else list(before)
