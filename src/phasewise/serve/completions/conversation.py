@@ -69,7 +69,9 @@ class Conversations:
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
         special = self._llm.tokenizer.special_ids & {self._llm.tokenizer.id(word) for word in words}
         single = ask.parallel_tool_calls is False or asks is not None
-        return Prompt(ids, lead, Manner(format, frozenset(names(tools)), tags, opened, single), special, asks)
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        manner = Manner(format, frozenset(schemas), tags, opened, single, schemas)
+        return Prompt(ids, lead, manner, special, asks)
 
     def _forced(
         self, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]
