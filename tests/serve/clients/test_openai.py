@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import operator
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
+from phasewise.serve.completions.fields import CHAT_REFUSED, COMPLETION_REFUSED, HARMLESS, Harmless
+from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk
 from tests.serve.playing import play
 from tests.serve.running import Server
 
@@ -145,6 +149,18 @@ def test_the_asynchronous_client_does_the_same(hermes: Server) -> None:
             assert len(vectors.data) == 2
 
     asyncio.run(everything())
+
+
+@pytest.mark.parametrize(
+    ("path", "ask", "refused"),
+    [("chat.completions", ChatAsk, CHAT_REFUSED), ("completions", CompletionAsk, COMPLETION_REFUSED)],
+)
+def test_every_parameter_is_read_or_harmless_or_refused(path: str, ask: type[Ask], refused: Harmless) -> None:
+    """None is a stranger: what the package can send is known by its name."""
+    create = operator.attrgetter(f"{path}.create")(openai.OpenAI(api_key="none"))
+    sent = set(inspect.signature(create).parameters) - {"extra_headers", "extra_query", "extra_body", "timeout"}
+    assert len(sent) > 15 and sent <= {*ask.model_fields, *refused, *HARMLESS}
+    assert not {*ask.model_fields} & {*refused} and not HARMLESS & {*ask.model_fields, *refused}
 
 
 def test_an_agent_calls_tools_until_it_has_its_answer(hermes: Server) -> None:

@@ -17,7 +17,7 @@ Harmless = Mapping[str, tuple[object, ...]]  # fields that are not supported, ea
 
 HARMLESS = frozenset({
     "user", "safety_identifier", "metadata", "store", "service_tier", "request_id", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "prediction", "cache_prompt", "inference_geo",
+    "prompt_cache_retention", "prompt_cache_options", "prediction", "cache_prompt",
 })  # fmt: skip
 _BOTH: Harmless = {
     "logits_processors": ([],), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),

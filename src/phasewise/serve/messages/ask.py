@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 TOOL_REFUSED: dict[str, tuple[object, ...]] = {
     "defer_loading": (False,), "input_examples": ([],), "allowed_callers": (["direct"], []),
 }  # fmt: skip
-HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id"})
+HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "user_profile_id"})
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
