@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 5700,
+    ("", "verbs", "engine", "step", "request"): 5760,
     ("speculation",): 1200,
     ("kv",): 2900,
     ("cluster",): 4000,
-    ("serve",): 6100,
-    ("ops",): 1340,
+    ("serve",): 6500,
+    ("ops",): 1380,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects
 

@@ -56,6 +56,22 @@ TEMPLATES = {  # how models of these families write calls
     "{% set tools = none %}{% endif %}" + HEAD + """{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}\
 {{ '{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}{{ c.arguments | tojson }}{{ "}" }}{% else %}\
 {{ m.content }}{% endif %}""" + TAIL,
+    "coder": HEAD + """{{ m.content }}{% for c in m.tool_calls or [] %}
+<tool_call>
+<function={{ c.function.name }}>
+{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>
+{{ v if v is string else v | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}""" + TAIL,
+    "fenced": HEAD + """{{ m.content }}{% for c in m.tool_calls or [] %}{{ "<｜tool▁calls▁begin｜>" if loop.first }}\
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.function.name }}
+```json
+{{ c.function.arguments }}
+```<｜tool▁call▁end｜>{{ "<｜tool▁calls▁end｜>" if loop.last }}{% endfor %}""" + TAIL,
+    "separated": HEAD + """{{ m.content }}{% for c in m.tool_calls or [] %}{{ "<｜tool▁calls▁begin｜>" if loop.first }}\
+<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>\
+{{ "<｜tool▁calls▁end｜>" if loop.last }}{% endfor %}""" + TAIL,
     "unknown": HEAD + "{{ m.content }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}" + TAIL,
     "described": HEAD + '{# write <tool_call>{"name": ...}</tool_call> #}{{ m.content }}' + TAIL,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from phasewise.serve.completions.schema import CompletionAsk
 from phasewise.serve.guard.policy import Policy
 from phasewise.serve.service import Service
 from tests.serve.running import PATIENCE, Server
-from tests.serve.tiny_chat import CONTEXT, VOCAB, chat_checkpoint
+from tests.serve.tiny_chat import CONTEXT, TEMPLATE, VOCAB, chat_checkpoint
 
 PROMPT = "the quick brown fox, héllo 🎉"
 MESSAGES = [{"role": "user", "content": "the lazy dog"}, {"role": "assistant", "content": "jumps"}]
@@ -29,6 +29,12 @@ def get(server: Server, path: str) -> httpx.Response:
 
 def test_the_version(server: Server) -> None:
     assert get(server, "/version").json() == {"version": __version__}
+
+
+def test_what_spells_prompts(server: Server, llm: LLM) -> None:
+    told = get(server, "/tokenizer_info").json()
+    assert told == {"eos_token": "<|im_end|>", "bos_token": "<s>", "chat_template": TEMPLATE}
+    assert told["eos_token"] == llm.tokenizer.token(2)
 
 
 def test_tokens_of_a_prompt_and_back(server: Server, llm: LLM) -> None:

@@ -77,7 +77,7 @@ def test_without_a_limit_the_answer_may_fill_the_context(client: openai.OpenAI, 
 def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=2, logprobs=False, tools=[], response_format={"type": "text"},
-        user="somebody", store=False, metadata={"a": "b"}, extra_body={"unheard_of": 1, "best_of": None, "top_k": -1},
+        user="somebody", store=False, metadata={"a": "b"}, extra_body={"unheard_of": None, "top_k": -1},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from phasewise.serve.completions.fields import HARMLESS
 from tests.serve.running import Server
 from tests.serve.tiny_chat import CONTEXT, VOCAB
 
@@ -79,7 +80,12 @@ def failure(response: httpx.Response, status: int) -> dict[str, Any]:
         (COMPLETE, "priority", {"priority": 1}),
         (COMPLETE, "timeout", {"timeout": 0}),
         (CHAT, "timeout", {"timeout": "5"}),
-        (COMPLETE, "suffix", {"suffix": "end"}),
+        (COMPLETE, "max_completion_tokens", {"max_completion_tokens": 5}),
+        (COMPLETE, "frequency_penalties", {"frequency_penalties": 1}),
+        (COMPLETE, "tools", {"tools": []}),
+        (CHAT, "prompt", {"prompt": "the"}),
+        (CHAT, "temprature", {"temprature": 0.5}),
+        (CHAT, "best_of", {"best_of": 2}),
         (CHAT, "messages", {"messages": None}),
         (CHAT, "messages", {"messages": []}),
         (CHAT, "messages", {"messages": "the"}),
@@ -102,6 +108,27 @@ def test_wrong_fields_are_named(server: Server, path: str, param: str, fields: d
     error = failure(server.post(path, body), 400)
     assert error["param"] == param
     assert param.split("_")[0] in error["message"] or param == "messages"
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT, "/v1/responses", "/v1/messages"])
+def test_unknown_fields_are_refused_with_what_is_near(server: Server, path: str) -> None:
+    body: dict[str, Any] = {
+        COMPLETE: {"prompt": "the"}, CHAT: {"messages": USER}, "/v1/responses": {"input": "the"},
+        "/v1/messages": {"messages": USER, "max_tokens": 4},
+    }[path]  # fmt: skip
+    answer = server.post(path, {**body, "temperatur": 0.5})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "temperatur is not known here. Did you mean temperature" in error["message"]
+    assert path == "/v1/messages" or (error["param"], error["code"]) == ("temperatur", "unknown_parameter")
+    assert server.post(path, {**body, "temperatur": None}).status_code == 200
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_fields_that_no_answer_depends_on_are_taken(server: Server, name: str) -> None:
+    for path, body in ((COMPLETE, {"prompt": "the"}), (CHAT, {"messages": USER})):
+        fields = {"model": "tiny", "max_tokens": 4, "temperature": 0, **body}
+        plain, more = (server.post(path, fields | extra).json()["choices"] for extra in ({}, {name: "x"}))
+        assert plain == more
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])

@@ -67,6 +67,12 @@ class Offer:
             "in the content.",
         ),
     ] = POLICY.reasoning_format
+    allow_templates: Annotated[
+        bool,
+        typer.Option(
+            "--allow-templates", help="Requests may bring a chat_template; each is rendered in a process of its own."
+        ),
+    ] = False
     stored_bytes: Annotated[
         str,
         typer.Option(
@@ -87,6 +93,7 @@ class Offer:
             refuse_late=self.refuse_late,
             tool_format=self.tool_format,
             reasoning_format=self.reasoning_format,
+            allow_templates=self.allow_templates,
             stored_bytes=parse_bytes(self.stored_bytes),
         )
 

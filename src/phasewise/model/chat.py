@@ -14,7 +14,6 @@ from jinja2.parser import Parser
 
 from phasewise.errors import UserError, near
 from phasewise.model.sandbox import TURN, Sandbox, Turns
-from phasewise.model.source import source
 
 
 class _Generation(Extension):
@@ -68,6 +67,10 @@ class ChatTemplate:
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
         """Of a model by its path or hub id; one without templates loads, and says so when rendered."""
+        from phasewise.model.source import (
+            source,
+        )  # torch comes with it, which a process that only renders has no need of
+
         files = source(path)
         return cls(files.templates(), files.special())
 

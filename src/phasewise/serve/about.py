@@ -63,12 +63,13 @@ class DetokenizeAsk(Small):
 
 
 class About:
-    """GET /version, /health/live and /health/ready, POST /tokenize and /detokenize."""
+    """GET /version, /tokenizer_info, /health/live and /health/ready, POST /tokenize and /detokenize."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
         self.gets: list[tuple[str, Callable[[], Awaitable[Response]]]] = [
             ("/version", self.version),
+            ("/tokenizer_info", self.tokenizer_info),
             ("/health/live", self.live),
             ("/health/ready", service.health),
         ]
@@ -80,6 +81,11 @@ class About:
     async def version(self) -> Response:
         """Of phasewise."""
         return json_response({"version": __version__})
+
+    async def tokenizer_info(self) -> Response:
+        """The special tokens by their names, and the chat template: what clients need that spell prompts themselves."""
+        template = self._llm.template
+        return json_response({**template.tokens, "chat_template": template.sources.get("default")})
 
     async def live(self) -> Response:
         """503 once the engine has failed: only a restart helps then. 200 while it runs, and while it shuts down."""

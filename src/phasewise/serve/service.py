@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ from phasewise.request.params import SLO
 from phasewise.serve.about import About
 from phasewise.serve.completions.answer import Answer, Order, Telling
 from phasewise.serve.completions.conversation import Conversations, Prompt
+from phasewise.serve.completions.infill import Infill
 from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.completions.stream import Bodies, EventStream, Writer
 from phasewise.serve.completions.wire import CHAT, COMPLETION, Format, Wire
@@ -37,6 +39,7 @@ from phasewise.serve.sleeper import Sleeper
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
+TEMPLATES = 2  # of requests, that are rendered at a time
 T = TypeVar("T")
 A = TypeVar("A", bound=BaseModel)
 
@@ -59,6 +62,8 @@ class Service:
         if policy.sleep_after is not None:
             self.metrics.registry.register(self.sleeper)
         self._conversations = Conversations(llm, policy)
+        self._apart = ThreadPoolExecutor(TEMPLATES, "templates")
+        self._infill = Infill(llm.tokenizer)
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
@@ -110,7 +115,11 @@ class Service:
                 p if isinstance(p, str) and whole else self.llm.tokenizer.decode(ids)
                 for p, ids in zip(ask.prompt, prompts)
             ]
-        return await self._answer(request, ask, self._order(ask, prompts, "prompt", leads), COMPLETION)
+        order = self._order(ask, prompts, "prompt", leads)
+        if ask.suffix:
+            ends = (*order.params.stop_tokens, *self._infill.ends)
+            order = replace(order, params=replace(order.params, stop_tokens=ends))
+        return await self._answer(request, ask, order, COMPLETION)
 
     async def chat(self, request: Request) -> Response:
         """The assistant's next message."""
@@ -177,6 +186,8 @@ class Service:
 
     async def prompt(self, ask: ChatAsk) -> Prompt:
         """The prompt of a conversation."""
+        if ask.chat_template is not None:  # takes its time, and none of the threads that others need
+            return await asyncio.get_running_loop().run_in_executor(self._apart, self._conversations.prompt, ask)
         size = sum(len(message["content"]) for message in ask.messages)
         return await self._worker(size, lambda: self._conversations.prompt(ask))
 
@@ -213,6 +224,8 @@ class Service:
             return json_response(writer.body(answer, pieces))
 
     def _encode(self, ask: CompletionAsk, prompt: str | list[int]) -> list[int]:
+        if ask.suffix:
+            return self._infill.prompt(prompt, ask.suffix, ask.add_special_tokens is not False)
         if isinstance(prompt, str):
             prompt = self.llm.tokenizer.encode(prompt, ask.add_special_tokens is not False)
         return _cut(ask, prompt)

@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.serve.playing import play
+from tests.serve.playing import checkpoint, play
 from tests.serve.running import Server
 
 WEATHER: Any = {
@@ -184,6 +184,49 @@ def test_words_that_are_special_tokens_are_read(mistral: Server) -> None:
     named = {"tool_choice": {"type": "function", "function": {"name": "clock"}}}
     choice = mistral.client().chat.completions.create(**asked("}}]", **named)).choices[0]
     assert calls(choice.message) == [("clock", "{}")]
+
+
+CODED = """So:
+<tool_call>
+<function=weather>
+<parameter=city>
+Oslo "N"
+</parameter>
+<parameter=days>
+2
+</parameter>
+</function>
+</tool_call>"""
+TYPED: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("coder", CODED),
+        ("fenced", 'So:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n'
+         '{"city": "Oslo \\"N\\"", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'),
+    ],
+)  # fmt: skip
+def test_formats_of_coders(template: str, text: str) -> None:
+    expected = {"city": 'Oslo "N"', "days": 2}
+    with Server(model=checkpoint(template), faults={"plays": True}) as server:
+        body = asked(text, tools=[TYPED], max_tokens=400)
+        for choice in (server.client().chat.completions.create(**body).choices[0], streamed(server, **body)):
+            ((name, arguments),) = calls(choice.message)
+            assert (choice.message.content, name, json.loads(arguments)) == ("So:", "weather", expected)
+            assert choice.finish_reason == "tool_calls"
+        after = text[text.index("weather") + 9 :] if template == "coder" else text[text.index("{") + 1 :]
+        named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TYPED]}
+        forced = server.client().chat.completions.create(**asked(after, **named)).choices[0]
+        assert json.loads(calls(forced.message)[0][1]) == expected
+        if template == "coder":
+            with pytest.raises(openai.BadRequestError, match="no schema can be held"):
+                server.client().chat.completions.create(**asked("", tools=STRICT, tool_choice="required"))
 
 
 def test_reasoning_is_no_content(thinking: Server) -> None:

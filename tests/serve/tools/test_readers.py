@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
@@ -27,11 +27,23 @@ PIECES = [
     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {', '{"name": "look_up", "arguments": {"x": 1}}',
     '{"arguments": {"y": "\\"}"}, "name": "f"}', '{"name": "f"}', "[f(x=1)", '{"name": "other", "arguments": {}}',
     '{"name": "f", "arguments": "{}"}', '{"id": "a", "name": "f", "arguments": {', '"}}', "}}", "}}</tool_call>",
-    "<tool_call>{", "Sure. ", "[f(", "\\u00e9", "look_up()]",
+    "<function=f>", "<function=", "<parameter=x>", "<parameter=y>\n", "\n</parameter>", "</parameter>", "</function>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "```json\n", "```",
+    "f<｜tool▁sep｜>{", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<tool_call>{", "Sure. ",
+    "[f(", "\\u00e9", "look_up()]",
 ]  # fmt: skip
 SOUP = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
 STARTS = st.sampled_from(
-    ["", "<tool_call>", "[TOOL_CALLS] [", '{"name": "f", "parameters": {"x": ', "<|python_tag|>", "[f("]
+    [
+        "",
+        "<tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=x>\n",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "[TOOL_CALLS] [",
+        '{"name": "f", "parameters": {"x": ',
+        "<|python_tag|>",
+        "[f(",
+    ]
 )
 NAMES = sorted(FORMATS)
 
@@ -115,7 +127,15 @@ def said(name: str, calls: list[tuple[str, dict[str, Any]]], ascii_: bool) -> st
     key = "parameters" if name == "llama3" else "arguments"
     objects = [json.dumps({"name": f, key: arguments}, ensure_ascii=ascii_) for f, arguments in calls]
     pythons = [f"{f}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for f, arguments in calls]
+    fenced = [f"function<｜tool▁sep｜>{f}\n```json\n{json.dumps(arguments)}\n```" for f, arguments in calls]
+    values = [[(k, v if isinstance(v, str) else json.dumps(v)) for k, v in arguments.items()] for _, arguments in calls]
+    tags = ["".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in each) for each in values]
+    tagged = [f"<function={f}>\n{each}</function>" for (f, _), each in zip(calls, tags)]
     return {
+        "deepseek": "<｜tool▁calls▁begin｜>"
+        + "\n".join(f"<｜tool▁call▁begin｜>{each}<｜tool▁call▁end｜>" for each in fenced)
+        + "<｜tool▁calls▁end｜>",
+        "qwen3_coder": "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in tagged),
         "hermes": "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects),
         "llama3": "; ".join(objects),
         "mistral": f"[TOOL_CALLS] [{', '.join(objects)}]",
@@ -127,7 +147,12 @@ def said(name: str, calls: list[tuple[str, dict[str, Any]]], ascii_: bool) -> st
 @given(calls=CALLS, ascii_=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_calls_come_back(name: str, calls: list[tuple[str, dict[str, Any]]], ascii_: bool) -> None:
-    found = items(read(manner(name), said(name, calls, ascii_)))
+    if name == "qwen3_coder":  # a schema says which values are text, so there is one call of each tool
+        calls = list(dict(calls).items())
+        assume(not any("</parameter>" in value for _, own in calls for value in own.values() if isinstance(value, str)))
+    typed = {f: {"properties": {key: {"type": "string" if isinstance(value, str) else "object"}
+                 for key, value in own.items()}} for f, own in calls}  # fmt: skip
+    found = items(read(manner(name, schemas=typed), said(name, calls, ascii_)))
     assert [(item[0], item[1]) for item in found] == [("call", f) for f, _ in calls]
     assert [json.loads(item[2]) for item in found] == [arguments for _, arguments in calls]
 
@@ -151,6 +176,31 @@ def test_newer_templates_of_mistral_name_the_call_before_its_arguments() -> None
     ]
 
 
+def test_deepseek_names_the_call_at_once_since_3_1() -> None:
+    text = 'Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'
+    text += "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    expected = [("text", "Hm."), ("call", "f", '{"x": 1}'), ("call", "look_up", "{}")]
+    assert items(read(manner("deepseek"), text)) == items(read(manner("deepseek"), *text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "string"}, "12", '"12"'), ({"type": "string"}, '\n "a"\n', '"\\n \\"a\\"\\n"'), ({}, "12", '"12"'),
+        ({"type": "integer"}, "12", "12"), ({"type": "integer"}, "twelve", '"twelve"'),
+        ({"type": "number"}, "NaN", '"NaN"'), ({"type": "boolean"}, "True", "true"),
+        ({"type": "object"}, "None", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "Oslo", '"Oslo"'),
+        ({"type": ["array", "null"]}, '[1, "</x>"]', '[1, "</x>"]'), ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"enum": [1, 2]}, "1", "1"), ({"const": "1"}, "1", '"1"'), (3, "1", '"1"'),
+    ],
+)  # fmt: skip
+def test_values_between_tags_are_what_their_schema_says(schema: Any, value: str, expected: str) -> None:
+    how = manner("qwen3_coder", schemas={"f": {"properties": {"x": schema}}})
+    text = f"So:\n<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    assert items(read(how, text)) == [("text", "So:"), ("call", "f", f'{{"x": {expected}}}')]
+
+
 def test_python_is_told_as_json() -> None:
     text = r"""<|python_start|>[f(a='it\'s "x"\n\x41', b=(1, -.5, 0x1F,), c={'k': None}), look_up()]<|python_end|>"""
     first, second = items(read(manner("pythonic"), text))
@@ -171,6 +221,15 @@ def test_python_is_told_as_json() -> None:
         ("llama3", '<|python_tag|>f.call(query="x")', None),
         ("mistral", "[TOOL_CALLS] []", None),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}} bye', [("call", "f", "{}"), ("text", "bye")]),
+        ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>", None),
+        ("qwen3_coder", "<tool_call>\n<functional>", None),
+        ("qwen3_coder", "a <function=f", None),
+        ("qwen3_coder", "<function=f></function> bye", [("call", "f", "{}"), ("text", "bye")]),
+        ("qwen3_coder", "<function=f><parameter=x>1", [("call", "f", '{"x": "1')]),
+        ("qwen3_coder", "<function=f> so", [("call", "f", "{"), ("text", "so")]),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{}", None),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js", None),
+        ("deepseek", "<｜tool▁calls▁end｜>", None),
         ("pythonic", "[f](x)", None),
         ("pythonic", "[other(x=1)]", None),
         ("pythonic", "[f(x=1, 5)] so", [("call", "f", '{"x": 1'), ("text", "5)] so")]),

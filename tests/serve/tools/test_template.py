@@ -27,6 +27,9 @@ def seen(name: str, tool_format: str = "auto", reasoning_format: str = "auto") -
         ("mistral", "mistral", '[TOOL_CALLS] [{{"name": "{name}", "arguments": {{'),
         ("named", "mistral", "[TOOL_CALLS]{name}[ARGS]{{"),
         ("pythonic", "pythonic", "[{name}("),
+        ("coder", "qwen3_coder", "<tool_call>\n<function={name}>\n"),
+        ("fenced", "deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{{"),
+        ("separated", "deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{{"),
         ("described", "hermes", '<tool_call>\n{{"name": "{name}", "arguments": {{'),
     ],
 )
@@ -34,7 +37,9 @@ def test_the_format_is_found(name: str, format: str, opening: str) -> None:
     shown = seen(name)
     assert shown.format is not None
     assert (shown.format.name, shown.opening, shown.tags) == (format, opening, None)
-    assert shown.objects == (name != "named"), "this template writes arguments as they are: it wants text"
+    assert shown.objects == (name not in ("named", "fenced")), (
+        "this template writes arguments as they are: it wants text"
+    )
     reader = Reader(Manner(shown.format, frozenset({"f"})))
     assert [delta.text for delta in reader.push(shown.opening.format(name="f")) if delta.kind == "call"] == ["f"]
 

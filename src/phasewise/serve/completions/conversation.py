@@ -9,6 +9,7 @@ from typing import Any
 
 from phasewise.errors import UserError
 from phasewise.llm import LLM
+from phasewise.model.apart import Apart
 from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.policy import Policy
@@ -50,10 +51,12 @@ class Conversations:
         if tools:
             self._check_tools()
             variables = {**variables, "tools": tools}
+        template = self._llm.template if ask.chat_template is None else self._sent(ask.chat_template)
         try:
-            text = self._llm.template.render(shaped(ask.messages, self.shown.objects), **variables)
+            text = template.render(shaped(ask.messages, self.shown.objects), **variables)
         except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
+            param = "messages" if ask.chat_template is None else "chat_template"
+            raise ApiError(400, str(error), param) from error
         tags = self.shown.tags
         opened = tags is not None and text.rstrip().endswith(tags.open)
         lead, asks = self._forced(tools, must)
@@ -66,7 +69,9 @@ class Conversations:
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
         special = self._llm.tokenizer.special_ids & {self._llm.tokenizer.id(word) for word in words}
         single = ask.parallel_tool_calls is False or asks is not None
-        return Prompt(ids, lead, Manner(format, frozenset(names(tools)), tags, opened, single), special, asks)
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        manner = Manner(format, frozenset(schemas), tags, opened, single, schemas)
+        return Prompt(ids, lead, manner, special, asks)
 
     def _forced(
         self, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]
@@ -85,6 +90,14 @@ class Conversations:
             return "", grammar(must, opening, closing, begun=False)
         lead = opening.format(name=names(must)[0])
         return (lead[:-1], grammar(must, opening, closing, begun=True)) if strict(must) else (lead, None)
+
+    def _sent(self, text: str) -> Apart:
+        """The template that a request brings; its answer is read as the model's own says."""
+        if not self._policy.allow_templates:
+            raise ApiError(400, "chat_template: this server takes none from requests (--allow-templates would): leave "
+                           "it out, or set what the model's own has in chat_template_kwargs", "chat_template",
+                           "unsupported_parameter")  # fmt: skip
+        return Apart(text, self._llm.template.tokens)
 
     def _check_tools(self) -> None:
         if not self._llm.template.names:

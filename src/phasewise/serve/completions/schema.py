@@ -1,14 +1,16 @@
-"""What clients may send. Fields that would change the answer and are not supported are refused, never ignored."""
+"""What clients may send. Fields that are not supported, or not known, are refused, never ignored (fields.py)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from phasewise.model.apart import LONGEST
 from phasewise.request.params import SLO, Params
+from phasewise.serve.completions.fields import CHAT_REFUSED, COMPLETION_REFUSED, Harmless, check
 from phasewise.serve.completions.structured import FIELDS, Wanted, wanted
 from phasewise.serve.failures import ApiError
 from phasewise.serve.tools import asked
@@ -18,17 +20,6 @@ GREEDY_BELOW = 1e-5  # temperatures that float32 logits cannot be divided by
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 MOST_STOPS = 16
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
-
-# Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
-REFUSED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",), "logits_processors": ([],), "documents": ([],), "return_tokens_as_token_ids": (False,),
-    "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "audio": (), "web_search_options": (),
-    "reasoning_effort": (), "verbosity": (), "chat_template": (),
-    "length_penalty": (1.0,), "use_beam_search": (False,), "guided_whitespace_pattern": (),
-    "guided_decoding_backend": ("auto",), "structural_tag": (),
-    "typical_p": (1.0,), "mirostat": (0,), "priority": (0,),
-}  # fmt: skip
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -50,6 +41,7 @@ class Ask(BaseModel):
     """The fields both endpoints share. Types are strict: a number in quotes is not a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    refused: ClassVar[Harmless]
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -123,9 +115,7 @@ class Ask(BaseModel):
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
-                raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+        check(self, self.refused)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -201,10 +191,12 @@ class Ask(BaseModel):
 class CompletionAsk(Ask):
     """POST /v1/completions. `prompt` becomes a list of texts, or of lists of token ids."""
 
+    refused = COMPLETION_REFUSED
     prompt: Any = Field(
         description="a string, a list of strings, a list of token ids, or a list of such lists",
         json_schema_extra={"anyOf": [_TEXT, _list(_TEXT), _list(_TOKEN), _list(_list(_TOKEN))]},
     )
+    suffix: str | None = Field(None, description="what comes after the text that is filled in (infill.py)")
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
     logprobs: Top | None = None
@@ -221,6 +213,9 @@ class CompletionAsk(Ask):
         if self.max_tokens == 0 and self.scored() is None:
             fix = "set echo and logprobs, or prompt_logprobs, or at least 1"
             raise ApiError(400, f"max_tokens=0 asks for nothing: {fix}", "max_tokens", "invalid_value")
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if self.suffix and getattr(self, name):
+                raise ApiError(400, f"{name}: the prompt is not what comes before: leave it, or suffix, out", name)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ApiError(400, f"best_of={self.best_of} is less than n={self.n}", "best_of", "invalid_value")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
@@ -252,8 +247,12 @@ class CompletionAsk(Ask):
 class ChatAsk(Ask):
     """POST /v1/chat/completions. Messages are checked here and become plain {"role", "content", ...}."""
 
+    refused = CHAT_REFUSED
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    chat_template: Annotated[str, Field(max_length=LONGEST)] | None = Field(
+        None, description="instead of the model's own, where the server allows it"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = Field(None, description="functions that the model may call")
     tool_choice: Any = Field(None, description="none, auto, required, or the function to call")
@@ -371,8 +370,3 @@ def texts_or_ids(value: Any) -> list[str] | list[list[int]]:
 
 def _ids(values: Iterable[Any]) -> bool:
     return all(type(each) is int and 0 <= each < 1 << 31 for each in values)
-
-
-def among(value: object, harmless: tuple[object, ...]) -> bool:
-    """Whether `value` is one of these, where 0 is not False and 1 is not True."""
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

@@ -47,4 +47,5 @@ class Policy:
     tool_format: str = "auto"  # how this model writes tool calls (tools/formats.py); auto: as its chat template does
     reasoning_format: str = "auto"  # what stands around its reasoning
     recipes: Callable[[], Reread] | None = None  # read again at SIGHUP; None: they stay as they are
+    allow_templates: bool = False  # requests may bring a chat template of their own
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

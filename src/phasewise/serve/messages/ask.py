@@ -8,7 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, among, read
+from phasewise.serve.completions.fields import among, check
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, read
 from phasewise.serve.failures import ApiError
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
@@ -19,6 +20,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 TOOL_REFUSED: dict[str, tuple[object, ...]] = {
     "defer_loading": (False,), "input_examples": ([],), "allowed_callers": (["direct"], []),
 }  # fmt: skip
+HARMLESS = frozenset({"metadata", "service_tier", "cache_control", "user_profile_id"})
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -40,9 +42,7 @@ class CountAsk(BaseModel):
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
-                raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+        check(self, REFUSED, HARMLESS)
         return self
 
     def chat(self) -> ChatAsk:

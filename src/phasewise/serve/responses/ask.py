@@ -8,14 +8,16 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, among, read
+from phasewise.serve.completions.fields import check
+from phasewise.serve.completions.schema import AS_MANY_AS_FIT, ChatAsk, read
+from phasewise.serve.completions.structured import wanted
 from phasewise.serve.failures import ApiError
 
 # Fields that are not supported, each with the values that ask for nothing; null always asks for nothing.
 REFUSED: dict[str, tuple[object, ...]] = {
     "background": (False,), "conversation": (), "include": ([],), "max_tool_calls": (), "prompt": (),
     "context_management": ([],), "truncation": ("disabled",), "top_logprobs": (0,), "moderation": (),
-    "text": ({}, {"format": {"type": "text"}}), "reasoning": ({},),
+    "reasoning": ({},),
     "stream_options": ({}, {"include_obfuscation": False}),
 }  # fmt: skip
 ROLES = ("user", "assistant", "system", "developer")
@@ -40,12 +42,11 @@ class ResponsesAsk(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     metadata: dict[str, str] | None = None
+    text: dict[str, Any] | None = Field(None, description="format: text, json_object, or json_schema with a schema")
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in REFUSED and not among(value, REFUSED[name]):
-                raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+        check(self, REFUSED)
         return self
 
     def items(self) -> list[Item]:
@@ -63,6 +64,8 @@ class ResponsesAsk(BaseModel):
             fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
             fields["tool_choice"] = _choice(self.tool_choice)
+        if self.text is not None:
+            fields["response_format"] = _format(self.text)
         if not messages:
             raise ApiError(400, "input has no items", "input", "invalid_value")
         return read(ChatAsk, json.dumps(fields).encode())
@@ -120,6 +123,22 @@ def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
         raise ApiError(400, f"tools.{i}: tools of type {tool.get('type')!r} are not supported", "tools")
     given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": given}
+
+
+def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Its flat format as a chat completion's. Raises ApiError."""
+    other = next((name for name, value in text.items() if name != "format" and value is not None), None)
+    if other is not None:
+        raise ApiError(400, f"text: {other} is not supported here; leave it out", "text", "unsupported_parameter")
+    given = text.get("format")
+    if isinstance(given, Mapping) and given.get("type") == "json_schema":
+        inner = {key: value for key, value in given.items() if key != "type"}
+        given = {"type": "json_schema", "json_schema": inner}
+    try:
+        wanted({"response_format": given})
+    except ApiError as error:
+        raise ApiError(400, str(error).replace("response_format", "text.format", 1), "text", error.code) from error
+    return given
 
 
 def _choice(choice: Any) -> Any:

@@ -75,7 +75,8 @@ class Responses:
         def keep(body: Mapping[str, Any]) -> bool:
             return self._stored.put(body["id"], [*items, *body["output"]], body)
 
-        return await self._service.respond(request, order, ResponseWriter(ask, ask.model or self._service.name, keep))
+        writer = ResponseWriter(ask, ask.model or self._service.name, keep)
+        return await self._service.respond(request, order, writer, "text" if ask.text else None)
 
     async def retrieve(self, id: str) -> Response:
         """One that is kept."""

@@ -33,7 +33,7 @@ class ResponseWriter:
             "parallel_tool_calls": ask.parallel_tool_calls is not False,
             "previous_response_id": ask.previous_response_id, "store": ask.store is not False,
             "temperature": 1.0 if ask.temperature is None else ask.temperature,
-            "text": {"format": {"type": "text"}}, "tool_choice": choice, "tools": ask.tools or [],
+            "text": ask.text or {"format": {"type": "text"}}, "tool_choice": choice, "tools": ask.tools or [],
             "top_p": 1.0 if ask.top_p is None else ask.top_p, "truncation": "disabled",
         }  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phasewise.errors import UserError, near
-from phasewise.serve.tools import hermes, llama3, mistral, pythonic
+from phasewise.serve.tools import deepseek, hermes, llama3, mistral, pythonic, qwen3_coder
 from phasewise.serve.tools.deltas import Out, Steps
 from phasewise.serve.tools.reasoning import TAGS
 from phasewise.serve.tools.scan import Known
@@ -28,7 +28,14 @@ class Format:
 
 FORMATS = {
     name: Format(name, module.read, module.OPENING, module.CLOSING, module.SHOWN, module.TOKENS)
-    for name, module in (("hermes", hermes), ("llama3", llama3), ("mistral", mistral), ("pythonic", pythonic))
+    for name, module in (
+        ("qwen3_coder", qwen3_coder),
+        ("hermes", hermes),
+        ("deepseek", deepseek),
+        ("llama3", llama3),
+        ("mistral", mistral),
+        ("pythonic", pythonic),
+    )
 }
 AUTO, NONE = "auto", "none"
 TOOL_FORMATS = (AUTO, NONE, *FORMATS)

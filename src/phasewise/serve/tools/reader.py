@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from phasewise.serve.tools.deltas import Delta, Out, Steps
 from phasewise.serve.tools.formats import Format
 from phasewise.serve.tools.reasoning import Tags, finish, split
-from phasewise.serve.tools.scan import Brackets, until
+from phasewise.serve.tools.scan import Brackets, Known, until
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Manner:
     tags: Tags | None = None
     opened: bool = False
     single: bool = False
+    schemas: Mapping[str, Any] = field(default_factory=dict)  # of the tools' parameters, by their names
 
 
 class Reader:
@@ -60,7 +63,7 @@ class Reader:
 
 def _steps(manner: Manner, out: Out) -> Steps:
     if manner.format is not None:
-        return manner.format.read(out, manner.tools.__contains__)
+        return manner.format.read(out, Known(manner.tools, manner.schemas))
     return _plain(out)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from phasewise.serve.tools.deltas import Kind, Out
 
-Known = Callable[[str], bool]  # whether there is a tool of this name
 OUTSIDE = frozenset(string.ascii_letters + string.digits + string.whitespace + "+-.,:")  # of JSON, between strings
 CLOSES = {"{": "}", "[": "]"}
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -22,6 +23,29 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 _FIRST = re.compile(r'\{\s*"(?:name|type|id)"\s*:')
+
+
+@dataclass(frozen=True)
+class Known:
+    """The tools that a request has; `schemas` of their parameters, as far as readers need to know them."""
+
+    names: frozenset[str]
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> bool:
+        return name in self.names
+
+    def text(self, name: str, key: str) -> bool:
+        """Whether this parameter is text, so far as its schema says, and not JSON of another kind."""
+        schema = self.schemas.get(name)
+        for part in ("properties", key):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+        if not isinstance(schema, Mapping) or not schema:
+            return True
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and "type" not in schema:
+            return all(isinstance(value, str) for value in values)
+        return schema.get("type") == "string"
 
 
 def spaces(c: str, besides: str = "") -> Generator[None, str, tuple[str, str]]:

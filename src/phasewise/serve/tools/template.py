@@ -98,6 +98,8 @@ def _calls(format: Format, text: str) -> list[tuple[str, Any]]:
 
 def _opening(format: Format, written: str) -> str:
     """The template's own way to begin a call, if a reader takes it for the beginning of one; else the format's."""
+    if not format.opening.endswith(("{{", "(")):  # it begins with no bracket: a call without arguments has none
+        return format.opening
     begun = written[: written.index("city")].rstrip("\"' \n")
     reader = Reader(Manner(format, frozenset({PROBE})))
     deltas = reader.push(begun)
