@@ -341,6 +341,7 @@ class Engine:
             request.high_water = request.computed
         counters.drafted += outcome.drafted
         counters.accepted += outcome.accepted
+        counters.forced += len(span.sure)
         if was_prefilling:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:

@@ -129,6 +129,9 @@ class Sample(Protocol):
             equal ones the first): it is then not called for them, and no logits are written
         ahead(contexts: Sequence[Context]) -> None  -- told, before the forward, of what it will be called for after it,
             as far as these requests ask for something (`Params.ask`): what takes time can be done meanwhile
+        sure(request: Request) -> Sequence[int]  -- tokens that follow its text whatever the model says, none of which
+            ends it: at each of them it leaves but one. Asked of requests that ask for something. Decode methods compute
+            them in one pass, without asking again, and they count as guesses that were accepted (`Counters.forced`)
         exclude(logits: Tensor, contexts: Sequence[Context]) -> None  -- sets to -inf, in place, tokens that must not
             be said whatever the model thinks of them; it does so when called, too. Who judges by the logits themselves
             (verifiers that want them) is shown them so

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +18,11 @@ from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, grammars_of
 from phasewise.methods.sample._rest import Rest
+from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, words_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.speculation.companion import common
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Dist
 
@@ -60,14 +63,15 @@ class Line:
         self.words, self.upto = words, start
         self.first = start
         self.masks: dict[Path, Bits | None] = {}
+        self._sure: Path | None = None
         self._matcher = compiled.start()
         self._below: Path = ()  # what the matcher has read beyond the request's tokens
 
     def fork(self) -> Line:
-        self._go(())
+        self._back(0)
         twin = object.__new__(Line)
         twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
-        twin.masks, twin._matcher = {}, self._matcher.deep_copy()
+        twin.masks, twin._sure, twin._matcher = {}, None, self._matcher.deep_copy()
         return twin
 
     def roll(self, request: Request) -> None:
@@ -75,11 +79,25 @@ class Line:
         new = request.tokens[self.upto :]
         if not new:
             return
-        self._go(())
+        read = common(self._below, new)
+        self._back(read)
         self.masks.clear()
-        if not self._matcher.consume_tokens(new):
+        self._below, self._sure, self.upto = (), None, request.known
+        if read < len(new) and not self._matcher.consume_tokens(new[read:]):
             raise RuntimeError(f"the grammar does not go on: {self._matcher.get_error()}")
-        self.upto = request.known
+
+    def sure(self, params: Params) -> Path:
+        """Tokens that follow the text whatever the model says, up to one that ends it or is not allowed besides."""
+        if self._sure is None:
+            self._back(0)
+            ends = self.words.ends
+            found = self._matcher.compute_ff_tokens()
+            self._sure = tuple(takewhile(lambda token: token not in ends and goes_on(params, token), found))
+        return self._sure
+
+    def certain(self, path: Path) -> bool:
+        """Whether the text goes on with that for certain."""
+        return path == (self._sure or ())[: len(path)]
 
     def mask(self, path: Path, stops: Sequence[int]) -> Bits | None:
         """The tokens that may follow the text and `path`; None where the path leaves the grammar, or has ended.
@@ -108,12 +126,17 @@ class Line:
             return True
         if any(token in self.words.ends for token in path):
             return False
-        same = next((i for i, (a, b) in enumerate(zip(here, path)) if a != b), min(len(here), len(path)))
-        if same < len(here):
-            self._matcher.rollback(len(here) - same)
+        same = common(here, path)
+        self._back(same)
         read = self._matcher.try_consume_tokens(list(path[same:])) if same < len(path) else 0
         self._below = path[: same + read]
         return same + read == len(path)
+
+    def _back(self, kept: int) -> None:
+        """Move to below the first `kept` tokens of what was read beyond the text."""
+        if kept < len(self._below):
+            self._matcher.rollback(len(self._below) - kept)
+            self._below = self._below[:kept]
 
 
 class _Grammar:
@@ -164,6 +187,12 @@ class _Grammar:
         if beside is not None:
             beside.result()
 
+    def sure(self, request: Request) -> Sequence[int]:
+        if not _asked(request.params):
+            return self.rest.sure(request)
+        self._wait()
+        return self._line(request).sure(request.params)
+
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         self._exclude(logits, contexts)
         self.rest.exclude(logits, contexts)
@@ -198,7 +227,7 @@ class _Grammar:
                 raise RuntimeError(f"the grammar leaves no token after {request.n_out} tokens: the vocabulary lacks it")
         except RuntimeError:
             request.state.pop(NAME, None)  # read anew, should it be asked for again
-            if not context.path:
+            if line.certain(context.path):
                 raise
             mask = None  # nobody gets there unless a draft is right; then the text has come to its end
         return mask
