@@ -113,6 +113,23 @@ def test_rules_of_the_request_come_first() -> None:
     assert text(held).startswith("the name of the thing: "), "bad words give way where they would leave nothing"
 
 
+def test_what_is_forced_may_not_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the request fails there, for what it asked, and no other."""
+    many = prompts(9, 12)
+    (whole,) = tiny.run(engine(), many[:1], asking(ask=FORM))
+    stop = whole.out[6]
+    lacking = asking(ask=FORM, allowed_token_ids=[token for token in range(320) if token != stop])
+    for verbs in ({}, {"draft": "prompt_lookup:k=4,min_match=1"}):
+        held, mate = tiny.run(engine(verbs), many, [lacking, asking(ask=FORM)])
+        assert held.left is not None and held.left.how == "failed" and held.left.asked
+        assert "regex and allowed_token_ids leave no token to go on with" in held.left.reason
+        assert held.out == whole.out[: held.n_out] and stop not in held.out
+        assert mate.left is not None and mate.left.reason == "stop"
+    untold(monkeypatch)
+    (same,) = tiny.run(engine(), many[:1], lacking)
+    assert same.left == held.left and same.out == whole.out[: whole.out.index(stop)]
+
+
 @pytest.mark.parametrize("place", ["disaggregated:prefill=1,decode=1"])
 def test_workers_count_them_too(place: str) -> None:
     there = engine({"place": place}, cluster="inline")

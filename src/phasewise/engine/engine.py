@@ -21,7 +21,7 @@ from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
 from phasewise.engine.refusals import refuse
 from phasewise.engine.runtime import Parts, Runtime
-from phasewise.errors import UserError, near
+from phasewise.errors import Unanswerable, UserError, near
 from phasewise.kv.layer_kv import ROUND, rounded
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
@@ -368,8 +368,9 @@ class Engine:
 
     # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:
-        log.error("request %s failed", request.id, exc_info=error)
-        self._leave(request, Left("failed", f"{type(error).__name__}: {error}"))
+        asked = isinstance(error, Unanswerable)
+        log.log(logging.INFO if asked else logging.ERROR, "request %s failed", request.id, exc_info=error)
+        self._leave(request, Left("failed", str(error) if asked else f"{type(error).__name__}: {error}", asked))
 
     def _no_room(self, request: Request) -> None:
         self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))

@@ -15,7 +15,16 @@ from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.decode import Outcome, catching_up, slice_span
 from phasewise.verbs.draft import headroom, judged
 from phasewise.verbs.host import Host
-from phasewise.verbs.sample import Context, Dist, Purpose, distribution, distribution_shown, uniform
+from phasewise.verbs.sample import (
+    NOTHING,
+    Context,
+    Dist,
+    Purpose,
+    distribution,
+    distribution_shown,
+    nothing_left,
+    uniform,
+)
 from phasewise.verbs.verify import Shown
 
 if TYPE_CHECKING:
@@ -231,11 +240,16 @@ class Speculation:
                 return Outcome(span.rows, [])
             certain = len(span.sure)
             u = 0.0 if dist.greedy(row) else rng(certain, Purpose.SAMPLE)
-            return Outcome(span.rows, [*span.sure, dist.draw(row, u)], certain, certain)
+            token = dist.draw(row, u)
+            if token == NOTHING:
+                raise nothing_left(span.request, certain)
+            return Outcome(span.rows, [*span.sure, token], certain, certain)
         rows = len(judged(span))
         draft: Draft = span.note.cut(rows - 1)
         told: Sequence[Shown] = [shown] if self._wants else []
         path, token = self.verifier(draft, dist.part(row, row + rows), rng, *told)
+        if token == NOTHING:
+            raise nothing_left(span.request, len(path))
         keep: int | list[int] = [0, *(node + 1 for node in path)]
         if keep == list(range(len(path) + 1)):
             keep = len(path) + 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phasewise.catalog import part
-from phasewise.errors import UserError
+from phasewise.errors import Unanswerable, UserError
 from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, grammars_of
 from phasewise.methods.sample._rest import Rest
 from phasewise.methods.sample._rules import goes_on
@@ -112,7 +112,7 @@ class Line:
         if self._matcher.is_error() and "NoExtension" in self._matcher.get_error():
             mask[:] = 0
         elif self._matcher.is_error():
-            raise RuntimeError(f"the grammar has become too complex: {self._matcher.get_error()}")
+            raise Unanswerable(f"the grammar has become too complex: {self._matcher.get_error()}")
         if stops and self._matcher.is_accepting():
             mask |= self.words.mask(stops)
         if first and self.words.strips is not None:
@@ -152,8 +152,19 @@ class _Grammar:
         if _asked(params):
             if params.ignore_eos:
                 raise UserError("ignore_eos cannot go with a grammar, whose texts have an end: leave one of them out")
-            self._compiled(params)
+            self._begins(self._compiled(params), params)
         self.rest.check(params)
+
+    def _begins(self, compiled: Compiled, params: Params) -> None:
+        """Raise UserError where no text can begin with any token that the request allows."""
+        if params.allowed_token_ids is None:
+            return
+        assert self._grammars is not None
+        words = self._grammars.words
+        mask = Line(compiled, words, 0).mask((), _stops(params, words))
+        if mask is None or not (mask & words.mask([i for i in params.allowed_token_ids if i < words.vocab])).any():
+            kind = next(kind for kind in KINDS if kind in (params.ask or {}))
+            raise UserError(f"{kind} and allowed_token_ids leave no token to begin with: allow more")
 
     def _compiled(self, params: Params) -> Compiled:
         if self._grammars is None:
@@ -218,14 +229,15 @@ class _Grammar:
                     logits[row].masked_fill_(some, float("-inf"))
 
     def _mask(self, context: Context) -> Bits | None:
-        """Raises RuntimeError where the text cannot go on."""
+        """Raises Unanswerable where the text cannot go on."""
         request = context.request
         line = self._line(request)
         try:
             mask = line.mask(context.path, _stops(request.params, line.words))
             if mask is not None and not mask.any():
-                raise RuntimeError(f"the grammar leaves no token after {request.n_out} tokens: the vocabulary lacks it")
-        except RuntimeError:
+                after = request.n_out + len(context.path)
+                raise Unanswerable(f"the grammar leaves no token after {after} tokens: the vocabulary lacks it")
+        except Unanswerable:
             request.state.pop(NAME, None)  # read anew, should it be asked for again
             if line.certain(context.path):
                 raise
