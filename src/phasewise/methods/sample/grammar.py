@@ -29,6 +29,8 @@ from phasewise.verbs.sample import Context, Dist
 log = logging.getLogger(__name__)
 NAME = "grammar"
 Path = tuple[int, ...]
+BYTES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
+ADDED = BYTES.astype(np.float32)  # to the logits of eight tokens, by the bits of a mask
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Line:
         self.words, self.upto = words, start
         self.first = start
         self.masks: dict[Path, Bits | None] = {}
+        self.added: dict[Path, Tensor | None] = {}
         self._sure: Path | None = None
         self._matcher = compiled.start()
         self._below: Path = ()  # what the matcher has read beyond the request's tokens
@@ -71,7 +74,7 @@ class Line:
         self._back(0)
         twin = object.__new__(Line)
         twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
-        twin.masks, twin._sure, twin._matcher = {}, None, self._matcher.deep_copy()
+        twin.masks, twin.added, twin._sure, twin._matcher = {}, {}, None, self._matcher.deep_copy()
         return twin
 
     def roll(self, request: Request) -> None:
@@ -82,6 +85,7 @@ class Line:
         read = common(self._below, new)
         self._back(read)
         self.masks.clear()
+        self.added.clear()
         self._below, self._sure, self.upto = (), None, request.known
         if read < len(new) and not self._matcher.consume_tokens(new[read:]):
             raise RuntimeError(f"the grammar does not go on: {self._matcher.get_error()}")
@@ -105,6 +109,17 @@ class Line:
         if path not in self.masks:
             self.masks[path] = self._mask(stops, first=not path and self.upto == self.first) if self._go(path) else None
         return self.masks[path]
+
+    def add(self, path: Path, stops: Sequence[int]) -> Tensor | None:
+        """A mask as what is added to logits, float32 [V]: 0, or -inf. Raises Unanswerable where it forbids all."""
+        if path not in self.added:
+            mask = self.mask(path, stops)
+            if mask is not None and not mask.any():
+                after = self.upto - self.first + len(path)
+                raise Unanswerable(f"the grammar leaves no token after {after} tokens: the vocabulary lacks it")
+            row = None if mask is None else ADDED[mask.view(np.uint8)].reshape(-1)[: self.words.vocab]
+            self.added[path] = None if row is None else torch.from_numpy(row)
+        return self.added[path]
 
     def _mask(self, stops: Sequence[int], first: bool) -> Bits:
         mask: Bits = np.zeros(self.words.width, dtype=np.int32)
@@ -189,7 +204,7 @@ class _Grammar:
     def _fill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
             try:
-                self._mask(context)
+                self._add(context)
             except (RuntimeError, UserError):
                 log.debug("the mask of %s is left for later, when the request fails", context.request)
 
@@ -211,38 +226,23 @@ class _Grammar:
     def _exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         """Logits [n, V] of what a grammar forbids become -inf."""
         self._wait()
-        rows, masks = [], []
         for row, context in enumerate(contexts):
-            params = context.request.params
-            if params.ask is not None and _asked(params):
-                mask = self._mask(context)
-                if mask is not None:
-                    rows.append(row)
-                    masks.append(mask)
-        if rows:
-            bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
-            forbidden = torch.from_numpy(bits == 0).to(logits.device)
-            if len(rows) == len(contexts):
-                logits.masked_fill_(forbidden, float("-inf"))
-            else:
-                for row, some in zip(rows, forbidden):
-                    logits[row].masked_fill_(some, float("-inf"))
+            if _asked(context.request.params):
+                added = self._add(context)
+                if added is not None:
+                    logits[row] += added.to(logits.device)
 
-    def _mask(self, context: Context) -> Bits | None:
-        """Raises Unanswerable where the text cannot go on."""
+    def _add(self, context: Context) -> Tensor | None:
+        """What its grammar adds to a row of logits. Raises Unanswerable where the text cannot go on."""
         request = context.request
         line = self._line(request)
         try:
-            mask = line.mask(context.path, _stops(request.params, line.words))
-            if mask is not None and not mask.any():
-                after = request.n_out + len(context.path)
-                raise Unanswerable(f"the grammar leaves no token after {after} tokens: the vocabulary lacks it")
+            return line.add(context.path, _stops(request.params, line.words))
         except Unanswerable:
             request.state.pop(NAME, None)  # read anew, should it be asked for again
             if line.certain(context.path):
                 raise
-            mask = None  # nobody gets there unless a draft is right; then the text has come to its end
-        return mask
+            return None  # nobody gets there unless a draft is right; then the text has come to its end
 
     def _line(self, request: Request) -> Line:
         line: Line | None = request.state.get(NAME)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.methods.sample._rules import NEVER, exclude
-from phasewise.ops.sampling import penalise, shape
+from phasewise.ops.sampling import largest, penalise, shape
 from phasewise.request.request import Request
 from phasewise.verbs.sample import NOTHING, Context, Dist
 
@@ -42,7 +42,7 @@ class Standard:
         together = max(1, CELLS // logits.shape[-1])
         for start in range(0, len(changed), together):
             _change(logits, changed[start : start + together], contexts)
-        top = logits.argmax(-1).tolist()
+        top = largest(logits)
         for i in changed:
             if not float(logits[i, top[i]]) > NEVER:  # nor is what was made of -inf alone
                 top[i] = NOTHING
