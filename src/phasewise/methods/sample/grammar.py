@@ -99,9 +99,9 @@ class Line:
             self._sure = tuple(takewhile(lambda token: token not in ends and goes_on(params, token), found))
         return self._sure
 
-    def certain(self, path: Path) -> bool:
+    def certain(self, path: Path, params: Params) -> bool:
         """Whether the text goes on with that for certain."""
-        return path == (self._sure or ())[: len(path)]
+        return not path or path == self.sure(params)[: len(path)]
 
     def mask(self, path: Path, stops: Sequence[int]) -> Bits | None:
         """The tokens that may follow the text and `path`; None where the path leaves the grammar, or has ended.
@@ -236,11 +236,12 @@ class _Grammar:
         """What its grammar adds to a row of logits. Raises Unanswerable where the text cannot go on."""
         request = context.request
         line = self._line(request)
+        certain = line.certain(context.path, request.params)
         try:
             return line.add(context.path, _stops(request.params, line.words))
         except Unanswerable:
             request.state.pop(NAME, None)  # read anew, should it be asked for again
-            if line.certain(context.path):
+            if certain:
                 raise
             return None  # nobody gets there unless a draft is right; then the text has come to its end
 
