@@ -14,6 +14,10 @@ class UserError(PhasewiseError):
     """The caller asked for something impossible; the message names the wrong value and the fix."""
 
 
+class Unanswerable(UserError):
+    """What a request asks for leaves nothing to go on with, which was found on the way."""
+
+
 class UnsupportedModel(UserError):
     """The checkpoint needs something the decoder does not have; the message says what is supported."""
 

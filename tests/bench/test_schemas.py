@@ -44,8 +44,11 @@ def test_the_sample_has_no_wrong_answers() -> None:
 
 
 def test_the_pace_of_both() -> None:
-    of, seconds = pace(engine, prompts(9, 9), 6, 2)
-    assert of is not None and of.n == 2 and set(seconds) == {"schema", "free"}
+    found = pace(engine, prompts(9, 9), 24, 2)
+    assert found.per_token is not None and found.per_pass is not None and found.per_pass.n == found.per_token.n == 2
+    assert found.tokens["free"] == 1 and found.tokens["schema"] >= 1
+    with pytest.raises(UserError, match="no pass was shared"):
+        pace(engine, prompts(9, 9), 2, 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,13 +56,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = [{"name": c.name, "schema": c.schema, "tests": [{"data": d, "valid": v} for d, v in c.tests]} for c in CASES]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit) as left:
-        main(["bench", "grammar", str(file), "--model", str(chat_checkpoint()), "--batch", "2", "--new", "4",
+        main(["bench", "grammar", str(file), "--model", str(chat_checkpoint()), "--batch", "2", "--new", "12",
               "--rounds", "1", "--out", str(out)])  # fmt: skip
     said = capsys.readouterr().out
     assert not left.value.code and "| schemas | 1 | 2 | 1 |" in said and "times as long" in said
     kept = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row.get("verdict") for row in kept] == ["right", "wrong", "wrong", "refused", None]
-    assert kept[-1]["right"] == 1 and kept[-1]["tpot_ratio"] > 0
+    assert kept[-1]["right"] == 1 and kept[-1]["tpot_ratio"] > 0 and kept[-1]["pass_ratio"] > 0
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

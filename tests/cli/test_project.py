@@ -96,7 +96,7 @@ def test_lines_are_counted_and_changes_shown() -> None:
     assert re.search(r"a\.py +120  \+20$", text, re.M) and re.search(r"gone\.py +0  -5$", text, re.M)
     assert re.search(r"b\.py +30  \+30$", text, re.M) and re.search(r"c\.py +7$", text, re.M)
     assert re.search(r"^all +157  \+45$", text, re.M)
-    assert "root + verbs + engine + step + request: 120 of 5700 lines, +15\n" in text
+    assert "root + verbs + engine + step + request: 120 of 5800 lines, +15\n" in text
     assert "kv: 30 of 2900 lines, +30\n" in text
 
 

@@ -61,6 +61,9 @@ def test_masks_are_those_of_an_automaton(expression: Expr, longer: list[bytes], 
                 got, want = tokens(line.mask(tuple(path), ()), 40), automaton.allowed(below, words.bytes, [END])
                 forced = END not in want and len({words.bytes[token][:1] for token in want}) == 1
                 assert got == want or (forced and got and got < want)
+        sure = line.sure(Params())
+        for i, token in enumerate(sure):
+            assert tokens(line.mask(sure[:i], ()), 40) == {token}, "there is no other"
         going_on = sorted(automaton.allowed(state, words.bytes, [END]) - {END})
         if not going_on:
             break

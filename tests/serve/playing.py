@@ -97,7 +97,7 @@ def play(text: str) -> str:
 
 
 def playing(llm: LLM) -> LLM:
-    """The model with a sample method that obeys the last such message of a prompt."""
+    """The model with a sample method that obeys the last such message of a prompt, as far as a grammar lets it."""
     tokenizer, end = llm.tokenizer, llm.model.config.eos[0]
     plain = Standard.__call__
 
@@ -107,7 +107,8 @@ def playing(llm: LLM) -> LLM:
             script = _script(context.request, tokenizer, end)
             if script:
                 at = min(context.position - context.request.prompt_len, len(script) - 1)
-                own.top[row] = script[at]
+                if float(logits[row, script[at]]) > float("-inf"):
+                    own.top[row] = script[at]
         return Dist(own.top, own.vocab)
 
     Standard.__call__ = sampled  # type: ignore[method-assign]

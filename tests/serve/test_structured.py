@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from phasewise.serve.completions.schema import CompletionAsk, read
 from phasewise.serve.completions.structured import FIELDS, of_schema, wanted
 from phasewise.serve.failures import ApiError
-from tests.sample.structured import FLAT
+from tests.sample.structured import FLAT, tokenizer
 from tests.serve.running import PATIENCE, Server
 
 pytest.importorskip("llguidance")
@@ -117,6 +117,45 @@ def test_bombs_leave_the_server_as_it_was(server: Server, client: openai.OpenAI)
     ):
         assert refused(server, guided_json=bomb)["param"] == "guided_json"
     assert client.completions.create(model="tiny", prompt="the fox", max_tokens=3).choices[0].finish_reason == "length"
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special=False)
+
+
+def test_a_grammar_and_allowed_tokens_that_have_none_in_common(server: Server) -> None:
+    """Known before anything is computed."""
+    error = refused(server, guided_regex="[0-9]+", allowed_token_ids=ids("x"))
+    assert error["type"] == "invalid_request_error" and "regex and allowed_token_ids leave no token" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_regex": "xy|xz"}, {"guided_regex": "xyz"}, {"guided_regex": "x[yz]", "temperature": 1, "seed": 3}],
+    ids=["chosen", "forced", "sampled"],
+)
+def test_rules_that_leave_nothing_on_the_way_are_the_requests_fault(
+    server: Server, client: openai.OpenAI, fields: dict[str, Any], stream: bool
+) -> None:
+    """It alone ends, with an error of its own; an answer that is under way beside it is what it would have been."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "the quick", "max_tokens": 60, "temperature": 0}
+    want = client.completions.create(**asked).choices[0].text
+    body = {"model": "tiny", "prompt": "the fox", "max_tokens": 9, "stream": stream, "temperature": 0,
+            "allowed_token_ids": ids("x"), **fields}  # fmt: skip
+    got = ""
+    for number, chunk in enumerate(client.completions.create(**asked, stream=True)):
+        got += chunk.choices[0].text
+        if number == 0:
+            answer = server.post("/v1/completions", body)
+            assert answer.status_code == (200 if stream else 400)
+            events = [line.removeprefix("data: ") for line in answer.text.splitlines() if "error" in line]
+            error = json.loads(events[-1])["error"]
+            assert error["type"] == "invalid_request_error" and error["code"] == "unanswerable_request", answer.text
+            assert error["message"].startswith(
+                "regex and allowed_token_ids leave no token to go on with after 1 tokens"
+            )
+    assert got == want
 
 
 def test_what_asks_for_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,34 +103,56 @@ def follows(grammar: Compiled, ids: Sequence[int], words: Words, seconds: list[f
     return True
 
 
-def pace(
-    engine: Callable[[], Placed], prompts: Sequence[list[int]], new: int, rounds: int
-) -> tuple[Ratio | None, dict[str, dict[int, float]]]:
-    """Seconds per token of answers that follow a schema beside free ones, all prompts at once, in rotating order.
+@dataclass(frozen=True)
+class Pace:
+    """Answers that follow a schema beside free ones, all prompts at once: seconds of each round by contender, per token
+    and per pass (the median of those that all requests shared), and the tokens that a pass gave each request."""
 
-    -> their ratio, and the seconds of each round by contender
-    """
+    token: dict[str, dict[int, float]]
+    step: dict[str, dict[int, float]]
+    tokens: dict[str, float]
+
+    @property
+    def per_token(self) -> Ratio | None:
+        return ratio(self.token["schema"], self.token["free"])
+
+    @property
+    def per_pass(self) -> Ratio | None:
+        return ratio(self.step["schema"], self.step["free"])
+
+
+def pace(engine: Callable[[], Placed], prompts: Sequence[list[int]], new: int, rounds: int) -> Pace:
+    """Both take a turn in each round, in rotating order."""
     asked = {
         "schema": Params(max_tokens=new, ask={"json_schema": ENDLESS}),
         "free": Params(max_tokens=new, ignore_eos=True),
     }
-    found: dict[str, dict[int, float]] = {name: {} for name in asked}
+    found = Pace({name: {} for name in asked}, {name: {} for name in asked}, {})
     placed = engine()
     for number in range(-1, rounds):  # the first one warms up
         for name in order(list(asked), number):
-            seconds = _tpot(placed, [Request(prompt, asked[name]) for prompt in prompts])
+            token, step, tokens = _timed(placed, [Request(prompt, asked[name]) for prompt in prompts])
             if number >= 0:
-                found[name][number] = seconds
-    return ratio(found["schema"], found["free"]), found
+                found.token[name][number], found.step[name][number], found.tokens[name] = token, step, tokens
+    return found
 
 
-def _tpot(placed: Placed, requests: Sequence[Request]) -> float:
+def _timed(placed: Placed, requests: Sequence[Request]) -> tuple[float, float, float]:
+    """-> seconds per token, seconds per pass, and tokens per pass, of a request."""
     for request in requests:
         placed.add(request)
+    shared, count = list[float](), 0
     with torch.inference_mode():
         while any(request.left is None for request in requests):
+            before = [request.n_out for request in requests]
+            began = time.perf_counter()
             placed.step()
+            if all(before) and all(request.left is None for request in requests):
+                shared.append(time.perf_counter() - began)
+                count += sum(request.n_out for request in requests) - sum(before)
     wrong = next((r for r in requests if r.left is not None and r.left.reason != "length"), None)
     assert wrong is None, f"an answer ended early: {wrong}"
     each = [tpot for request in requests if (tpot := request.trace.tpot) is not None]
-    return sum(each) / len(each)
+    if not shared:
+        raise UserError(f"no pass was shared by all {len(requests)} requests: ask for more tokens of each (--new)")
+    return sum(each) / len(each), statistics.median(shared), count / len(shared) / len(requests)

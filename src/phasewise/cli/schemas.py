@@ -13,7 +13,7 @@ from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 
 if TYPE_CHECKING:
-    from phasewise.bench.rounds import Ratio
+    from phasewise.bench.schemas import Pace
 
 
 @spread
@@ -75,14 +75,21 @@ def grammar(
     }
     if batch:
         prompts = [tokenizer.encode(f"Numbers of the year {1900 + i} as JSON: ") for i in range(batch)]
-        numbers |= _paced(*pace(lambda: made.engine(engine.verbs, engine.limits()), prompts, new, rounds), batch, new)
+        numbers |= _paced(pace(lambda: made.engine(engine.verbs, engine.limits()), prompts, new, rounds), batch, new)
     show.record(out, "grammar", engine, [*(verdict.row() for verdict in verdicts), numbers])
 
 
-def _paced(of: Ratio | None, seconds: dict[str, dict[int, float]], batch: int, new: int) -> dict[str, Any]:
-    """Says what a token of a schema's answer takes, and gives it as numbers."""
-    print(f"\na token of a schema's answer takes {of} times as long as a free one's: {batch} at once, {new} tokens")
-    return {"batch": batch, "tpot_ratio": of.median if of else None, "tpot_s": seconds}
+def _paced(found: Pace, batch: int, new: int) -> dict[str, Any]:
+    """Says what tokens and passes of a schema's answer take, and gives it as numbers."""
+    tokens = found.tokens
+    print(f"\nof a schema's answer, {batch} at once, {new} tokens each, beside a free one's: a token takes "
+          f"{found.per_token} times as long, a pass {found.per_pass} times; a pass gives a request "
+          f"{tokens['schema']:.2f} tokens, a free one {tokens['free']:.2f}")  # fmt: skip
+    return {
+        "batch": batch, "tokens_per_pass": tokens, "tpot_s": found.token, "pass_s": found.step,
+        "tpot_ratio": found.per_token.median if found.per_token else None,
+        "pass_ratio": found.per_pass.median if found.per_pass else None,
+    }  # fmt: skip
 
 
 def _quantiles(seconds: list[float], unit: float) -> list[str]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -227,7 +227,7 @@ class Worker:
         request, trace = job.request, job.request.trace
         event = {
             "event": "progress", "id": request.id, "attempt": job.attempt, "start": job.told,
-            "tokens": request.tokens[job.told :], "left": None if left is None else [left.how, left.reason],
+            "tokens": request.tokens[job.told :], "left": None if left is None else astuple(left),
             "queued": trace.queued,
         }  # fmt: skip
         if request.params.scored:

@@ -21,7 +21,7 @@ from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
 from phasewise.engine.refusals import kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
-from phasewise.errors import UserError, near
+from phasewise.errors import Unanswerable, UserError, near
 from phasewise.kv.layer_kv import ROUND
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
@@ -340,10 +340,10 @@ class Engine:
         if request.computed > request.high_water:
             request.high_water = request.computed
         if outcome.drafted:
-            counters.drafted += outcome.drafted
-            counters.accepted += outcome.accepted
-            own.drafted += outcome.drafted
-            own.accepted += outcome.accepted
+            for each in (counters, own):
+                each.drafted += outcome.drafted
+                each.accepted += outcome.accepted
+                each.forced += len(span.sure)
         if was_prefilling:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:
@@ -370,8 +370,9 @@ class Engine:
 
     # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:
-        log.error("request %s failed", request.id, exc_info=error)
-        self._leave(request, Left("failed", f"{type(error).__name__}: {error}"))
+        asked = isinstance(error, Unanswerable)
+        log.log(logging.INFO if asked else logging.ERROR, "request %s failed", request.id, exc_info=error)
+        self._leave(request, Left("failed", str(error) if asked else f"{type(error).__name__}: {error}", asked))
 
     def _no_room(self, request: Request) -> None:
         self._leave(request, Left("failed", "the KV budget is exhausted: raise --kv-bytes"))

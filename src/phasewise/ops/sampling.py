@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 
+def largest(logits: Tensor) -> list[int]:
+    """The id of the largest of each row, of equal ones the first."""
+    if logits.device.type == "cpu":  # numpy's search takes a sixth of the time of torch's
+        return list(logits.numpy().argmax(-1).tolist())
+    return list(logits.argmax(-1).tolist())
+
+
 def penalise(logits: Tensor, seen: Tensor, counts: Tensor, rules: Tensor) -> Tensor:
     """-> [n, V]. `rules` [n, 3]: repetition (of tokens `seen` in prompt or output, bool [n, V]: divide positive
     logits, multiply negative ones), presence and frequency (subtract, by `counts` [n, V] in the output)."""

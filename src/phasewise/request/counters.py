@@ -23,6 +23,7 @@ class Counters:
     kv_bytes_moved: int = 0  # copies: compaction, copy-on-write, prefix reuse, hand-off
     drafted: int = 0  # draft nodes verified
     accepted: int = 0  # draft nodes accepted
+    forced: int = 0  # of both, tokens that were sure beforehand (`Sample.sure`)
     expert_loads: int = 0  # distinct experts used, summed over (forward, layer)
     prefix_hits: int = 0  # prompt rows taken from the prefix cache
     recomputed: int = 0  # rows computed again after a preemption or a lost hand-off

@@ -24,10 +24,12 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error)."""
+    """How a request left: `finished` (stop | length), `cancelled`, or `failed` (reason is the text of the error), be it
+    for what it `asked`."""
 
     how: Literal["finished", "cancelled", "failed"]
     reason: str
+    asked: bool = False
 
 
 class Request:

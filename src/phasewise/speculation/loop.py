@@ -15,7 +15,16 @@ from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.decode import Outcome, catching_up, slice_span
 from phasewise.verbs.draft import headroom, judged
 from phasewise.verbs.host import Host
-from phasewise.verbs.sample import Context, Dist, Purpose, distribution, distribution_shown, uniform
+from phasewise.verbs.sample import (
+    NOTHING,
+    Context,
+    Dist,
+    Purpose,
+    distribution,
+    distribution_shown,
+    nothing_left,
+    uniform,
+)
 from phasewise.verbs.verify import Shown
 
 if TYPE_CHECKING:
@@ -37,6 +46,21 @@ def slices(requests: Sequence[Request], budgets: Sequence[int], phase: Phase) ->
     return [slice_span(request, budget, phase) for request, budget in zip(requests, budgets)]
 
 
+def sure(host: Host, request: Request) -> Sequence[int]:
+    """Tokens that follow the request's text for certain: as many as one pass shall have, and before its last."""
+    if request.params.ask is None or catching_up(request) or not hasattr(host.sample, "sure"):
+        return ()
+    found: Sequence[int] = host.sample.sure(request)
+    return found[: min(headroom(request), FEW - 1)]
+
+
+def sure_span(request: Request, follows: Sequence[int], phase: Phase) -> Span:
+    """Rows: the pending token, then what follows it for certain."""
+    assert request.kv is not None
+    tokens, start = [request.tokens[-1], *follows], request.computed
+    return Span(request, request.kv, phase, tokens, range(start, start + len(tokens)), sure=tuple(follows))
+
+
 def draft_span(request: Request, draft: Draft, phase: Phase) -> Span:
     """Rows: the pending token, then the draft's nodes. Siblings share a position; each sees only its ancestors."""
     assert request.kv is not None
@@ -56,7 +80,7 @@ def contexts_of(span: Span) -> list[Context]:
     """Of the rows of a span after which a token is judged or drawn."""
     rows = judged(span)
     if span.note is None:
-        return [Context(span.request) for _ in rows]
+        return [Context(span.request, span.sure) for _ in rows]
     return [Context(span.request, span.note.path(row - 1)) for row in rows]
 
 
@@ -78,7 +102,8 @@ def matches(verifier: Any) -> Matches:
 class Speculation:
     """The decode loop of every drafter: propose pending token + draft, verify, keep the accepted path.
 
-    Prompts and replays go through as plain slices. With no draft a step is one ordinary row.
+    Prompts and replays go through as plain slices. With no draft a step is one ordinary row. Where the sample method
+    knows for certain what follows (`Sample.sure`), that takes the place of a guess, and no verifier is asked.
 
     A request's tokens depend on itself alone (DESIGN law 4). Where they are the same whatever is guessed (`matches`:
     the verifier says for which drafts), load sizes the guesses: a scheduler may grant fewer rows, memory may be short
@@ -134,7 +159,7 @@ class Speculation:
             return request.prompt_len - request.computed
         if catching_up(request):
             return pending(request) - self.whole(request)
-        return 1 + (self.drafter.size(request) if headroom(request) > 0 else 0)
+        return 1 + (len(sure(self.host, request)) or (self.drafter.size(request) if headroom(request) > 0 else 0))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         spans: list[Span | None] = [None] * len(requests)
@@ -142,6 +167,8 @@ class Speculation:
         for i, (request, budget) in enumerate(zip(requests, budgets)):
             if catching_up(request):
                 spans[i] = slice_span(request, min(budget, self.rows(request)), phase)
+            elif follows := sure(self.host, request):
+                spans[i] = sure_span(request, follows if self.whole(request) else follows[: budget - 1], phase)
             else:
                 ready.append(i)
         if ready:
@@ -211,12 +238,18 @@ class Speculation:
         if span.note is None:
             if not judged(span):
                 return Outcome(span.rows, [])
-            u = 0.0 if dist.greedy(row) else rng(0, Purpose.SAMPLE)
-            return Outcome(span.rows, [dist.draw(row, u)])
+            certain = len(span.sure)
+            u = 0.0 if dist.greedy(row) else rng(certain, Purpose.SAMPLE)
+            token = dist.draw(row, u)
+            if token == NOTHING:
+                raise nothing_left(span.request, certain)
+            return Outcome(span.rows, [*span.sure, token], certain, certain)
         rows = len(judged(span))
         draft: Draft = span.note.cut(rows - 1)
         told: Sequence[Shown] = [shown] if self._wants else []
         path, token = self.verifier(draft, dist.part(row, row + rows), rng, *told)
+        if token == NOTHING:
+            raise nothing_left(span.request, len(path))
         keep: int | list[int] = [0, *(node + 1 for node in path)]
         if keep == list(range(len(path) + 1)):
             keep = len(path) + 1

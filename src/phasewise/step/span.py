@@ -28,6 +28,8 @@ class Span:
     `layers` is a half-open range when only part of the depth runs now, which the schedule alone decides; then `hidden`
     [rows, d] and `taps` {layer: [rows, d]} carry the state from step to step, and the span object stays the same. A
     method may give `hidden` instead of embedded tokens where the whole depth runs.
+    `sure`: the last of its tokens, where they are not the request's yet and will be whatever the model says
+    (`Sample.sure`). A token is drawn after the last of them alone.
     """
 
     request: Request
@@ -42,6 +44,7 @@ class Span:
     note: Any = None  # the proposing method's own memory from `propose` to `accept`
     first: int = 0
     block: int = 1
+    sure: tuple[int, ...] = ()
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
 
@@ -57,6 +60,11 @@ class Span:
         if self.sees is not None:
             return self.sees[rows][:, ids]
         return ids[None, :] < (rows[:, None] // self.block + 1) * self.block + self.first
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether its last row is that of the request's last token, or of the last that is sure."""
+        return self.positions[-1] + 1 == self.request.known + len(self.sure)
 
     @property
     def finishes(self) -> bool:

@@ -91,13 +91,13 @@ def draw_outcomes(
     done: list[Span] = []
     drawn: list[list[int]] = []  # where their tokens go
     for span in spans:
-        outcomes.append(outcome := Outcome(span.rows, []))
-        if span.positions[-1] + 1 == span.request.known:
+        outcomes.append(outcome := Outcome(span.rows, [*span.sure], len(span.sure), len(span.sure)))
+        if span.reaches_end:
             done.append(span)
             drawn.append(outcome.tokens)
     if done:
         x = hidden.rows([span.start + span.rows - 1 for span in done])
-        contexts = [Context(span.request) for span in done]
+        contexts = [Context(span.request, span.sure) for span in done]
         if shape is None:
             chosen = choose(host.sample, host.model, x, contexts)
         else:

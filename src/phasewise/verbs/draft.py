@@ -145,4 +145,4 @@ def judged(span: Span) -> range:
     request's text."""
     if span.note is not None:
         return range(span.rows - span.note.ask)
-    return range(span.rows - (span.positions[-1] + 1 == span.request.known), span.rows)
+    return range(span.rows - span.reaches_end, span.rows)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from phasewise.errors import Unanswerable
+
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.request import Request
@@ -59,8 +61,12 @@ class Context:
         return self.request.known + len(self.path)
 
 
+NOTHING = -1  # in place of a token where none is left
+
+
 class Dist:
-    """The distributions tokens are drawn from, one per row. Greedy rows are points and cost no softmax."""
+    """The distributions tokens are drawn from, one per row. Greedy rows are points and cost no softmax; so are those
+    that leave no token, of NOTHING."""
 
     __slots__ = ("_row", "probs", "top", "vocab")
 
@@ -91,7 +97,7 @@ class Dist:
             assert self.probs is not None
             return self.probs[self._row[row]]
         point = torch.zeros(self.vocab)
-        point[self.top[row]] = 1.0
+        point[max(self.top[row], 0)] = 1.0  # what a drafter guesses where nothing is left does not matter
         return point
 
     def draw(self, row: int, u: float) -> int:
@@ -129,6 +135,9 @@ class Sample(Protocol):
             equal ones the first): it is then not called for them, and no logits are written
         ahead(contexts: Sequence[Context]) -> None  -- told, before the forward, of what it will be called for after it,
             as far as these requests ask for something (`Params.ask`): what takes time can be done meanwhile
+        sure(request: Request) -> Sequence[int]  -- tokens that follow its text whatever the model says, none of which
+            ends it: at each of them it leaves but one. Asked of requests that ask for something. Decode methods compute
+            them in one pass, without asking again, and they count as guesses that were accepted (`Counters.forced`)
         exclude(logits: Tensor, contexts: Sequence[Context]) -> None  -- sets to -inf, in place, tokens that must not
             be said whatever the model thinks of them; it does so when called, too. Who judges by the logits themselves
             (verifiers that want them) is shown them so
@@ -174,11 +183,27 @@ def _greedy(sample: Sample, contexts: Sequence[Context]) -> bool:
 
 
 def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:
-    """One token per row, by each request's own randomness."""
+    """One token per row, by each request's own randomness. Raises Unanswerable where none is left."""
     if dist.probs is None:
-        return list(dist.top)
-    us = [
-        0.0 if dist.greedy(i) else uniform(c.request.params.seed, c.position, Purpose.SAMPLE)
-        for i, c in enumerate(contexts)
-    ]
-    return dist.draw_all(us)
+        tokens = list(dist.top)
+    else:
+        us = [
+            0.0 if dist.greedy(i) else uniform(c.request.params.seed, c.position, Purpose.SAMPLE)
+            for i, c in enumerate(contexts)
+        ]
+        tokens = dist.draw_all(us)
+    for token, context in zip(tokens, contexts):
+        if token == NOTHING:
+            raise nothing_left(context.request, len(context.path))
+    return tokens
+
+
+def nothing_left(request: Request, beyond: int = 0) -> Unanswerable:
+    """Why a request cannot go on, so many tokens beyond its text."""
+    params = request.params
+    named = [*(params.ask or ())]
+    named += [name for name in ("allowed_token_ids", "logit_bias", "min_tokens", "bad_words") if getattr(params, name)]
+    return Unanswerable(
+        f"{' and '.join(named) or 'the rules of the request'} leave no token to go on with after "
+        f"{request.n_out + beyond} tokens: allow more"
+    )

@@ -147,6 +147,41 @@ def test_strict_arguments_follow_their_schema_whatever_the_model_would_say(
         jsonschema.validate(json.loads(arguments), schemas[name])
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("format", ["hermes", "thinking", "mistral"])
+def test_strict_arguments_of_calls_that_need_not_be(format: str, stream: bool, request: pytest.FixtureRequest) -> None:
+    """`tool_choice` auto: text is free, and where the model begins a call, its arguments follow the schema."""
+    pytest.importorskip("llguidance")
+    server: Server = request.getfixturevalue(format)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in STRICT}
+    before, after = ("[TOOL_CALLS] [", "]") if format == "mistral" else ("<tool_call>\n", "\n</tool_call>")
+
+    def answer(text: str, **more: Any) -> Any:
+        body = asked(text, tools=STRICT, max_tokens=400, **more)
+        return streamed(server, **body) if stream else server.client().chat.completions.create(**body).choices[0]
+
+    right = '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}'
+    for text in ("It rains {in} [Oslo].\n", '{"city": "Oslo"}', "", "a < b"):
+        choice = answer(text)
+        assert (choice.message.content or "", choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    choice = answer(f"Let me see. {before}{right}{after}")
+    assert calls(choice.message) == [("weather", '{"city": "Oslo", "days": 3}')]
+    assert choice.message.content == "Let me see." and choice.finish_reason == "tool_calls"
+    for wrong in ('{"name": "weather", "arguments": {"town": 3}}', '{"name": "rain"}', "nonsense", right[:50]):
+        choice = answer(f"So: {before}{wrong}{after}", parallel_tool_calls=False)
+        ((name, arguments),) = calls(choice.message)
+        jsonschema.validate(json.loads(arguments), schemas[name])
+        assert choice.message.content == "So:" and choice.finish_reason == "tool_calls"
+
+
+def test_reasoning_may_speak_of_calls(thinking: Server) -> None:
+    pytest.importorskip("llguidance")
+    text = "<think>Perhaps <tool_call>this</tool_call>?</think>" + CALL.replace('"Oslo"', '"Oslo", "days": 2')
+    choice = thinking.client().chat.completions.create(**asked(text, tools=STRICT, max_tokens=400)).choices[0]
+    assert choice.message.reasoning_content == "Perhaps <tool_call>this</tool_call>?"  # type: ignore[attr-defined]
+    assert calls(choice.message) == [("weather", '{"city": "Oslo", "days": 2}')]
+
+
 def test_a_format_and_a_forced_call_exclude_each_other(hermes: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="leave one out") as caught:
         hermes.client().chat.completions.create(
@@ -258,7 +293,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools", "other tools are not supported"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [CLOCK, CLOCK]}, "tools", "one name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "strict"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools", "strict"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools", "schema"),
     ({"tool_choice": "always"}, "tool_choice", "none, auto, required"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),

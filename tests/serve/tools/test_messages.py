@@ -134,7 +134,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "image"}]}, "system"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "name"),
-    ({"tools": [WEATHER | {"strict": True}]}, "strict"),
+    ({"tools": [WEATHER | {"strict": "yes"}]}, "strict"),
     ({"tools": [WEATHER], "tool_choice": {"type": "sometimes"}}, "tool_choice"),
     ({"thinking": {"type": "hard"}}, "thinking"),
     ({"mcp_servers": [{}]}, "mcp_servers"),

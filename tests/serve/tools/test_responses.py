@@ -154,7 +154,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_text"),
     ({"input": [{"type": "function_call_output", "call_id": "a", "output": 3}]}, "input", "input.0"),
     ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
-    ({"tools": [WEATHER | {"strict": True}]}, "tools", "strict"),
+    ({"tools": [WEATHER | {"strict": "yes"}]}, "tools", "strict"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", "tool_choice"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"background": True}, "background", "not supported"),

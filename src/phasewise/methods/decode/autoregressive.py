@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.request.request import Request
-from phasewise.speculation.loop import pending, slices, told
+from phasewise.speculation.loop import pending, sure, sure_span, told
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, draw_outcomes
+from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
 from phasewise.verbs.host import ENDLESS, Host
 
 
 @dataclass(frozen=True)
 class Autoregressive:
-    """Known tokens that are not computed yet go through as slices; the last one's logits give the next token."""
+    """Known tokens that are not computed yet go through as slices; the last one's logits give the next token. Tokens
+    that are the only ones left (a grammar's) go along with the one before them."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "exact"
@@ -29,13 +30,18 @@ class Autoregressive:
 
 
 class _Autoregressive:
-    rows = staticmethod(pending)
-
     def __init__(self, host: Host) -> None:
         self.host = host
 
+    def rows(self, request: Request) -> int:
+        return pending(request) + len(sure(self.host, request))
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        return told(self.host, slices(requests, budgets, phase))
+        spans = []
+        for request, budget in zip(requests, budgets):
+            follows = sure(self.host, request)[: budget - 1]
+            spans.append(sure_span(request, follows, phase) if follows else slice_span(request, budget, phase))
+        return told(self.host, spans)
 
     def reach(self, context: int) -> int:
         return ENDLESS

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from phasewise.request.params import Params
+from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist
 
 
@@ -32,6 +33,10 @@ class Rest:
     def ahead(self, contexts: Sequence[Context]) -> None:
         if hasattr(self.sample, "ahead"):
             self.sample.ahead(contexts)
+
+    def sure(self, request: Request) -> Sequence[int]:
+        found: Sequence[int] = self.sample.sure(request) if hasattr(self.sample, "sure") else ()
+        return found
 
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         if hasattr(self.sample, "exclude"):

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from phasewise.request.params import Params
 from phasewise.verbs.sample import Context
 
 NEVER = float("-inf")
@@ -29,6 +30,12 @@ def exclude(logits: Tensor, which: Sequence[int], contexts: Sequence[Context]) -
             row[index] = NEVER
             if float(row.max()) == NEVER:
                 row[index] = before
+
+
+def goes_on(params: Params, token: int) -> bool:
+    """Whether a token that is the only one left is said, and does not end the text. Bad words give way to it."""
+    allowed = params.allowed_token_ids
+    return token not in params.stop_tokens and (allowed is None or token in allowed)
 
 
 @lru_cache(maxsize=64)

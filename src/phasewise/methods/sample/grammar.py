@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,18 +15,22 @@ import torch
 from torch import Tensor
 
 from phasewise.catalog import part
-from phasewise.errors import UserError
+from phasewise.errors import Unanswerable, UserError
 from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, grammars_of
 from phasewise.methods.sample._rest import Rest
+from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, words_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.speculation.companion import common
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Dist
 
 log = logging.getLogger(__name__)
 NAME = "grammar"
 Path = tuple[int, ...]
+BYTES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
+ADDED = BYTES.astype(np.float32)  # to the logits of eight tokens, by the bits of a mask
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,16 @@ class Line:
         self.words, self.upto = words, start
         self.first = start
         self.masks: dict[Path, Bits | None] = {}
+        self.added: dict[Path, Tensor | None] = {}
+        self._sure: Path | None = None
         self._matcher = compiled.start()
         self._below: Path = ()  # what the matcher has read beyond the request's tokens
 
     def fork(self) -> Line:
-        self._go(())
+        self._back(0)
         twin = object.__new__(Line)
         twin.words, twin.upto, twin.first, twin._below = self.words, self.upto, self.first, ()
-        twin.masks, twin._matcher = {}, self._matcher.deep_copy()
+        twin.masks, twin.added, twin._sure, twin._matcher = {}, {}, None, self._matcher.deep_copy()
         return twin
 
     def roll(self, request: Request) -> None:
@@ -75,11 +82,26 @@ class Line:
         new = request.tokens[self.upto :]
         if not new:
             return
-        self._go(())
+        read = common(self._below, new)
+        self._back(read)
         self.masks.clear()
-        if not self._matcher.consume_tokens(new):
+        self.added.clear()
+        self._below, self._sure, self.upto = (), None, request.known
+        if read < len(new) and not self._matcher.consume_tokens(new[read:]):
             raise RuntimeError(f"the grammar does not go on: {self._matcher.get_error()}")
-        self.upto = request.known
+
+    def sure(self, params: Params) -> Path:
+        """Tokens that follow the text whatever the model says, up to one that ends it or is not allowed besides."""
+        if self._sure is None:
+            self._back(0)
+            ends = self.words.ends
+            found = self._matcher.compute_ff_tokens()
+            self._sure = tuple(takewhile(lambda token: token not in ends and goes_on(params, token), found))
+        return self._sure
+
+    def certain(self, path: Path, params: Params) -> bool:
+        """Whether the text goes on with that for certain."""
+        return not path or path == self.sure(params)[: len(path)]
 
     def mask(self, path: Path, stops: Sequence[int]) -> Bits | None:
         """The tokens that may follow the text and `path`; None where the path leaves the grammar, or has ended.
@@ -88,13 +110,24 @@ class Line:
             self.masks[path] = self._mask(stops, first=not path and self.upto == self.first) if self._go(path) else None
         return self.masks[path]
 
+    def add(self, path: Path, stops: Sequence[int]) -> Tensor | None:
+        """A mask as what is added to logits, float32 [V]: 0, or -inf. Raises Unanswerable where it forbids all."""
+        if path not in self.added:
+            mask = self.mask(path, stops)
+            if mask is not None and not mask.any():
+                after = self.upto - self.first + len(path)
+                raise Unanswerable(f"the grammar leaves no token after {after} tokens: the vocabulary lacks it")
+            row = None if mask is None else ADDED[mask.view(np.uint8)].reshape(-1)[: self.words.vocab]
+            self.added[path] = None if row is None else torch.from_numpy(row)
+        return self.added[path]
+
     def _mask(self, stops: Sequence[int], first: bool) -> Bits:
         mask: Bits = np.zeros(self.words.width, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error() and "NoExtension" in self._matcher.get_error():
             mask[:] = 0
         elif self._matcher.is_error():
-            raise RuntimeError(f"the grammar has become too complex: {self._matcher.get_error()}")
+            raise Unanswerable(f"the grammar has become too complex: {self._matcher.get_error()}")
         if stops and self._matcher.is_accepting():
             mask |= self.words.mask(stops)
         if first and self.words.strips is not None:
@@ -108,12 +141,17 @@ class Line:
             return True
         if any(token in self.words.ends for token in path):
             return False
-        same = next((i for i, (a, b) in enumerate(zip(here, path)) if a != b), min(len(here), len(path)))
-        if same < len(here):
-            self._matcher.rollback(len(here) - same)
+        same = common(here, path)
+        self._back(same)
         read = self._matcher.try_consume_tokens(list(path[same:])) if same < len(path) else 0
         self._below = path[: same + read]
         return same + read == len(path)
+
+    def _back(self, kept: int) -> None:
+        """Move to below the first `kept` tokens of what was read beyond the text."""
+        if kept < len(self._below):
+            self._matcher.rollback(len(self._below) - kept)
+            self._below = self._below[:kept]
 
 
 class _Grammar:
@@ -129,8 +167,19 @@ class _Grammar:
         if _asked(params):
             if params.ignore_eos:
                 raise UserError("ignore_eos cannot go with a grammar, whose texts have an end: leave one of them out")
-            self._compiled(params)
+            self._begins(self._compiled(params), params)
         self.rest.check(params)
+
+    def _begins(self, compiled: Compiled, params: Params) -> None:
+        """Raise UserError where no text can begin with any token that the request allows."""
+        if params.allowed_token_ids is None:
+            return
+        assert self._grammars is not None
+        words = self._grammars.words
+        mask = Line(compiled, words, 0).mask((), _stops(params, words))
+        if mask is None or not (mask & words.mask([i for i in params.allowed_token_ids if i < words.vocab])).any():
+            kind = next(kind for kind in KINDS if kind in (params.ask or {}))
+            raise UserError(f"{kind} and allowed_token_ids leave no token to begin with: allow more")
 
     def _compiled(self, params: Params) -> Compiled:
         if self._grammars is None:
@@ -155,7 +204,7 @@ class _Grammar:
     def _fill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
             try:
-                self._mask(context)
+                self._add(context)
             except (RuntimeError, UserError):
                 log.debug("the mask of %s is left for later, when the request fails", context.request)
 
@@ -164,6 +213,12 @@ class _Grammar:
         if beside is not None:
             beside.result()
 
+    def sure(self, request: Request) -> Sequence[int]:
+        if not _asked(request.params):
+            return self.rest.sure(request)
+        self._wait()
+        return self._line(request).sure(request.params)
+
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         self._exclude(logits, contexts)
         self.rest.exclude(logits, contexts)
@@ -171,37 +226,24 @@ class _Grammar:
     def _exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         """Logits [n, V] of what a grammar forbids become -inf."""
         self._wait()
-        rows, masks = [], []
         for row, context in enumerate(contexts):
-            params = context.request.params
-            if params.ask is not None and _asked(params):
-                mask = self._mask(context)
-                if mask is not None:
-                    rows.append(row)
-                    masks.append(mask)
-        if rows:
-            bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
-            forbidden = torch.from_numpy(bits == 0).to(logits.device)
-            if len(rows) == len(contexts):
-                logits.masked_fill_(forbidden, float("-inf"))
-            else:
-                for row, some in zip(rows, forbidden):
-                    logits[row].masked_fill_(some, float("-inf"))
+            if _asked(context.request.params):
+                added = self._add(context)
+                if added is not None:
+                    logits[row] += added.to(logits.device)
 
-    def _mask(self, context: Context) -> Bits | None:
-        """Raises RuntimeError where the text cannot go on."""
+    def _add(self, context: Context) -> Tensor | None:
+        """What its grammar adds to a row of logits. Raises Unanswerable where the text cannot go on."""
         request = context.request
         line = self._line(request)
+        certain = line.certain(context.path, request.params)
         try:
-            mask = line.mask(context.path, _stops(request.params, line.words))
-            if mask is not None and not mask.any():
-                raise RuntimeError(f"the grammar leaves no token after {request.n_out} tokens: the vocabulary lacks it")
-        except RuntimeError:
+            return line.add(context.path, _stops(request.params, line.words))
+        except Unanswerable:
             request.state.pop(NAME, None)  # read anew, should it be asked for again
-            if not context.path:
+            if certain:
                 raise
-            mask = None  # nobody gets there unless a draft is right; then the text has come to its end
-        return mask
+            return None  # nobody gets there unless a draft is right; then the text has come to its end
 
     def _line(self, request: Request) -> Line:
         line: Line | None = request.state.get(NAME)

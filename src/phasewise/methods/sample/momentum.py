@@ -81,7 +81,8 @@ def endings(tokens: Sequence[int], end: int) -> list[tuple[int, ...]]:
 class _Momentum:
     def __init__(self, knobs: Momentum, rest: Rest) -> None:
         self.k, self.alpha, self.rest = knobs.k, knobs.alpha, rest
-        self.asks, self.check, self.exclude, self.ahead = rest.asks, rest.check, rest.exclude, rest.ahead
+        self.asks, self.check, self.exclude = rest.asks, rest.check, rest.exclude
+        self.ahead, self.sure = rest.ahead, rest.sure
 
     def greedy(self, contexts: Sequence[Context]) -> bool:
         return self.alpha == 0 and self.rest.greedy(contexts)

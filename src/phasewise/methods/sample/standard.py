@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phasewise.methods.sample._rules import exclude
-from phasewise.ops.sampling import penalise, shape
+from phasewise.methods.sample._rules import NEVER, exclude
+from phasewise.ops.sampling import largest, penalise, shape
 from phasewise.request.request import Request
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.sample import NOTHING, Context, Dist
 
 CELLS = 1 << 16  # logits that are penalised at once: more would leave the processor's cache
 
@@ -42,8 +42,11 @@ class Standard:
         together = max(1, CELLS // logits.shape[-1])
         for start in range(0, len(changed), together):
             _change(logits, changed[start : start + together], contexts)
-        top = logits.argmax(-1).tolist()
-        sampled = [i for i, context in enumerate(contexts) if not context.request.params.greedy]
+        top = largest(logits)
+        for i in changed:
+            if not float(logits[i, top[i]]) > NEVER:  # nor is what was made of -inf alone
+                top[i] = NOTHING
+        sampled = [i for i, context in enumerate(contexts) if top[i] != NOTHING and not context.request.params.greedy]
         if not sampled:
             return Dist(top, logits.shape[-1])
         params = [contexts[i].request.params for i in sampled]

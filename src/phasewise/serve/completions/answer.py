@@ -98,6 +98,8 @@ class Piece:
 def finish_reason(left: Left) -> str:
     """'stop' or 'length'; ApiError for the other ways to leave, as far as the client can still be told."""
     if left.how == "failed":
+        if left.asked:
+            raise ApiError(400, left.reason, code="unanswerable_request")
         raise ApiError(500, left.reason, code="request_failed")
     if left.how == "cancelled":
         raise ApiError(503, SHUTDOWN, code="unavailable")

@@ -16,6 +16,8 @@ from phasewise.serve.guard.policy import Policy
 from phasewise.serve.tools.asked import forced, names, shaped, strict
 from phasewise.serve.tools.forced import grammar
 from phasewise.serve.tools.formats import TOOL_FORMATS, check
+from phasewise.serve.tools.optional import Spelling
+from phasewise.serve.tools.optional import grammar as optional
 from phasewise.serve.tools.reader import Manner
 from phasewise.serve.tools.template import Shown, look
 
@@ -59,30 +61,27 @@ class Conversations:
             raise ApiError(400, str(error), param) from error
         tags = self.shown.tags
         opened = tags is not None and text.rstrip().endswith(tags.open)
-        lead, asks = self._forced(tools, must)
+        format = self.shown.format if tools else None
+        words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
+        special = self._llm.tokenizer.special_ids
+        ids_of = {word: i for word in words if (i := self._llm.tokenizer.id(word)) in special and i is not None}
+        lead, asks = self._forced(must)
+        if strict(tools) and format is not None and not must:
+            asks = optional(tools, format, self.shown.opening, Spelling(ids_of), tags, opened)
         if must and tags is not None and opened:
             lead = f"\n{tags.close}\n\n{lead}"
         ids = self._llm.tokenizer.encode(text + lead, add_special=False)
         if not tools and tags is None:
             return Prompt(ids)
-        format = self.shown.format if tools else None
-        words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
-        special = self._llm.tokenizer.special_ids & {self._llm.tokenizer.id(word) for word in words}
-        single = ask.parallel_tool_calls is False or asks is not None
+        single = ask.parallel_tool_calls is False or (bool(must) and asks is not None)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         manner = Manner(format, frozenset(schemas), tags, opened, single, schemas)
-        return Prompt(ids, lead, manner, special, asks)
+        return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks)
 
-    def _forced(
-        self, tools: Sequence[Mapping[str, Any]], must: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, dict[str, Any] | None]:
+    def _forced(self, must: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any] | None]:
         """How an answer that must be a call begins, and the grammar of the rest: arguments that are `strict` follow
         their schema, and one of several tools is called by a grammar of them all."""
         if not must:
-            if held := strict(tools):
-                raise ApiError(400, f"tools: strict arguments (of {held[0]!r}) can be held where a call is certain: "
-                               "set tool_choice to required or to that function, or leave strict out", "tools",
-                               "unsupported_parameter")  # fmt: skip
             return "", None
         assert self.shown.format is not None, "checked"
         opening, closing = self.shown.opening, self.shown.format.closing

@@ -13,6 +13,7 @@ BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool
 FENCE = "```"
 OPENING = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{{"
 CLOSING = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+TRIGGER, WHOLE = FIRST, False
 SHOWN = r"<｜tool▁call▁begin｜>"
 TOKENS = (FIRST, LAST, BEGIN, SEP, END)
 LONGEST = 256  # characters of a name

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phasewise.methods.sample._grammars import OPTIONS
 from phasewise.serve.failures import ApiError
 
 ENDS = {"{": "}", "[": "]"}
@@ -15,22 +16,31 @@ def grammar(tools: Sequence[Mapping[str, Any]], opening: str, closing: str, begu
     """What to ask (`Params.ask`) for an answer that calls one of these tools. `opening` is what a call to {name} begins
     with, up to the brace of its arguments, `closing` what comes after the call; `begun`: there is one tool, and its
     opening, without that brace, is said already. Raises ApiError for a format whose arguments are not JSON."""
-    if not opening.endswith("{"):
-        raise ApiError(400, "this model writes the arguments of calls in a way that no schema can be held to: name one "
-                       "tool in tool_choice, and leave strict out", "tools", "unsupported_parameter")  # fmt: skip
+    opens_json(opening)
     rules = []
     for i, tool in enumerate(tools):
         before = opening.format(name=tool["function"]["name"])[:-1]
-        schema = tool["function"].get("parameters") or {"type": "object"}
         first = "" if begun else json.dumps(before)
-        after = _closed(before) + closing
+        after = closed(before) + closing
         rules.append(f"call{i}: {first} arguments{i} {json.dumps(after) if after else ''}")
-        rules.append(f"arguments{i}: %json {json.dumps(schema)}")
+        rules.append(f"arguments{i}: {arguments(tool['function'].get('parameters'))}")
     start = " | ".join(f"call{i}" for i in range(len(tools)))
     return {"grammar": "\n".join([f"start: {start}", *rules])}
 
 
-def _closed(text: str) -> str:
+def opens_json(opening: str) -> None:
+    """Raise ApiError for a format whose arguments are not JSON."""
+    if not opening.endswith("{"):
+        raise ApiError(400, "this model writes the arguments of calls in a way that no schema can be held to: name one "
+                       "tool in tool_choice, and leave strict out", "tools", "unsupported_parameter")  # fmt: skip
+
+
+def arguments(schema: Mapping[str, Any] | None) -> str:
+    """The right side of a rule for JSON of a schema, or for any object."""
+    return f"%json {json.dumps({**(schema or {'type': 'object'}), 'x-guidance': OPTIONS})}"
+
+
+def closed(text: str) -> str:
     """The brackets that are open at the end of a text, closed."""
     open_ones: list[str] = []
     for letter in text:

@@ -15,19 +15,24 @@ from phasewise.serve.tools.scan import Known
 @dataclass(frozen=True)
 class Format:
     """`read` is the reader of an answer with calls, `opening` what a call to {name} begins with, and `closing` what
-    comes after it; `shown` finds the format in the text of a template, and `tokens` are its words, which a tokenizer
-    may hold to be special."""
+    comes after it; `trigger` begins calls wherever it stands ("": nothing does), and in a format of `whole` answers so
+    does a brace where the answer begins; `shown` finds the format in the text of a template, and `tokens` are its
+    words, which a tokenizer may hold to be special."""
 
     name: str
     read: Callable[[Out, Known], Steps]
     opening: str
     closing: str
+    trigger: str
+    whole: bool
     shown: str
     tokens: tuple[str, ...]
 
 
 FORMATS = {
-    name: Format(name, module.read, module.OPENING, module.CLOSING, module.SHOWN, module.TOKENS)
+    name: Format(
+        name, module.read, module.OPENING, module.CLOSING, module.TRIGGER, module.WHOLE, module.SHOWN, module.TOKENS
+    )
     for name, module in (
         ("qwen3_coder", qwen3_coder),
         ("hermes", hermes),

@@ -8,6 +8,7 @@ from phasewise.serve.tools.scan import Known, call, spaces, until
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OPENING = '<tool_call>\n{{"name": "{name}", "arguments": {{'
 CLOSING = "\n</tool_call>"
+TRIGGER, WHOLE = OPEN, False
 SHOWN = r"<tool_call>(?:\\n|\s)*\{"  # where a template describes such calls
 TOKENS = (OPEN, CLOSE)
 

@@ -9,6 +9,7 @@ TAG = "<|python_tag|>"
 BETWEEN = ";,"  # calls, besides white space
 OPENING = '{{"name": "{name}", "parameters": {{'
 CLOSING = ""
+TRIGGER, WHOLE = TAG, True
 SHOWN = r'\{\\?"name\\?": [^{}]*\\?"parameters\\?":'
 TOKENS = (TAG,)
 

@@ -10,6 +10,7 @@ from phasewise.serve.tools.scan import Brackets, Known, balanced, call, spaces, 
 MARK, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 OPENING = '[TOOL_CALLS] [{{"name": "{name}", "arguments": {{'
 CLOSING = ""
+TRIGGER, WHOLE = MARK, False
 SHOWN = r"\[TOOL_CALLS\]"
 TOKENS = (MARK, ID, ARGS)
 

@@ -13,6 +13,7 @@ from phasewise.serve.tools.scan import Known, spaces, until
 START, END = "<|python_start|>", "<|python_end|>"
 OPENING = "[{name}("
 CLOSING = ""
+TRIGGER, WHOLE = "", True
 SHOWN = r"\[\w+\(\w+="
 TOKENS = (START, END)
 DEEP = 64  # brackets within brackets

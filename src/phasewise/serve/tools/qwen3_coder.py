@@ -16,6 +16,7 @@ OPEN, CLOSE, FUNCTION, END = "<tool_call>", "</tool_call>", "<function=", "</fun
 PARAMETER, DONE = "<parameter=", "</parameter>"
 OPENING = "<tool_call>\n<function={name}>\n"
 CLOSING = "</tool_call>"
+TRIGGER, WHOLE = OPEN, False
 SHOWN = r"<function="
 TOKENS = (OPEN, CLOSE)
 LONGEST = 256  # characters of a name, which no tag may exceed
