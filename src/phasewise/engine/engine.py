@@ -339,11 +339,10 @@ class Engine:
             counters.recomputed += again
         if request.computed > request.high_water:
             request.high_water = request.computed
-        if outcome.drafted:
-            for each in (counters, own):
-                each.drafted += outcome.drafted
-                each.accepted += outcome.accepted
-                each.forced += len(span.sure)
+        for each in (counters, own):
+            each.drafted += outcome.drafted
+            each.accepted += outcome.accepted
+            each.forced += len(span.sure)
         if was_prefilling:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:
