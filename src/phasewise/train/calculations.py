@@ -17,7 +17,7 @@ from phasewise.train.tasks import held_out
 from phasewise.train.words import NAMES
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?")
-LARGEST, DIGITS, SIGNIFICANT = 10**12, (1, 2, 3, 4, 5, 6), 10  # of a result; of a number; digits of a fraction
+LARGEST, DIGITS, SIGNIFICANT = 10**12, (1, 2, 3, 4, 5), 10  # of a result; of a number; digits of a fraction
 TOLD_APART = 3  # numerals of fewer digits are too few to hold some of them out
 
 Wordings = tuple[tuple[str, str], ...]  # a question, and its expression
@@ -84,8 +84,8 @@ REWORDED: Wordings = (  # never trained on
 )  # fmt: skip
 WRITTEN = ("What is {e}?", "How much is {e}?", "Calculate {e}.", "Compute {e}", "{e} =", "{e} = ?", "{e}",
            "Evaluate {e}.", "What is the value of {e}?", "Can you calculate {e}?")  # fmt: skip
-SHAPES = ("{a} {o} {b}", "{a} {o} {b}", "{a} {o} {b} {p} {c}", "({a} {o} {b}) {p} {c}", "{a} {o} ({b} {p} {c})",
-          "({a} {o} {b}) {p} ({c} {q} {d})", "{a} {o} {b} {p} {c} {q} {d}")  # fmt: skip
+SHAPES = ("{a} {o} {b}", "{a} {o} {b}", "{a} {o} {b}", "{a} {o} {b} {p} {c}", "({a} {o} {b}) {p} {c}",
+          "{a} {o} ({b} {p} {c})")  # fmt: skip
 SIGNS = {"*": ("x", "×"), "/": ("÷", ":")}
 THINGS = ("apples", "books", "coins", "eggs", "lemons", "shells", "candles", "bricks", "cards", "stones", "keys")
 BEFORE = ("Hi! ", "Hello! ", "Please help me: ", "Quick question: ", "Tell me: ", "I need to know: ", "Please: ")
@@ -135,6 +135,19 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 }
 
 
+def easy(rng: Random) -> Problem:
+    """A question for beginners, of the training part: two whole numbers in a plain wording."""
+    while True:
+        numbers = {name: str(rng.randrange(10, 10 ** rng.randint(2, 4))) for name in "ab"}
+        if not any(_apart(n) and held_out(n) for n in numbers.values()):
+            break
+    if rng.random() < 0.5:
+        ask, expression = rng.choice(TWO)
+        return Problem(ask.format(**numbers), expression.format(**numbers))
+    expression = f"{numbers['a']} {rng.choice('+-*/')} {numbers['b']}"
+    return Problem(rng.choice(WRITTEN).format(e=expression), expression)
+
+
 def problem(rng: Random, evaluation: bool, reworded: bool = False) -> Problem:
     """A question of the training or the evaluation part; `reworded`: in wordings that are in no training example."""
     while True:
@@ -158,26 +171,26 @@ def _apart(numeral: str) -> bool:
 
 
 def _drawn(rng: Random, reworded: bool) -> Problem:
-    numbers = {name: _number(rng) for name in "abcd"}
+    numbers = {name: _number(rng) for name in "abc"}
     kind = rng.random()
     if reworded or kind < 0.65:
-        wordings = REWORDED if reworded else TWO if kind < 0.35 else THREE if kind < 0.48 else STORIES
+        wordings = REWORDED if reworded else TWO if kind < 0.45 else THREE if kind < 0.58 else STORIES
         ask, expression = rng.choice(wordings)
         if "{things}" in ask:  # which are not cut
             numbers = {name: number.partition(".")[0] for name, number in numbers.items()}
         words = {**numbers, "who": rng.choice(NAMES), "things": rng.choice(THINGS)}
         question, expression = ask.format(**words), expression.format(**words)
     else:
-        signs = {name: rng.choice("+-*/" if rng.random() < 0.5 else "+*") for name in "opq"}
+        signs = {name: rng.choice("+-*/" if rng.random() < 0.5 else "+*") for name in "op"}
         expression = rng.choice(SHAPES).format(**numbers, **signs)
         question = rng.choice(WRITTEN).format(e=_notated(rng, expression))
     return Problem(question if reworded else _spoken(rng, question), expression)
 
 
 def _number(rng: Random) -> str:
-    digits = rng.choices(DIGITS, (2, 5, 5, 4, 3, 2))[0]
+    digits = rng.choices(DIGITS, (1, 5, 5, 5, 2))[0]
     whole = rng.randrange(10 ** (digits - 1), 10**digits)
-    if rng.random() < 0.85:
+    if rng.random() < 0.94:
         return str(whole)
     return f"{whole}.{rng.choice(('', '0', '1', '2', '7'))}{rng.randint(1, 9)}"
 
@@ -185,19 +198,19 @@ def _number(rng: Random) -> str:
 def _notated(rng: Random, expression: str) -> str:
     """As people may write it: other signs, no spaces."""
     kind = rng.random()
-    if kind < 0.2:
+    if kind < 0.08:
         for sign, others in SIGNS.items():
             expression = expression.replace(f" {sign} ", f" {rng.choice(others)} ")
-    elif kind < 0.4:
+    elif kind < 0.18:
         expression = expression.replace(" ", "")
     return expression
 
 
 def _spoken(rng: Random, question: str) -> str:
     """With what people say before and after, or without capitals and full stops."""
-    if rng.random() < 0.15:
+    if rng.random() < 0.1:
         question = question[0].lower() + question[1:]
-    if rng.random() < 0.15 and question[-1] in "?.":
+    if rng.random() < 0.1 and question[-1] in "?.":
         question = question[:-1]
-    before = rng.choice(BEFORE) if rng.random() < 0.15 else ""
-    return before + question + (rng.choice(AFTER) if rng.random() < 0.1 else "")
+    before = rng.choice(BEFORE) if rng.random() < 0.08 else ""
+    return before + question + (rng.choice(AFTER) if rng.random() < 0.06 else "")
