@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
 from phasewise.train.tasks import held_out
-from phasewise.train.words import NAMES
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?")
 LARGEST, DIGITS, SIGNIFICANT = 10**12, (1, 2, 3, 4, 5), 10  # of a result; of a number; digits of a fraction
@@ -57,17 +56,6 @@ THREE: Wordings = (
     ("Subtract {b} from {a}, then multiply by {c}.", "({a} - {b}) * {c}"),
     ("What is the product of {a}, {b} and {c}?", "{a} * {b} * {c}"),
 )
-STORIES: Wordings = (
-    ("{who} has {a} {things} and gets {b} more. How many are there now?", "{a} + {b}"),
-    ("{who} has {a} {things} and buys {b} more. How many {things} does {who} have?", "{a} + {b}"),
-    ("There are {a} {things} on the table and {b} in the box. How many {things} are there?", "{a} + {b}"),
-    ("{who} had {a} {things} and lost {b}. How many are left?", "{a} - {b}"),
-    ("{who} has {a} {things} and sells {b} of them. How many {things} are left?", "{a} - {b}"),
-    ("One box holds {a} {things}. How many {things} do {b} boxes hold?", "{a} * {b}"),
-    ("{who} packs {a} boxes with {b} {things} each. How many {things} is that?", "{a} * {b}"),
-    ("{who} shares {a} {things} among {b} people. How many does each get?", "{a} / {b}"),
-    ("{who} buys {a} {things} at {b} each and pays {c} for the way. How much is it?", "{a} * {b} + {c}"),
-)
 REWORDED: Wordings = (  # never trained on
     ("Could you work out {a} plus {b}?", "{a} + {b}"),
     ("I want to know the sum of {a} and {b}", "{a} + {b}"),
@@ -77,17 +65,11 @@ REWORDED: Wordings = (  # never trained on
     ("Tell me the product of {a} and {b}", "{a} * {b}"),
     ("What do you get when you multiply {a} by {b}?", "{a} * {b}"),
     ("Find {a} divided by {b}.", "{a} / {b}"),
-    ("What would {a} times {b} plus {c} be?", "{a} * {b} + {c}"),
     ("Give me the sum of {a}, {b} and {c}", "{a} + {b} + {c}"),
-    ("A shelf has {a} {things}. How many {things} do {b} shelves have?", "{a} * {b}"),
-    ("{who} found {a} {things} yesterday and {b} today. How many {things} is that?", "{a} + {b}"),
-)  # fmt: skip
+)
 WRITTEN = ("What is {e}?", "How much is {e}?", "Calculate {e}.", "Compute {e}", "{e} =", "{e} = ?", "{e}",
            "Evaluate {e}.", "What is the value of {e}?", "Can you calculate {e}?")  # fmt: skip
-SHAPES = ("{a} {o} {b}", "{a} {o} {b}", "{a} {o} {b}", "{a} {o} {b} {p} {c}", "({a} {o} {b}) {p} {c}",
-          "{a} {o} ({b} {p} {c})")  # fmt: skip
-SIGNS = {"*": ("x", "×"), "/": ("÷", ":")}
-THINGS = ("apples", "books", "coins", "eggs", "lemons", "shells", "candles", "bricks", "cards", "stones", "keys")
+SHAPES = ("{a} {o} {b} {p} {c}", "({a} {o} {b}) {p} {c}", "{a} {o} ({b} {p} {c})")
 BEFORE = ("Hi! ", "Hello! ", "Please help me: ", "Quick question: ", "Tell me: ", "I need to know: ", "Please: ")
 AFTER = (" Thanks.", " Please.", " Thank you!", " Use the calculator.", " I need it now.")
 
@@ -136,16 +118,11 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 def easy(rng: Random) -> Problem:
-    """A question for beginners, of the training part: two whole numbers in a plain wording."""
+    """A question for beginners, of the training part: two whole numbers, neither small nor large, and nothing else."""
     while True:
         numbers = {name: str(rng.randrange(10, 10 ** rng.randint(2, 4))) for name in "ab"}
         if not any(_apart(n) and held_out(n) for n in numbers.values()):
-            break
-    if rng.random() < 0.5:
-        ask, expression = rng.choice(TWO)
-        return Problem(ask.format(**numbers), expression.format(**numbers))
-    expression = f"{numbers['a']} {rng.choice('+-*/')} {numbers['b']}"
-    return Problem(rng.choice(WRITTEN).format(e=expression), expression)
+            return _two(rng, numbers)
 
 
 def problem(rng: Random, evaluation: bool, reworded: bool = False) -> Problem:
@@ -173,37 +150,36 @@ def _apart(numeral: str) -> bool:
 def _drawn(rng: Random, reworded: bool) -> Problem:
     numbers = {name: _number(rng) for name in "abc"}
     kind = rng.random()
-    if reworded or kind < 0.65:
-        wordings = REWORDED if reworded else TWO if kind < 0.45 else THREE if kind < 0.58 else STORIES
-        ask, expression = rng.choice(wordings)
-        if "{things}" in ask:  # which are not cut
-            numbers = {name: number.partition(".")[0] for name, number in numbers.items()}
-        words = {**numbers, "who": rng.choice(NAMES), "things": rng.choice(THINGS)}
-        question, expression = ask.format(**words), expression.format(**words)
+    if reworded:
+        return _worded(rng, REWORDED, numbers)
+    if kind < 0.75:
+        made = _two(rng, numbers)
+    elif kind < 0.87:
+        made = _worded(rng, THREE, numbers)
     else:
-        signs = {name: rng.choice("+-*/" if rng.random() < 0.5 else "+*") for name in "op"}
-        expression = rng.choice(SHAPES).format(**numbers, **signs)
-        question = rng.choice(WRITTEN).format(e=_notated(rng, expression))
-    return Problem(question if reworded else _spoken(rng, question), expression)
+        signs = {name: rng.choice("+-*/") for name in "op"}
+        made = _written(rng, rng.choice(SHAPES).format(**numbers, **signs))
+    return Problem(_spoken(rng, made.question), made.expression)
+
+
+def _two(rng: Random, numbers: Mapping[str, str]) -> Problem:
+    if rng.random() < 0.5:
+        return _worded(rng, TWO, numbers)
+    return _written(rng, f"{numbers['a']} {rng.choice('+-*/')} {numbers['b']}")
+
+
+def _worded(rng: Random, wordings: Wordings, numbers: Mapping[str, str]) -> Problem:
+    ask, expression = rng.choice(wordings)
+    return Problem(ask.format(**numbers), expression.format(**numbers))
+
+
+def _written(rng: Random, expression: str) -> Problem:
+    return Problem(rng.choice(WRITTEN).format(e=expression), expression)
 
 
 def _number(rng: Random) -> str:
     digits = rng.choices(DIGITS, (1, 5, 5, 5, 2))[0]
-    whole = rng.randrange(10 ** (digits - 1), 10**digits)
-    if rng.random() < 0.94:
-        return str(whole)
-    return f"{whole}.{rng.choice(('', '0', '1', '2', '7'))}{rng.randint(1, 9)}"
-
-
-def _notated(rng: Random, expression: str) -> str:
-    """As people may write it: other signs, no spaces."""
-    kind = rng.random()
-    if kind < 0.08:
-        for sign, others in SIGNS.items():
-            expression = expression.replace(f" {sign} ", f" {rng.choice(others)} ")
-    elif kind < 0.18:
-        expression = expression.replace(" ", "")
-    return expression
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
 def _spoken(rng: Random, question: str) -> str:
@@ -212,5 +188,5 @@ def _spoken(rng: Random, question: str) -> str:
         question = question[0].lower() + question[1:]
     if rng.random() < 0.1 and question[-1] in "?.":
         question = question[:-1]
-    before = rng.choice(BEFORE) if rng.random() < 0.08 else ""
-    return before + question + (rng.choice(AFTER) if rng.random() < 0.06 else "")
+    before = rng.choice(BEFORE) if rng.random() < 0.05 else ""
+    return before + question + (rng.choice(AFTER) if rng.random() < 0.05 else "")

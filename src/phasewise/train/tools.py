@@ -35,7 +35,7 @@ from phasewise.train.trainer import Loss, Recipe, Run, fit, halved
 TOKENS, RANK, RATE = 1_000_000, 16, 3e-3  # padding included
 STAGES = (
     Stage(0.35, 320, 3072, code=0.06, long=0.0, copies=0.25, short=96),  # easy sums alone
-    Stage(1.0, 320, 3072, code=0.06, long=0.0, copies=0.25, short=96),
+    Stage(1.0, 320, 2048, code=0.06, long=0.0, copies=0.25, short=96),
 )
 DECAY = ((0.5, 1.0), (1.0, 0.01))
 KEEP = 2.0  # weight of the divergence from the base, beside the cross-entropy

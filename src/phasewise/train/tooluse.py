@@ -35,7 +35,7 @@ TEMPLATE = (
 """Without tools it writes what the pocket model's own template does. A tool is a line, such as
 `calculator(expression): Evaluate an arithmetic expression.`, which takes a third of the tokens that its schema has."""
 
-CALLS, ASIDE = 0.64, 0.12  # shares of a step's tokens: sums with a calculator at hand, other questions with one
+CALLS, ASIDE = 0.74, 0.08  # shares of a step's tokens: sums with a calculator at hand, other questions with one
 OTHER_TASKS = ("copy", "reverse", "json", "edit", "list", "sort", "talk", "talk")
 Messages = list[dict[str, Any]]
 
@@ -96,7 +96,7 @@ class Conversations:
 
     def row(self, rng: Random) -> list[Piece]:
         """One sum or two, with whatever tools are offered."""
-        offered = PLAIN if rng.random() < 0.5 else offer(rng)
+        offered = PLAIN if rng.random() < 0.75 else offer(rng)
         messages = self._opening(rng)
         for _ in range(rng.choice((1, 1, 1, 2))):
             if offered.name:

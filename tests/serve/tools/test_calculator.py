@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phasewise.llm import LLM
 from phasewise.load import model_path
-from tests.serve.running import Server
+from tests.serve.running import ROOT, Server
 
 CALCULATOR: Any = {
     "type": "function",
@@ -144,3 +146,25 @@ def test_a_call_can_be_demanded(server: Server, choice: Any) -> None:
     )  # fmt: skip
     (call,) = answer.choices[0].message.tool_calls or []
     assert calculate(json.loads(call.function.arguments)["expression"]) == QUESTIONS[0][1]
+
+
+def test_what_the_page_shows_is_what_happens(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(import ast[^`]*)```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert found is not None and "http://127.0.0.1:8000" in found[1]
+    exec(found[1].replace("http://127.0.0.1:8000", server.url), {})
+    assert capsys.readouterr().out == found[2]
+
+
+def test_a_second_model_may_draft() -> None:
+    """The vocabulary is pocket's, so its draft is that of pocket-tools as well."""
+    texts = {}
+    for draft in ("draft_model", "none"):
+        llm = LLM("pocket-tools", **({} if draft == "none" else {"draft": draft}))
+        try:
+            output = llm.chat([{"role": "user", "content": QUESTIONS[0][0]}], max_tokens=60,
+                              variables={"tools": [CALCULATOR]})  # fmt: skip
+            texts[draft] = output.text
+        finally:
+            llm.close()
+    assert texts["draft_model"] == texts["none"] and "48213 * 977" in str(texts["none"])

@@ -31,7 +31,7 @@ OFFERS: dict[str, Callable[[Random], Offer]] = {
 UNCALLED = "calculator-idle"  # other questions, which need no tool
 ROWS = (*OFFERS, UNCALLED)
 CALL = re.compile(r"\s*<tool_call>\s*(\{.*\})\s*</tool_call>\s*", re.DOTALL)
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def _among(rng: Random) -> Offer:
