@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasewise.train import calculations
-from phasewise.train.calculations import NUMERAL, REWORDED, THREE, TWO, calculate, easy, problem
+from phasewise.train.calculations import NUMERAL, REWORDED, THREE, TWO, calculate, easy, longer, problem, reworded, two
 from phasewise.train.tasks import held_out
 
 
@@ -82,7 +82,7 @@ def test_numbers_of_evaluation_are_in_no_training_example() -> None:
         made = easy(Random(seed))
         assert not any(map(held_out, large(made.question)))
     for seed in range(200):
-        made = problem(Random(f"test {seed}"), evaluation=True, reworded=bool(seed % 2))
+        made = problem(Random(f"test {seed}"), True, (two, longer, reworded)[seed % 3])
         assert large(made.question) and all(map(held_out, large(made.question)))
         assert not large(made.question) & trained
 

@@ -44,7 +44,7 @@ def evaluate(
 
     [bold]Rows for models that were taught to call a calculator, as pocket-tools is[/]
 
-      calculator, calculator-reworded -renamed -among: sums; calculator-idle: other questions, with one at hand
+      calculator, calculator-longer -reworded -renamed -among: sums; calculator-idle: other questions, with one
 
     Answers are greedy, end at the model's end token, and are checked exactly. Nothing is cut to a model's context: a
     row beyond it is refused.

@@ -65,7 +65,6 @@ REWORDED: Wordings = (  # never trained on
     ("Tell me the product of {a} and {b}", "{a} * {b}"),
     ("What do you get when you multiply {a} by {b}?", "{a} * {b}"),
     ("Find {a} divided by {b}.", "{a} / {b}"),
-    ("Give me the sum of {a}, {b} and {c}", "{a} + {b} + {c}"),
 )
 WRITTEN = ("What is {e}?", "How much is {e}?", "Calculate {e}.", "Compute {e}", "{e} =", "{e} = ?", "{e}",
            "Evaluate {e}.", "What is the value of {e}?", "Can you calculate {e}?")  # fmt: skip
@@ -125,10 +124,31 @@ def easy(rng: Random) -> Problem:
             return _two(rng, numbers)
 
 
-def problem(rng: Random, evaluation: bool, reworded: bool = False) -> Problem:
-    """A question of the training or the evaluation part; `reworded`: in wordings that are in no training example."""
+def two(rng: Random) -> Problem:
+    """Two numbers, in a wording or as an expression."""
+    return _as_said(rng, _two(rng, _numbers(rng)))
+
+
+def longer(rng: Random) -> Problem:
+    """Three numbers."""
+    return _as_said(rng, _three(rng, _numbers(rng), rng.random() < 0.5))
+
+
+def reworded(rng: Random) -> Problem:
+    """Two numbers, in a wording that is in no training example."""
+    return _worded(rng, REWORDED, _numbers(rng))
+
+
+def mixed(rng: Random) -> Problem:
+    """What training draws from: mostly two numbers."""
+    numbers, kind = _numbers(rng), rng.random()
+    return _as_said(rng, _two(rng, numbers) if kind < 0.75 else _three(rng, numbers, kind < 0.87))
+
+
+def problem(rng: Random, evaluation: bool, draw: Callable[[Random], Problem] = mixed) -> Problem:
+    """A question that is drawn so, of the training or the evaluation part."""
     while True:
-        made = _drawn(rng, reworded)
+        made = draw(rng)
         asked = [n for n in NUMERAL.findall(made.question) if _apart(n)]
         if evaluation and not (asked and all(map(held_out, asked))):
             continue
@@ -147,18 +167,11 @@ def _apart(numeral: str) -> bool:
     return sum(map(str.isdigit, numeral)) >= TOLD_APART
 
 
-def _drawn(rng: Random, reworded: bool) -> Problem:
-    numbers = {name: _number(rng) for name in "abc"}
-    kind = rng.random()
-    if reworded:
-        return _worded(rng, REWORDED, numbers)
-    if kind < 0.75:
-        made = _two(rng, numbers)
-    elif kind < 0.87:
-        made = _worded(rng, THREE, numbers)
-    else:
-        signs = {name: rng.choice("+-*/") for name in "op"}
-        made = _written(rng, rng.choice(SHAPES).format(**numbers, **signs))
+def _numbers(rng: Random) -> dict[str, str]:
+    return {name: _number(rng) for name in "abc"}
+
+
+def _as_said(rng: Random, made: Problem) -> Problem:
     return Problem(_spoken(rng, made.question), made.expression)
 
 
@@ -166,6 +179,13 @@ def _two(rng: Random, numbers: Mapping[str, str]) -> Problem:
     if rng.random() < 0.5:
         return _worded(rng, TWO, numbers)
     return _written(rng, f"{numbers['a']} {rng.choice('+-*/')} {numbers['b']}")
+
+
+def _three(rng: Random, numbers: Mapping[str, str], worded: bool) -> Problem:
+    if worded:
+        return _worded(rng, THREE, numbers)
+    signs = {name: rng.choice("+-*/") for name in "op"}
+    return _written(rng, rng.choice(SHAPES).format(**numbers, **signs))
 
 
 def _worded(rng: Random, wordings: Wordings, numbers: Mapping[str, str]) -> Problem:

@@ -15,21 +15,13 @@ from typing import Any
 from phasewise.bench.quality import Measured, graded
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
-from phasewise.train.calculations import Problem, calculate, problem
+from phasewise.train.calculations import Problem, calculate, longer, problem, reworded, two
 from phasewise.train.tasks import Example, example
 from phasewise.train.toolbox import PLAIN, Offer, offer, renamed
 from phasewise.train.tooluse import call
 
 ROOM, ANSWER = 96, 32  # tokens of a call, of an answer
 IDLE = ("copy", "reverse", "json", "list")
-OFFERS: dict[str, Callable[[Random], Offer]] = {
-    "calculator": lambda rng: PLAIN,
-    "calculator-reworded": lambda rng: PLAIN,  # questions in wordings that were never trained on
-    "calculator-renamed": renamed,  # names of tool and parameter that were never trained on
-    "calculator-among": lambda rng: _among(rng),
-}
-UNCALLED = "calculator-idle"  # other questions, which need no tool
-ROWS = (*OFFERS, UNCALLED)
 CALL = re.compile(r"\s*<tool_call>\s*(\{.*\})\s*</tool_call>\s*", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -42,6 +34,21 @@ def _among(rng: Random) -> Offer:
             return made
 
 
+def _plain(rng: Random) -> Offer:
+    return PLAIN
+
+
+SUMS: dict[str, tuple[Callable[[Random], Problem], Callable[[Random], Offer]]] = {
+    "calculator": (two, _plain),
+    "calculator-longer": (longer, _plain),  # three numbers
+    "calculator-reworded": (reworded, _plain),  # in wordings that were never trained on
+    "calculator-renamed": (two, renamed),  # names of tool and parameter that were never trained on
+    "calculator-among": (two, _among),  # another tool beside it
+}
+UNCALLED = "calculator-idle"  # other questions, which need no tool
+ROWS = (*SUMS, UNCALLED)
+
+
 def measure(name: str, subject: Subject, examples: int, seed: int) -> Measured:
     """A row on `examples` examples drawn with `seed`. Raises UserError for a model that is shown no tools."""
     if subject.offer is None:
@@ -49,8 +56,9 @@ def measure(name: str, subject: Subject, examples: int, seed: int) -> Measured:
     rng = Random(f"{seed} {name}")
     if name == UNCALLED:
         return _idle(name, subject, [example(IDLE[i % len(IDLE)], rng, 96) for i in range(examples)])
-    asked = [problem(rng, True, name.endswith("reworded")) for _ in range(examples)]
-    offers = [OFFERS[name](rng) for _ in range(examples)]
+    draw, offered = SUMS[name]
+    asked = [problem(rng, True, draw) for _ in range(examples)]
+    offers = [offered(rng) for _ in range(examples)]
     talks: list[list[Mapping[str, Any]]] = [[{"role": "user", "content": one.question}] for one in asked]
     called = []
     for at, said in enumerate(_ask(subject, talks, offers, ROOM)):
