@@ -21,7 +21,7 @@ from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Pass
 from phasewise.train.pocket import export
-from phasewise.train.tooluse import Conversations
+from phasewise.train.tooluse import Batch, Conversations
 from phasewise.train.trainer import Loss, Recipe, Run, fit
 from tests import oracle
 from tests.train import tiny
@@ -57,7 +57,7 @@ def run(base: Path) -> tuple[Dense, Run[LowRank]]:
 
 
 def teach(twin: Dense, run: Run[LowRank], steps: Recipe, out: Path, saved: object = None) -> list[list[str]]:
-    def loss(stage: Stage, batch: tools.Batch) -> Loss:
+    def loss(stage: Stage, batch: Batch) -> Loss:
         return tools.tool_loss(twin, run.model, batch)
 
     fit(run, loss, Conversations(tiny.mixture()), steps, out, saved)  # type: ignore[arg-type]

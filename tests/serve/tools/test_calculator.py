@@ -150,7 +150,7 @@ def test_a_second_model_may_draft() -> None:
     """The vocabulary is pocket's, so its draft is that of pocket-tools as well."""
     texts = {}
     for draft in ("draft_model", "none"):
-        llm = LLM("pocket-tools", **({} if draft == "none" else {"draft": draft}))
+        llm = LLM("pocket-tools", draft=draft) if draft != "none" else LLM("pocket-tools")
         try:
             output = llm.chat([{"role": "user", "content": QUESTIONS[0][0]}], max_tokens=60,
                               variables={"tools": [CALCULATOR]})  # fmt: skip
