@@ -70,6 +70,7 @@ class Merged:
 
     def __init__(self, base: Directory, path: Path) -> None:
         self.tensors, self.path = base.tensors(), path
+        self.where = self.tensors.where
         config = parse_config(base.settings())
         self._parts: dict[str, tuple[str, int]] = {}  # a matrix -> what changes it, and from which row on
         for key, parts in layout(config).items():
@@ -86,10 +87,6 @@ class Merged:
             if key not in sizes or (b.shape[0], a.shape[1]) != sizes[key] or a.shape[0] != b.shape[1]:
                 raise WeightsError(f"{path}: {key} does not fit the model in {base.path}: {list(b.shape)} by "
                                    f"{list(a.shape)}, wanted {sizes.get(key, 'nothing')}.")  # fmt: skip
-
-    @property
-    def where(self) -> dict[str, Path]:
-        return self.tensors.where
 
     @property
     def directory(self) -> Path:
