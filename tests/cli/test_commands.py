@@ -10,9 +10,11 @@ import pytest
 
 import phasewise.serve.app
 import phasewise.train.pocket
+import phasewise.train.tools
 from phasewise.methods.draft.paced import Pacer
 from phasewise.request.params import SLO
 from phasewise.serve.guard.policy import Caps, Policy
+from phasewise.train.artefacts import Job
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -72,6 +74,17 @@ def test_train_passes_everything_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, t
     words = ("--size", "draft", "--tokens", 99, "--seed", 3, "--resume", "--batch-tokens", 512, "--validate-minutes", 2)
     said = cli("train", "pocket", "--out", tmp_path, *words)
     assert said.code == 0 and seen == [phasewise.train.pocket.Job(tmp_path, "draft", 99, 3, True, 512, 2.0)]
+    assert said.out.strip() == str(tmp_path / "model")
+
+
+def test_tools_are_taught_with_everything_that_was_said(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(phasewise.train.tools, "train", lambda job: seen.append(job) or tmp_path / "model")
+    (tmp_path / "checkpoint.pt").touch()
+    said = cli("train", "tools", "--out", tmp_path, "--model", "mine", "--tokens", 99, "--seed", 3, "--resume")
+    assert said.code == 0 and seen == [Job("mine", tmp_path, 99, 3, True)]
     assert said.out.strip() == str(tmp_path / "model")
 
 

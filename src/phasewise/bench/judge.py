@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from phasewise.bench import quality
 from phasewise.bench.drive import Bench
 from phasewise.bench.forced import Forced, forced_loss, write
 from phasewise.bench.quality import Measured, Row
-from phasewise.bench.rows import agreement, index
+from phasewise.bench.rows import agreement, calls, index
 from phasewise.bench.rows.agreement import AGREEMENT, NEW, Free
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
@@ -47,14 +48,16 @@ class Judge:
     def measure(self, task: str, examples: int, seed: int, tell: Tell, prompts: Path | None = None) -> list[Row]:
         """The rows of one task; `tell` is told how many examples are done.
 
-        Raises UserError naming what keeps the task from being measured: its length, a model without a chat template, a
-        decode method that has no loss, no file of `prompts`.
+        Raises UserError naming what keeps the task from being measured: its length, a model without a chat template or
+        one that shows no tools, a decode method that has no loss, no file of `prompts`.
         """
         index.known([task], prompts)
         subject = self._subject(task, tell)
         if task == AGREEMENT:
             assert prompts is not None
             self.found[task] = self._agreement(agreement.prompts(subject, prompts, Random(seed), examples), tell)
+        elif task in calls.ROWS:
+            self.found[task] = [calls.measure(task, subject, examples, seed)]
         elif task in index.GENERAL:
             self.found[task] = index.general(task, subject, examples, seed)
         else:
@@ -85,7 +88,12 @@ class Judge:
 
         begin = llm.tokenizer.encode("")
         text = quality.Text(encode, llm.tokenizer.decode, lambda messages: llm.encode_chat(messages), begin)
-        return Subject(generate, losses, text, llm.model.config.max_positions, bool(llm.template.names))
+
+        def offer(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+            return llm.encode_chat(messages, {"tools": list(tools)})
+
+        offers, chats = offer if llm.template.takes_tools else None, bool(llm.template.names)
+        return Subject(generate, losses, text, llm.model.config.max_positions, chats, offers)
 
     def _generated(self, task: str, subject: Subject, examples: int, seed: int, tell: Tell) -> list[Measured]:
         done = 0

@@ -42,6 +42,10 @@ def evaluate(
 
       copy reverse sort arithmetic json edit list second; recall and passkey @256 @1k @2k; "next line", code
 
+    [bold]Rows for models that were taught to call a calculator, as pocket-tools is[/]
+
+      calculator, calculator-longer -reworded -renamed -among: sums; calculator-idle: other questions, with one
+
     Answers are greedy, end at the model's end token, and are checked exactly. Nothing is cut to a model's context: a
     row beyond it is refused.
 

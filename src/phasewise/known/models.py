@@ -9,7 +9,7 @@ from phasewise.errors import UserError, near
 
 @dataclass(frozen=True)
 class Embedded:
-    """A checkpoint that ships with the package, in phasewise/pocket/FOLDER."""
+    """A checkpoint that ships with the package, in phasewise/pocket/FOLDER: whole, or low-rank weights for another."""
 
     name: str
     about: str
@@ -76,6 +76,8 @@ EMBEDDED = {
     for model in (
         Embedded("pocket", "A tiny Llama for trying things out; knows nothing of the world.", 7_344_384, "Apache-2.0",
                  "target"),
+        Embedded("pocket-tools", "pocket, taught to call a calculator where a request offers one.", 7_344_384,
+                 "Apache-2.0", "tools"),
         Embedded("pocket-draft", "A smaller one that drafts for pocket.", 1_573_824, "Apache-2.0", "draft"),
     )
 }  # fmt: skip

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.model.layout import layout
+from phasewise.model.fingerprint import fingerprint as fingerprint_of
 from phasewise.model.source import source
 from phasewise.version import __version__
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 FOLDER = "phasewise"  # beside a model's own files
 RANDOM = "random:"
-SAMPLES = 8  # numbers of each tensor that enter a fingerprint
-FACTS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "intermediate", "eps", "tied")
 
 
 @dataclass(frozen=True)
@@ -114,25 +112,13 @@ def save(path: Path, made: Artefact, tensors: Mapping[str, Tensor], base: str, c
 
 
 def fingerprint(model: Model) -> str:
-    """What tells a base model from others, 16 hexadecimal digits: of its sizes, and of each tensor in its files the
-    name, the shape and a few values.
-
-    The values are those of the files, as float32: neither the dtype the model was loaded in nor a copy of the files in
-    a wider dtype changes it. Training that touches every matrix does; a change of a few numbers may not.
-    """
+    """What tells a base model from others (`model.fingerprint`); computed once for the files as they are."""
     return _fingerprint(model.files.path, model.files.stamp(), model.config)
 
 
 @lru_cache(maxsize=16)
 def _fingerprint(path: Path, stamp: tuple[Any, ...], config: ModelConfig) -> str:
-    digest = hashlib.sha256(json.dumps({fact: getattr(config, fact) for fact in FACTS}).encode())
-    checkpoint = source(path).tensors()
-    for name, shape in sorted(part for parts in layout(config).values() for part in parts):
-        values = checkpoint.read(name).reshape(-1)
-        places = torch.arange(SAMPLES) * (values.numel() - 1) // (SAMPLES - 1)
-        digest.update(f"{name} {list(shape)}".encode())
-        digest.update(values[places].float().numpy().astype("<f4").tobytes())
-    return digest.hexdigest()[:16]
+    return fingerprint_of(config, source(path).tensors())
 
 
 def _shipped(name: str) -> list[Path]:

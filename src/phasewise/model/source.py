@@ -14,6 +14,7 @@ from phasewise.gguf.checkpoint import GGUFModel, shards
 from phasewise.model.directory import Directory
 from phasewise.model.hub import resolve
 from phasewise.model.raw import RawConfig
+from phasewise.model.tuned import FILE, Tuned
 from phasewise.model.weights import Tensors
 
 
@@ -84,9 +85,12 @@ def forget() -> None:
 
 
 def source(path: str | Path) -> Source:
-    """What is at a path: a directory in Hugging Face layout, a .gguf file; or the download of a hub id."""
+    """What is at a path: a directory in Hugging Face layout, one with low-rank weights for the model beside it, a
+    .gguf file; or the download of a hub id."""
     found = resolve(path)
-    return GGUF(found) if found.is_file() else Directory(found)
+    if found.is_file():
+        return GGUF(found)
+    return Tuned(found) if (found / FILE).is_file() else Directory(found)
 
 
 def copy_vocabulary(files: Source, target: Path) -> None:

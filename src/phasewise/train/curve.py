@@ -7,7 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-LINES = (("code_loss", "#3565a4", "library source"), ("task_loss", "#c8682c", "task replies"))
+LINES = (
+    ("code_loss", "#3565a4", "library source"),
+    ("task_loss", "#c8682c", "task replies"),
+    ("call_loss", "#c8682c", "what is said with tools"),
+    ("kept_loss", "#3565a4", "divergence from the base without"),
+)  # of which a log has some
 
 
 def read(path: Path) -> dict[str, list[float]]:
@@ -28,7 +33,7 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
 
 
 def draw(image: Path, logs: Sequence[Path]) -> None:
-    """Code and task loss over tokens, one panel per run, named by the folder of its log."""
+    """The losses over tokens, one panel per run, named by the folder of its log."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,7 +43,7 @@ def draw(image: Path, logs: Sequence[Path]) -> None:
     for panel, log in zip(panels[0], logs, strict=True):
         columns = read(log)
         millions = [tokens / 1e6 for tokens in columns["tokens"]]
-        for name, color, label in LINES:
+        for name, color, label in (line for line in LINES if line[0] in columns):
             panel.plot(millions, columns[name], color=color, alpha=0.2, linewidth=0.6)
             panel.plot(millions, smooth(columns[name]), color=color, label=label)
         panel.set(title=log.parent.name, xlabel="million tokens (padding included)")

@@ -74,13 +74,14 @@ class Mixture:
     def step(self, step: int, stage: Stage) -> tuple[list[Block], list[Block]]:
         """The step's source blocks and task blocks."""
         rng = Random(f"{self.seed} step {step}")
-        source = self._source(rng, stage.row, max(1, round(stage.step_tokens * stage.code / stage.row)))
+        source = self.source(rng, stage.row, max(1, round(stage.step_tokens * stage.code / stage.row)))
         long = self._conversations(rng, stage, long=True)
         short = self._conversations(rng, stage, long=False)
         stretched = [stretch(rng, block) for block in in_blocks(long, self.pad)]
         return [source], stretched + in_blocks(short, self.pad)
 
-    def _source(self, rng: Random, row: int, rows: int) -> Block:
+    def source(self, rng: Random, row: int, rows: int) -> Block:
+        """Rows of library source from anywhere in it, every token learned."""
         starts = [rng.randrange(len(self.stream) - row - 1) for _ in range(rows)]
         length = row + 1 - len(self.begin)
         taken = np.stack([np.append(self.begin, self.stream[start : start + length]) for start in starts])

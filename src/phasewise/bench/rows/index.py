@@ -8,6 +8,7 @@ from random import Random
 from phasewise.bench import quality
 from phasewise.bench.quality import Measured
 from phasewise.bench.rows.agreement import AGREEMENT
+from phasewise.bench.rows.calls import ROWS as CALLS
 from phasewise.bench.rows.english import LENGTHS, ROOM, passkey
 from phasewise.bench.rows.longtext import WINDOWS, long_loss
 from phasewise.bench.rows.subject import Subject
@@ -16,7 +17,7 @@ from phasewise.model.tokenizer import Tokenizer
 from phasewise.train.tokenizer import BEGIN, SPECIAL
 
 GENERAL = (*WINDOWS, *LENGTHS)
-EVERY = (*quality.ALL, *GENERAL, AGREEMENT)
+EVERY = (*quality.ALL, *CALLS, *GENERAL, AGREEMENT)
 
 
 def known(names: list[str], prompts: Path | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phasewise.bench.quality import Generate, Text
 
+Offer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]]
+"""The prompt for a conversation (messages) with tools."""
 Losses = Callable[[list[int], Sequence[range]], list[float]]
 """Mean cross-entropy in nats of each stretch of a text (token ids), each token given all those before it."""
 
@@ -20,6 +23,7 @@ class Subject:
     text: Text
     context: int  # tokens
     chats: bool = True  # whether it has a chat template; if not, `text.chat` raises
+    offer: Offer | None = None  # None: its template shows no tools
 
     def ask(self, question: str, answer: str) -> list[int]:
         """The prompt for a question; without a chat template it is a text that goes on with how an answer begins."""
