@@ -16,9 +16,13 @@ import openai
 import pytest
 
 from phasewise.errors import UserError
+from phasewise.request.params import Params
+from phasewise.serve.completions.answer import Order
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard import keys
+from phasewise.serve.guard.exchange import Exchange
 from phasewise.serve.guard.keys import KeyRing, credentials, new_key, read
+from phasewise.serve.guard.quota import Quota
 from tests.serve.running import PATIENCE, Server, launch
 from tests.serve.test_errors import COMPLETE, failure
 from tests.serve.tiny_chat import chat_checkpoint
@@ -35,8 +39,8 @@ def table(name: str, **fields: Any) -> str:
 
 
 FILE = (
-    table("root", metrics=True) + table("small", max_tokens=5) + table("busy", concurrent=1, requests_per_minute=10_000)
-    + table("thrifty", tokens_per_minute=40) + table("fast", models=["tiny@fast"])
+    table("root", metrics=True, priority=7) + table("small", max_tokens=5)
+    + table("busy", concurrent=1, requests_per_minute=10_000) + table("thrifty", tokens_per_minute=40) + table("fast", models=["tiny@fast"])
     + table("second", requests_per_minute=1)
 )  # fmt: skip
 
@@ -254,6 +258,14 @@ def test_credentials() -> None:
     assert found == {b"a"}
 
 
+def test_the_priority_of_a_key_and_of_its_requests(ring: Path) -> None:
+    quotas = {name: Quota(key, time.monotonic) for key in read(ring) for name in [key.name]}
+    order = Order([[1, 2]], Params(max_tokens=4, priority=3))
+    for name, priority in (("root", 10), ("small", 3)):
+        exchange = Exchange(lambda ended: None, quota=quotas[name])
+        assert exchange.within(order, 4, "prompt").params.priority == priority
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -272,6 +284,8 @@ def test_credentials() -> None:
         (table("alice", models="tiny"), "models must be a list"),
         (table("alice", models=["tine"]), "no model 'tine' here. Did you mean tiny?"),
         (table("alice", metrics=1), "metrics must be"),
+        (table("alice", priority=0.5), "priority = 0.5 is not a whole number from -1000 to 1000"),
+        (table("alice", priority=-1001), "priority = -1001 is not"),
         (table("alice", timeout=0), "timeout = 0 is not a positive number of seconds"),
         (table("alice") + "timeout = inf", "timeout = inf"),
         (table("alice").replace("alice", '"a\\nb"'), "is no name"),

@@ -197,7 +197,7 @@ class Engine:
         return request.departs or self._departs
 
     def _admit(self) -> None:
-        """First come first served: open KV for what a request will hold of its prompt, stop at the first that finds no
+        """The most important first: open KV for what a request will hold of its prompt, stop at the first that finds no
         room."""
         for request in list(self.waiting):
             if request.parent is not None and self._may_fork(request.parent):

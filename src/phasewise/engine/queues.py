@@ -1,4 +1,4 @@
-"""Who is where: every request of an engine is in exactly one list, each in order of arrival."""
+"""Who is where: every request of an engine is in exactly one list, each in order of importance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 class Queues:
     """`waiting` hold no KV, `running` hold theirs and share the steps, `departed` hold theirs until a placement takes
-    them away. First come is first served: the order of arrival is the priority."""
+    them away. The smaller `Params.priority` goes first; among equals, first come is first served."""
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.departed: list[Request] = []
-        self._rank: dict[Request, int] = {}
+        self._rank: dict[Request, tuple[int, int]] = {}
         self._ids: set[str] = set()
         self._next = 0
 
@@ -33,8 +33,8 @@ class Queues:
         """Whether some request of this id is here."""
         return request_id in self._ids
 
-    def rank(self, request: Request) -> int:
-        """Order of arrival; smaller is more important."""
+    def rank(self, request: Request) -> tuple[int, int]:
+        """Its priority, and the order of arrival; smaller is more important."""
         return self._rank[request]
 
     def ordered(self, works: Sequence[Work]) -> list[Work]:
@@ -42,11 +42,11 @@ class Queues:
         return sorted(works, key=lambda work: self._rank[work.job]) if len(works) > 1 else list(works)
 
     def join(self, request: Request, queue: list[Request]) -> None:
-        """A new request, the last in order."""
-        self._rank[request] = self._next
+        """A new request, the last of its priority."""
+        self._rank[request] = (request.params.priority, self._next)
         self._ids.add(request.id)
         self._next += 1
-        queue.append(request)
+        insort(queue, request, key=self.rank)
 
     def move(self, request: Request, queue: list[Request]) -> None:
         """From wherever it is to its place in `queue`."""

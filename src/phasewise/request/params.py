@@ -42,6 +42,7 @@ class Params:
     include_stop_str_in_output: bool = False  # the stop string, or the text of the token that ends, stays
     skip_special_tokens: bool = True  # False: they are part of the text
     truncate_prompt_tokens: int | None = None  # the prompt is cut to so many, its last ones
+    priority: int = 0  # of those that wait, and of those that make way for others, the smaller goes first
     greedy: bool = field(init=False, repr=False)
     penalised: bool = field(init=False, repr=False)
     """Whether logits are changed by penalties, a bias or a rule. Both are asked of every request in every step."""
@@ -114,6 +115,7 @@ _RANGES = (
     ("prompt_logprobs", Integral, 0, 1 << 30),
     ("scored_from", Integral, 1, 1 << 30),
     ("min_tokens", Integral, 0, 1 << 30),
+    ("priority", Integral, -1_000_000, 1_000_000),
     ("truncate_prompt_tokens", Integral, 1, 1 << 30),
 )
 _OPTIONAL = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")

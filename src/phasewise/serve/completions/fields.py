@@ -24,7 +24,7 @@ _BOTH: Harmless = {
     "length_penalty": (1.0,), "use_beam_search": (False,), "early_stopping": (False,),
     "spaces_between_special_tokens": (True,), "detokenize": (True,), "guided_whitespace_pattern": (),
     "guided_decoding_backend": ("auto",), "structural_tag": (), "typical_p": (1.0,), "mirostat": (0,),
-    "priority": (0,), "cache_salt": (), "kv_transfer_params": (), "vllm_xargs": ({},), "lora_path": (),
+    "cache_salt": (), "kv_transfer_params": (), "vllm_xargs": ({},), "lora_path": (),
     "repetition_detection": (),
 }  # fmt: skip
 COMPLETION_REFUSED: Harmless = {**_BOTH, "prompt_embeds": ()}

@@ -17,6 +17,7 @@ from phasewise.serve.tools import asked
 
 AS_MANY_AS_FIT = 1 << 30  # the engine cuts it to its context and its KV budget
 GREEDY_BELOW = 1e-5  # temperatures that float32 logits cannot be divided by
+MOST_PATIENT = 1000  # `priority`: nobody goes before others by asking, only after them
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 MOST_STOPS = 16
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside each token's own
@@ -70,6 +71,9 @@ class Ask(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=AS_MANY_AS_FIT)] | None = None
+    priority: Annotated[int, Field(ge=0, le=MOST_PATIENT, description="0 goes first, after the key's own")] | None = (
+        None
+    )
     exact: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="seconds within which the whole answer must be there; else it is cancelled, with an error"
@@ -184,6 +188,7 @@ class Ask(BaseModel):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.priority or 0,
             ask=structure and structure.ask,
         )
 

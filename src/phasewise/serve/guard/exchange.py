@@ -66,6 +66,8 @@ class Exchange:
             return order
         key = self.quota.key
         order = _capped(order, key.caps, f"the key {key.name!r}", (asked, param))
+        if key.priority:
+            order = replace(order, params=replace(order.params, priority=order.params.priority + key.priority))
         bounded = asked or key.caps.max_tokens or self.caps.max_tokens
         known = order.params.max_tokens if bounded else 0  # what has no bound is paid when it has ended
         tokens = self.ordered + len(order.prompts) * order.n * known

@@ -11,6 +11,7 @@ max_n = 4                       # answers of one request
 timeout = 60                    # seconds that a request may take
 models = ["smollm2@fast"]       # names as /v1/models lists them; without it, all
 metrics = true                  # may read /metrics
+priority = -10                  # its requests go before those of larger ones (0); each may ask to go later
 
 The keys themselves are nowhere: only their hashes are kept.
 """
@@ -43,7 +44,8 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 RATES = ("requests_per_minute", "tokens_per_minute", "concurrent")
 CAPS = ("max_prompt", "max_n", "max_tokens")
-FIELDS = ("sha256", "models", "metrics", "timeout", *RATES, *CAPS)
+FIRST_LAST = 1000  # a priority lies between this below and above 0
+FIELDS = ("sha256", "models", "metrics", "timeout", "priority", *RATES, *CAPS)
 
 
 def new_key() -> tuple[str, str]:
@@ -179,8 +181,13 @@ def _key(name: str, fields: Mapping[str, Any], models: Collection[str] | None) -
         raise UserError(f"key {name!r}: timeout = {timeout!r} is not a positive number of seconds")
     if not isinstance(fields.get("metrics", False), bool):
         raise UserError(f"key {name!r}: metrics must be true or false")
+    priority = fields.get("priority", 0)
+    if not (type(priority) is int and -FIRST_LAST <= priority <= FIRST_LAST):
+        raise UserError(
+            f"key {name!r}: priority = {priority!r} is not a whole number from {-FIRST_LAST} to {FIRST_LAST}"
+        )
     return Key(
         name, tuple(map(bytes.fromhex, digests)), **{field: fields.get(field) for field in RATES},
         caps=Caps(**{field: fields.get(field) for field in CAPS}, timeout=timeout),
-        models=None if allowed is None else tuple(allowed), metrics=fields.get("metrics", False),
+        models=None if allowed is None else tuple(allowed), metrics=fields.get("metrics", False), priority=priority,
     )  # fmt: skip

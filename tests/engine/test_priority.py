@@ -1,0 +1,45 @@
+"""Who goes first: the smaller priority among those that wait, and the last to make way for others."""
+
+from __future__ import annotations
+
+from phasewise.engine.invariants import check
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from tests import oracle, tiny
+
+ROW = tiny.engine().store.row_bytes
+
+
+def asked(prompt: list[int], priority: int, new: int = 4) -> Request:
+    return Request(prompt, Params(max_tokens=new, ignore_eos=True, priority=priority))
+
+
+def test_those_that_wait_are_taken_by_priority_and_then_as_they_came() -> None:
+    engine = tiny.engine(max_running=1)
+    requests = [asked([5 + i, 6], priority) for i, priority in enumerate((0, 3, 0, -2, 3, 0))]
+    ended: list[Request] = []
+    for request in requests:
+        engine.add(request)
+    while len(ended) < len(requests):
+        engine.step()
+        check(engine)
+        ended += [request for request in requests if request.left is not None and request not in ended]
+    assert [requests.index(request) for request in ended] == [3, 0, 2, 5, 1, 4]
+
+
+def test_the_least_important_makes_way_and_nobody_gets_other_tokens() -> None:
+    """Room for two of three: the one that came first is the one that goes."""
+    engine = tiny.engine(kv_bytes=5 * 64 * ROW)
+    requests = [asked([7 + i] * 40, priority, new=80) for i, priority in enumerate((5, 0, 0))]
+    waited: set[int] = set()
+    for request in requests:
+        engine.add(request)
+    for _ in range(1000):
+        if all(request.left is not None for request in requests):
+            break
+        engine.step()
+        check(engine)
+        waited |= {i for i, request in enumerate(requests) if request in engine.waiting and request.n_out}
+    assert waited == {0}
+    for request in requests:
+        assert request.out == oracle.greedy(tiny.model(), request.tokens[:40], 80)[0]
