@@ -38,11 +38,11 @@ def table(name: str, **fields: Any) -> str:
     return f"[keys.{name}]\nsha256 = '{digest}'\n{said}\n"
 
 
-FILE = (
-    table("root", metrics=True, priority=7) + table("small", max_tokens=5)
-    + table("busy", concurrent=1, requests_per_minute=10_000) + table("thrifty", tokens_per_minute=40) + table("fast", models=["tiny@fast"])
-    + table("second", requests_per_minute=1)
-)  # fmt: skip
+FILE = "".join((
+    table("root", metrics=True, priority=7), table("small", max_tokens=5),
+    table("busy", concurrent=1, requests_per_minute=10_000), table("thrifty", tokens_per_minute=40),
+    table("fast", models=["tiny@fast"]), table("second", requests_per_minute=1),
+))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
