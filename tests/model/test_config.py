@@ -54,6 +54,14 @@ def test_every_required_size_is_named_when_missing() -> None:
             fails(UserError, repr(key), "'8'", **{key: "8"})
 
 
+def test_sizes_and_numbers_that_no_model_has() -> None:
+    """Told before a table of such a size is made."""
+    for key in ("num_hidden_layers", "head_dim", "num_attention_heads"):
+        fails(UserError, repr(key), "more than any model has", **{key: 10**9})
+    for value in (float("nan"), float("inf")):
+        fails(UserError, "'rms_norm_eps'", "finite", rms_norm_eps=value)
+
+
 def test_no_key_value_heads_means_one_per_query_head() -> None:
     assert parse(num_key_value_heads=None).kv_heads == 4
     fails(UserError, "num_attention_heads 4", "num_key_value_heads 3", num_key_value_heads=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,29 @@ def test_a_truncated_file(checkpoint: Path) -> None:
 def test_a_corrupt_header(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+    fails(checkpoint, str(file), "truncated or corrupt")
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"data_offsets": [10**15, 10**15 + 4]},
+        {"data_offsets": [-8, 4]},
+        {"data_offsets": [0, 4]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"dtype": "X9"},
+    ],
+)
+def test_a_lying_header(checkpoint: Path, lie: dict[str, Any]) -> None:
+    file = checkpoint / "model.safetensors"
+    raw = file.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + size])
+    header["model.norm.weight"] |= lie
+    said = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(said)) + said + raw[8 + size :])
+    fails(checkpoint, str(file), "truncated or corrupt")
+    file.write_bytes(struct.pack("<Q", 10**18) + raw[8:])
     fails(checkpoint, str(file), "truncated or corrupt")
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from phasewise.errors import UserError
+
+MOST = {
+    "num_hidden_layers": 10_000, "head_dim": 1 << 16, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16,
+    "num_local_experts": 1 << 16, "num_experts": 1 << 16,
+}  # fmt: skip
+"""Beyond these, far from any model, tables are made before the weights can show that a file is wrong."""
 
 
 class RawConfig:
@@ -26,12 +33,14 @@ class RawConfig:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise UserError(f"{self.path}: {key!r} must be a positive whole number, got {value!r}.")
+        if value > MOST.get(key, value):
+            raise UserError(f"{self.path}: {key!r} is {value}, more than any model has ({MOST[key]:,} at most).")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"{self.path}: {key!r} must be a number, got {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UserError(f"{self.path}: {key!r} must be a finite number, got {value!r}.")
         return float(value)
 
     def mapping(self, key: str) -> dict[str, Any]:
