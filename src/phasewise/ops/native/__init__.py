@@ -114,9 +114,10 @@ def release_threads() -> None:
     """End the OpenMP threads that the calling thread keeps. While two threads of a process keep some, there are more of
     them than cores, and the runtime lets those that wait for one another sleep at every barrier of a step."""
     for path in _openmp():
-        runtime = ctypes.CDLL(path)
-        if hasattr(runtime, "omp_pause_resource_all"):
-            runtime.omp_pause_resource_all(1)
+        try:
+            ctypes.CDLL(path).omp_pause_resource_all(1)
+        except AttributeError:  # an older one
+            log.debug("%s keeps the threads of whoever has used them", path)
 
 
 def _openmp() -> list[str]:
