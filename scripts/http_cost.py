@@ -6,8 +6,8 @@
 A server of our own is started, and stopped at the end; servers of others must run, with the same checkpoint. All get
 the same prompts of 128 tokens from one client, which is that of `phasewise bench load`; `--draft none` unless the
 options say otherwise. Prints a Markdown table, medians over rounds (with their range): for each batch the tokens/s of
-decoding (batch / median time per token), of the burst (prompts of 16 to 512 tokens, answers of 8 to 128, all at once)
-the tokens/s in all, and the time to the first token of one request alone.
+decoding (batch / median time between two tokens), of the burst (prompts of 16 to 512 tokens, answers of 8 to 128, all
+at once) the tokens/s in all, and the time to the first token of one request alone.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def checked(served: list[Served], who: str) -> list[Served]:
 
 
 def per_token(served: Sequence[Served]) -> float:
-    """The median time per token, in seconds."""
-    return statistics.median(one.trace.tpot for one in served if one.trace.tpot is not None)
+    """The median time between two tokens of an answer, in seconds: prompts that share a step are no decoding."""
+    return statistics.median(gap for one in served for gap in one.trace.itl)
 
 
 def one_round(contenders: dict[str, Run], rng: Random, args: argparse.Namespace, figures: Figures) -> None:
