@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Brackets, Known, balanced, spaces, until
+from phasewise.serve.tools.scan import Brackets, Known, balanced, spaces, until, word
 
 FIRST, LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -34,7 +34,7 @@ def read(out: Out, known: Known) -> Steps:
             lead = held if out.calls > calls else lead + held
         elif mark == FIRST:
             gap, c = yield from spaces(c)
-            held, c = yield from _word(c, BEGIN)
+            held, c = yield from word(c, BEGIN)
             lead += gap + held
             if held == BEGIN:
                 calls = out.calls
@@ -47,14 +47,14 @@ def read(out: Out, known: Known) -> Steps:
 def _call(out: Out, c: str, known: Known) -> Read:
     """The name, perhaps after the word "function" and in front of a fence, and the object of arguments."""
     name, c = yield from _name(c)
-    held, c = yield from _word(c, SEP)
+    held, c = yield from word(c, SEP)
     said = name + held
     if held != SEP:
         return said, c
     if name == "function":
         name, c = yield from _name(c)
         gap, c = yield from spaces(c)
-        fence, c = yield from _word(c, FENCE + "json")
+        fence, c = yield from word(c, FENCE + "json")
         said += name + gap + fence
         if fence != FENCE + "json":
             return said, c
@@ -67,7 +67,7 @@ def _call(out: Out, c: str, known: Known) -> Read:
     if brackets.depth or not said.endswith("json"):
         return "", c
     gap, c = yield from spaces(c)
-    fence, c = yield from _word(c, FENCE)
+    fence, c = yield from word(c, FENCE)
     return ("" if fence == FENCE else gap + fence), c
 
 
@@ -77,12 +77,3 @@ def _name(c: str) -> Read:
         name += c
         c = yield
     return name, c
-
-
-def _word(c: str, word: str) -> Read:
-    """As much of a word as there is."""
-    held = ""
-    while c and held != word and word.startswith(held + c):
-        held += c
-        c = yield
-    return held, c

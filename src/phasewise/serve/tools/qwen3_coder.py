@@ -10,7 +10,7 @@ import json
 from collections.abc import Generator
 
 from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Known, spaces, until
+from phasewise.serve.tools.scan import Known, spaces, until, word
 
 OPEN, CLOSE, FUNCTION, END = "<tool_call>", "</tool_call>", "<function=", "</function>"
 PARAMETER, DONE = "<parameter=", "</parameter>"
@@ -39,7 +39,7 @@ def read(out: Out, known: Known) -> Steps:
         calls = out.calls
         if mark == OPEN:
             gap, c = yield from spaces(c)
-            held, c = yield from _word(c, FUNCTION)
+            held, c = yield from word(c, FUNCTION)
             lead += gap + held
             if held != FUNCTION:
                 continue
@@ -135,15 +135,6 @@ def _name(c: str) -> Read:
             return name, (yield)
         c = yield
     return name, c
-
-
-def _word(c: str, word: str) -> Read:
-    """As much of a word as there is."""
-    held = ""
-    while c and held != word and word.startswith(held + c):
-        held += c
-        c = yield
-    return held, c
 
 
 def _tag(c: str) -> Read:

@@ -183,3 +183,12 @@ def _whole(out: Out, held: str, known: Known) -> bool:
         return False
     out.call(name, json.dumps(arguments or {}, ensure_ascii=False))
     return True
+
+
+def word(c: str, wanted: str) -> Generator[None, str, tuple[str, str]]:
+    """As much of a word as there is, and the next character."""
+    held = ""
+    while c and held != wanted and wanted.startswith(held + c):
+        held += c
+        c = yield
+    return held, c
