@@ -184,9 +184,12 @@ def test_a_stream_is_the_text_in_pieces(llm: LLM) -> None:
 def test_leaving_a_stream_early_cancels_it(llm: LLM) -> None:
     for i, _ in enumerate(llm.stream("the", Params(max_tokens=1000, ignore_eos=True))):
         if i == 3:
+            assert len(llm.engine.running) == 1
             break
+    assert llm.engine.idle and not llm.engine.running
     unused = llm.stream("the", LONG)
     del unused
+    assert llm.engine.idle
 
 
 def test_streams_and_lists_may_share_the_engine(llm: LLM) -> None:

@@ -75,10 +75,13 @@ def test_without_a_limit_the_answer_may_fill_the_context(client: openai.OpenAI, 
 
 
 def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
-    client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=2, logprobs=False, tools=[], response_format={"type": "text"},
-        user="somebody", store=False, metadata={"a": "b"}, extra_body={"unheard_of": None, "top_k": -1},
+    plain = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=8, temperature=0)
+    asked = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=8, temperature=0, logprobs=False, tools=[],
+        response_format={"type": "text"}, user="somebody", store=False, metadata={"a": "b"},
+        extra_body={"unheard_of": None, "top_k": -1},
     )  # fmt: skip
+    assert asked.choices == plain.choices and asked.usage == plain.usage
 
 
 def test_a_model_without_a_template_says_so_and_still_completes(narrow: Server) -> None:

@@ -176,6 +176,7 @@ def test_workers_are_looked_after_with_nothing_to_run(monkeypatch: pytest.Monkey
         async with asyncio.timeout(10):
             while numbers.counters.steps < 3:
                 await asyncio.sleep(0.005)
+        assert not loop.live and not gone, "steps were made with nothing to run"
 
     run(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from phasewise.train.dense import Block, Dense, Shape
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Pass
-from phasewise.train.pocket import export
 from phasewise.train.tooluse import Batch, Conversations
 from phasewise.train.trainer import Loss, Recipe, Run, fit
 from tests import oracle
@@ -33,21 +33,10 @@ STAGES = tuple(Stage(until, 400, 700, code=0.2, long=0.0, copies=0.4, short=48) 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with its tokenizer; random, but every layer does something."""
-    torch.manual_seed(0)
-    model = Dense(SHAPE)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.normal_(parameter, std=0.1)
-    torch.nn.init.ones_(model.norm.weight)  # type: ignore[arg-type]
-    folder = tmp_path_factory.mktemp("base") / "model"
-    export(model, tiny.tokenizer(), folder)
-    return folder
+    return tiny.lively(SHAPE, tmp_path_factory.mktemp("base") / "model")
 
 
-def recipe(steps: int, checkpoint_seconds: float = 1e9) -> Recipe:
-    return Recipe(
-        steps * 700, STAGES, warmup_steps=2, decay=((0.5, 1.0), (1.0, 0.01)), checkpoint_seconds=checkpoint_seconds
-    )
+recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
 
 
 def run(base: Path) -> tuple[Dense, Run[LowRank]]:

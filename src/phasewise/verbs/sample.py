@@ -192,9 +192,9 @@ def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:
             for i, c in enumerate(contexts)
         ]
         tokens = dist.draw_all(us)
-    for token, context in zip(tokens, contexts):
-        if token == NOTHING:
-            raise nothing_left(context.request, len(context.path))
+    if NOTHING in tokens:
+        context = contexts[tokens.index(NOTHING)]
+        raise nothing_left(context.request, len(context.path))
     return tokens
 
 
