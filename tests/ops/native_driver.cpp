@@ -232,7 +232,7 @@ static void head_case(long outputs, long inputs, long rows, bool int8, double ca
   for (long i = 0; i < inputs; i++) norm.push_back((float)(1 + 0.3 * uniform()));
   std::vector<int64_t> best(rows, -1);
   float* to = logits.wide.data();
-  HeadCall call = {&layer.words, {norm.data(), 1e-5}, cap, x.half.data(), inputs, rows, int8, 2, to, nullptr};
+  HeadCall call = {&layer.words, {norm.data(), 1e-5}, cap, x.half.data(), inputs, rows, int8, 2, to, nullptr, nullptr};
   head(&call);
   Doubles want = plain_linear(layer, plain_norm(x.plain(), norm, 1e-5), rows);
   for (double& logit : want) logit = cap ? cap * tanh(logit / cap) : logit;

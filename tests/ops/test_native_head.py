@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from phasewise.ops import native
 from phasewise.ops.native import head, weights
 from phasewise.ops.native.head import Head
 from phasewise.ops.native.weights import Packed
+from phasewise.ops.sampling import allowed
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random
 from tests.ops.targets import HERE
@@ -152,6 +154,49 @@ def test_infinite_and_undefined_logits(int8: bool) -> None:
     bias = torch.full((333,), -INF)
     bias[130] = -1e4
     assert make(weight, bias, int8=int8).best(x) == [130] * 7
+
+
+def masked(chance: float, rows: int, outputs: int) -> tuple[list[Tensor | None], Tensor]:
+    """A mask for each row but every fifth, that lets so many outputs count, and the same as bool [rows, outputs]."""
+    counts = torch.rand(rows, outputs) < chance
+    counts[::5] = True
+    bits = np.packbits(F.pad(counts, (0, -outputs % 32)).numpy(), axis=1, bitorder="little").view(np.int32)
+    return [torch.from_numpy(bits[i]) if i % 5 else None for i in range(rows)], counts
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("chance", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.usefixtures("target")
+def test_the_best_that_a_mask_allows(chance: float, int8: bool) -> None:
+    """As of logits that are -inf elsewhere: of equal ones the first; -1 where nothing is left. The plain twin too."""
+    torch.manual_seed(3)
+    few = torch.randn(40, 64).bfloat16()
+    for outputs in (1, 31, 32, 33, 64, 65, 96, 97, 333, 1024):
+        weight = few[torch.randint(0, 40, (outputs,))]  # ties
+        bias = torch.zeros(outputs)
+        bias[torch.rand(outputs) < 0.1] = -INF
+        got, x = make(weight, bias, int8=int8), torch.randn(21, 64).bfloat16()
+        masks, counts = masked(chance, 21, outputs)
+        logits = got.logits(x)
+        left = logits.masked_fill(~counts, -INF)
+        none = (left == -INF).all(1) & torch.tensor([mask is not None for mask in masks])
+        want = left.argmax(1).masked_fill(none, -1).tolist()
+        assert got.best(x, masks) == want, outputs
+        assert allowed(logits.clone(), masks) == want, outputs
+        assert got.best(x) == logits.argmax(1).tolist(), "a call's masks are its own"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.usefixtures("target")
+def test_undefined_logits_under_a_mask(int8: bool) -> None:
+    bias = torch.zeros(333)
+    bias[10], bias[200] = INF, NAN
+    got, x = make(torch.zeros(333, 64).bfloat16(), bias, int8=int8), torch.randn(2, 64).bfloat16()
+    for among, want in ((range(333), 200), (range(200), 10), (range(11, 200), 11), ([5, 220, 200], 200)):
+        counts = torch.zeros(1, 352, dtype=torch.bool)
+        counts[0, list(among)] = True
+        bits = np.packbits(counts.numpy(), axis=1, bitorder="little").view(np.int32)
+        assert got.best(x, [torch.from_numpy(bits[0]), None]) == [want, 200]
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist, distribution
 from tests import tiny
+from tests.sample import structured
+from tests.serve.tiny_chat import chat_checkpoint
 
 GREEDY = tiny.greedy(12)
 OTHERS = {
@@ -37,9 +41,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["head"] += 1
         return head(model, x)
 
-    def count_best(model: Model, x: Tensor) -> Tensor:
+    def count_best(model: Model, x: Tensor, masks: Sequence[Tensor | None] = ()) -> list[int]:
         before, counts["best"] = counts["head"], counts["best"] + 1
-        out = best(model, x)
+        out = best(model, x, masks)
         counts["head"] = before  # where there is no native head, `best` is made of `head`
         return out
 
@@ -61,6 +65,22 @@ def test_a_greedy_step_writes_no_logits(verbs: dict[str, str], asked: Counter[st
     tiny.run(placed, tiny.prompts(9, 30), GREEDY)
     assert asked["best"] > 0 and asked["head"] == 0
     assert placed.counters.head_rows >= 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("verbs", VERBS, ids=str)
+def test_nor_does_one_under_a_grammar(dtype: torch.dtype, verbs: dict[str, str], asked: Counter[str]) -> None:
+    """Beside one that has none; the tokens are those that are found with logits."""
+    pytest.importorskip("llguidance")
+    many, each = structured.prompts(9, 30, 12), [structured.asking(), structured.asking(), GREEDY]
+    texts = []
+    for bias in ({}, {9: 0.0}):  # a bias that changes nothing, but needs logits
+        made = tiny.engine(verbs, of=Model.load(chat_checkpoint(), dtype=dtype))
+        requests = tiny.run(made, many, [replace(params, logit_bias=bias) for params in each])
+        texts.append(tiny.outs(requests))
+        assert structured.valid(requests[:2], structured.FLAT) == 2
+        assert (asked["best"] > 0 and asked["head"] == 0) == (not bias)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("verbs", VERBS, ids=str)

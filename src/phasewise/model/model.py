@@ -23,6 +23,7 @@ from phasewise.model.stacked import stacked
 from phasewise.model.weights import Weights
 from phasewise.ops.native.head import Head
 from phasewise.ops.native.stack import Stack, Turns
+from phasewise.ops.sampling import allowed
 
 
 class LayerContext(Counts, Protocol):
@@ -185,9 +186,12 @@ class Model:
         logits, cap = self.unembed(self.norm(x)).float(), self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def best(self, x: Tensor) -> list[int]:
-        """[R, d] -> [R], the most likely token per row: `head(x).argmax(-1)`, but logits need not be written."""
-        return self.head(x).argmax(-1).tolist() if self.whole_head is None else self.whole_head.best(x)
+    def best(self, x: Tensor, masks: Sequence[Tensor | None] = ()) -> list[int]:
+        """[R, d] -> [R], the most likely token per row: `head(x).argmax(-1)`, but logits need not be written.
+
+        `masks`: none, or one per row of the tokens that count (`sampling.barred`); -1 where that leaves none.
+        """
+        return allowed(self.head(x), masks) if self.whole_head is None else self.whole_head.best(x, masks)
 
     def rotate(self, layer: int, k: Tensor, delta: int | Tensor) -> Tensor:
         """Cached keys of one layer [..., D] moved by `delta` positions (int, or a tensor broadcasting over the

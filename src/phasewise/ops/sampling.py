@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+
+BYTES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
+ADDED = BYTES.astype(np.float32)  # to the logits of eight tokens, by the bits of a mask
 
 
 def largest(logits: Tensor) -> list[int]:
@@ -11,6 +17,24 @@ def largest(logits: Tensor) -> list[int]:
     if logits.device.type == "cpu":  # numpy's search takes a sixth of the time of torch's
         return list(logits.numpy().argmax(-1).tolist())
     return list(logits.argmax(-1).tolist())
+
+
+def barred(mask: Tensor, vocab: int) -> Tensor:
+    """What a mask adds to logits, float32 [vocab]: 0, or -inf where bit i of word j, int32 [vocab / 32], is not set:
+    token 32 j + i."""
+    return torch.from_numpy(ADDED[mask.numpy().view(np.uint8)].reshape(-1)[:vocab])
+
+
+def allowed(logits: Tensor, masks: Sequence[Tensor | None]) -> list[int]:
+    """The id of the largest of each row (overwritten) that its mask, if any, allows; -1 where none is above -inf."""
+    for row, mask in zip(logits, masks):
+        if mask is not None:
+            row += barred(mask, len(row)).to(row.device)
+    tops = largest(logits)
+    for i, mask in enumerate(masks):
+        if mask is not None and float(logits[i, tops[i]]) == float("-inf"):
+            tops[i] = -1
+    return tops
 
 
 def penalise(logits: Tensor, seen: Tensor, counts: Tensor, rules: Tensor) -> Tensor:

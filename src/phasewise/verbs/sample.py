@@ -133,6 +133,8 @@ class Sample(Protocol):
     Optional:
         greedy(contexts: Sequence[Context]) -> bool  -- each of these tokens is simply the one of the largest logit (of
             equal ones the first): it is then not called for them, and no logits are written
+        among(contexts: Sequence[Context]) -> Sequence[Tensor | None]  -- asked of such tokens: which of them count at
+            all, int32 [V / 32] for each (bit i of word j: token 32 j + i), None for all; empty where that is so of each
         ahead(contexts: Sequence[Context]) -> None  -- told, before the forward, of what it will be called for after it,
             as far as these requests ask for something (`Params.ask`): what takes time can be done meanwhile
         sure(request: Request) -> Sequence[int]  -- tokens that follow its text whatever the model says, none of which
@@ -150,15 +152,13 @@ class Sample(Protocol):
 
 def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> list[int]:
     """`draw(distribution(...))` in one."""
-    if _greedy(sample, contexts):
-        return model.best(x)
-    return draw(sample(model.head(x), contexts), contexts)
+    return draw(distribution(sample, model, x, contexts), contexts)
 
 
 def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
     """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
     if _greedy(sample, contexts):
-        return Dist(model.best(x), model.config.vocab)
+        return Dist(model.best(x, _among(sample, contexts)), model.config.vocab)
     return sample(model.head(x), contexts)
 
 
@@ -170,7 +170,7 @@ def distribution_shown(
     """
     raw = model.head(x)
     ids, raw = raw.topk(min(top, raw.shape[-1]), -1).indices, raw[: len(contexts)]
-    if _greedy(sample, contexts):
+    if _greedy(sample, contexts) and not _among(sample, contexts):
         return Dist(raw.argmax(-1).tolist(), model.config.vocab), raw if logits else None, ids
     if logits and hasattr(sample, "exclude"):
         sample.exclude(raw, contexts)
@@ -180,6 +180,11 @@ def distribution_shown(
 def _greedy(sample: Sample, contexts: Sequence[Context]) -> bool:
     greedy = getattr(sample, "greedy", None)
     return greedy is not None and greedy(contexts)
+
+
+def _among(sample: Sample, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
+    among = getattr(sample, "among", None)
+    return () if among is None else among(contexts)
 
 
 def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:

@@ -30,6 +30,10 @@ class Rest:
     def greedy(self, contexts: Sequence[Context]) -> bool:
         return hasattr(self.sample, "greedy") and bool(self.sample.greedy(contexts))
 
+    def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
+        masks: Sequence[Tensor | None] = self.sample.among(contexts) if hasattr(self.sample, "among") else ()
+        return masks
+
     def ahead(self, contexts: Sequence[Context]) -> None:
         if hasattr(self.sample, "ahead"):
             self.sample.ahead(contexts)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, gramma
 from phasewise.methods.sample._rest import Rest
 from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, words_of
+from phasewise.ops.sampling import barred
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.speculation.companion import common
@@ -29,8 +30,6 @@ from phasewise.verbs.sample import Context, Dist
 log = logging.getLogger(__name__)
 NAME = "grammar"
 Path = tuple[int, ...]
-BYTES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
-ADDED = BYTES.astype(np.float32)  # to the logits of eight tokens, by the bits of a mask
 
 
 @dataclass(frozen=True)
@@ -110,15 +109,19 @@ class Line:
             self.masks[path] = self._mask(stops, first=not path and self.upto == self.first) if self._go(path) else None
         return self.masks[path]
 
+    def counts(self, path: Path, stops: Sequence[int]) -> Tensor | None:
+        """A mask as int32 [V / 32]. Raises Unanswerable where it forbids all."""
+        mask = self.mask(path, stops)
+        if mask is not None and not mask.any():
+            after = self.upto - self.first + len(path)
+            raise Unanswerable(f"the grammar leaves no token after {after} tokens: the vocabulary lacks it")
+        return None if mask is None else torch.from_numpy(mask)
+
     def add(self, path: Path, stops: Sequence[int]) -> Tensor | None:
         """A mask as what is added to logits, float32 [V]: 0, or -inf. Raises Unanswerable where it forbids all."""
         if path not in self.added:
-            mask = self.mask(path, stops)
-            if mask is not None and not mask.any():
-                after = self.upto - self.first + len(path)
-                raise Unanswerable(f"the grammar leaves no token after {after} tokens: the vocabulary lacks it")
-            row = None if mask is None else ADDED[mask.view(np.uint8)].reshape(-1)[: self.words.vocab]
-            self.added[path] = None if row is None else torch.from_numpy(row)
+            counts = self.counts(path, stops)
+            self.added[path] = None if counts is None else barred(counts, self.words.vocab)
         return self.added[path]
 
     def _mask(self, stops: Sequence[int], first: bool) -> Bits:
@@ -152,6 +155,9 @@ class Line:
         if kept < len(self._below):
             self._matcher.rollback(len(self._below) - kept)
             self._below = self._below[:kept]
+
+
+How = Callable[[Line, Path, Sequence[int]], Tensor | None]
 
 
 class _Grammar:
@@ -188,7 +194,15 @@ class _Grammar:
 
     # ---- every step
     def greedy(self, contexts: Sequence[Context]) -> bool:
-        return all(context.request.params.ask is None for context in contexts) and self.rest.greedy(contexts)
+        return self.rest.greedy(contexts)
+
+    def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
+        self._wait()
+        asked = [_asked(context.request.params) for context in contexts]
+        if not any(asked):
+            return self.rest.among(contexts)
+        masks = [self._of(Line.counts, context) if mine else None for mine, context in zip(asked, contexts)]
+        return [_both(*pair) for pair in zip_longest(masks, self.rest.among(contexts))]
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         self._exclude(logits, contexts)
@@ -198,13 +212,14 @@ class _Grammar:
         """Masks are filled in a thread while the model computes."""
         self._wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "masks")
-        self._beside = self._pool.submit(self._fill, [c for c in contexts if _asked(c.request.params)])
+        how = Line.counts if self.rest.greedy(contexts) else Line.add
+        self._beside = self._pool.submit(self._fill, how, [c for c in contexts if _asked(c.request.params)])
         self.rest.ahead(contexts)
 
-    def _fill(self, contexts: Sequence[Context]) -> None:
+    def _fill(self, how: How, contexts: Sequence[Context]) -> None:
         for context in contexts:
             try:
-                self._add(context)
+                self._of(how, context)
             except (RuntimeError, UserError):
                 log.debug("the mask of %s is left for later, when the request fails", context.request)
 
@@ -228,17 +243,17 @@ class _Grammar:
         self._wait()
         for row, context in enumerate(contexts):
             if _asked(context.request.params):
-                added = self._add(context)
+                added = self._of(Line.add, context)
                 if added is not None:
                     logits[row] += added.to(logits.device)
 
-    def _add(self, context: Context) -> Tensor | None:
-        """What its grammar adds to a row of logits. Raises Unanswerable where the text cannot go on."""
+    def _of(self, how: How, context: Context) -> Tensor | None:
+        """The mask of a row, as its line has it. Raises Unanswerable where the text cannot go on."""
         request = context.request
         line = self._line(request)
         certain = line.certain(context.path, request.params)
         try:
-            return line.add(context.path, _stops(request.params, line.words))
+            return how(line, context.path, _stops(request.params, line.words))
         except Unanswerable:
             request.state.pop(NAME, None)  # read anew, should it be asked for again
             if certain:
@@ -253,6 +268,10 @@ class _Grammar:
             line = request.state[NAME] = Line(compiled, self._grammars.words, request.prompt_len)
         line.roll(request)
         return line
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one & other if one is not None and other is not None else other if one is None else one
 
 
 def _asked(params: Params) -> bool:

@@ -82,7 +82,7 @@ class _Momentum:
     def __init__(self, knobs: Momentum, rest: Rest) -> None:
         self.k, self.alpha, self.rest = knobs.k, knobs.alpha, rest
         self.asks, self.check, self.exclude = rest.asks, rest.check, rest.exclude
-        self.ahead, self.sure = rest.ahead, rest.sure
+        self.ahead, self.among, self.sure = rest.ahead, rest.among, rest.sure
 
     def greedy(self, contexts: Sequence[Context]) -> bool:
         return self.alpha == 0 and self.rest.greedy(contexts)

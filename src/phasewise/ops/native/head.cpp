@@ -22,8 +22,11 @@ API void head(const HeadCall* call) {
   bf16* x = (bf16*)room;
   product.x.data = x;
   if (!call->logits) {
-    product.best = (Best*)(room + normed);  // where all outputs are -inf, the first is the largest
-    for (long i = 0; i < threads * rows; i++) product.best[i] = {-INFINITY, 0};
+    product.best = (Best*)(room + normed);
+    for (long i = 0; i < threads * rows; i++) {
+      const uint32_t* mask = call->masks ? call->masks[i % rows] : nullptr;
+      product.best[i] = {-INFINITY, mask ? -1 : 0, mask};  // where all outputs are -inf, the first is the largest
+    }
   }
   Shares shares(panels(w.outputs), threads);
   together(threads, [&](int thread, int all) {

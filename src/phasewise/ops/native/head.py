@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,10 +37,15 @@ class Head:
         self._call(self._ready(x), out.data_ptr(), 0)
         return out
 
-    def best(self, x: Tensor) -> list[int]:
-        """Index of the largest logit per row, [T]: `logits(x).argmax(-1)`, without any logits in memory."""
+    def best(self, x: Tensor, masks: Sequence[Tensor | None] = ()) -> list[int]:
+        """Index of the largest logit per row, [T]: `logits(x).argmax(-1)`, without any logits in memory.
+
+        `masks`, none or one per row: int32 [V / 32], of which bit i of word j says that output 32 j + i counts. -1
+        where that leaves nothing above -inf.
+        """
         ready = self._ready(x)
-        self._call(ready, 0, ready.best_at)
+        each = array("q", [0 if mask is None else mask.data_ptr() for mask in masks])
+        self._call(ready, 0, ready.best_at, each.buffer_info()[0] if masks else 0)
         return ready.best.tolist()
 
     def _ready(self, x: Tensor) -> _Ready:
@@ -50,14 +56,14 @@ class Head:
         self._last = ready = _Ready(x if x.stride(1) == 1 else x.contiguous(), self.weights, self._fixed)
         return ready
 
-    def _call(self, ready: _Ready, logits: int, best: int) -> None:
+    def _call(self, ready: _Ready, logits: int, best: int, masks: int = 0) -> None:
         call = ready.call
-        call[-2], call[-1] = logits, best
+        call[-3], call[-2], call[-1] = logits, best, masks
         self._run(ready.address)
 
 
 class _Ready:
-    """A call for rows whose numbers are contiguous, but for its last two words; and room for the largest logits."""
+    """A call for rows whose numbers are contiguous, but for its last three words; and room for the largest logits."""
 
     __slots__ = ("address", "best", "best_at", "call", "rows")
 
@@ -67,5 +73,5 @@ class _Ready:
         self.rows, self.best = rows, array("q", bytes(8 * count))
         self.best_at = self.best.buffer_info()[0]
         threads = torch.get_num_threads()
-        self.call = array("q", (*fixed, rows.data_ptr(), rows.stride(0), count, weights.int8, threads, 0, 0))
+        self.call = array("q", (*fixed, rows.data_ptr(), rows.stride(0), count, weights.int8, threads, 0, 0, 0))
         self.address = self.call.buffer_info()[0]

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 19;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 20;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -30,6 +30,7 @@ struct Weights {        // of one linear layer, made by `linear_pack` or `linear
 struct Best {  // the largest output of a row so far: of equal ones the first; the first NaN is larger than all
   float value;
   int64_t index;
+  const uint32_t* mask;  // bit i of word j: output 32 j + i counts; null: all do
 };
 
 struct LinearCall {  // y = x W^T + bias + add
@@ -219,5 +220,6 @@ struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the i
   int64_t x_row;      // strides count elements
   int64_t rows, int8, threads;
   float* logits;  // [rows, outputs] or null
-  int64_t* best;  // [rows], where there are no logits
+  int64_t* best;  // [rows], where there are no logits; -1 where a mask leaves none that is more than -inf
+  const uint32_t* const* masks;  // [rows], each as in Best; null: none
 };

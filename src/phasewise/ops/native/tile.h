@@ -153,6 +153,12 @@ void multiply(const int32_t* packed, long outputs, long words, const typename Op
 // The largest of `count` outputs from `column` on, if none before it was as large.
 inline void keep(Best& best, long column, long count, const F* values) {
   if (best.value != best.value) return;
+  uint64_t counts = ~0ull;
+  if (best.mask) {
+    const uint32_t* words = best.mask + column / 32;
+    counts = words[0] | (count > 32 ? (uint64_t)words[1] << 32 : 0);
+    if (!counts) return;
+  }
   if (count == WIDTH) {  // mostly there is none
     I larger = {};
     for (int j = 0; j < WIDTH / LANES; j++) larger |= ~(values[j] <= best.value);
@@ -160,8 +166,9 @@ inline void keep(Best& best, long column, long count, const F* values) {
   }
   const float* v = (const float*)values;
   for (long i = 0; i < count; i++) {
-    if (v[i] <= best.value) continue;
-    best = {v[i], column + i};
+    if (v[i] <= best.value || !(counts >> i & 1)) continue;
+    best.value = v[i];
+    best.index = column + i;
     if (v[i] != v[i]) return;
   }
 }
