@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.bench.goodput import Point, Target, draw, goodput, sweep, table
+from phasewise.bench.goodput import FAR, Point, Target, bisect, draw, goodput, sweep, table
 from phasewise.bench.latency import Served
 from phasewise.errors import UserError
 from phasewise.request.params import SLO
@@ -52,6 +52,42 @@ def test_a_sweep_stops_when_it_is_hopeless() -> None:
     header, rows = table(points, targets)
     assert len(header) == 3 and rows[0][0] == "a"
     assert float(rows[0][1]) == pytest.approx(0.5 + 0.5 * 0.1 / 0.5)
+
+
+class Machine:
+    """Serves each target up to a rate of its own, and remembers what it was asked for."""
+
+    def __init__(self, **most: float) -> None:
+        self.most, self.tried = most, list[float]()
+
+    def __call__(self, rate: float) -> Sequence[Served]:
+        self.tried.append(rate)
+        return [served(0.1 if rate <= self.most["tight"] else 0.5 if rate <= self.most["loose"] else 5.0)] * 20
+
+
+@pytest.mark.parametrize("between", [(1.0, 4.0), (0.1, 0.2), (40.0, 80.0)])
+@pytest.mark.parametrize("precision", [0.02, 0.1])
+def test_bisection_pins_every_target_down(between: tuple[float, float], precision: float) -> None:
+    """Wherever one begins; no rate is tried twice, and as many as halving takes."""
+    targets, machine = [Target("tight", SLO(0.2, 0.1)), Target("loose", SLO(1.0, 0.1))], Machine(tight=1.7, loose=2.9)
+    points = list(bisect("a", between, targets, machine, precision))
+    assert len(set(machine.tried)) == len(machine.tried) == len(points) < 30
+    for target, most in zip(targets, (1.7, 2.9)):
+        shares = sorted((point.rate, point.share(target.slo)) for point in points)
+        held, missed = max(r for r, s in shares if s >= 0.9), min(r for r, s in shares if s < 0.9)
+        assert held <= most < missed <= (1 + precision) * held
+        assert goodput(shares)[0] == pytest.approx(most, rel=precision)
+    row = table(points[::-1], targets)[1][0]
+    assert [float(cell) for cell in row[1:]] == pytest.approx([1.7, 2.9], rel=precision + 0.01)
+
+
+def test_bisection_ends_where_nothing_or_everything_holds() -> None:
+    targets, machine = [Target("tight", SLO(0.2, 0.1))], Machine(tight=0.0, loose=0.0)
+    points = list(bisect("a", (1.0, 2.0), targets, machine, 0.1))
+    assert min(machine.tried) == 1 / FAR and table(points, targets)[1] == [["a", "0.00"]]
+    machine = Machine(tight=1e9, loose=1e9)
+    points = list(bisect("a", (1.0, 2.0), targets, machine, 0.1))
+    assert max(machine.tried) == 2.0 * FAR and table(points, targets)[1] == [["a", f"at least {2 * FAR:.2f}"]]
 
 
 @pytest.mark.parametrize("text", ["tight", "tight=5", "tight=a/b", "=5/6", "x=0/5", "x=5/-1", "x=nan/1"])

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import itertools
+import statistics
+
 import pytest
 
-from phasewise.bench.rounds import agreement, median, order, ratio
+from phasewise.bench.rounds import agreement, interval, median, order, ratio
 
 
 def test_every_round_begins_with_another_contender() -> None:
@@ -29,3 +32,13 @@ def test_agreement_counts_tokens_before_the_first_difference() -> None:
     assert agreement([[1, 2, 9, 4], [5, 6]], [[1, 2, 3, 4], [5, 6]]) == pytest.approx(4 / 6)
     assert agreement([[1, 2]], [[1, 2, 3, 4]]) == 0.5
     assert agreement([], []) == 1.0
+
+
+def test_an_interval_is_that_of_all_resamples() -> None:
+    """Of four rounds all 4^4 resamples can be counted; with as many drawn as there are, the quantiles are theirs."""
+    each = [0.5, 1.0, 2.0, 4.0]
+    medians = sorted(statistics.median(drawn) for drawn in itertools.product(each, repeat=4))
+    found = interval(dict(enumerate(each)), dict.fromkeys(range(4), 1.0))
+    assert found == (medians[int(0.025 * 256)], medians[int(0.975 * 256)]) == (0.5, 4.0)
+    assert interval({0: 2.0, 1: 4.0, 2: 8.0}, {0: 1.0, 1: 2.0, 2: 4.0}) == (2.0, 2.0)
+    assert interval({0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.0, 1: 2.0}) is None, "two rounds say nothing of a spread"

@@ -53,6 +53,10 @@ def refused(cli: Cli, *words: object) -> str:
         ("bench methods evict", "not a setting"),
         ("bench compare --peer vlm", "unknown peer"),
         ("bench compare --tests decod1", "decodeB"),
+        ("bench compare default", "nothing to be compared with"),
+        ("bench compare default http://127.0.0.1:1 --requests 1", "no OpenAI-compatible server answers at http://127"),
+        ("bench goodput draft=paced --rates 1 --precision 0.1", "two rates to begin with"),
+        ("bench goodput draft=paced --rates 1,2 --precision 9", "between 0.01 and 1"),
     ],
 )
 def test_mistakes_are_named_in_one_line(cli: Cli, words: str, says: str) -> None:

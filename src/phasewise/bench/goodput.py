@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from phasewise.errors import UserError
 from phasewise.request.params import SLO
 
 SHARE = 0.9  # of the requests; what fails counts as missed
+FAR = 64  # times as high, or as low, as the rates one begins with
 HOPELESS = 0.2  # no higher rate is tried once fewer requests than this meet even the loosest targets
 
 
@@ -92,13 +94,51 @@ def sweep(
             return
 
 
+def bisect(
+    contender: str,
+    between: tuple[float, float],
+    targets: Sequence[Target],
+    measure: Callable[[float], Sequence[Served]],
+    precision: float,
+) -> Iterator[Point]:
+    """Points that pin down, for each target, the highest rate that still holds: to within a share of `precision`.
+
+    Begins with the two rates `between`, and goes on to twice or half of them, up to FAR times, where a target holds at
+    both or at neither. A rate that has been measured is not measured again.
+    """
+    shares: dict[float, dict[str, float]] = {}
+
+    def holds(rate: float, target: Target) -> Iterator[Point]:
+        if rate not in shares:
+            point = Point(contender, rate, measure(rate))
+            shares[rate] = {each.name: point.share(each.slo) for each in targets}
+            yield point
+
+    for target in targets:
+        low, high = between
+        yield from holds(low, target)
+        while shares[low][target.name] < SHARE and low * FAR > between[0]:
+            high, low = low, low / 2
+            yield from holds(low, target)
+        if shares[low][target.name] < SHARE:
+            continue
+        yield from holds(high, target)
+        while shares[high][target.name] >= SHARE and high < FAR * between[1]:
+            low, high = high, high * 2
+            yield from holds(high, target)
+        while shares[high][target.name] < SHARE and high > (1 + precision) * low:
+            middle = math.sqrt(low * high)
+            yield from holds(middle, target)
+            low, high = (middle, high) if shares[middle][target.name] >= SHARE else (low, middle)
+
+
 def table(points: Sequence[Point], targets: Sequence[Target]) -> tuple[list[str], list[list[str]]]:
     """Goodput per contender and target, requests/s."""
     rows = []
     for contender in dict.fromkeys(point.contender for point in points):
         row = [contender]
         for target in targets:
-            mine = [(point.rate, point.share(target.slo)) for point in points if point.contender == contender]
+            mine = sorted((p.rate, p.share(target.slo)) for p in points if p.contender == contender)
             value, more = goodput(mine)
             row.append(f"{'at least ' if more else ''}{value:.2f}")
         rows.append(row)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from phasewise.cli import drafting, goodput, savers, schemas, show, versus
+from phasewise.cli import drafting, goodput, loading, savers, schemas, show, versus
 from phasewise.cli.asked import ASKED, TARGETS, Asked, Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
-if TYPE_CHECKING:
-    from phasewise.bench.workloads import Shot
-
 app = typer.Typer(no_args_is_help=True)
-FOREIGN = (1000, 4096)  # vocabulary and context assumed of a server whose checkpoint is not known
 
 
 @app.callback()
@@ -79,16 +75,13 @@ def load(
     engine.check()
     if url is not None and (made := replace(engine, model=DEFAULTS.model).arguments()):
         raise UserError(f"the server at {url} is already made: leave {made[0]} out, or leave --url out")
-    try:
-        from phasewise.bench.load import measure
-    except ImportError as error:
-        raise UserError("the load client needs httptools and uvloop: pip install 'phasewise[bench]'") from error
     from phasewise.bench.latency import summary
     from phasewise.bench.server import serving
 
     if rate is None and not asked.workload.startswith("trace"):
         rate = 1.0
-    shots = _shots(asked, engine, rate, foreign=url is not None)
+    measure, (vocab, context) = loading.client(), loading.vocabulary(engine, foreign=url is not None)
+    shots = asked.shots(asked.source(engine.model, vocab), context, rate)
     with ExitStack() as stack:
         address = url
         if address is None:
@@ -105,16 +98,6 @@ def load(
     if result.late > 0.1:
         print(f"note: the client was up to {result.late:.2f} s late; latencies count from when a request was due")
     show.record(asked.out, "load", engine, [{**numbers, "rate": rate, "late_s": result.late, "url": url}])
-
-
-def _shots(asked: Asked, engine: EngineOptions, rate: float | None, foreign: bool) -> list[Shot]:
-    from phasewise.load import config_of
-
-    vocab, context = FOREIGN
-    if not foreign:
-        config = config_of(engine.model)
-        vocab, context = config.vocab, config.max_positions
-    return asked.shots(asked.source(engine.model, vocab), context, rate)
 
 
 app.command("methods")(versus.methods)

@@ -12,6 +12,7 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import ASKED, Asked
+from phasewise.cli.loading import client
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError
@@ -29,6 +30,12 @@ def goodput(
         list[str], typer.Argument(metavar="VERB=METHOD...", help="Contenders; one argument may set several verbs.")
     ],
     rates: Annotated[str, typer.Option(metavar="R,...", help="Requests/s to try, rising.")] = "0.5,1,2,4",
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Bisect, from the lowest and highest of --rates, to within such a share: 0.1."
+        ),
+    ] = None,
     slo: Annotated[
         list[str] | None, typer.Option(metavar="NAME=TTFT/TPOT", help="Targets in milliseconds; may be repeated.")
     ] = None,
@@ -41,24 +48,31 @@ def goodput(
     Every setting gets a server of its own and the same requests, over HTTP and without waiting for answers. Lengths are
     those of the same requests at each rate, prompts are new. Needs a quiet machine.
 
+    With --precision rates are bisected, and go beyond --rates where they must;
+    an answer is as sure as 90 % of --requests requests are: 100 or more, then.
+
     [bold]Examples[/]
 
       phasewise bench goodput schedule=sarathi schedule=prefill_first --rates 1,2,3 --slo tight=300/50
       phasewise bench goodput schedule=sarathi place=disaggregated --slo a=500/60 --slo b=2000/200
+      phasewise bench goodput schedule=sarathi --rates 1,4 --precision 0.1 --requests 100
       phasewise bench goodput schedule=sarathi schedule=layered --out g.jsonl --plot g.png
     """
     engine.check()
     if plot is not None and asked.out is None:
         raise UserError("--plot draws what --out holds: give both")
-    from phasewise.bench.goodput import Point, Target, draw, sweep, table
-    from phasewise.bench.load import measure
+    from phasewise.bench.goodput import Point, Target, bisect, draw, sweep, table
     from phasewise.bench.server import Handoffs, serving
     from phasewise.bench.settings import Setting
     from phasewise.load import config_of
 
     contenders = [Setting.parse(text) for text in settings]
     targets = [Target.parse(text) for text in slo or ["tight=500/100", "relaxed=2000/300"]]
-    steps = _rates(rates)
+    steps, measure = _rates(rates), client()
+    if precision is not None and not (0.01 <= precision <= 1 and len(steps) > 1):
+        raise UserError(
+            f"precision={precision:g} must lie between 0.01 and 1, and --rates name two rates to begin with"
+        )
     config = config_of(engine.model)
     points: list[Point] = []
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
@@ -73,7 +87,11 @@ def goodput(
 
                 load(steps[-1], most=WARM)
                 moves = Handoffs(url)
-                for point in sweep(contender.name, steps, targets, load):
+                if precision is None:
+                    found = sweep(contender.name, steps, targets, load)
+                else:
+                    found = bisect(contender.name, (steps[0], steps[-1]), targets, load, precision)
+                for point in found:
                     points.append(point)
                     about = {"workload": asked.workload, "targets": {t.name: str(t).partition(" ")[2] for t in targets}}
                     show.record(asked.out, "goodput", engine, [point.row(targets) | moves.row() | about])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import ASKED, TESTS, Asked, Tests
+from phasewise.cli.loading import client, vocabulary
 from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import counting, working
 
@@ -69,23 +72,77 @@ def methods(
 
 @spread
 def compare(
-    peer: Annotated[str, typer.Option(help="The other engine: transformers.")] = "transformers",
+    contenders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[default|VERB=METHOD...|[NAME=]http://HOST:PORT]...", help="Two or more, over HTTP."),
+    ] = None,
+    peer: Annotated[str, typer.Option(help="Without contenders: the other engine, transformers.")] = "transformers",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="PER_S", help="Of contenders: mean rate of arrivals. Default: all at once.")
+    ] = None,
+    asked: Asked = ASKED,
     tests: Tests = TESTS,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """phasewise beside another engine: the same checkpoint, prompts and type, each in a fresh process every round.
+    """Recipes and servers side by side over HTTP; or, without contenders, phasewise beside another engine.
 
-    Needs a quiet machine: only ratios of one run mean anything. Prefix caches are off and no prompt comes twice.
-    The table is Markdown when it is piped.
+    A contender is a recipe, for which a server is started (default: every
+    verb's own default, and no drafts), or any OpenAI-compatible server that
+    runs already. Every round asks the same of each, in rotating order; the
+    others are held against the first: medians of paired ratios, and 95 %
+    intervals by bootstrap over the rounds. Answers are not compared.
+
+    Without contenders: the same checkpoint, prompts and type for both engines
+    (--peer, --tests), each in a fresh process every round.
+
+    Needs a quiet machine: only ratios of one run mean anything. No prompt comes
+    twice. The table is Markdown when it is piped.
 
     [bold]Examples[/]
 
+      phasewise bench compare default draft=prompt_lookup --model smollm2 --prompts code
+      phasewise bench compare ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:9000 --rate 2 --rounds 7
       phasewise bench compare --peer transformers --model path/to/model
       phasewise bench compare --model path/to/model --dtype float32 --rounds 9 --out results.jsonl
     """
     engine.check()
+    if contenders:
+        _contest(contenders, rounds, rate, asked, engine)
+    else:
+        _beside(peer, rounds, asked.out, tests, engine)
+
+
+def _contest(texts: list[str], rounds: int, rate: float | None, asked: Asked, engine: EngineOptions) -> None:
+    measure = client()
+    from phasewise.bench.load import served_model
+    from phasewise.bench.rivals import Contest, rivals
+    from phasewise.bench.server import serving
+
+    found = rivals(texts)
+    vocab, context = vocabulary(engine, foreign=engine.model == DEFAULTS.model and all(one.url for one in found))
+    prompts = asked.source(engine.model, vocab)
+    for url in filter(None, (one.url for one in found)):
+        served_model(url)  # before any of ours is started
+    urls = {}
+    with ExitStack() as stack:
+        for one in found:
+            with working(f"starting a server with {one.name}"):
+                verbs: dict[str, Any] = dict(one.verbs)
+                urls[one.name] = one.url or stack.enter_context(serving(replace(engine, **verbs).served()))
+        run, saved = Contest(urls, lambda url, shots: measure(url, shots, lambda done: None)), 0
+        with counting("turns", rounds * len(found)) as tell:
+            for done in run.run(rounds, lambda number: asked.shots(prompts, context, rate, number)):
+                show.record(asked.out, "contest", engine, run.rows[saved:])
+                saved = len(run.rows)
+                tell(done)
+    arrivals = "all at once" if rate is None else f"{rate:g} requests/s"
+    show.title(f"{asked.requests} x {asked.workload}, {arrivals}, {rounds} interleaved rounds over HTTP: medians; "
+               f"ratios to {found[0].name}, paired by round [95 %]")  # fmt: skip
+    show.table(*run.table())
+
+
+def _beside(peer: str, rounds: int, out: Path | None, tests: Tests, engine: EngineOptions) -> None:
     from phasewise.bench.compare import Compare, peers_of
     from phasewise.bench.contender import CHECK, Job
     from phasewise.load import files_of
