@@ -33,13 +33,13 @@ def test_contenders_are_recipes_or_servers() -> None:
     assert Rival.parse("default") == Rival("default")
     assert Rival.parse("draft=prompt_lookup:k=6 store=int8").verbs == {"draft": "prompt_lookup:k=6", "store": "int8"}
     assert Rival.parse("http://h:80/") == Rival("h:80/", "http://h:80")
-    assert Rival.parse("theirs=http://h:80") == Rival("theirs", "http://h:80")
+    assert Rival.parse("theirs=https://h:80") == Rival("theirs", "https://h:80")
 
 
 @pytest.mark.parametrize(
     ("texts", "says"),
     [(["default"], "nothing to be compared with"), (["default", "default"], "stands there twice"),
-     (["default", "https://h"], "http only"), (["default", "draf=x"], "unknown verb"),
+     (["default", "draf=x"], "unknown verb"),
      (["default", "fast"], "not a setting")],
 )  # fmt: skip
 def test_mistakes_are_named(texts: list[str], says: str) -> None:

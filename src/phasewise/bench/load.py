@@ -8,10 +8,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 
 from phasewise.bench.latency import Served
+from phasewise.bench.recording import Ear, counted, stamps
 from phasewise.bench.stream import post
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
@@ -114,14 +116,37 @@ class Result:
     late: float
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A load with all that is known of it: rows for a file, and why the server's events are missing, if they are."""
+
+    result: Result
+    rows: list[dict[str, Any]]
+    counters: dict[str, float]
+    why: str | None
+
+
 def measure(url: str, shots: Sequence[Shot], progress: Progress) -> Result:
     """Run a load against a server. Raises UserError if none answers."""
+    return uvloop.run(_measured(Load(url, served_model(url)), shots, progress))
 
+
+def record(url: str, shots: Sequence[Shot], progress: Progress) -> Recorded:
+    """The same, on record."""
     load = Load(url, served_model(url))
 
-    async def run() -> Result:
-        start = time.perf_counter()
-        served = await load.run(shots, progress)
-        return Result(load.model, served, time.perf_counter() - start, load.late)
+    async def run() -> tuple[Result, Ear]:
+        async with Ear(url) as ear:
+            return await _measured(load, shots, progress), ear
 
-    return uvloop.run(run())
+    before = counted(url)
+    result, ear = uvloop.run(run())
+    counters = {name: value - before.get(name, 0.0) for name, value in counted(url).items()}
+    start = min(one.trace.arrived for one in result.served)
+    return Recorded(result, [*stamps(result.served, start), *ear.rows], counters, ear.why)
+
+
+async def _measured(load: Load, shots: Sequence[Shot], progress: Progress) -> Result:
+    start = time.perf_counter()
+    served = await load.run(shots, progress)
+    return Result(load.model, served, time.perf_counter() - start, load.late)

@@ -35,10 +35,8 @@ class Rival:
         name, equals, address = text.partition("=")
         if not (equals and address.startswith(("http://", "https://"))):
             name, address = text, text
-        if address.startswith("https://"):
-            raise UserError(f"{text!r}: the load client speaks http only; put a proxy in front")
-        if address.startswith("http://"):
-            return cls(name.removeprefix("http://"), address.rstrip("/"))
+        if address.startswith(("http://", "https://")):
+            return cls(name.partition("://")[2] or name, address.rstrip("/"))
         if text == DEFAULT:
             return cls(DEFAULT)
         setting = Setting.parse(text)

@@ -1,4 +1,4 @@
-"""An HTTP client for stopwatches: a POST whose answer is told line by line, at the moment that it arrives.
+"""An HTTP client for stopwatches: a request whose answer is told line by line, at the moment that it arrives.
 
 Clients for applications take a hundred microseconds an event and more, which on a machine that also serves is time
 taken from the server. Here httptools parses, and whoever listens is called from the socket's own callback.
@@ -67,13 +67,18 @@ class Stream(asyncio.Protocol):
 async def post(url: str, body: object, listen: Callable[[bytes], object]) -> None:
     """Send `body` as JSON, and tell `listen` each line of the answer. Raises UserError for an answer other than 200, or
     one that breaks off, OSError where there is no connection, and what `listen` raises."""
-    at = urlsplit(url)
     content = json.dumps(body).encode()
-    head = (
-        f"POST {at.path} HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-    )
-    stream = Stream(listen)
+    await _ask("POST", url, f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n", content, listen)
+
+
+async def get(url: str, listen: Callable[[bytes], object]) -> None:
+    """The same without a body."""
+    await _ask("GET", url, "", b"", listen)
+
+
+async def _ask(method: str, url: str, headers: str, content: bytes, listen: Callable[[bytes], object]) -> None:
+    at, stream = urlsplit(url), Stream(listen)
+    head = f"{method} {at.path} HTTP/1.1\r\nHost: {at.netloc}\r\n{headers}Connection: close\r\n\r\n"
     security = ssl.create_default_context() if at.scheme == "https" else None
     port = at.port or SCHEMES[at.scheme]
     transport, _ = await asyncio.get_running_loop().create_connection(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from phasewise.cli.asked import ASKED, TARGETS, Asked, Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.bench.load import Recorded
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -56,6 +60,10 @@ def offline(asked: Asked = ASKED, targets: Targets = TARGETS, engine: EngineOpti
 @spread
 def load(
     url: Annotated[str | None, typer.Option(help="A running server; without it, one is started.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Write all that is known of the run, for `phasewise report`."),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(metavar="PER_S", help="Mean rate of Poisson arrivals, or inf. Default: 1, or a trace's."),
@@ -70,6 +78,7 @@ def load(
 
       phasewise bench load --rate 4 --requests 100 --ttft 500 --tpot 50
       phasewise bench load --rate 4 --schedule prefill_first
+      phasewise bench load --rate 8 --place disaggregated --record run.jsonl && phasewise report run.jsonl
       phasewise bench load --url http://127.0.0.1:8000 --workload trace:path=azure.csv,scale=0.1
     """
     engine.check()
@@ -88,7 +97,8 @@ def load(
             with working(f"starting a server with {engine.model}"):
                 address = stack.enter_context(serving([*engine.served(), *targets.arguments()]))
         with counting("requests", len(shots)) as tell:
-            result = measure(address.rstrip("/"), shots, tell)
+            recorded = None if record is None else loading.recorder()(address.rstrip("/"), shots, tell)
+            result = measure(address.rstrip("/"), shots, tell) if recorded is None else recorded.result
     numbers = summary(result.served, result.seconds, targets.slo())
     arrivals = "arrivals as recorded" if rate is None else f"{rate:g} requests/s"
     show.title(f"{result.model}, {asked.workload}, {arrivals}")
@@ -97,7 +107,21 @@ def load(
         print(f"first failure: {failure}")
     if result.late > 0.1:
         print(f"note: the client was up to {result.late:.2f} s late; latencies count from when a request was due")
-    show.record(asked.out, "load", engine, [{**numbers, "rate": rate, "late_s": result.late, "url": url}])
+    row = {**numbers, "rate": rate, "late_s": result.late, "url": url, "workload": asked.workload}
+    show.record(asked.out, "load", engine, [row])
+    if record is not None and recorded is not None:
+        _keep(record, engine, row, recorded)
+
+
+def _keep(path: Path, engine: EngineOptions, row: dict[str, Any], recorded: Recorded) -> None:
+    """One run, one file."""
+    from phasewise.bench.report import json_lines
+
+    if recorded.why is not None:
+        print(f"note: nothing was heard of the server's own events ({recorded.why})")
+    path.unlink(missing_ok=True)
+    show.record(path, "load", engine, [row | {"counters": recorded.counters}])
+    json_lines(recorded.rows, path)
 
 
 app.command("methods")(versus.methods)

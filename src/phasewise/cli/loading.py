@@ -9,7 +9,7 @@ from phasewise.cli.options import EngineOptions
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
-    from phasewise.bench.load import Progress, Result
+    from phasewise.bench.load import Progress, Recorded, Result
     from phasewise.bench.workloads import Shot
 
 FOREIGN = (1000, 4096)  # vocabulary and context assumed of a server whose checkpoint is not known
@@ -22,6 +22,13 @@ def client() -> Callable[[str, Sequence[Shot], Progress], Result]:
     except ImportError as error:
         raise UserError("the load client needs httptools and uvloop: pip install 'phasewise[bench]'") from error
     return measure
+
+
+def recorder() -> Callable[[str, Sequence[Shot], Progress], Recorded]:
+    """The client that keeps everything on record; `client` comes first."""
+    from phasewise.bench.load import record
+
+    return record
 
 
 def vocabulary(engine: EngineOptions, foreign: bool) -> tuple[int, int]:

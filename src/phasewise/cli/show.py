@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,8 @@ def record(out: Path | None, what: str, engine: EngineOptions, rows: Sequence[Ma
     from phasewise.bench.machine import describe
     from phasewise.bench.report import json_lines
 
-    about = {"bench": what, "model": engine.model, "methods": engine.verbs, "machine": describe()}
+    command = shlex.join(["phasewise", *sys.argv[1:]])
+    about = {"bench": what, "command": command, "model": engine.model, "methods": engine.verbs, "machine": describe()}
     json_lines(({**about, **row} for row in rows), out)
 
 
