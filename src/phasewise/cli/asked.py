@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phasewise.errors import UserError
+
 if TYPE_CHECKING:
+    from phasewise.bench.goodput import Point, Target
+    from phasewise.bench.latency import Served
     from phasewise.bench.prompts import Prompts
     from phasewise.bench.workloads import Shot
     from phasewise.request.params import SLO
@@ -67,8 +72,9 @@ class Targets:
 
 @dataclass(frozen=True)
 class Tests:
-    """What `bench compare` measures."""
+    """What `bench compare` measures without contenders, and beside which engine."""
 
+    peer: Annotated[str, typer.Option(help="Without contenders: the other engine, transformers.")] = "transformers"
     tests: Annotated[
         str, typer.Option(metavar="TEST,...", help="decodeB: B sequences at once; prefillN: a prompt of N tokens.")
     ] = "decode1,decode8,decode16,prefill512,prefill2048"
@@ -80,4 +86,41 @@ class Tests:
         return [name.strip() for name in self.tests.split(",") if name.strip()]
 
 
-ASKED, TARGETS, TESTS = Asked(), Targets(), Tests()
+@dataclass(frozen=True)
+class Rates:
+    """Which load `bench goodput` tries."""
+
+    rates: Annotated[str, typer.Option(metavar="R,...", help="Requests/s to try, rising.")] = "0.5,1,2,4"
+    precision: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Bisect, from the lowest and highest of --rates, to such a share: 0.1."),
+    ] = None
+
+    @property
+    def steps(self) -> list[float]:
+        """Rising. Raises UserError."""
+        try:
+            found = sorted(float(part) for part in self.rates.split(","))
+        except ValueError:
+            found = []
+        if not found or found[0] <= 0 or len(set(found)) < len(found):
+            raise UserError(f"rates={self.rates!r}: write different rates above 0, separated by commas")
+        if self.precision is not None and not (0.01 <= self.precision <= 1 and len(found) > 1):
+            raise UserError(
+                f"precision={self.precision:g} must lie between 0.01 and 1, and --rates name two rates to begin with"
+            )
+        return found
+
+    def points(
+        self, contender: str, targets: Sequence[Target], measure: Callable[[float], Sequence[Served]]
+    ) -> Iterator[Point]:
+        """What is measured of one contender."""
+        from phasewise.bench.goodput import bisect, sweep
+
+        steps = self.steps
+        if self.precision is None:
+            return sweep(contender, steps, targets, measure)
+        return bisect(contender, (steps[0], steps[-1]), targets, measure, self.precision)
+
+
+ASKED, TARGETS, TESTS, RATES = Asked(), Targets(), Tests(), Rates()

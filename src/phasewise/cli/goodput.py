@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli import show
-from phasewise.cli.asked import ASKED, Asked
+from phasewise.cli.asked import ASKED, RATES, Asked, Rates
 from phasewise.cli.loading import client
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting
@@ -29,17 +29,11 @@ def goodput(
     settings: Annotated[
         list[str], typer.Argument(metavar="VERB=METHOD...", help="Contenders; one argument may set several verbs.")
     ],
-    rates: Annotated[str, typer.Option(metavar="R,...", help="Requests/s to try, rising.")] = "0.5,1,2,4",
-    precision: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE", help="Bisect, from the lowest and highest of --rates, to within such a share: 0.1."
-        ),
-    ] = None,
     slo: Annotated[
         list[str] | None, typer.Option(metavar="NAME=TTFT/TPOT", help="Targets in milliseconds; may be repeated.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw everything that is in --out.")] = None,
+    load: Rates = RATES,
     asked: Asked = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
@@ -61,18 +55,14 @@ def goodput(
     engine.check()
     if plot is not None and asked.out is None:
         raise UserError("--plot draws what --out holds: give both")
-    from phasewise.bench.goodput import Point, Target, bisect, draw, sweep, table
+    from phasewise.bench.goodput import Point, Target, draw, table
     from phasewise.bench.server import Handoffs, serving
     from phasewise.bench.settings import Setting
     from phasewise.load import config_of
 
     contenders = [Setting.parse(text) for text in settings]
     targets = [Target.parse(text) for text in slo or ["tight=500/100", "relaxed=2000/300"]]
-    steps, measure = _rates(rates), client()
-    if precision is not None and not (0.01 <= precision <= 1 and len(steps) > 1):
-        raise UserError(
-            f"precision={precision:g} must lie between 0.01 and 1, and --rates name two rates to begin with"
-        )
+    steps, measure = load.steps, client()
     config = config_of(engine.model)
     points: list[Point] = []
     with counting("requests", len(contenders) * len(steps) * asked.requests) as tell:
@@ -81,17 +71,13 @@ def goodput(
             with serving(replace(engine, **verbs).served()) as url:
                 fresh = asked.source(engine.model, config.vocab)  # one for all rates: no prompt comes twice
 
-                def load(rate: float, most: int | None = None, at: str = url, of: Prompts = fresh) -> Sequence[Served]:
+                def ask(rate: float, most: int | None = None, at: str = url, of: Prompts = fresh) -> Sequence[Served]:
                     shots = asked.shots(of, config.max_positions, rate)[:most]
                     return measure(at, shots, lambda done: tell(len(points) * asked.requests + done)).served
 
-                load(steps[-1], most=WARM)
+                ask(steps[-1], most=WARM)
                 moves = Handoffs(url)
-                if precision is None:
-                    found = sweep(contender.name, steps, targets, load)
-                else:
-                    found = bisect(contender.name, (steps[0], steps[-1]), targets, load, precision)
-                for point in found:
+                for point in load.points(contender.name, targets, ask):
                     points.append(point)
                     about = {"workload": asked.workload, "targets": {t.name: str(t).partition(" ")[2] for t in targets}}
                     show.record(asked.out, "goodput", engine, [point.row(targets) | moves.row() | about])
@@ -99,13 +85,3 @@ def goodput(
     show.table(*table(points, targets))
     if plot is not None and asked.out is not None:
         draw(plot, [json.loads(line) for line in asked.out.read_text().splitlines() if '"goodput"' in line])
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        found = sorted(float(part) for part in text.split(","))
-    except ValueError:
-        found = []
-    if not found or found[0] <= 0 or len(set(found)) < len(found):
-        raise UserError(f"rates={text!r}: write different rates above 0, separated by commas")
-    return found

@@ -76,7 +76,6 @@ def compare(
         list[str] | None,
         typer.Argument(metavar="[default|VERB=METHOD...|[NAME=]http://HOST:PORT]...", help="Two or more, over HTTP."),
     ] = None,
-    peer: Annotated[str, typer.Option(help="Without contenders: the other engine, transformers.")] = "transformers",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
     rate: Annotated[
         float | None, typer.Option(metavar="PER_S", help="Of contenders: mean rate of arrivals. Default: all at once.")
@@ -110,7 +109,7 @@ def compare(
     if contenders:
         _contest(contenders, rounds, rate, asked, engine)
     else:
-        _beside(peer, rounds, asked.out, tests, engine)
+        _beside(rounds, asked.out, tests, engine)
 
 
 def _contest(texts: list[str], rounds: int, rate: float | None, asked: Asked, engine: EngineOptions) -> None:
@@ -142,7 +141,7 @@ def _contest(texts: list[str], rounds: int, rate: float | None, asked: Asked, en
     show.table(*run.table())
 
 
-def _beside(peer: str, rounds: int, out: Path | None, tests: Tests, engine: EngineOptions) -> None:
+def _beside(rounds: int, out: Path | None, tests: Tests, engine: EngineOptions) -> None:
     from phasewise.bench.compare import Compare, peers_of
     from phasewise.bench.contender import CHECK, Job
     from phasewise.load import files_of
@@ -154,7 +153,7 @@ def _beside(peer: str, rounds: int, out: Path | None, tests: Tests, engine: Engi
         "", model, tests.names, dtype, new=tests.new, prompt=tests.prompt,
         verbs=engine.verbs, kv_bytes=limits.kv_bytes, max_running=limits.max_running,
     )  # fmt: skip
-    run = Compare(job, peers_of(peer))
+    run = Compare(job, peers_of(tests.peer))
     saved = 0
     with counting("turns", rounds * (1 + len(run.peers))) as tell:
         for done in run.run(rounds):

@@ -179,7 +179,7 @@ def accepted(runs: Sequence[Run]) -> Drawing | None:
 
 
 def handoff(run: Run) -> Drawing | None:
-    """Where the time of a disaggregated request goes: five stages."""
+    """Where the time of a request goes that two workers compute: five stages."""
     parts = {} if run.recording is None else shares(run.recording.lives)
     if not parts:
         return None
