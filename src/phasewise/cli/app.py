@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 
 from phasewise import __version__
-from phasewise.cli import bench, datastore, evaluate, keys, methods, models, report, reproduce, run, serve, train, widen
+from phasewise.cli import (
+    bench,
+    datastore,
+    evaluate,
+    keys,
+    methods,
+    models,
+    report,
+    reproduce,
+    run,
+    serve,
+    train,
+    tune,
+    widen,
+)
 from phasewise.errors import UserError
 
 # typer ships its own copy of click and exports no name for "the command line is wrong" but this one's parent.
@@ -43,6 +57,7 @@ app.add_typer(models.app, name="models")
 app.command("widen")(widen.widen)
 app.command("datastore")(datastore.datastore)
 app.add_typer(bench.app, name="bench")
+app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.add_typer(train.app, name="train")
 
