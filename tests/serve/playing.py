@@ -72,6 +72,9 @@ TEMPLATES = {  # how models of these families write calls
     "separated": HEAD + """{{ m.content }}{% for c in m.tool_calls or [] %}{{ "<｜tool▁calls▁begin｜>" if loop.first }}\
 <｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>\
 {{ "<｜tool▁calls▁end｜>" if loop.last }}{% endfor %}""" + TAIL,
+    "tool_code": HEAD + """{{ m.content }}{% for c in m.tool_calls or [] %}{{ "```tool_code" if loop.first }}
+print({{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}\
+{{ ", " if not loop.last }}{% endfor %})){{ "\n```" if loop.last }}{% endfor %}""" + TAIL,
     "unknown": HEAD + "{{ m.content }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}" + TAIL,
     "described": HEAD + '{# write <tool_call>{"name": ...}</tool_call> #}{{ m.content }}' + TAIL,
 }  # fmt: skip

@@ -125,16 +125,18 @@ def test_the_command_line_still_wins(tmp_path: Path) -> None:
         assert server.text("long") == alone(24, evict="streaming:sinks=2,window=10")
 
 
-def test_where_there_are_workers_recipes_stay() -> None:
-    recipes = {"fast": {"draft": "prompt_lookup"}}
-    llm = LLM(str(chat_checkpoint()), place="disaggregated", recipes=recipes)
-    try:
-        assert llm.revise(recipes) == {"fast": "fast"}
-        with pytest.raises(UserError, match="start it again"):
-            llm.revise({"fast": {"draft": "prompt_lookup:k=2"}})
-        assert llm.recipes == ("fast",)
-    finally:
-        llm.close()
+def test_workers_in_processes_are_told(tmp_path: Path) -> None:
+    head = f'model = "{chat_checkpoint()}"\nkv-bytes = "64M"\nplace = "disaggregated:prefill=1,decode=1"\n'
+    with running(tmp_path / "own.toml", head + LONG) as server:
+        stream = server.client.completions.create(model=f"{server.name}@long", stream=True, **server.asked(200))
+        begun = next(iter(stream)).choices[0].text
+        server.reread(head + SHORT + FAST, "the recipes have been read again: long, fast")
+        assert server.text("long") == alone(24, evict="streaming:sinks=2,window=10")
+        assert server.text("fast") == alone(24)
+        server.reread(head + '[recipes.bad]\ndraft = "draft_model:model=no/such"\n', "stay as they were: ")
+        assert server.names() == ["", "@long", "@fast"] and server.text("fast") == alone(24)
+        rest = "".join(chunk.choices[0].text for chunk in stream)
+        assert begun + rest == alone(200, evict="streaming:sinks=2,window=30")
 
 
 def test_exact_holds_for_what_comes_later() -> None:

@@ -24,6 +24,7 @@ from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
 from phasewise.cluster.launcher import Launcher, Message
+from phasewise.cluster.lessons import Lesson, told
 from phasewise.cluster.load import weigh
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.cluster.supervisor import Supervisor, Timeouts
@@ -66,6 +67,7 @@ class Router:
         self._attempts = itertools.count()
         self._progressed: dict[Request, None] = {}  # ordered, each once
         self._closed = False
+        self._lesson: Lesson = {}  # recipes that came later, which whoever is launched is told of
         self.handover = Handover(self)
         self._hears = {"progress": self._progress, **self.handover.hears}
         try:
@@ -149,8 +151,23 @@ class Router:
         self.fronts[0].prepare(params, recipe)
 
     def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Workers are told of recipes when they start."""
-        raise UserError("where there are workers, recipes stay as they were when the server started: start it again")
+        """Everybody reads them, and is waited for: what one worker cannot make, nobody is asked for."""
+        lesson = told(recipes)
+        for front in self.fronts:
+            front.learn(recipes)
+        for handle in self.handles:
+            handle.tell({"do": "learn", "recipes": lesson})
+        until = self.clock() + self.timeouts.start
+        for handle, number in [(handle, handle.told) for handle in self.handles]:
+            while handle.state.get("heard", 0) < number:
+                if self.clock() > until or not handle.connection.alive:
+                    raise UserError(f"worker {handle.name} has died, or says nothing, since it was told of them")
+                self.supervisor.wait(PAUSE)
+                for each in self.handles:
+                    self._hear(each)
+            if handle.state["unlearned"]:
+                raise UserError(f"worker {handle.name}: {handle.state['unlearned']}")
+        self._lesson |= lesson
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""
@@ -316,7 +333,9 @@ class Router:
     # ---- the dead
     def _lose(self, handle: WorkerHandle, why: str) -> None:
         """Replace a worker and start its requests again elsewhere. What it put into the transfer buffer stays."""
-        self.supervisor.replace(handle, why)
+        new = self.supervisor.replace(handle, why)
+        if self._lesson:
+            new.tell({"do": "learn", "recipes": self._lesson})
         for flight in list(self.flights.values()):
             move = flight.transfer
             if move is None:

@@ -111,7 +111,7 @@ class Supervisor:
             handle.connection.kill()
             yield handle, why
 
-    def replace(self, handle: WorkerHandle, why: str) -> None:
+    def replace(self, handle: WorkerHandle, why: str) -> WorkerHandle:
         """Somebody new for a dead worker's handle. Raises Unstaffed when they keep dying before their first word."""
         log.error("worker %s is lost: %s", handle.name, why)
         self.handles.remove(handle)
@@ -128,7 +128,7 @@ class Supervisor:
                     f"{STILLBORN} {handle.role} workers in a row could not start (at last: {why}): the log says why, "
                     "and --cluster inline does without processes"
                 )
-        self.launch(handle.spec)
+        return self.launch(handle.spec)
 
 
 def _add(found: dict[str, Counters], more: Mapping[str, Mapping[str, int]]) -> None:

@@ -11,6 +11,7 @@
              forget   {}                                drop unused prefixes
              spare    {bytes}                           drop some of them: another worker of the pool is short
              cores    {cores, threads}                  from the next step on, run on these
+             learn    {recipes}                         requests may name these as well (lessons.py)
     event    progress {id, attempt, start, tokens, left, queued, scores?, pool?}
              offer    {id, attempt, packed, parcel}     the prompt is done, its KV waits in the transfer buffer
              piece    {id, attempt, piece, blocks, parcel}  some rows of a prompt under way wait in the transfer buffer
@@ -18,7 +19,8 @@
              full     {id, attempt}                     there is no room for what was to be expected
              expired  {id, attempt}                     nobody took it, or sent anything, within the lease
              owned | refused {id, attempt, seconds | why}  the answer to take, and to the last piece
-             state    {...numbers, heard}               after each command and turn that changed something
+             state    {...numbers, heard, unlearned}    after each command and turn that changed something; why the
+                                                        last recipes could not be learned, if so
 
 Commands are numbered (`n`), so that a lost one is not taken for heard. A request is known by its id and the number of
 the attempt; what belongs to an older attempt is dropped. A parcel counts against the KV budget of the worker that put
@@ -35,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phasewise.cluster.lessons import learn, stores_of
 from phasewise.cluster.ownership import OwnershipTransfer
 from phasewise.cluster.push import Inbox, Outbox
 from phasewise.cluster.transfer_buffer import Parcel, TransferBuffer
@@ -82,19 +85,19 @@ class Worker:
     ) -> None:  # fmt: skip
         self.engine, self.transfer_buffer, self.lease = engine, transfer_buffer, lease
         self._post, self._settle = post, settle
-        stores = {name: runtime.store for name, runtime in engine.recipes.items()}
-        self._layouts = Layouts(engine.model.config, stores)
+        self._layouts = Layouts(engine.model.config, stores_of(engine))
         self._lender = OwnershipTransfer.of(engine, transfer_buffer, self._layouts)
         self._jobs: dict[str, _Job] = {}
         self._offers: dict[str, _Offer] = {}
         self._arrivals: dict[str, Message] = {}  # to be taken, in order, once there is room
         self._outbox = Outbox(engine, transfer_buffer, post, lease)
         self._inbox = Inbox(engine, transfer_buffer, post, self._layouts, self._resume)
-        self._heard = 0
+        self._heard, self._unlearned = 0, ""
         self._verbs: dict[str, Callable[[Message], None]] = {
             "add": self._add, "take": self._take, "expect": self._expect, "piece": self._inbox.piece,
             "release": self._release, "keep": self._keep, "renew": self._renew, "cancel": self._cancel,
-            "forget": self._forget, "spare": self._spare, "cores": self._cores,
+            "forget": lambda command: self.engine.forget_prefixes(), "spare": self._spare, "learn": self._learn,
+            "cores": lambda command: self._settle(command["cores"], command["threads"]),
         }  # fmt: skip
         self._state()
 
@@ -169,15 +172,12 @@ class Worker:
     def _cancel(self, command: Message) -> None:
         self._drop(command["id"], command["attempt"])
 
-    def _forget(self, command: Message) -> None:
-        self.engine.forget_prefixes()
-
     def _spare(self, command: Message) -> None:
         if self._lender is not None:
             self._lender.spare(command["bytes"])
 
-    def _cores(self, command: Message) -> None:
-        self._settle(command["cores"], command["threads"])
+    def _learn(self, command: Message) -> None:
+        self._unlearned = learn(self.engine, self._layouts, command["recipes"])
 
     def _drop(self, name: str, attempt: int) -> None:
         """Forget all about a request, up to this attempt at it."""
@@ -395,4 +395,5 @@ class Worker:
             "wish": self._wish,
             "waiting": [request.id for request in engine.waiting],
             "arrivals": list(self._arrivals),
+            "unlearned": self._unlearned,
         })  # fmt: skip

@@ -68,7 +68,12 @@ class Layouts:
     """The stores of an engine by recipe, each with the layout of its rows."""
 
     def __init__(self, config: object, stores: Mapping[str, Store]) -> None:
-        self._known = {name: (store, layout(config, store)) for name, store in stores.items()}
+        self._config, self._known = config, dict[str, tuple[Store, str]]()
+        self.follow(stores)
+
+    def follow(self, stores: Mapping[str, Store]) -> None:
+        """There may be more, or others."""
+        self._known = {name: (store, layout(self._config, store)) for name, store in stores.items()}
 
     def of(self, recipe: str) -> tuple[Store, str]:
         """Raises Misfit for a recipe that is not known here."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from phasewise.engine.limits import memory_default
 from phasewise.errors import UserError, near
 from phasewise.llm import LLM
-from phasewise.request.params import SLO
+from phasewise.request.params import SLO, Params
 from phasewise.serve.about import About
 from phasewise.serve.completions.answer import Answer, Order, Telling
 from phasewise.serve.completions.conversation import Conversations, Prompt
@@ -36,6 +37,7 @@ from phasewise.serve.responses.endpoint import Responses
 from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import Scoring
 from phasewise.serve.sleeper import Sleeper
+from phasewise.serve.tools.asked import strict
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -186,10 +188,13 @@ class Service:
 
     async def prompt(self, ask: ChatAsk) -> Prompt:
         """The prompt of a conversation."""
+        why = partial(self._why, ask.params(), self.recipe(ask.model))
+        work = partial(self._conversations.prompt, ask, why)
         if ask.chat_template is not None:  # takes its time, and none of the threads that others need
-            return await asyncio.get_running_loop().run_in_executor(self._apart, self._conversations.prompt, ask)
+            return await asyncio.get_running_loop().run_in_executor(self._apart, work)
         size = sum(len(message["content"]) for message in ask.messages)
-        return await self._worker(size, lambda: self._conversations.prompt(ask))
+        held = ask.tools and (strict(ask.tools) or ask.tool_choice not in (None, "auto", "none"))
+        return await self._worker(INLINE if held else size, work)  # a grammar may take long
 
     async def read(self, kind: type[A], request: Request) -> A:
         """The body of a request."""
@@ -236,6 +241,14 @@ class Service:
             await asyncio.to_thread(self.llm.engine.prepare, order.params, order.recipe)
         except UserError as error:
             raise ApiError(400, str(error), field, "invalid_value") from error
+
+    def _why(self, params: Params, recipe: str, asked: dict[str, Any]) -> str | None:
+        """Why what is asked cannot be honoured in a request with these params; None: it can."""
+        try:
+            self.llm.engine.prepare(replace(params, ask=asked), recipe)
+        except UserError as error:
+            return str(error)
+        return None
 
     def _order(self, ask: Ask, prompts: Sequence[Sequence[int]], param: str, leads: Sequence[str] = ()) -> Order:
         slo, recipe = ask.targets(self.slo), self.recipe(ask.model)

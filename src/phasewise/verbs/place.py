@@ -79,7 +79,7 @@ class Placed(Protocol):
 
     def learn(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """Recipes by name, each a method per verb, that requests may name from now on beside those there are: all or
-        none. Raises UserError where they do not fit, or must be known from the start."""
+        none. Raises UserError where they do not fit."""
         ...
 
     def add(self, request: Request) -> None: ...

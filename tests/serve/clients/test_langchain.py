@@ -69,7 +69,7 @@ def test_tools_are_called_and_answered(hermes: Server) -> None:
 
 @pytest.mark.parametrize("choice", ["any", "weather", True])
 def test_a_call_that_has_to_be(hermes: Server, choice: Any) -> None:
-    model = chat(hermes).bind_tools([weather], tool_choice=choice, strict=True)
+    model = chat(hermes).bind_tools([weather], tool_choice=choice, strict=True, parallel_tool_calls=False)
     (call,) = model.invoke("the fox").tool_calls
     assert call["name"] == "weather" and call["args"]["city"] in ("Oslo", "Rome")
 
@@ -78,12 +78,8 @@ def test_a_call_that_has_to_be(hermes: Server, choice: Any) -> None:
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(hermes: Server, method: str, strict: bool | None) -> None:
     model = chat(hermes).with_structured_output(Animal, method=method, strict=strict)
-    if strict or method == "json_schema":
-        assert isinstance(model.invoke("the quick brown fox"), Animal)
-        assert isinstance(list(model.stream("the quick brown fox"))[-1], Animal)
-    else:  # arguments are the model's own words: it is told to say some that fit
-        found = model.invoke(play('"name": "dog", "tame": true}}'))
-        assert found == Animal(name="dog", tame=True)
+    assert isinstance(model.invoke("the quick brown fox"), Animal)
+    assert isinstance(list(model.stream("the quick brown fox"))[-1], Animal)
 
 
 def test_structured_output_with_its_message_and_json(hermes: Server) -> None:

@@ -78,8 +78,9 @@ def test_calls_are_parsed_into_their_models(hermes: Server) -> None:
     assert tool["function"]["strict"] is True
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         done: Any = hermes.client().chat.completions.parse(
-            model="tiny", messages=USER, tools=[tool], tool_choice=choice, max_tokens=600, temperature=0
-        )
+            model="tiny", messages=USER, tools=[tool], tool_choice=choice, max_tokens=600, temperature=0,
+            parallel_tool_calls=False,
+        )  # fmt: skip
         (call,) = done.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, Weather) and done.choices[0].finish_reason == "tool_calls"
 
@@ -111,8 +112,9 @@ def test_other_formats_of_responses(hermes: Server) -> None:
 def test_responses_call_tools_that_are_parsed(hermes: Server) -> None:
     tool: Any = {"type": "function", "name": "weather", "strict": True, "parameters": Weather.model_json_schema()}
     done = hermes.client().responses.parse(
-        model="tiny", input="the fox", tools=[tool], tool_choice="required", temperature=0, max_output_tokens=600
-    )
+        model="tiny", input="the fox", tools=[tool], tool_choice="required", temperature=0, max_output_tokens=600,
+        parallel_tool_calls=False,
+    )  # fmt: skip
     (call,) = [item for item in done.output if item.type == "function_call"]
     assert Weather.model_validate_json(call.arguments)
 

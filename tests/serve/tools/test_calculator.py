@@ -146,6 +146,26 @@ def test_what_the_page_shows_is_what_happens(server: Server, capsys: pytest.Capt
     assert capsys.readouterr().out == found[2]
 
 
+def test_what_the_readme_shows_is_what_happens(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(import json, re, openai[^`]*)```\n\n> (.*)\n", page)
+    assert found is not None and "http://127.0.0.1:8000" in found[1]
+    exec(found[1].replace("http://127.0.0.1:8000", server.url), {})
+    assert capsys.readouterr().out == found[2] + "\n"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "calculator"}}], ids=str)
+def test_a_call_that_has_to_be_made_is_as_good_as_one_that_need_not(server: Server, choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    for question, result in QUESTIONS:
+        message = server.client().chat.completions.create(
+            model="pocket-tools", messages=[{"role": "user", "content": question}], tools=[CALCULATOR],
+            tool_choice=choice, temperature=0,
+        ).choices[0].message  # fmt: skip
+        (call,) = message.tool_calls
+        assert calculate(json.loads(call.function.arguments)["expression"]) == result and not message.content
+
+
 def test_a_second_model_may_draft() -> None:
     """The vocabulary is pocket's, so its draft is that of pocket-tools as well."""
     texts = {}

@@ -30,7 +30,7 @@ PIECES = [
     "<function=f>", "<function=", "<parameter=x>", "<parameter=y>\n", "\n</parameter>", "</parameter>", "</function>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "```json\n", "```",
     "f<｜tool▁sep｜>{", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<tool_call>{", "Sure. ",
-    "[f(", "\\u00e9", "look_up()]",
+    "[f(", "\\u00e9", "look_up()]", "```tool_code\n", "print(", "f(x=1))",
 ]  # fmt: skip
 SOUP = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
 STARTS = st.sampled_from(
@@ -43,6 +43,8 @@ STARTS = st.sampled_from(
         '{"name": "f", "parameters": {"x": ',
         "<|python_tag|>",
         "[f(",
+        "```tool_code\n",
+        "```tool_code\nprint(f(x=",
     ]
 )
 NAMES = sorted(FORMATS)
@@ -111,7 +113,9 @@ def test_no_word_is_lost(name: str, parts: list[str], start: str) -> None:
     missing = [word for word in words if word not in said]
     assert len(ends) + len(missing) >= len(words)
     for word in missing:  # only where an object still has something to say after its arguments
-        assert name != "pythonic" and re.search(r'"(?:arguments|parameters)": (?:\{|")', text.partition(word)[0])
+        assert name not in ("pythonic", "gemma") and re.search(
+            r'"(?:arguments|parameters)": (?:\{|")', text.partition(word)[0]
+        )
 
 
 VALUES = st.recursive(
@@ -140,6 +144,7 @@ def said(name: str, calls: list[tuple[str, dict[str, Any]]], ascii_: bool) -> st
         "llama3": "; ".join(objects),
         "mistral": f"[TOOL_CALLS] [{', '.join(objects)}]",
         "pythonic": f"[{', '.join(pythons)}]",
+        "gemma": "\n".join(["```tool_code", *pythons, "```"]),
     }[name]
 
 
@@ -209,6 +214,24 @@ def test_python_is_told_as_json() -> None:
 
 
 @pytest.mark.parametrize(
+    "inside",
+    [
+        "f(x='a')\nlook_up(y=[1])",
+        'print(f(x="a"))\nprint( look_up(y=[1]) )',
+        "[f(x='a'), look_up(y=[1])]",
+        "[f(x='a'), look_up(y=[1],),\n]",
+        "f(x='a'); look_up(y=(1,))",
+        "[print(f(x='a'))] look_up(y=[1])",
+    ],
+)
+def test_a_fence_of_tool_code_has_calls_in_several_manners(inside: str) -> None:
+    text = f"Let me see.\n```tool_code\n{inside}\n```\nSo:\n```tool_code\nf()```"
+    expected = [("text", "Let me see."), ("call", "f", '{"x": "a"}'), ("call", "look_up", '{"y": [1]}'),
+                ("text", "So:"), ("call", "f", "{}")]  # fmt: skip
+    assert items(read(manner("gemma"), text)) == items(read(manner("gemma"), *text)) == expected
+
+
+@pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
         ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', None),
@@ -230,6 +253,14 @@ def test_python_is_told_as_json() -> None:
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{}", None),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js", None),
         ("deepseek", "<｜tool▁calls▁end｜>", None),
+        ("gemma", "```tool_code\nother()\n```", None),
+        ("gemma", "```tool_code\nprint(x)\n```", None),
+        ("gemma", "```tool_code\n[f", None),
+        ("gemma", "f(x=1)", None),
+        ("gemma", "```tool_code\n```", None),
+        ("gemma", "```tool_code\nf(x=1", [("call", "f", '{"x": 1')]),
+        ("gemma", "```tool_code\nf(x=1)\nother()\n```", [("call", "f", '{"x": 1}'), ("text", "other()\n```")]),
+        ("gemma", "```tool_code\nf()\n``` bye", [("call", "f", "{}"), ("text", "bye")]),
         ("pythonic", "[f](x)", None),
         ("pythonic", "[other(x=1)]", None),
         ("pythonic", "[f(x=1, 5)] so", [("call", "f", '{"x": 1'), ("text", "5)] so")]),

@@ -30,6 +30,7 @@ def seen(name: str, tool_format: str = "auto", reasoning_format: str = "auto") -
         ("coder", "qwen3_coder", "<tool_call>\n<function={name}>\n"),
         ("fenced", "deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{{"),
         ("separated", "deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{{"),
+        ("tool_code", "gemma", "```tool_code\nprint({name}("),
         ("described", "hermes", '<tool_call>\n{{"name": "{name}", "arguments": {{'),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from phasewise.errors import UserError
 from phasewise.llm import LLM
@@ -14,12 +14,15 @@ from phasewise.serve.completions.schema import ChatAsk
 from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.policy import Policy
 from phasewise.serve.tools.asked import forced, names, shaped, strict
-from phasewise.serve.tools.forced import grammar
+from phasewise.serve.tools.calls import of_object
+from phasewise.serve.tools.forced import grammar, held
 from phasewise.serve.tools.formats import TOOL_FORMATS, check
-from phasewise.serve.tools.optional import Spelling
 from phasewise.serve.tools.optional import grammar as optional
 from phasewise.serve.tools.reader import Manner
+from phasewise.serve.tools.spelling import Spelling
 from phasewise.serve.tools.template import Shown, look
+
+Why = Callable[[dict[str, Any]], str | None]
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Conversations:
     def shown(self) -> Shown:
         return look(self._llm.template, self._policy.tool_format, self._policy.reasoning_format)
 
-    def prompt(self, ask: ChatAsk) -> Prompt:
-        """Raises ApiError naming the field that this model cannot have."""
+    def prompt(self, ask: ChatAsk, why: Why) -> Prompt:
+        """`why`: why what is asked (`Params.ask`) cannot be honoured, or None. Raises ApiError naming the field that
+        this model cannot have."""
         tools = [] if ask.tool_choice == "none" else ask.tools or []
         must = forced(tools, ask.tool_choice)
         variables: Mapping[str, Any] = ask.variables()
@@ -65,30 +69,33 @@ class Conversations:
         words = [*(format.tokens if format else ()), *((tags.open, tags.close) if tags else ())]
         special = self._llm.tokenizer.special_ids
         ids_of = {word: i for word in words if (i := self._llm.tokenizer.id(word)) in special and i is not None}
-        lead, asks = self._forced(must)
+        single, spell = ask.parallel_tool_calls is False or isinstance(ask.tool_choice, dict), Spelling(ids_of)
+        lead, asks = self._forced(must, single, spell, why)
         if strict(tools) and format is not None and not must:
-            asks = optional(tools, format, self.shown.opening, Spelling(ids_of), tags, opened)
+            asks = optional(tools, format, self.shown.opening, spell, tags, opened)
+        reason = None if asks is None else why(asks)
+        if reason is not None:
+            _refuse(tools, reason, why)
         if must and tags is not None and opened:
             lead = f"\n{tags.close}\n\n{lead}"
         ids = self._llm.tokenizer.encode(text + lead, add_special=False)
         if not tools and tags is None:
             return Prompt(ids)
-        single = ask.parallel_tool_calls is False or (bool(must) and asks is not None)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        manner = Manner(format, frozenset(schemas), tags, opened, single, schemas)
+        ends = single and (asks is None or not must)  # a grammar of calls alone ends by itself
+        manner = Manner(format, frozenset(schemas), tags, opened, ends, schemas)
         return Prompt(ids, lead, manner, frozenset(ids_of.values()), asks)
 
-    def _forced(self, must: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any] | None]:
-        """How an answer that must be a call begins, and the grammar of the rest: arguments that are `strict` follow
-        their schema, and one of several tools is called by a grammar of them all."""
+    def _forced(
+        self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why
+    ) -> tuple[str, dict[str, Any] | None]:
+        """How an answer that must be a call begins, and the grammar of the rest: there is one or the other."""
         if not must:
             return "", None
-        assert self.shown.format is not None, "checked"
-        opening, closing = self.shown.opening, self.shown.format.closing
-        if len(must) > 1:
-            return "", grammar(must, opening, closing, begun=False)
-        lead = opening.format(name=names(must)[0])
-        return (lead[:-1], grammar(must, opening, closing, begun=True)) if strict(must) else (lead, None)
+        format, opening = self.shown.format, self.shown.opening
+        assert format is not None, "checked"
+        asks = held(must, lambda tools: grammar(tools, format, opening, spell, single), lambda ask: why(ask) is None)
+        return (opening.format(name=names(must)[0]), None) if asks is None else ("", asks)
 
     def _sent(self, text: str) -> Apart:
         """The template that a request brings; its answer is read as the model's own says."""
@@ -111,3 +118,15 @@ class Conversations:
             raise ApiError(400, "this model's chat template writes tool calls in a format that is not known here: "
                            f"leave tools out, or serve it with --tool-format ({', '.join(TOOL_FORMATS[2:])})",
                            "tools", "unsupported_parameter")  # fmt: skip
+
+
+def _refuse(tools: Sequence[Mapping[str, Any]], reason: str, why: Why) -> NoReturn:
+    """A grammar of calls cannot be honoured: of which tool, if it is a schema, and why."""
+    wanted = strict(tools)
+    for tool in tools:
+        function = tool["function"]
+        found = why({"json_schema": of_object(function)}) if function["name"] in wanted else None
+        if found is not None:
+            raise ApiError(400, f"tools: {function['name']}: {found}", "tools", "invalid_value")
+    param = "tools" if wanted else "tool_choice"
+    raise ApiError(400, f"{param}: {reason}", param, "invalid_value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from phasewise.serve.tools.calls import json_call
 from phasewise.serve.tools.deltas import Out, Steps
 from phasewise.serve.tools.scan import Brackets, Known, balanced, spaces, until, word
 
@@ -14,6 +15,7 @@ FENCE = "```"
 OPENING = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{{"
 CLOSING = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 TRIGGER, WHOLE = FIRST, False
+HELD = json_call
 SHOWN = r"<｜tool▁call▁begin｜>"
 TOKENS = (FIRST, LAST, BEGIN, SEP, END)
 LONGEST = 256  # characters of a name

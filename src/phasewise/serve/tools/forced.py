@@ -1,51 +1,53 @@
-"""Answers that have to be a call: the grammar of a call in a model's format, arguments by their schema."""
+"""Answers that have to be a call: nothing but calls, by a grammar."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phasewise.methods.sample._grammars import OPTIONS
 from phasewise.serve.failures import ApiError
+from phasewise.serve.tools.asked import strict
+from phasewise.serve.tools.calls import calls
+from phasewise.serve.tools.formats import Format
+from phasewise.serve.tools.spelling import Spelling
 
-ENDS = {"{": "}", "[": "]"}
-
-
-def grammar(tools: Sequence[Mapping[str, Any]], opening: str, closing: str, begun: bool) -> dict[str, Any]:
-    """What to ask (`Params.ask`) for an answer that calls one of these tools. `opening` is what a call to {name} begins
-    with, up to the brace of its arguments, `closing` what comes after the call; `begun`: there is one tool, and its
-    opening, without that brace, is said already. Raises ApiError for a format whose arguments are not JSON."""
-    opens_json(opening)
-    rules = []
-    for i, tool in enumerate(tools):
-        before = opening.format(name=tool["function"]["name"])[:-1]
-        first = "" if begun else json.dumps(before)
-        after = closed(before) + closing
-        rules.append(f"call{i}: {first} arguments{i} {json.dumps(after) if after else ''}")
-        rules.append(f"arguments{i}: {arguments(tool['function'].get('parameters'))}")
-    start = " | ".join(f"call{i}" for i in range(len(tools)))
-    return {"grammar": "\n".join([f"start: {start}", *rules])}
+BLANKS = r"[ \t\r\n]{1,4}"  # between calls: endless blanks would be an answer that never ends
+Ask = dict[str, Any]
+Tool = Mapping[str, Any]
 
 
-def opens_json(opening: str) -> None:
-    """Raise ApiError for a format whose arguments are not JSON."""
-    if not opening.endswith("{"):
-        raise ApiError(400, "this model writes the arguments of calls in a way that no schema can be held to: name one "
-                       "tool in tool_choice, and leave strict out", "tools", "unsupported_parameter")  # fmt: skip
+def grammar(tools: Sequence[Tool], format: Format, opening: str, spell: Spelling, single: bool) -> Ask:
+    """What to ask (`Params.ask`) for an answer that calls these tools: one of them once if `single`, else one or more,
+    one after the other. Arguments of `strict` tools follow their schema, those of others are any. Raises ApiError for
+    a schema that the format cannot hold."""
+    head, rules = calls(tools, format, opening, spell, single)
+    start = f"{spell(head)} calls"
+    if not single and format.trigger:  # where there is none, a list has all calls
+        between = f"GAP? {spell(format.trigger)}" if head.endswith(format.trigger) else "/[;,]/? GAP"
+        start += f" ({between} calls)*"
+    return {"grammar": "\n".join([f"start: {start}", f"GAP: /{BLANKS}/", *rules])}
 
 
-def arguments(schema: Mapping[str, Any] | None) -> str:
-    """The right side of a rule for JSON of a schema, or for any object."""
-    return f"%json {json.dumps({**(schema or {'type': 'object'}), 'x-guidance': OPTIONS})}"
+def held(must: Sequence[Tool], write: Callable[[Sequence[Tool]], Ask], can: Callable[[Ask], bool]) -> Ask | None:
+    """Of the grammars that `write` makes of calls to these tools, the first that `can` be honoured: arguments follow
+    their schema, and are any where that cannot be and the tool is not `strict`. None where no grammar can, and one tool
+    is called without: where it has to be a grammar, what cannot be honoured is said where it is tried."""
+
+    def honoured(tools: Sequence[Tool]) -> Ask | None:
+        try:
+            ask = write(tools)
+        except ApiError:
+            return None
+        return ask if can(ask) else None
+
+    every = [_strict(tool) for tool in must]
+    found = honoured(every)
+    if found is None and len(must) > 1:
+        found = honoured([each if strict([tool]) or honoured([each]) else tool for tool, each in zip(must, every)])
+    if found is None:
+        found = write(must) if strict(must) or len(must) > 1 else honoured(must)
+    return found
 
 
-def closed(text: str) -> str:
-    """The brackets that are open at the end of a text, closed."""
-    open_ones: list[str] = []
-    for letter in text:
-        if letter in ENDS:
-            open_ones.append(letter)
-        elif open_ones and letter == ENDS[open_ones[-1]]:
-            open_ones.pop()
-    return "".join(ENDS[letter] for letter in reversed(open_ones))
+def _strict(tool: Tool) -> Tool:
+    return {**tool, "function": {**tool["function"], "strict": True}}

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from phasewise.errors import UserError, near
-from phasewise.serve.tools import deepseek, hermes, llama3, mistral, pythonic, qwen3_coder
+from phasewise.serve.tools import deepseek, gemma, hermes, llama3, mistral, pythonic, qwen3_coder
 from phasewise.serve.tools.deltas import Out, Steps
 from phasewise.serve.tools.reasoning import TAGS
 from phasewise.serve.tools.scan import Known
+from phasewise.serve.tools.spelling import Spelling
+
+Held = Callable[[str, Mapping[str, Any], str, Spelling], list[str]]
 
 
 @dataclass(frozen=True)
 class Format:
     """`read` is the reader of an answer with calls, `opening` what a call to {name} begins with, and `closing` what
     comes after it; `trigger` begins calls wherever it stands ("": nothing does), and in a format of `whole` answers so
-    does a brace where the answer begins; `shown` finds the format in the text of a template, and `tokens` are its
-    words, which a tokenizer may hold to be special."""
+    does a brace where the answer begins; `held` gives the rules of a call in a grammar. `shown` finds the format in the
+    text of a template, and `tokens` are its words, which a tokenizer may hold to be special."""
 
     name: str
     read: Callable[[Out, Known], Steps]
@@ -25,13 +29,22 @@ class Format:
     closing: str
     trigger: str
     whole: bool
+    held: Held
     shown: str
     tokens: tuple[str, ...]
 
 
 FORMATS = {
     name: Format(
-        name, module.read, module.OPENING, module.CLOSING, module.TRIGGER, module.WHOLE, module.SHOWN, module.TOKENS
+        name,
+        module.read,
+        module.OPENING,
+        module.CLOSING,
+        module.TRIGGER,
+        module.WHOLE,
+        module.HELD,
+        module.SHOWN,
+        module.TOKENS,
     )
     for name, module in (
         ("qwen3_coder", qwen3_coder),
@@ -39,6 +52,7 @@ FORMATS = {
         ("deepseek", deepseek),
         ("llama3", llama3),
         ("mistral", mistral),
+        ("gemma", gemma),
         ("pythonic", pythonic),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phasewise.serve.tools.calls import json_call
 from phasewise.serve.tools.deltas import Out, Steps
 from phasewise.serve.tools.scan import Known, call, spaces, until
 
@@ -9,6 +10,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OPENING = '<tool_call>\n{{"name": "{name}", "arguments": {{'
 CLOSING = "\n</tool_call>"
 TRIGGER, WHOLE = OPEN, False
+HELD = json_call
 SHOWN = r"<tool_call>(?:\\n|\s)*\{"  # where a template describes such calls
 TOKENS = (OPEN, CLOSE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phasewise.serve.tools.calls import json_call
 from phasewise.serve.tools.deltas import Out, Steps
 from phasewise.serve.tools.scan import Known, call, spaces, until
 
@@ -10,6 +11,7 @@ BETWEEN = ";,"  # calls, besides white space
 OPENING = '{{"name": "{name}", "parameters": {{'
 CLOSING = ""
 TRIGGER, WHOLE = TAG, True
+HELD = json_call
 SHOWN = r'\{\\?"name\\?": [^{}]*\\?"parameters\\?":'
 TOKENS = (TAG,)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from phasewise.serve.tools.calls import json_call
 from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Brackets, Known, balanced, call, spaces, until
+from phasewise.serve.tools.scan import Brackets, Known, balanced, call, name, spaces, until
 
 MARK, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 OPENING = '[TOOL_CALLS] [{{"name": "{name}", "arguments": {{'
 CLOSING = ""
 TRIGGER, WHOLE = MARK, False
+HELD = json_call
 SHOWN = r"\[TOOL_CALLS\]"
 TOKENS = (MARK, ID, ARGS)
 
@@ -51,28 +53,20 @@ def _several(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, 
 
 def _named(out: Out, c: str, known: Known) -> Generator[None, str, tuple[str, str]]:
     """A name, perhaps an id, and the object of arguments; what was read, if that is no call, and the next character."""
-    name, c = yield from _word(c)
-    held, tag = name, ""
+    said, c = yield from name(c)
+    held, tag = said, ""
     while c == "[" and tag != ARGS:
         tag, c = yield from _tag(c)
         held += tag
         if tag not in (ID, ARGS):
             return held, c
         if tag == ID:
-            given, c = yield from _word(c)
+            given, c = yield from name(c)
             held += given
-    if c != "{" or not known(name):
+    if c != "{" or not known(said):
         return held, c
-    out.call(name, "")
+    out.call(said, "")
     return "", (yield from balanced(out, c, Brackets(), 0))
-
-
-def _word(c: str) -> Generator[None, str, tuple[str, str]]:
-    word = ""
-    while c and (c.isalnum() or c in "_.-"):
-        word += c
-        c = yield
-    return word, c
 
 
 def _tag(c: str) -> Generator[None, str, tuple[str, str]]:

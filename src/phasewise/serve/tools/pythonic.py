@@ -8,12 +8,14 @@ import re
 from collections.abc import Generator
 
 from phasewise.serve.tools.deltas import Out, Steps
-from phasewise.serve.tools.scan import Known, spaces, until
+from phasewise.serve.tools.keyworded import keyworded_call
+from phasewise.serve.tools.scan import Known, name, spaces, until
 
 START, END = "<|python_start|>", "<|python_end|>"
 OPENING = "[{name}("
 CLOSING = ""
 TRIGGER, WHOLE = "", True
+HELD = keyworded_call
 SHOWN = r"\[\w+\(\w+="
 TOKENS = (START, END)
 DEEP = 64  # brackets within brackets
@@ -54,17 +56,14 @@ def _list(out: Out, c: str, known: Known) -> Read:
     while c:
         gap, c = yield from spaces(c)
         held += gap
-        name = ""
-        while c and (c.isalnum() or c in "_.-"):
-            name += c
-            c = yield
-        if c == "]" and not name and held.startswith(","):
+        said, c = yield from name(c)
+        if c == "]" and not said and held.startswith(","):
             return "", (yield)
-        if c != "(" or not known(name):
-            return held + name, c
-        out.call(name, "{")
+        if c != "(" or not known(said):
+            return held + said, c
+        out.call(said, "{")
         c = yield
-        wrong, c = yield from _arguments(out, c)
+        wrong, c = yield from arguments(out, c)
         if wrong is not None:
             return wrong, c
         gap, c = yield from spaces(c)
@@ -76,7 +75,7 @@ def _list(out: Out, c: str, known: Known) -> Read:
     return held, c
 
 
-def _arguments(out: Out, c: str) -> Generator[None, str, tuple[str | None, str]]:
+def arguments(out: Out, c: str) -> Generator[None, str, tuple[str | None, str]]:
     """a=1, b=2) as members of an object: None, or what was read and is wrong; and the next character."""
     first = True
     while True:
@@ -84,14 +83,14 @@ def _arguments(out: Out, c: str) -> Generator[None, str, tuple[str | None, str]]
         if c == ")":
             out.arguments("}")
             return None, (yield)
-        name = ""
+        key = ""
         while c and (c.isalnum() or c == "_"):
-            name += c
+            key += c
             c = yield
         gap, c = yield from spaces(c)
-        if not name.isidentifier() or c != "=":
-            return held + name + gap, c
-        out.arguments(f"{'' if first else ', '}{json.dumps(name, ensure_ascii=False)}: ")
+        if not key.isidentifier() or c != "=":
+            return held + key + gap, c
+        out.arguments(f"{'' if first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
         first = False
         _, c = yield from spaces((yield))
         fine, c = yield from _value(out, c, 0)

@@ -11,12 +11,13 @@ from collections.abc import Generator
 
 from phasewise.serve.tools.deltas import Out, Steps
 from phasewise.serve.tools.scan import Known, spaces, until, word
+from phasewise.serve.tools.tagged import DONE, END, PARAMETER, tagged_call
 
-OPEN, CLOSE, FUNCTION, END = "<tool_call>", "</tool_call>", "<function=", "</function>"
-PARAMETER, DONE = "<parameter=", "</parameter>"
+OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
 OPENING = "<tool_call>\n<function={name}>\n"
 CLOSING = "</tool_call>"
 TRIGGER, WHOLE = OPEN, False
+HELD = tagged_call
 SHOWN = r"<function="
 TOKENS = (OPEN, CLOSE)
 LONGEST = 256  # characters of a name, which no tag may exceed

@@ -192,3 +192,12 @@ def word(c: str, wanted: str) -> Generator[None, str, tuple[str, str]]:
         held += c
         c = yield
     return held, c
+
+
+def name(c: str) -> Generator[None, str, tuple[str, str]]:
+    """What may be a tool's name, and the next character."""
+    held = ""
+    while c and (c.isalnum() or c in "_.-"):
+        held += c
+        c = yield
+    return held, c

@@ -1,0 +1,58 @@
+"""Recipes as plain data, for workers to learn while they run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phasewise import catalog
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.engine.engine import Engine
+    from phasewise.kv.handoff import Layouts
+    from phasewise.kv.store import Store
+
+log = logging.getLogger(__name__)
+Recipes = Mapping[str, Mapping[str, Any]]  # by name, a method per verb
+Lesson = dict[str, dict[str, list[str]]]  # by recipe and verb, the verb that the method is of, and its text
+
+
+def told(recipes: Recipes) -> Lesson:
+    """What `read` makes equal recipes of, elsewhere. Raises UserError for a method that has no text."""
+    lesson: Lesson = {}
+    for name, methods in recipes.items():
+        homes = {verb: str(getattr(method, "slots", (verb,))[0]) for verb, method in methods.items()}
+        lesson[name] = {verb: [home, catalog.spell(home, methods[verb])] for verb, home in homes.items()}
+    if read(lesson) != recipes:
+        raise UserError(f"recipes {', '.join(recipes)} have methods whose texts say something else")
+    return lesson
+
+
+def read(lesson: Lesson) -> dict[str, dict[str, Any]]:
+    """The recipes; a method that fills several verbs is one object, and so are a decode method's drafter and what
+    stands for --draft. Raises UserError for a method that there is not here."""
+    found = {}
+    for name, texts in lesson.items():
+        built = {(home, text): catalog.build(home, text) for home, text in texts.values()}
+        methods = {verb: built[home, text] for verb, (home, text) in texts.items()}
+        decode = methods["decode"]
+        held = {verb: getattr(decode, verb) for verb in catalog.slots_of(type(decode)) if verb in methods}
+        found[name] = {**methods, **held}
+    return found
+
+
+def learn(engine: Engine, layouts: Layouts, lesson: Lesson) -> str:
+    """Have requests name these recipes as well. -> why they cannot, or nothing"""
+    try:
+        engine.learn(read(lesson))
+    except Exception as error:
+        log.warning("recipes %s cannot be learned: %s", ", ".join(lesson), error)
+        return str(error) or type(error).__name__
+    layouts.follow(stores_of(engine))
+    return ""
+
+
+def stores_of(engine: Engine) -> dict[str, Store]:
+    return {name: runtime.store for name, runtime in engine.recipes.items()}

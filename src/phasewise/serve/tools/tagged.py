@@ -1,0 +1,65 @@
+"""The grammar of a call between tags, as Qwen3-Coder writes it: <parameter=key>, a line break, and a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phasewise.serve.tools.calls import refused, schema_rule
+from phasewise.serve.tools.members import ABOUT, DEFINITIONS, Member, members, only
+from phasewise.serve.tools.scan import Known
+from phasewise.serve.tools.spelling import Spelling, quoted
+
+PARAMETER, DONE, END = "<parameter=", "</parameter>", "</function>"
+KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+TEXT = {"type", "enum", "const", "minLength", "maxLength", *DEFINITIONS, *ABOUT}
+
+
+def tagged_call(rule: str, function: Mapping[str, Any], item: str, spell: Spelling) -> list[str]:
+    """The rules of a call; `item` is what it begins with. A text is any without the tag that ends it, or one of an
+    enum; any other value is JSON of its schema. Parameters come in the order of the schema."""
+    if not function.get("strict"):
+        any_ = f'"{PARAMETER}" {KEY} ">\\n" {rule}_any "\\n"'
+        return [f'{rule}: {spell(item)} ({any_})* "{END}\\n"', _text(f"{rule}_any", "")]
+    rules, parts = list[str](), []
+    known = Known(frozenset(), {function["name"]: function.get("parameters")})
+    for i, member in enumerate(members(function)):
+        name = f"{rule}_{i}"
+        opened = quoted(f"{PARAMETER}{member.key}>\n")
+        parts.append(name if member.required else f"{name}?")
+        if _forbidden(member.key):
+            raise refused(function, f"properties: {member.key!r}, which no tag can name")
+        if known.text(function["name"], member.key):
+            rules += _said(name, opened, member, function)
+        else:
+            rules += [f'{name}: {opened} {name}_value "\\n{DONE}\\n"', f"{name}_value: {schema_rule(member.schema)}"]
+    return [f'{rule}: {spell(item)} {" ".join(parts)} "{END}\\n"', *rules]
+
+
+def _said(name: str, opened: str, member: Member, function: Mapping[str, Any]) -> list[str]:
+    """The rules of a parameter that is text."""
+    schema = member.schema
+    only(function, schema, TEXT)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        if "const" in schema:
+            values = [value for value in values if value == schema["const"]]
+        wrong = [value for value in values if not isinstance(value, str) or DONE in value]
+        if wrong or not values or {"minLength", "maxLength"} & schema.keys():
+            raise refused(function, f"an enum of {member.key} that is not written as text")
+        either = " | ".join(quoted(f"{value}\n{DONE}\n") for value in values)
+        return [f"{name}: {opened} ({either})"]
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    bounds = f"{{{low},{high}}}" if low or high != "" else ""
+    return [f'{name}: {opened} {name}_text "\\n"', _text(f"{name}_text", bounds)]
+
+
+def _text(rule: str, bounds: str) -> str:
+    """The rule of a text up to the first tag that ends it, with so many characters."""
+    if not bounds:
+        return f"{rule}[lazy]: /(.|\\n)*/ {quoted(DONE)}"
+    return f"{rule}[lazy]: (/(.|\\n){bounds}/ & ~/(.|\\n)*<\\/parameter>(.|\\n)*/) {quoted(chr(10) + DONE)}"
+
+
+def _forbidden(key: str) -> bool:
+    return not key or any(letter in key for letter in "<>\n") or len(key) > 200
