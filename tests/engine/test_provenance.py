@@ -99,7 +99,9 @@ def test_nobody_else_pays(llm: LLM) -> None:
 
 @pytest.mark.parametrize("verbs", [{"place": "disaggregated"}, {"place": "semi_pd"}])
 def test_it_travels_with_the_request(llm: LLM, verbs: dict[str, str]) -> None:
-    placed = LLM(str(chat_checkpoint()), limits=Limits(cluster="inline"), draft="prompt_lookup:k=4,min_match=1", **verbs)
+    placed = LLM(
+        str(chat_checkpoint()), limits=Limits(cluster="inline"), draft="prompt_lookup:k=4,min_match=1", **verbs
+    )
     try:
         assert told(placed)[1] == told(llm, "guess")[1]
     finally:

@@ -58,7 +58,7 @@ def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
             at = before + 1
             if params.scored_from <= at < request.prompt_len and at not in request.scores:
                 found.append(_Asked(span.start + row, at, request.tokens[at], params.prompt_logprobs))
-    if params.logprobs is not None or (params.provenance and not outcome.origin):  # tokens come after the last rows kept, one after each (`Decode.scattered`)
+    if params.tells and not outcome.origin:  # tokens come after the last rows kept, one after each (`Decode.scattered`)
         count = len(outcome.tokens)
         kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
         rows = kept[len(kept) - count :] if count else ()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 ORIGINS = {  # of a token of the output
     "prefill": "drawn after the prompt's last row",
     "decode": "drawn after the token before it, in a step of its own or behind guesses that were right",
     "accepted": "guessed by a drafter, and kept by the verifier",
-    "forced": "the only token that was left (a grammar's), computed along with the one before it",
+    "forced": "the only token that was left to say, computed along with the one before it",
     "denoised": "a mask that became final in a step of diffusion",
 }
 
