@@ -85,8 +85,9 @@ class Browser:
 
     # ---- what tests do
     def open(self, url: str) -> None:
+        self.js("void (window.before = true)")
         self.call("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.until("!window.before && document.readyState === 'complete'")
 
     def js(self, expression: str) -> Any:
         """The value of an expression; a promise is awaited."""

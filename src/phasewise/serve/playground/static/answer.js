@@ -5,6 +5,8 @@ import { events } from "/playground/sse.js";
 import { draw, seconds } from "/playground/timeline.js";
 import { Tokens } from "/playground/tokens.js";
 
+const PAUSE = 150; // milliseconds between two looks at the counters
+
 function make(parent, tag, name = "", text = "") {
   const made = parent.appendChild(document.createElement(tag));
   made.className = name;
@@ -86,11 +88,11 @@ export class Answer {
     this.#count();
   }
 
-  /** Counters, once per frame. */
+  /** Counters, a few times a second. */
   #count() {
     if (this.counting) return;
     this.counting = true;
-    requestAnimationFrame(() => {
+    setTimeout(() => {
       this.counting = false;
       const { counts, total } = this.tokens;
       const rate = this.last > this.first ? ((total - this.at_first) * 1000) / (this.last - this.first) : null;
@@ -106,7 +108,7 @@ export class Answer {
         make(pair, "dt", "", name);
         make(pair, "dd", "", String(value));
       }
-    });
+    }, PAUSE);
   }
 
   /** The life of this request, as the event stream tells it. */

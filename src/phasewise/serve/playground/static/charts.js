@@ -105,7 +105,7 @@ export class Charts {
 
   #drawRequests(now, colour) {
     const lives = this.lives.latest(ROWS);
-    const [pen, width] = canvas(this.requests, 16 + ROWS * 12);
+    const [pen, width] = canvas(this.requests, 4 + Math.max(3, lives.length) * 12);
     const from = Math.min(now - 2, ...lives.map((life) => life.queued ?? now));
     const to = Math.max(from + 2, ...lives.map((life) => life.left ?? now));
     pen.font = "10px system-ui, sans-serif";

@@ -21,10 +21,10 @@ export function draw(svg, life) {
   const parts = phases(life, to);
   const x = (at) => ((at - from) / (to - from)) * WIDTH;
   const bars = parts.map(([phase, a, b]) =>
-    element("rect", { class: `fill-${phase}`, x: x(a), y: 4, width: Math.max(1.5, x(b) - x(a)), height: 16, rx: 2 }),
+    element("rect", { class: `fill-${phase}`, x: x(a), y: 2, width: Math.max(1.5, x(b) - x(a)), height: 16, rx: 2 }),
   );
   const words = parts.map(([phase, a, b]) => `${phase} ${seconds(b - a)}`).join(" · ");
-  svg.setAttribute("viewBox", `0 0 ${WIDTH} 40`);
+  svg.setAttribute("viewBox", `0 0 ${WIDTH} 20`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", `Life of request ${life.number}: ${words}`);
