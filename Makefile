@@ -16,10 +16,10 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all lint types lines rooms readme pocket wheel clean
+.PHONY: help serve test test-all lint types lines rooms readme browser screenshots pocket wheel clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 	@echo '  Arguments go in ARGS: make serve ARGS="--model DIR --port 8011", make test ARGS="tests/kv -x".'
 	@echo '  Another Python (3.11 or newer): make PYTHON=python3.12 serve'
 
@@ -47,6 +47,11 @@ rooms: ## Check which room imports which, and draw it into docs/architecture.md
 readme: $(VENV)/.serve ## Write the generated tables into README.md, and docs/verbs from verbs/
 	@$(BIN)/python scripts/readme_tables.py
 	@$(BIN)/python scripts/verb_pages.py
+
+browser: $(VENV)/.browser ## Install the headless Chromium that tests of the playground drive (200 MB)
+
+screenshots: $(VENV)/.browser ## Make docs/images/playground-*.png from a running server and a real browser
+	@$(BIN)/python scripts/screenshots.py $(ARGS)
 
 pocket: $(VENV)/.test ## Train the pocket model: make pocket ARGS="--out runs/pocket"
 	@exec $(BIN)/phasewise train pocket $(ARGS)
@@ -80,6 +85,9 @@ $(VENV)/.serve: $(PINS) | $(BIN)/python
 
 $(VENV)/.test: $(PINS) | $(BIN)/python
 	$(call install,test,serve test)
+
+$(VENV)/.browser: $(PINS) | $(BIN)/python
+	$(call install,test$(comma)browser,serve test browser)
 
 $(VENV)/.dev: $(PINS) | $(BIN)/python
 	$(call install,dev,serve test dev)

@@ -19,7 +19,7 @@ BUDGETS = {  # folders that share a budget ("" = the files at the root of the pa
     ("speculation",): 1200,
     ("kv",): 2900,
     ("cluster",): 4000,
-    ("serve",): 6800,
+    ("serve",): 7250,
     ("ops",): 1380,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

@@ -83,6 +83,7 @@ def test_its_name_fits_every_python(wheel: Path, unpacked: Path) -> None:
 def test_it_holds_the_package_and_all_kernels_and_nothing_else(unpacked: Path) -> None:
     ours = set(PACKAGE.rglob("*.py")) | {PACKAGE / "py.typed"}
     ours |= {path for path in (PACKAGE / "pocket").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    ours |= set((PACKAGE / "serve" / "playground" / "static").iterdir())
     wanted = {f"phasewise/{path.relative_to(PACKAGE).as_posix()}" for path in ours}
     wanted |= {f"phasewise/ops/native/_{target}.so" for target in KERNELS}
     found = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}

@@ -49,7 +49,7 @@ class Output:
     text: str
     left: Left
     trace: Trace
-    logprobs: list[Score] | None = None  # one per token
+    logprobs: list[Score] | None = None  # one per token, where logprobs or provenance are asked for
     prompt_logprobs: list[Score | None] | None = None  # one per token of the prompt; None before `scored_from`
 
 
@@ -348,7 +348,7 @@ class LLM:
         written, params, scores = text.push(request.out) + text.flush(), request.params, request.scores
         return Output(
             request.out, written, request.left, request.trace,
-            None if params.logprobs is None else [scores[at] for at in range(request.prompt_len, request.known)],
+            [scores[at] for at in range(request.prompt_len, request.known)] if params.tells else None,
             None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
         )  # fmt: skip
 

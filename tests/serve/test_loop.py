@@ -123,14 +123,14 @@ def test_only_the_engine_thread_touches_the_engine() -> None:
 def test_one_wake_per_step_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(loop: EngineLoop, numbers: Numbers, gone: list[Feed]) -> None:
         told = 0
-        tell = loop._tell
+        tell = loop.tell
 
         def counting(*args: Any) -> None:
             nonlocal told
             told += 1
             tell(*args)
 
-        monkeypatch.setattr(loop, "_tell", counting)
+        monkeypatch.setattr(loop, "tell", counting)
         some = feeds(20, 20, 20, 20)
         await loop.add(some)
         await ended(some)

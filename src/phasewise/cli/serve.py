@@ -73,6 +73,7 @@ class Offer:
             "--allow-templates", help="Requests may bring a chat_template; each is rendered in a process of its own."
         ),
     ] = False
+    no_playground: Annotated[bool, typer.Option("--no-playground", help="Serve no page at /.")] = False
     stored_bytes: Annotated[
         str,
         typer.Option(
@@ -95,6 +96,7 @@ class Offer:
             reasoning_format=self.reasoning_format,
             allow_templates=self.allow_templates,
             stored_bytes=parse_bytes(self.stored_bytes),
+            playground=not self.no_playground,
         )
 
 

@@ -102,6 +102,10 @@ class Router:
         return {role: done.as_dict() for role, done in self.supervisor.by_role.items()}
 
     @property
+    def by_worker(self) -> dict[str, dict[str, int]]:
+        return {handle.name: handle.state["counters"] for handle in self.handles if handle.state}
+
+    @property
     def by_recipe(self) -> dict[str, dict[str, int]]:
         return {recipe: done.of_requests() for recipe, done in self.supervisor.by_recipe.items()}
 

@@ -54,8 +54,7 @@ class Engine:
         self.waiting, self.running, self.departed = self.queues.waiting, self.queues.running, self.queues.departed
         self.room = Admission(parts.recipes, self.queues, parts.counters, self._no_room)
         self._turn = StepAttempt(parts.model, parts.counters, parts.taps)
-        self._departs = parts.departs
-        self._inference = torch.inference_mode()
+        self._departs, self._inference = parts.departs, torch.inference_mode()
         self._progressed: list[Request] = []
 
     # ---- what users of an engine call
@@ -80,12 +79,13 @@ class Engine:
 
     @property
     def workers(self) -> dict[str, int]:
-        """Everything is in this engine."""
         return {}
 
     @property
     def by_role(self) -> dict[str, dict[str, int]]:
         return {}
+
+    by_worker = by_role
 
     @property
     def by_recipe(self) -> dict[str, dict[str, int]]:

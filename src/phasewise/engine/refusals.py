@@ -38,7 +38,8 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
             never |= {*params.stop_tokens, *(() if params.ignore_eos else eos)}
         if never >= set(params.allowed_token_ids):
             raise UserError("allowed_token_ids are all forbidden by bad_words or, as ends, by min_tokens: allow others")
-    if params.scored or any(len(word) > 1 for word in params.bad_words):
+    scored = any(each is not None for each in (params.logprobs, params.prompt_logprobs, params.pooling))
+    if scored or any(len(word) > 1 for word in params.bad_words):
         for phase in runtime.phases:
             if getattr(phase.decode, "scattered", False):
                 raise UserError(

@@ -5,6 +5,7 @@ Tokens never depend on them: rows are scored after the verdict, in a pass of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from phasewise.step.span import Span
     from phasewise.verbs.decode import Outcome
 
+LEAST = 1e-38  # a probability that has a logarithm
 CELLS = 1 << 22  # logits at once: a prompt's are never held together
 
 
@@ -40,6 +42,9 @@ def score(model: Model, counters: Counters, spans: Sequence[Span], outcomes: Seq
         outcome.scores = {one.position: next(found) for one in each}
         counters.head_rows += len(each)
     for span, outcome in zip(spans, outcomes):
+        if span.request.params.provenance:
+            outcome.scores = {**outcome.scores, **_told(span, outcome)}
+    for span, outcome in zip(spans, outcomes):
         request = span.request
         if request.params.pooling is not None and request.prefilling and request.parent is None:
             outcome.pool = _pool(model, span, hidden)
@@ -53,14 +58,35 @@ def _asked(span: Span, outcome: Outcome) -> list[_Asked]:
             at = before + 1
             if params.scored_from <= at < request.prompt_len and at not in request.scores:
                 found.append(_Asked(span.start + row, at, request.tokens[at], params.prompt_logprobs))
-    if params.logprobs is not None:  # tokens come after the last rows kept, one after each (`Decode.scattered`)
+    if params.tells and not outcome.origin:  # tokens come after the last rows kept, one after each (`Decode.scattered`)
         count = len(outcome.tokens)
         kept = range(outcome.keep) if isinstance(outcome.keep, int) else outcome.keep
         rows = kept[len(kept) - count :] if count else ()
         assert len(rows) == count, "a token for which no row was kept"
         for i, (row, token) in enumerate(zip(rows, outcome.tokens)):
-            found.append(_Asked(span.start + row, request.known + i, token, params.logprobs))
+            found.append(_Asked(span.start + row, request.known + i, token, params.logprobs or 0))
     return found
+
+
+def _told(span: Span, outcome: Outcome) -> dict[int, Score]:
+    """The scores of the output's tokens, with how each came about."""
+    known, found = span.request.known, {}
+    for i in range(len(outcome.tokens)):
+        at = known + i
+        score = outcome.scores.get(at) or Score(math.log(max(outcome.odds[i], LEAST)), 0)
+        found[at] = score._replace(origin=_origin(span, outcome, i))
+    return found
+
+
+def _origin(span: Span, outcome: Outcome, i: int) -> str:
+    """How the token of this index came about."""
+    if outcome.origin:
+        return outcome.origin
+    if span.request.prefilling and span.request.known + i == span.request.prompt_len:
+        return "prefill"
+    if i < outcome.accepted:
+        return "forced" if span.sure else "accepted"
+    return "decode"
 
 
 def _pool(model: Model, span: Span, hidden: Hidden) -> Pool | None:

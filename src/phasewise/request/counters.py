@@ -16,6 +16,7 @@ class Counters:
     draft_forwards: int = 0  # passes of companion models (draft, amateur, ...), and of the model itself in tails
     draft_depth: int = 0  # attentions of these passes that had to wait for one another
     rows: int = 0  # token rows that entered the target model's first layer
+    prompt_rows: int = 0  # of these, rows of prompts that were not done
     row_layers: int = 0  # (row, layer) pairs of the target model; half a pair where one half of the layer runs
     head_rows: int = 0  # rows that went through the language-model head
     kv_bytes_read: int = 0

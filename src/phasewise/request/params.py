@@ -35,6 +35,7 @@ class Params:
     prompt_logprobs: int | None = None  # the same of the prompt's tokens ...
     scored_from: int = 1  # ... from this position on; before it, cached prefixes may be used
     ask: dict[str, Any] | None = None  # what a method is asked for, by the names it takes (`asks`); plain JSON
+    provenance: bool = False  # how each token of the output came about, with its log-probability: `Score.origin`
     pooling: str | None = None  # "mean" or "last": a vector of the prompt's rows after the last layer (LLM.embed)
     min_tokens: int = 0  # until there are so many, no end token, stop token or stop string ends the output
     allowed_token_ids: tuple[int, ...] | None = None  # None = all
@@ -80,7 +81,12 @@ class Params:
         object.__setattr__(self, "ruled", bool(ruled))
         object.__setattr__(self, "penalised", bool(penalties or self.logit_bias or ruled))
         told = (self.logprobs, self.prompt_logprobs, self.pooling)
-        object.__setattr__(self, "scored", any(each is not None for each in told))
+        object.__setattr__(self, "scored", self.provenance or any(each is not None for each in told))
+
+    @property
+    def tells(self) -> bool:
+        """Whether every token of the output has a score."""
+        return self.provenance or self.logprobs is not None
 
     def _check_rules(self) -> None:
         """Those on which tokens may be said, and where the output ends; sequences become tuples."""
@@ -95,7 +101,7 @@ class Params:
         object.__setattr__(self, "bad_words", settled)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "provenance"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from phasewise.llm import LLM
     from phasewise.request.params import SLO
+    from phasewise.serve.guard.keys import KeyRing
+    from phasewise.serve.service import Service
     from phasewise.serve.watch.traces import Tracer
 
 POLICY = Policy()
@@ -77,6 +79,8 @@ def run(
             if policy.keys is None and not loopback(sock):
                 print(f"warning: {OPEN_TO_ALL}", file=sys.stderr, flush=True)
             print(banner(loaded, app.state.service.name, url, time.monotonic() - began), flush=True)
+            if policy.playground:
+                print(f"Playground: {url}/", flush=True)
 
         try:
             serve(app, sock, ready, policy.tls)
@@ -140,10 +144,25 @@ def create_app(
         app.add_api_route(
             path, endpoint, methods=["POST"], responses=posted, response_class=plain, openapi_extra=asks(kind)
         )
+    show(app, service, keys, policy)
     describe(app)
     for error in (PhasewiseError, HTTPException, Exception):
         app.add_exception_handler(error, service.refuse)
     return app
+
+
+def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: Policy) -> None:
+    """What is there to look at: the event stream, which never ends and so is in no document of requests, and the page
+    that draws it."""
+    from starlette.responses import Response
+
+    from phasewise.serve.playground.files import add_to
+    from phasewise.serve.watch.events import Events
+
+    service.events = Events(service.engine, service.metrics.kv_limit, keys, policy.open_metrics)
+    app.add_api_route("/events", service.events.stream, include_in_schema=False, response_class=Response)
+    if policy.playground:
+        add_to(app)
 
 
 def public_name(model: str) -> str:

@@ -11,6 +11,7 @@ engine's own business.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from phasewise.request.trace import Trace
 from phasewise.serve.bell import Bell
 from phasewise.serve.failures import Full, Unavailable
 from phasewise.serve.guard.exchange import CURRENT, Exchange
+from phasewise.serve.watch.watcher import Told, Watcher
 from phasewise.verbs.place import Placed
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Feed:
     exchange: Exchange | None = field(default_factory=CURRENT.get)  # which it is part of
     posted: int = field(init=False)  # the engine thread's: how many of the request's tokens are on their way ...
     scored: int = 0  # ... and up to which position their scores
+    number: int = 0  # under which the event stream speaks of it
 
     def __post_init__(self) -> None:
         self.posted = self.request.known
@@ -93,6 +96,8 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._feeds: dict[str, Feed] = {}  # of live requests; the engine thread's
         self._last = Snapshot()
+        self._watcher: Watcher | None = None  # the engine thread's; nobody listens without
+        self._numbers = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- the event loop's side
@@ -115,8 +120,10 @@ class EngineLoop:
         if self.live + len(feeds) > self.capacity:
             raise Full(f"{self.live} requests are live and the limit is {self.capacity}: try again later")
         self.live += len(feeds)
-        for exchange in _exchanges(feeds):
-            exchange.hold()
+        for feed in feeds:
+            feed.number = next(self._numbers)
+            if feed.exchange is not None:
+                feed.exchange.hold(feed.number)
         answer: asyncio.Future[Exception | None] = self._events.create_future()
         self._commands.put(lambda: self._add(feeds, answer))
         try:
@@ -133,9 +140,9 @@ class EngineLoop:
 
         def do() -> None:
             try:
-                self._tell(_resolve, answer, work())
+                self.tell(_resolve, answer, work())
             except Exception as error:
-                self._tell(_reject, answer, error)
+                self.tell(_reject, answer, error)
 
         self._commands.put(do)
         return await answer
@@ -144,6 +151,19 @@ class EngineLoop:
         """Another engine from now on, with nothing under way; None: there will be one before the next step. Only from
         within `between`."""
         self._placed = cast(Placed, placed)
+
+    def watch(self, watcher: Watcher) -> list[Told]:
+        """Have it look at what every step does: what it begins with. Only from within `between`."""
+        self._watcher = watcher
+        return watcher.begin(self._placed, self._feeds.values())
+
+    def unwatch(self) -> None:
+        """Nobody listens any more."""
+
+        def do() -> None:
+            self._watcher = None
+
+        self._commands.put(do)
 
     def cancel(self, feeds: Sequence[Feed]) -> None:
         """Drop those that have not left yet."""
@@ -212,7 +232,8 @@ class EngineLoop:
                 for feed in feeds:
                     if self._feeds.pop(feed.request.id, None) is not None:
                         self._placed.cancel(feed.request)
-        self._tell(self._added, answer, refusal, feeds)
+        self.tell(self._added, answer, refusal, feeds)
+        self._look()
 
     def _cancel(self, feeds: Sequence[Feed]) -> None:
         if self.failed is not None:
@@ -224,7 +245,7 @@ class EngineLoop:
 
     def _snapshot(self, answer: asyncio.Future[Snapshot]) -> None:
         if self.failed is not None:
-            self._tell(_resolve, answer, Snapshot())
+            self.tell(_resolve, answer, Snapshot())
             return
         placed = self._placed
         held = placed.kv_bytes, placed.prefix_bytes
@@ -232,10 +253,11 @@ class EngineLoop:
             len(placed.waiting), len(placed.running), *held, placed.counters.as_dict(), placed.workers,
             placed.by_role, placed.by_recipe,
         )  # fmt: skip
-        self._tell(_resolve, answer, now)
+        self.tell(_resolve, answer, now)
 
     def _post(self, progressed: Sequence[Request]) -> None:
         """Send what is new of these requests to their feeds, in one go."""
+        self._look()
         news: list[News] = []
         for request in progressed:
             feed = self._feeds.get(request.id)
@@ -246,7 +268,11 @@ class EngineLoop:
                 del self._feeds[request.id]
             news.append((feed, tokens, _scores(feed), request.left, request.trace if request.left else None))
         if news:
-            self._tell(self._deliver, news)
+            self.tell(self._deliver, news)
+
+    def _look(self) -> None:
+        if self._watcher is not None:
+            self._watcher.look(self._placed, self._feeds.values())
 
     def _break(self, error: Exception) -> None:
         """Stepping itself is broken: nobody can be served any more."""
@@ -254,9 +280,11 @@ class EngineLoop:
         self.failed = f"{type(error).__name__}: {error}"
         left = Left("failed", f"the engine has failed ({self.failed})")
         feeds, self._feeds = list(self._feeds.values()), {}
-        self._tell(self._deliver, [(feed, [], {}, left, feed.request.trace) for feed in feeds])
+        self._look()
+        self.tell(self._deliver, [(feed, [], {}, left, feed.request.trace) for feed in feeds])
 
-    def _tell(self, function: Callable[..., Any], *args: Any) -> None:
+    def tell(self, function: Callable[..., Any], *args: Any) -> None:
+        """From the engine's thread: have the event loop call this."""
         try:
             self._events.call_soon_threadsafe(function, *args)
         except RuntimeError:

@@ -38,6 +38,7 @@ from phasewise.serve.scores.embeddings import Embeddings
 from phasewise.serve.scores.scoring import Scoring
 from phasewise.serve.sleeper import Sleeper
 from phasewise.serve.tools.asked import strict
+from phasewise.serve.watch.events import Events
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
@@ -78,6 +79,7 @@ class Service:
             *Embeddings(self).posts,
         ]
         self.gets = self._about.gets
+        self.events: Events | None = None
 
     # ---- endpoints
     async def health(self) -> Response:
@@ -151,6 +153,8 @@ class Service:
         """Take nothing new: the server is shutting down."""
         self.engine.stopping = True
         self._bodies.close()
+        if self.events is not None:
+            self.events.close()
 
     async def revise(self, recipes: Mapping[str, Mapping[str, str]]) -> None:
         """These recipes from now on; requests under way keep theirs. Raises UserError, which changes nothing."""

@@ -189,6 +189,8 @@ def forward(
     for span in spans:
         if span.layers is None or span.layers[0] == 0:
             counters.rows += span.rows
+            if span.request.prefilling:
+                counters.prompt_rows += span.rows
     batch, room, taps = Batch(spans, model.device), room or Scratch(), taps or set()
     parts = natively(model, spans)
     fit = [part for part in parts if part is not None]

@@ -29,6 +29,8 @@ class Outcome:
     accepted: int = 0
     scores: Mapping[int, Score] = field(default_factory=dict)  # by position; the engine's, where a request asks
     pool: Pool | None = None  # likewise
+    origin: str = ""  # of all its tokens, where they were neither guessed nor drawn one after another (`ORIGINS`) ...
+    odds: Sequence[float] = ()  # ... and the probability that each then had
 
     @property
     def kept(self) -> int:

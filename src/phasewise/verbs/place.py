@@ -64,6 +64,11 @@ class Placed(Protocol):
         ...
 
     @property
+    def by_worker(self) -> Mapping[str, Mapping[str, int]]:
+        """The counters of the workers that are here, by their names; empty if all runs in one engine."""
+        ...
+
+    @property
     def by_recipe(self) -> dict[str, dict[str, int]]:
         """Those counters that belong to single requests, by their recipe."""
         ...

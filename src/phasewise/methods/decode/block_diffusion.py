@@ -80,6 +80,7 @@ class _Canvas:
     at: int
     cells: list[int | None]
     step: int = 0
+    odds: dict[int, float] = field(default_factory=dict)  # by cell, what its token's confidence was as it became final
 
     @property
     def masked(self) -> list[int]:
@@ -217,15 +218,17 @@ class _BlockDiffusion:
             return Outcome(span.rows, drawn.tokens[mine])
         keep = span.rows - len(canvas.cells)
         cells, holes, tokens = list(canvas.cells), canvas.masked, drawn.tokens[mine]
+        odds, confidence = dict(canvas.odds), drawn.confidence[mine]
         share = quota(self.unit, self.steps, canvas.step)
-        for i in self.select(Masked(drawn.confidence[mine], drawn.entropy[mine], share, holes)):
-            cells[holes[i]] = tokens[i]
+        for i in self.select(Masked(confidence, drawn.entropy[mine], share, holes)):
+            cells[holes[i]], odds[holes[i]] = tokens[i], confidence[i]
         request = span.request
         if None in cells:
-            request.state["block_diffusion"] = _Canvas(canvas.at, cells, canvas.step + 1)
+            request.state["block_diffusion"] = _Canvas(canvas.at, cells, canvas.step + 1, odds)
             return Outcome(keep, [])
         request.state.pop("block_diffusion", None)
-        return Outcome(keep, list(_final(cells, request.known - canvas.at)))
+        new = list(_final(cells, request.known - canvas.at))
+        return Outcome(keep, new, origin="denoised", odds=[odds[i] for i in range(len(cells) - len(new), len(cells))])
 
 
 def _final(cells: Sequence[int | None], known: int) -> Iterator[int]:

@@ -17,6 +17,7 @@ from phasewise.request.request import Left, Request
 from phasewise.request.text import Text
 from phasewise.serve.bell import Bell
 from phasewise.serve.completions.logprobs import Teller, Told, by_id
+from phasewise.serve.completions.provenance import Origins
 from phasewise.serve.failures import SHUTDOWN, ApiError
 from phasewise.serve.loop import EngineLoop, Feed
 from phasewise.serve.tools.deltas import Delta
@@ -35,6 +36,7 @@ class Choice:
     lead: str | None = None
     teller: Teller | None = None
     reader: Reader | None = None  # where there may be more than content
+    origins: Origins | None = None  # where it is asked how tokens came about
     tokens: int = 0  # taken from the feed so far
     begun: bool = False  # something has been taken
     late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
@@ -43,30 +45,32 @@ class Choice:
         """What has arrived since the last call; after the end, all that is left of it. Raises ApiError if the choice
         failed or was cancelled."""
         first, self.begun = not self.begun, True
-        text, told = self._arrived()
+        text, told, origins = self._arrived()
         if self.reader is None:
-            return Piece(self.index, text, first, self.finish, told)
+            return Piece(self.index, text, first, self.finish, told, origins=origins)
         deltas = self.reader.push(text)
         finish = "stop" if self.reader.done else self.finish
         if finish:
             deltas += self.reader.finish()
         if finish == "stop" and self.reader.called:
             finish = "tool_calls"
-        return Piece(self.index, "".join(delta.text for delta in deltas), first, finish, told, deltas)
+        return Piece(self.index, "".join(delta.text for delta in deltas), first, finish, told, deltas, origins)
 
-    def _arrived(self) -> tuple[str, list[Told] | None]:
-        """The text since the last call, and what is told of its tokens."""
+    def _arrived(self) -> tuple[str, list[Told] | None, list[dict[str, Any]] | None]:
+        """The text since the last call, what is told of its tokens, and how they came about."""
         new, self.feed.tokens = self.feed.tokens, []
         start = len(self.prompt) + self.tokens
         self.tokens += len(new)
         lead, self.lead = self.lead, None
         text = (lead or "") + self.text.push(new) + (self.text.flush() if self.feed.left else "")
+        scores, over, origins = self.feed.scores, self.feed.left is not None, None
+        if self.origins is not None:
+            origins = self.origins.tell(new, [scores.get(start + i) for i in range(len(new))], over)
         if self.teller is None:
-            return text, None
+            return text, None, origins
         if lead is not None and self.reader is None:  # an echoed prompt
             new, start = [*self.prompt, *new], 0
-        scores = self.feed.scores
-        return text, self.teller.tell(new, [scores.get(at) for at in range(start, start + len(new))])
+        return text, self.teller.tell(new, [scores.get(at) for at in range(start, start + len(new))]), origins
 
     @property
     def likelihood(self) -> float:
@@ -93,6 +97,7 @@ class Piece:
     finish: str | None
     told: list[Told] | None = None  # of its tokens, where log-probabilities are wanted
     deltas: list[Delta] | None = None  # the same told apart, where there may be more than content
+    origins: list[dict[str, Any]] | None = None  # how its tokens came about, where that is asked
 
 
 def finish_reason(left: Left) -> str:
@@ -154,6 +159,7 @@ class Answer:
                 order.leads[at] if order.leads else None,
                 None if order.told.tokens is None else Teller(llm.tokenizer, order.told.tokens),
                 None if order.manner is None else Reader(order.manner),
+                Origins(llm.tokenizer) if order.params.provenance else None,
             )
             for at, prompt in enumerate(order.prompts)
             for i, request in enumerate(_samples(llm, prompt, order))

@@ -65,6 +65,7 @@ class Ask(BaseModel):
     ignore_eos: bool | None = None
     stop_token_ids: list[Int] | None = None
     prompt_logprobs: Top | None = None
+    provenance: bool | None = Field(None, description="tell how each token came about (provenance.py)")
     min_tokens: Annotated[int, Field(ge=0, le=AS_MANY_AS_FIT)] | None = None
     allowed_token_ids: Annotated[list[Int], Field(min_length=1)] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
@@ -182,6 +183,7 @@ class Ask(BaseModel):
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.told(),
             prompt_logprobs=self.scored(),
+            provenance=bool(self.provenance),
             min_tokens=self.min_tokens or 0,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words=tuple(self.bad_words or ()),

@@ -79,6 +79,9 @@ class Wire:
             }
             for piece in pieces
         ]  # fmt: skip
+        for piece, written in zip(pieces, choices):
+            if piece.origins is not None:
+                written["provenance"] = piece.origins
         body = {**self._head, "object": self._format.whole, "choices": choices, "usage": usage(answer)}
         for told, choice in zip(choices if self._format.each else [body], answer.choices):
             prompt = answer.prompt_logprobs(choice)
@@ -88,12 +91,14 @@ class Wire:
 
     def chunk(self, piece: Piece, answer: Answer) -> str:
         """The event of a piece; empty if the piece says nothing."""
-        if not (piece.text or piece.first or piece.finish or piece.told or self._continuous):
+        if not (piece.text or piece.first or piece.finish or piece.told or piece.origins or self._continuous):
             return ""
         finish = f'"{piece.finish}"' if piece.finish else "null"
         close = f', "usage": {_counted(answer)}}}\n\n' if self._continuous else self._close
         logprobs = "null" if piece.told is None else json.dumps(self._logprobs(piece, answer))
         content = f'{self._format.delta(piece)}, "logprobs": {logprobs}, "finish_reason": {finish}'
+        if piece.origins is not None:
+            content += f', "provenance": {json.dumps(piece.origins)}'
         return f"{self._open}{piece.index}, {content}}}]{close}"
 
     def _logprobs(self, piece: Piece, answer: Answer) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ class Exchange:
     parent: Sequence[tuple[bytes, bytes]] = ()  # headers that say which trace of the client's it is part of
     feeds: list[Feed] | None = None  # that have left, where traces are made of them
     live: int = 0  # sequences that the engine has
+    numbers: list[int] = field(default_factory=list)  # of its sequences, in the event stream
     answered: bool = False
 
     def permit(self, model: str) -> None:
@@ -76,9 +77,10 @@ class Exchange:
         return order
 
     # ---- told by the engine's loop, for each sequence
-    def hold(self) -> None:
+    def hold(self, number: int) -> None:
         """It is handed to the engine."""
         self.live += 1
+        self.numbers.append(number)
         self.prompt_tokens = self.ordered
 
     def refused(self) -> None:

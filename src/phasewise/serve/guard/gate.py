@@ -11,6 +11,7 @@ from phasewise.serve.failures import ApiError
 from phasewise.serve.guard.exchange import CURRENT, Exchange
 from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.guard.policy import Policy
+from phasewise.serve.playground.files import pages
 from phasewise.serve.service import Service
 from phasewise.serve.watch.logs import request_id, request_line
 from phasewise.serve.watch.traces import PARENT, Tracer
@@ -28,6 +29,10 @@ class Gate:
     ) -> None:
         self._app, self._service, self._keys, self._policy = app, service, keys, policy
         self._tracer = tracer
+        self._open = {
+            *OPEN,
+            *(pages() if policy.playground else ()),
+        }  # the page has no secrets: its requests need a key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,6 +47,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 headers = [(b"x-request-id", exchange.id.encode())]
+                if exchange.numbers:
+                    headers.append((b"x-request-numbers", ",".join(map(str, exchange.numbers)).encode()))
                 headers += [] if exchange.quota is None else exchange.quota.headers()
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
@@ -74,7 +81,7 @@ class Gate:
         if _ambiguous(scope):
             raise ApiError(400, "content-length and transfer-encoding came together: send one", code="ambiguous_length")
         path = scope["path"]
-        if self._keys is None or path in OPEN or (path == METRICS and self._policy.open_metrics):
+        if self._keys is None or path in self._open or (path == METRICS and self._policy.open_metrics):
             return
         quota = self._keys.find(scope["headers"])
         if path == METRICS and not quota.key.metrics:

@@ -48,4 +48,5 @@ class Policy:
     reasoning_format: str = "auto"  # what stands around its reasoning
     recipes: Callable[[], Reread] | None = None  # read again at SIGHUP; None: they stay as they are
     allow_templates: bool = False  # requests may bring a chat template of their own
+    playground: bool = True  # there is a page at / to try the model with
     stored_bytes: int = 64 << 20  # of responses that later ones may refer to; the oldest make way

@@ -1,0 +1,262 @@
+"""The page in headless Chromium: streaming, stop, errors, reconnecting, recipes, many streams, the keyboard alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.serve.playground import browser as driver
+from tests.serve.running import Server
+
+pytestmark = pytest.mark.skipif(driver.missing() is not None, reason=str(driver.missing()))
+RECIPES = {"guess": {"draft": "prompt_lookup:k=4,min_match=1"}, "blocks": {"decode": "block_diffusion:block=4"}}
+PROMPT = "the quick brown fox jumps over the lazy dog and the quick brown"
+LAST = "[...document.querySelectorAll('.answer')].at(-1)"
+SHIFT = 8  # among the modifiers of a key
+LONGEST = 1000  # milliseconds: far beyond what a frame takes, whatever else this machine does
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Server]:
+    """Steps take a while, so that a test can see what happens between them."""
+    with Server(recipes=RECIPES, faults={"pause": 0.02}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[driver.Browser]:
+    with driver.Browser() as one:
+        yield one
+
+
+@pytest.fixture
+def page(chromium: driver.Browser, slow: Server) -> driver.Browser:
+    """The page of `slow`, just loaded and connected."""
+    return opened(chromium, slow.url)
+
+
+def opened(page: driver.Browser, url: str) -> driver.Browser:
+    page.open("about:blank")
+    page.look()
+    page.requests.clear()
+    page.problems.clear()
+    page.open(url + "/")
+    page.until("document.querySelector('#link').dataset.state === 'open'")
+    return page
+
+
+def choose(page: driver.Browser, **values: str) -> None:
+    for name, value in values.items():
+        page.js(f"void (document.getElementById({name!r}).value = {value!r})")
+
+
+def send(page: driver.Browser, text: str = PROMPT) -> None:
+    before = page.js("document.querySelectorAll('.turn').length")
+    page.js("document.getElementById('prompt').focus()")
+    page.type(text)
+    page.press("Enter")
+    page.until(f"document.querySelectorAll('.turn').length === {before + 1}")
+
+
+def ended(page: driver.Browser) -> str:
+    """How the last answer ended."""
+    return str(page.until(f"['done', 'stopped', 'failed'].includes({LAST}.dataset.state) && {LAST}.dataset.state"))
+
+
+def said(page: driver.Browser, selector: str) -> str:
+    return str(page.js(f"{LAST}.querySelector({selector!r}).textContent"))
+
+
+def test_tokens_stream_and_are_coloured(page: driver.Browser, slow: Server) -> None:
+    choose(page, tokens="40")
+    send(page)
+    page.until(f"{LAST}.dataset.state === 'streaming' && {LAST}.querySelectorAll('.t').length > 2")
+    assert page.js(f"{LAST}.querySelector('.t').className") == "t prefill"
+    page.until("document.querySelector('#running').textContent === '1'")
+    assert ended(page) == "done"
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "temperature": 0}
+    message = slow.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    page.until(f"{LAST}.querySelector('.text').textContent === {json.dumps(message)}")
+    page.until(f"{LAST}.querySelector('svg.life').getAttribute('aria-label').includes('decode')")
+    assert "prefill" in said(page, ".note")
+    assert page.problems == []
+
+
+def test_stop_ends_it_here_and_there(page: driver.Browser, slow: Server) -> None:
+    choose(page, tokens="400")
+    page.js("document.querySelector('[name=mode][value=completion]').click()")
+    send(page)
+    page.until(f"{LAST}.querySelectorAll('.t').length > 2")
+    page.press("Escape")
+    assert ended(page) == "stopped"
+    assert slow.settled()['phasewise_requests_total{how="cancelled",recipe="default"}'] >= 1
+    page.until("!document.querySelector('#send').disabled && document.querySelector('#stop').disabled")
+
+
+def test_errors_are_shown_and_the_next_message_goes_through(page: driver.Browser) -> None:
+    choose(page, tokens="999999")
+    send(page)
+    assert ended(page) == "failed"
+    assert "context" in said(page, "[role=alert]")
+    choose(page, tokens="4")
+    send(page)
+    assert ended(page) == "done"
+
+
+def test_recipes_are_switched_by_message_and_stand_side_by_side(page: driver.Browser) -> None:
+    options = page.js("[...document.querySelector('#first').options].map(option => option.value)")
+    assert options == ["tiny", "tiny@guess", "tiny@blocks"]
+    page.js("document.querySelector('[name=mode][value=completion]').click()")
+    choose(page, tokens="24", second="tiny@guess")
+    send(page)
+    every = "[...document.querySelectorAll('.turn:last-child .answer')]"
+    page.until(f"{every}.length === 2 && {every}.every(answer => answer.dataset.state === 'done')")
+    page.until(f"{every}.every(answer => answer.textContent.includes('tokens/s'))")
+    assert page.js(f"{every}[0].querySelectorAll('.accepted').length") == 0
+    assert page.js(f"{every}[1].querySelectorAll('.accepted').length") > 0
+    assert page.js(f"{every}[0].querySelector('.text').textContent === {every}[1].querySelector('.text').textContent")
+    choose(page, first="tiny@blocks", second="")
+    send(page)
+    assert ended(page) == "done"
+    page.until(f"{LAST}.querySelectorAll('.denoised').length > 0")
+
+
+def test_the_event_stream_is_taken_up_again(chromium: driver.Browser) -> None:
+    with Server() as first:
+        page, port = opened(chromium, first.url), first.port
+    page.until("document.querySelector('#link').dataset.state === 'closed'")
+    with Server(port=port):
+        page.until("document.querySelector('#link').dataset.state === 'open'")
+        choose(page, tokens="4")
+        send(page)
+        assert ended(page) == "done"
+        page.until("document.querySelector('#lives').ariaLabel.startsWith('The latest 1 requests')")
+
+
+def test_a_connection_that_breaks_is_no_whole_answer(chromium: driver.Browser) -> None:
+    with Server(faults={"pause": 0.02}) as server:
+        page = opened(chromium, server.url)
+        choose(page, tokens="400")
+        page.js("document.querySelector('[name=mode][value=completion]').click()")
+        send(page)
+        page.until(f"{LAST}.querySelectorAll('.t').length > 2")
+        server.process.kill()
+        assert ended(page) == "failed" and said(page, "[role=alert]")
+
+
+def test_twenty_streams(page: driver.Browser, slow: Server, record_property: Any) -> None:
+    """Five of them in the page: a browser opens no more than six connections to one server."""
+    page.js("void (window.tasks = [])")
+    page.js("void new PerformanceObserver(list => tasks.push(...list.getEntries().map(entry => entry.duration)))"
+            ".observe({type: 'longtask'})")  # fmt: skip
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+    with ThreadPoolExecutor(15) as pool:
+        others = [pool.submit(slow.post, "/v1/completions", {**body, "seed": seed}) for seed in range(15)]
+        page.js(f"""(async () => {{
+            const {{ Answer }} = await import("/playground/answer.js");
+            const box = document.querySelector("#turns");
+            const lives = new (await import("/playground/lives.js")).Lives();
+            const answers = Array.from({{ length: 5 }}, () => new Answer(box, "tiny", lives, () => {{}}));
+            await Promise.all(answers.map(answer => answer.run("/v1/completions", {json.dumps(body)})));
+        }})()""")
+        assert all(other.result().status_code == 200 for other in others)
+    page.until("document.querySelector('#running').textContent === '0'")
+    assert page.js("[...document.querySelectorAll('.answer')].every(answer => answer.dataset.state === 'done')")
+    page.until("[...document.querySelectorAll('.answer dl')].every(list => list.textContent.startsWith('tokens60'))")
+    assert "were lost" not in page.js("document.querySelector('#scope').textContent")
+    tasks = page.js("tasks")
+    record_property("tasks_over_50_ms", tasks)
+    print("tasks over 50 ms:", tasks)
+    assert max(tasks, default=0) < LONGEST
+
+
+def test_the_keyboard_is_enough(page: driver.Browser) -> None:
+    focus = "document.activeElement.id || document.activeElement.value || document.activeElement.className"
+    page.press("Tab")
+    assert page.js("document.activeElement.textContent") == "Skip to the prompt"
+    page.press("Enter")
+    page.until(f"({focus}) === 'prompt'")
+    page.type(PROMPT)
+    page.press("Enter")
+    page.until(f"{LAST}.querySelectorAll('.t').length > 2")
+    page.press("Escape")
+    assert ended(page) == "stopped"
+    seen = []
+    while not seen or seen[-1] != "text":
+        page.press("Tab", modifiers=SHIFT)
+        seen.append(page.js(focus))
+        assert len(seen) < 10, seen
+    assert seen == ["second", "first", "chat", "text"]
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    assert page.js("document.querySelectorAll('.here').length") == 1
+    assert "decode" in said(page, ".about") and "probability" in said(page, ".about")
+    page.press("Home")
+    assert "prefill" in said(page, ".about")
+    seen = []
+    while not seen or seen[-1] != "send":
+        page.press("Tab")
+        seen.append(page.js(focus))
+        assert len(seen) < 12, seen
+    assert seen == ["chat", "first", "second", "prompt", "temperature", "tokens", "clear", "send"]
+
+
+def test_a_screen_reader_is_told_sentences_and_the_end(page: driver.Browser) -> None:
+    choose(page, tokens="12")
+    send(page)
+    assert ended(page) == "done"
+    region = "document.querySelector('#said').textContent"
+    told = page.until(f"{region}.includes('done') && {region}")
+    assert told.startswith("Asking tiny") and told.endswith("tiny: done, 12 tokens")
+    assert page.js(f"{LAST}.getAttribute('aria-busy')") == "false"
+    assert page.js("document.querySelector('#lanes').getAttribute('aria-label')")
+
+
+def test_nothing_is_asked_of_others_nor_at_intervals(page: driver.Browser, slow: Server) -> None:
+    choose(page, tokens="30")
+    send(page)
+    assert ended(page) == "done"
+    origin = urlsplit(slow.url).netloc
+    assert {urlsplit(url).netloc for url in page.requests} == {origin}
+    asked = [urlsplit(url).path for url in page.requests if not urlsplit(url).path.startswith("/playground/")]
+    once = ["/", "/v1/models", "/tokenizer_info", "/events", "/v1/chat/completions"]
+    assert [path for path in asked if path != "/favicon.ico"] == once
+    assert page.problems == []
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(chromium: driver.Browser, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[keys.alice]\nsha256 = "{hashlib.sha256(b"pw-alice").hexdigest()}"\n')
+    with Server(keys=str(path)) as server:
+        chromium.open(server.url + "/")
+        chromium.until("!document.querySelector('#access').hidden && document.activeElement.id === 'key'")
+        chromium.type("pw-alice")
+        chromium.press("Enter")
+        chromium.until("document.querySelector('#link').dataset.state === 'open'")
+        assert chromium.js("Object.values({...sessionStorage})") == ["pw-alice"]
+        assert chromium.js("localStorage.length") == 0
+        chromium.until("document.querySelector('#scope').textContent.includes('its own requests')")
+        choose(chromium, tokens="4")
+        send(chromium)
+        assert ended(chromium) == "done"
+
+
+@pytest.mark.parametrize("width", [360, 390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_every_screen_and_scheme(page: driver.Browser, width: int, scheme: str) -> None:
+    choose(page, tokens="30", second="tiny@guess")
+    send(page)
+    assert ended(page) == "done"
+    page.look(width, 800, scheme, "reduce")
+    page.until(f"innerWidth === {width}")
+    assert page.js("document.documentElement.scrollWidth") <= width
+    channel = int(page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"))
+    assert (channel < 64) == (scheme == "dark")
+    assert page.js(f"getComputedStyle({LAST}).animationName") == "none"
