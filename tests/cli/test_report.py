@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from phasewise.report.lives import DECODE, recording
 from tests.bench.test_load import Served, at
 from tests.cli.conftest import Cli
 from tests.report.test_page import load
+from tests.serve.tiny_chat import chat_checkpoint
 
 
 def test_the_command(cli: Cli, tmp_path: Path) -> None:
@@ -30,3 +32,19 @@ def test_a_load_on_record(cli: Cli, tmp_path: Path) -> None:
     assert first["bench"] == "load" and first["command"].startswith("phasewise ")
     assert [row["served"] for row in rows] == [0, 1, 2] and all(row["tokens"] and not row["error"] for row in rows)
     assert cli("report", run, "--out", page).code == 0 and "Who waited how long" in page.read_text()
+
+
+def test_the_servers_own_events_are_on_record(cli: Cli, tmp_path: Path) -> None:
+    """Times count from the first one, whatever the server's clock says."""
+    run, page = tmp_path / "run.jsonl", tmp_path / "page.html"
+    done = cli("bench", "load", "--model", chat_checkpoint(), "--requests", 3, "--rate", 50, "--record", run,
+               "--workload", "fixed:prompt=12,new=6")  # fmt: skip
+    assert done.code == 0 and "nothing was heard" not in done.out
+    first, *rows = [json.loads(line) for line in run.read_text().splitlines()]
+    told = recording([row for row in rows if "event" in row])
+    assert told is not None and told.start == 0.0 and 0 < told.end < 300
+    assert [(life.prompt_tokens, life.output_tokens, life.how) for life in told.lives] == [(12, 6, "finished")] * 3
+    assert sum(work.prefill for work in told.work) == 36 and first["counters"]["prompt_tokens"] == 36
+    assert all([phase for phase, _, _ in life.spans(told.end)][-1] == DECODE for life in told.lives)
+    assert cli("report", run, "--out", page).code == 0
+    assert "Both phases, request by request: run" in page.read_text()

@@ -22,6 +22,7 @@ class Ear:
         self.rows: list[dict[str, Any]] = []
         self.why: str | None = None
         self._url, self._kind = url, ""
+        self._first: float | None = None  # time of the first event, by the server's clock
         self._hello = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -51,8 +52,15 @@ class Ear:
         if field == b"event":
             self._kind = value.decode()
         elif field == b"data":
-            self.rows.append({"event": self._kind, **json.loads(value)})
+            self.rows.append({"event": self._kind, **self._timed(json.loads(value))})
             self._hello.set()
+
+    def _timed(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Its time, if it has one, as seconds after the first: the server's clock may have begun at any time."""
+        if "at" not in data:
+            return data
+        self._first = data["at"] if self._first is None else self._first
+        return data | {"at": round(data["at"] - self._first, 6)}
 
 
 def stamps(served: Sequence[Served], start: float) -> list[dict[str, Any]]:
