@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
 import pytest
 from hypothesis import settings
 
@@ -17,6 +21,22 @@ LONGEST = (
     "gguf/test_real_files.py", "place/test_push.py", "test_wheel.py", "bench/test_compare.py",
     "speculation/test_greedy.py", "place/test_disaggregated.py", "place/test_splitwise.py",
 )  # fmt: skip
+
+
+SCRATCH = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What this process and all that it starts put down for a while goes into one folder, which goes at the end; but
+    for pytest's own `tmp_path`, of which the last ones can be looked at."""
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, which has the environment of the process that started it
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        config.stash[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="phasewise-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SCRATCH in config.stash:
+        shutil.rmtree(config.stash[SCRATCH], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
