@@ -28,7 +28,7 @@ RECIPES = ("plain=draft=none", "guess=draft=suffix_decoding")
 PROMPT = "Write a short poem about a lighthouse, and then write the same poem once more."
 OTHERS = ("Name three rivers of Europe.", "Why is the sky blue?", "What is 17 + 25?", "List the planets.")
 KINDS = {"light": (1280, 860, "light"), "dark": (1280, 860, "dark"), "phone": (390, 844, "light")}
-COLOURS = 128  # of a palette: pictures of flat areas lose nothing that is seen
+COLOURS = 256  # of a palette: pictures of flat areas lose nothing that is seen
 
 
 def serve(model: str) -> tuple[subprocess.Popen[str], str]:
@@ -64,7 +64,7 @@ def take(page: Browser, url: str, model: str) -> None:
     page.look(*KINDS["light"])
     page.open(url)
     page.until("document.querySelector('#link').dataset.state === 'open'")
-    for name, value in (("first", f"{model}@plain"), ("second", f"{model}@guess"), ("tokens", "120")):
+    for name, value in (("first", f"{model}@plain"), ("second", f"{model}@guess"), ("tokens", "96")):
         page.js(f"void (document.getElementById({name!r}).value = {value!r})")
     crowd = [threading.Thread(target=others, args=(url, model)) for _ in range(2)]
     for one in crowd:
@@ -75,7 +75,7 @@ def take(page: Browser, url: str, model: str) -> None:
     page.until("document.querySelectorAll('.answer[data-state=done]').length === 2")
     page.until("document.querySelectorAll('.answer .accepted').length > 0")
     page.js("(document.activeElement.blur(), document.querySelectorAll('.answer .text')[1].focus())")
-    for _ in range(12):
+    for _ in range(11):
         page.press("ArrowRight")
     for one in crowd:
         one.join()
@@ -88,7 +88,7 @@ def take(page: Browser, url: str, model: str) -> None:
 
 def save(png: bytes, path: Path) -> None:
     """With a palette, a third of the size."""
-    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, kmeans=3, dither=Image.Dither.NONE)
     picture.save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} KB")
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from phasewise.serve.watch.events import MOST
 from tests.serve.running import PATIENCE, Server
 
 BODY = {"prompt": "the quick brown fox jumps", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -158,6 +160,23 @@ def test_each_key_sees_its_own_and_who_may_read_metrics_all(tmp_path: Path) -> N
             every = watcher.until(left) + watcher.until(left)
             assert {str(data["number"]) for kind, data in every if kind == "request"} == set(numbers)
             assert lanes(every)
+
+
+def test_who_has_left_holds_no_place(server: Server) -> None:
+    for _ in range(MOST + 6):
+        with listening(server):
+            pass
+
+
+def test_who_only_listens_does_not_wake_the_model() -> None:
+    with Server(sleep_after=0.05) as server:
+        deadline = time.monotonic() + PATIENCE
+        while not server.health().json().get("asleep"):
+            assert time.monotonic() < deadline
+        with listening(server) as stream:
+            assert server.health().json()["asleep"]
+            server.post("/v1/completions", BODY)
+            assert lanes(stream.until(left))
 
 
 def test_streams_end_with_the_server() -> None:

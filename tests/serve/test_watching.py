@@ -102,7 +102,7 @@ def test_a_key_that_is_taken_back_ends_its_stream(llm: LLM) -> None:
             stream = body(Events(engine, 1, cast(KeyRing, keys), False))
             await anext(stream)
             keys.known = False
-            assert [part async for part in stream][1:] == []
+            assert [part async for part in stream] == []
 
     asyncio.run(scene())
 
@@ -113,7 +113,7 @@ def test_a_silent_stream_says_that_it_is_alive(llm: LLM, monkeypatch: pytest.Mon
     async def scene() -> None:
         async with running(llm) as engine:
             stream = body(Events(engine, 1, None, False))
-            parts = [await anext(stream) for _ in range(3)]
+            parts = [await anext(stream) for _ in range(2)]
             assert parts[-1] == ": nothing new\n\n"
             await cast(Any, stream).aclose()
 
@@ -132,7 +132,7 @@ def test_streams_are_counted_and_end(llm: LLM) -> None:
             assert caught.value.status == 429
             events.close()
             for stream in streams:
-                assert len([part async for part in stream]) == 1  # how things were
+                assert [part async for part in stream] == []
             with pytest.raises(ApiError, match="shutting down"):
                 await events.stream(asking())
 

@@ -95,8 +95,8 @@ class Events:
                 return
             told = await self._engine.between(self._begin)
             seen = "all" if listener.own is None else "own"
-            yield written("hello", {"version": 1, "scope": seen, "kv_limit_bytes": self._kv_limit})
-            yield "".join(written(kind, data) for kind, whose, data in told if listener.hears(kind, whose))
+            hello = written("hello", {"version": 1, "scope": seen, "kv_limit_bytes": self._kv_limit})
+            yield hello + "".join(written(kind, data) for kind, whose, data in told if listener.hears(kind, whose))
             while not listener.over and self._welcome(request):
                 try:
                     async with asyncio.timeout(BEAT):

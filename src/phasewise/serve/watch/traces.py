@@ -27,7 +27,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/messages": "chat",
     "/v1/responses": "chat", "/v1/embeddings": "embeddings",
 }  # fmt: skip  # as the GenAI semantic conventions call them
-UNTOLD = ("/health", "/health/live", "/health/ready", "/metrics")  # asked for every few seconds by whoever watches
+UNTOLD = ("/health", "/health/live", "/health/ready", "/metrics", "/events")  # of whoever watches, all the time
 SECONDS = 5.0  # that a collector has to take a batch
 LAST_WORDS = 2.0  # seconds that the last batch has when the server ends
 PARENT = (b"traceparent", b"tracestate")
