@@ -39,11 +39,11 @@ export class Charts {
     this.ask();
   }
 
-  /** Draw with the next frame; who wants little motion gets a picture per second. */
+  /** Draw soon, ten times a second at most; who wants little motion gets a picture per second. */
   ask() {
     if (this.#asked) return;
     this.#asked = true;
-    const wait = calm.matches ? Math.max(0, 1000 - (performance.now() - this.#last)) : 0;
+    const wait = Math.max(0, (calm.matches ? 1000 : 100) - (performance.now() - this.#last));
     setTimeout(() => requestAnimationFrame(() => this.#draw()), wait);
   }
 

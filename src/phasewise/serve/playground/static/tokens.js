@@ -1,5 +1,7 @@
-// An answer's tokens: each a span coloured by its origin. They are added once per frame, however fast they come.
+// An answer's tokens: each a span coloured by its origin. They are added a few at a time, however fast they come: the
+// layout of a long answer costs more than its tokens.
 
+const PAUSE = 50; // milliseconds
 const WORDS = {
   prefill: "prefill: drawn after the prompt's last row",
   decode: "decode: drawn in a step",
@@ -31,7 +33,7 @@ export class Tokens {
     this.#waiting.push(...entries);
     if (!this.#drawing) {
       this.#drawing = true;
-      requestAnimationFrame(() => this.#draw());
+      setTimeout(() => requestAnimationFrame(() => this.#draw()), PAUSE);
     }
   }
 
