@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 # from the ground up: a room imports from rooms named before it
 ROOMS = (
     "errors", "known", "catalog", "ops", "gguf", "model", "request", "kv", "step", "verbs", "speculation", "engine",
-    "cluster", "methods", "doors", "train", "bench", "reproduce", "serve", "cli",
+    "cluster", "methods", "doors", "train", "bench", "plan", "reproduce", "serve", "cli",
 )  # fmt: skip
 ALONE = {
     "errors": "errors",
