@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from phasewise import __version__
-from phasewise.cli import bench, datastore, evaluate, keys, methods, models, reproduce, run, serve, train, widen
+from phasewise.cli import (
+    bench,
+    datastore,
+    evaluate,
+    keys,
+    methods,
+    models,
+    profile,
+    reproduce,
+    run,
+    serve,
+    train,
+    widen,
+)
 from phasewise.errors import UserError
 
 # typer ships its own copy of click and exports no name for "the command line is wrong" but this one's parent.
@@ -37,6 +50,7 @@ app.command("serve")(serve.serve)
 app.command("run")(run.run)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
+app.command("profile")(profile.profile)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")

@@ -10,7 +10,7 @@ from phasewise.plan.device import Device
 from phasewise.plan.shape import Shape
 
 MEMORY_POWER = 0.5  # of full power above idle while memory alone is busy: capping a GPU to half costs decode next to
-# nothing (Splitwise, arXiv 2311.18677)
+# nothing (arXiv 2311.18677)
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Roofline:
     def __post_init__(self) -> None:
         part = self.shape.split(self.ways)
         if part.weight_bytes >= self.device.memory:
-            need = -(-self.shape.weight_bytes // self.device.memory)
+            need = self.shape.weight_bytes // self.device.memory + 1
             raise UserError(
                 f"the weights take {part.weight_bytes / 1e9:.1f} GB on each of {self.ways} {self.device.name}, which "
-                f"have {self.device.memory / 1e9:.1f} GB: share them among more than {max(self.ways, need):.0f}"
+                f"have {self.device.memory / 1e9:.1f} GB: share them among at least {need:.0f}"
             )
 
     @property
