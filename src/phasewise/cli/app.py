@@ -20,6 +20,7 @@ from phasewise.cli import (
     reproduce,
     run,
     serve,
+    simulate,
     train,
     widen,
 )
@@ -51,6 +52,7 @@ app.command("run")(run.run)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
 app.command("profile")(profile.profile)
+app.command("simulate")(simulate.simulate)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
