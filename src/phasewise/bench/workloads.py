@@ -152,20 +152,25 @@ def lengths(text: str) -> Lengths:
     return made
 
 
-def workload(shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = None, seed: int = 0) -> list[Shot]:
-    """`n` requests. `rate` (requests/s): Poisson arrivals; infinite: all at once; None: as recorded, else all at once.
+def timed(
+    shape: Lengths, n: int, *, rate: float | None = None, seed: int = 0, cv: float = 1.0
+) -> list[tuple[float, int, int]]:
+    """(arrival, prompt tokens, new tokens) of `n` requests, a shared prefix apart.
 
-    A recorded trace with a `rate` keeps its bursts and is stretched to that mean rate.
-    Raises UserError if a trace holds fewer than `n` requests.
+    `rate` (requests/s): Poisson arrivals, or gamma ones where the gaps' standard deviation is `cv` times their mean;
+    infinite: all at once; None: as recorded, else all at once. A recorded trace with a `rate` keeps its bursts and is
+    stretched to that mean rate. Raises UserError if a trace holds fewer than `n` requests.
     """
     if rate is not None and not rate > 0:
         raise UserError(f"rate={rate:g} is not a rate: give requests per second above 0")
+    if not 0 < cv < math.inf:
+        raise UserError(f"cv={cv:g} is no spread of gaps: 1 is Poisson, below is steadier, above comes in bursts")
     rng = Random(seed)
     recorded = shape.gaps()
     sizes, gaps = [], []
     for size in shape.draw(rng):
         sizes.append(size)
-        gaps.append(rng.expovariate(1.0))
+        gaps.append(rng.expovariate(1.0) if cv == 1.0 else rng.gammavariate(1 / cv**2, cv**2))
         if len(sizes) == n:
             break
     else:
@@ -175,11 +180,18 @@ def workload(shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = N
         stretch = 1.0 if rate is None else (0.0 if not mean else 1 / (rate * mean))
     else:
         stretch = 0.0 if rate is None else 1 / rate
-    shots, now, shared = [], 0.0, prompts(shape.prefix) if shape.prefix else []
+    found, now = [], 0.0
     for (length, new), gap in zip(sizes, [*gaps, 0.0]):
-        shots.append(Shot(now, shared + prompts(length), new, len(shared)))
+        found.append((now, length, new))
         now += gap * stretch
-    return shots
+    return found
+
+
+def workload(shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = None, seed: int = 0) -> list[Shot]:
+    """`n` requests with prompts, as `timed` says."""
+    every = timed(shape, n, rate=rate, seed=seed)
+    shared = prompts(shape.prefix) if shape.prefix else []
+    return [Shot(now, shared + prompts(length), new, len(shared)) for now, length, new in every]
 
 
 def fit(shots: Sequence[Shot], context: int) -> list[Shot]:

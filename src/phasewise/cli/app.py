@@ -16,10 +16,12 @@ from phasewise.cli import (
     keys,
     methods,
     models,
+    profile,
     report,
     reproduce,
     run,
     serve,
+    simulate,
     train,
     tune,
     widen,
@@ -51,6 +53,8 @@ app.command("serve")(serve.serve)
 app.command("run")(run.run)
 app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
+app.command("profile")(profile.profile)
+app.command("simulate")(simulate.simulate)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phasewise.cluster.launcher import Connection, Message, WorkerSpec
@@ -54,7 +54,7 @@ class WorkerHandle:
     def cached(self, tokens: Sequence[int]) -> int:
         """Tokens at the start of a prompt that it has probably cached."""
         found = 0
-        for key in _keys(self.shape, tokens):
+        for key in _keys(self.shape, tokens if self._blocks else ()):
             if key not in self._blocks:
                 break
             self._blocks.move_to_end(key)
@@ -73,9 +73,8 @@ class WorkerHandle:
         self._blocks.clear()
 
 
-def _keys(shape: bytes, tokens: Sequence[int]) -> list[bytes]:
-    keys, key = [], shape
+def _keys(shape: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+    key = shape
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = chain(key, tokens[start : start + BLOCK])
-        keys.append(key)
-    return keys
+        yield key

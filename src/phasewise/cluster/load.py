@@ -1,17 +1,36 @@
-"""How much the workers have to do, and which of them have room: what the router works out before a policy chooses.
-
-`parts` are those of an engine like the workers': its limits, and what rows of its store cost.
-"""
+"""How much the workers have to do, and which of them have room: what the router works out before a policy chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.in_flight import InFlight
-from phasewise.engine.runtime import Parts
 from phasewise.kv.layer_kv import ROUND
 from phasewise.request.request import Request
+
+
+class Rooms(Protocol):
+    """What an engine like the workers' says of room: `Parts` is one. `row_bytes`: of a token, where it takes most."""
+
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def recipes(self) -> Mapping[str, Any]:
+        """What they run with, each with a `store` that knows what tokens cost."""
+        ...
+
+
+class Waiting(Protocol):
+    """What it takes to know what room a request needs."""
+
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def known(self) -> int: ...
 
 
 def weigh(
@@ -33,7 +52,7 @@ def weigh(
             goes_on.decoding += flight.caller.known
 
 
-def may_keep(handle: WorkerHandle, parts: Parts, waiting: Sequence[Request], room: int) -> bool:
+def may_keep(handle: WorkerHandle, parts: Rooms, waiting: Sequence[Waiting], room: int) -> bool:
     """Whether a worker seems to have `room` bytes besides what those that run there, and those that wait there, may
     take. It may say no."""
     if not handle.spec.decodes or not handle.state:
@@ -44,7 +63,7 @@ def may_keep(handle: WorkerHandle, parts: Parts, waiting: Sequence[Request], roo
     return bool(running + len(waiting) < parts.max_running and handle.free >= room + taken)
 
 
-def has_room(handle: WorkerHandle, parts: Parts, n_bytes: int) -> bool:
+def has_room(handle: WorkerHandle, parts: Rooms, n_bytes: int) -> bool:
     """Whether a worker has so many bytes for a request. Those that wait for memory there go first, and those that run
     may grow a bit. What is lent needs no room: a lone request that cannot grow even wants company to take it from."""
     if not handle.spec.decodes or not handle.state:

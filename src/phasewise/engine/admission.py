@@ -28,16 +28,21 @@ class Admission:
         queues: Queues,
         counters: Counters,
         give_up: Callable[[Request], None],
+        max_running: int,
     ) -> None:
         self.recipes, self.queues, self.counters = recipes, queues, counters
         self.store = recipes[""].store  # all stores share its ledger and its prefix cache
         self.promised = 0  # bytes set aside for requests on their way here
-        self._give_up = give_up
+        self._give_up, self.max_running = give_up, max_running
         self.follow()
 
     def follow(self) -> None:
         """Note whether any recipe has companions."""
         self._followed = any(runtime.companions for runtime in self.recipes.values())
+
+    def open(self, tokens: int, runtime: Runtime) -> bool:
+        """Whether a request of so many tokens may be let in now: nobody is preempted for it."""
+        return len(self.queues.running) < self.max_running and self.store.room(runtime.need(tokens))
 
     def promise(self, n_bytes: int) -> bool:
         """Set bytes aside for a request on its way here; False if there is no room. `promise(-n)` takes it back."""

@@ -52,7 +52,7 @@ class Engine:
         self.prefixes: PrefixCache = self.store.prefixes
         self.queues = Queues()
         self.waiting, self.running, self.departed = self.queues.waiting, self.queues.running, self.queues.departed
-        self.room = Admission(parts.recipes, self.queues, parts.counters, self._no_room)
+        self.room = Admission(parts.recipes, self.queues, parts.counters, self._no_room, parts.max_running)
         self._turn = StepAttempt(parts.model, parts.counters, parts.taps)
         self._departs, self._inference = parts.departs, torch.inference_mode()
         self._progressed: list[Request] = []
@@ -204,7 +204,7 @@ class Engine:
                 continue
             request.parent, request.computed = None, 0
             tokens, runtime = request.known + 1, self.runtime(request)
-            if len(self.running) >= self.parts.max_running or not self.prefixes.room(runtime.need(tokens)):
+            if not self.room.open(tokens, runtime):
                 return
             try:
                 request.kv = runtime.store.open(request, runtime.held(tokens))

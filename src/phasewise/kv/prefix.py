@@ -12,6 +12,8 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -22,16 +24,16 @@ BLOCK = 32  # rows per node, or the smallest multiple of the decode method's uni
 
 
 class Node:
-    """One block of rows. `planes` [layer][plane] of [H, rows, ...]."""
+    """One block of rows, `n_bytes` large. `planes` [layer][plane] of [H, rows, ...]; none where rows are numbers."""
 
     __slots__ = ("bytes", "children", "key", "parent", "planes", "refs", "rows", "used")
 
-    def __init__(self, key: bytes, parent: Node | None, planes: list[list[Tensor]], rows: int) -> None:
+    def __init__(self, key: bytes, parent: Node | None, planes: list[list[Tensor]], rows: int, n_bytes: int) -> None:
         self.key, self.parent, self.planes, self.rows = key, parent, planes, rows
         self.children: dict[bytes, Node] = {}
         self.refs = 0
         self.used = 0
-        self.bytes = sum(p.numel() * p.element_size() for layer in planes for p in layer)
+        self.bytes = n_bytes
 
     def hold(self) -> Node:
         self.refs += 1
@@ -47,13 +49,39 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+class Rows(Protocol):
+    """What blocks are cut from."""
+
+    def size(self, block: int) -> int:
+        """Bytes of so many rows."""
+        ...
+
+    def copy(self, start: int, stop: int) -> list[list[Tensor]]:
+        """Some of them, the caller's to keep."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """The rows of a request's layers, each in one slab."""
+
+    layers: Sequence[LayerKV]
+
+    def size(self, block: int) -> int:
+        planes = (plane for layer in self.layers for plane in layer.slabs[0].buffer.planes)
+        return sum(plane[:, :block].numel() * plane.element_size() for plane in planes)
+
+    def copy(self, start: int, stop: int) -> list[list[Tensor]]:
+        return [[plane[:, start:stop].clone() for plane in layer.slabs[0].buffer.planes] for layer in self.layers]
+
+
 class PrefixTree:
     """`unit`: rows of one unit depend on each other's tokens, so only whole units may be shared. `ticks` say in which
     order blocks are used, of all trees that make way for one another."""
 
     def __init__(self, key: str, ledger: Ledger, unit: int = 1, ticks: Iterator[int] | None = None) -> None:
         self.block = math.lcm(BLOCK, unit)
-        self.root = Node(hashlib.blake2b(key.encode(), digest_size=16).digest(), None, [], 0)
+        self.root = Node(hashlib.blake2b(key.encode(), digest_size=16).digest(), None, [], 0, 0)
         self.ledger = ledger
         self.bytes = 0
         self._ticks = ticks or itertools.count()
@@ -84,8 +112,8 @@ class PrefixTree:
             layer.slabs[0].n = at
         return moved
 
-    def insert(self, tokens: Sequence[int], layers: list[LayerKV], held: list[Node]) -> tuple[list[Node], int]:
-        """Cache the whole blocks of `tokens` whose rows lie in `layers`. `held` are the caller's nodes so far.
+    def insert(self, tokens: Sequence[int], rows: Rows, held: list[Node]) -> tuple[list[Node], int]:
+        """Cache the whole blocks of `tokens`, whose `rows` are there. `held` are the caller's nodes so far.
 
         Returns the caller's nodes now and the bytes copied. Stops, silently, where the budget ends.
         """
@@ -97,12 +125,10 @@ class PrefixTree:
             key = chain(node.key, tokens[start : start + block])
             child = node.children.get(key)
             if child is None:
-                size = sum(p[:, :block].numel() * p.element_size() for la in layers for p in la.slabs[0].buffer.planes)
+                size = rows.size(block)
                 if not self.ledger.room(size):
                     break
-                rows = slice(start, start + block)
-                planes = [[p[:, rows].clone() for p in layer.slabs[0].buffer.planes] for layer in layers]
-                child = node.children[key] = Node(key, node, planes, block)
+                child = node.children[key] = Node(key, node, rows.copy(start, start + block), block, size)
                 self.ledger.add(child.bytes)
                 self.bytes += child.bytes
                 moved += child.bytes

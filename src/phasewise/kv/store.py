@@ -11,7 +11,7 @@ from phasewise.kv.beside import Wants
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
-from phasewise.kv.prefix import PrefixCache
+from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
 
@@ -130,7 +130,7 @@ class Store:
         if any(len(layer.slabs) != 1 or layer.slabs[0].positions is not None for layer in request.kv.layers):
             return  # rewritten rows are private
         upto = min(request.computed, request.prompt_len)
-        added, moved = self.tree.insert(request.tokens[:upto], request.kv.layers, request.kv.nodes)
+        added, moved = self.tree.insert(request.tokens[:upto], LayerRows(request.kv.layers), request.kv.nodes)
         request.kv.nodes = added
         self.counters.kv_bytes_moved += moved
 

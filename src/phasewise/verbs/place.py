@@ -20,6 +20,8 @@ class Placing(Protocol):
 
     Optional:
         launches: bool  -- it has workers, so that there is something to place for `--cluster`
+        policy(now, cores) -> Policy  -- who of its workers does what, in numbers; `cores`: those of the machine, ids.
+            A simulator asks the same policy. Without, all runs in one engine
     """
 
     def build(self, plan: Plan) -> Placed:

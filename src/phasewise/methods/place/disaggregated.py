@@ -5,6 +5,7 @@ Promises colocated's tokens: the KV moves as it is, evicted or quantised, and dr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -57,11 +58,13 @@ class Disaggregated:
         if self.deadline <= 0.0:
             raise UserError(f"disaggregated: deadline={self.deadline} must be positive (seconds)")
 
+    def policy(self, now: float, cores: Sequence[int]) -> TwoPools:
+        return TwoPools(self.prefill, self.decode, self.share, self.local, self.queue, self.transfer == "push")
+
     def build(self, plan: Plan) -> Placed:
-        push = self.transfer == "push"
-        policy = TwoPools(self.prefill, self.decode, self.share, self.local, self.queue, push)
         fronts = [
             plan.engine(("prefill",), self.share / self.prefill),
             plan.engine(("prefill", "decode"), (1.0 - self.share) / self.decode),
         ]
+        policy = self.policy(plan.clock(), ())
         return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(handoff=self.deadline))

@@ -5,6 +5,7 @@ Promises colocated's tokens: KV is handed on as it lies, and draws depend on see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,14 +71,19 @@ class SemiPD:
         if self.cores < 0:
             raise UserError(f"semi_pd: cores={self.cores} must not be negative (0 = all there are)")
 
-    def build(self, plan: Plan) -> Placed:
-        there = cores_here()
-        if self.cores > len(there):
-            raise UserError(f"semi_pd: cores={self.cores}, but this process may use {len(there)}: {there}")
+    def policy(self, now: float, cores: Sequence[int]) -> SharedPoolPolicy:
+        if self.cores > len(cores):
+            raise UserError(f"semi_pd: cores={self.cores}, but there are {len(cores)}: {list(cores)}")
         goals = Goals(
             self.slo_ttft, self.slo_tpot, self.attain, self.window, self.dwell,
             self.least, self.margin, self.memory, self.steps,
         )  # fmt: skip
-        policy = SharedPoolPolicy(there[: self.cores or None], goals, plan.clock())
+        return SharedPoolPolicy(cores[: self.cores or None], goals, now)
+
+    def build(self, plan: Plan) -> Placed:
+        there = cores_here()
+        if self.cores > len(there):
+            raise UserError(f"semi_pd: cores={self.cores}, but this process may use {len(there)}: {there}")
+        policy = self.policy(plan.clock(), there)
         fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
         return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(handoff=self.deadline))

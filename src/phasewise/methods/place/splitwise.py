@@ -5,6 +5,7 @@ Promises colocated's tokens: rows move as they are, or the KV moves whole, and d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,7 +53,10 @@ class Splitwise:
         if self.deadline <= 0.0:
             raise UserError(f"splitwise: deadline={self.deadline} must be positive (seconds)")
 
+    def policy(self, now: float, cores: Sequence[int]) -> PhasePools:
+        return PhasePools(self.prompt, self.token, self.mixed, self.threshold)
+
     def build(self, plan: Plan) -> Placed:
-        policy = PhasePools(self.prompt, self.token, self.mixed, self.threshold)
+        policy = self.policy(plan.clock(), ())
         front = plan.engine(("prefill", "decode"), policy.worker_specs()[0].share)
         return Router(plan.launcher(), policy, [front], plan.clock, Timeouts(handoff=self.deadline))

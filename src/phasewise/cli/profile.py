@@ -1,0 +1,165 @@
+"""`phasewise profile`: what steps take on this machine, for `phasewise simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phasewise import recipes
+from phasewise.cli import show
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import counting, working
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.bench.drive import Bench
+    from phasewise.plan.profile import Grid, Profile
+
+
+@spread
+def profile(
+    out: Annotated[Path, typer.Option(help="Where to write what was measured, as JSON.")] = Path("profile.json"),
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Threads to measure with; default: one, and all there are.")
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VERB=METHOD...", help="Measure this recipe as well; may be repeated."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, each once: a rough answer.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
+    engine: EngineOptions = DEFAULTS,
+) -> None:
+    """Limits of this machine, and what a step takes over its rows and contexts: a latency model for the simulator.
+
+    Runs the real engine on steps of chosen sizes, fits a line to each kind of step (prompts, decodes, both together)
+    and holds it against sizes in between. Needs a quiet machine.
+
+    [bold]Examples[/]
+
+      phasewise profile --model smollm2 --out smollm2.json
+      phasewise profile --quick --threads 1,2 --recipe long="evict=streaming store=int8"
+    """
+    engine.check()
+    if engine.place is not None or engine.schedule is not None:
+        raise UserError(
+            "steps are measured in one engine, of sizes that profile chooses: leave --place, --schedule out"
+        )
+    from phasewise.bench.drive import Bench
+    from phasewise.options import WITH_DRAFT
+    from phasewise.plan.profile import QUICK, Grid
+
+    with_threads = _threads(threads)
+    given = recipes.read(recipe or ())
+    recipes.check(given)
+    named = {"": engine.verbs} | {name: recipes.texts(engine.verbs, own, WITH_DRAFT) for name, own in given.items()}
+    _one_row(named)
+    with working(f"loading {engine.model}"):
+        made = Bench.load(engine.model, engine.dtype)
+    taken = _take(made, engine, named, QUICK if quick else Grid(), (with_threads, seed))
+    taken.save(out)
+    _tell(taken, out)
+
+
+def _threads(text: str | None) -> list[int]:
+    """Numbers of threads. Raises UserError for what is none, or more than there are cores."""
+    from phasewise.bench.machine import cores
+
+    if text is None:
+        return sorted({1, cores()})
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found) or not all(1 <= n <= cores() for n in found):
+        raise UserError(f"threads={text!r}: write different numbers from 1 to {cores()} (cores), such as 1,{cores()}")
+    return found
+
+
+def _one_row(named: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise UserError for recipes that bring more than a row per token: their steps have no size of their own."""
+    from phasewise.options import DEFAULTS, parse
+
+    plain = type(parse({})["decode"])
+    for name, verbs in named.items():
+        if type(parse(verbs)["decode"]) is not plain:
+            raise UserError(f"recipe {name or recipes.DEFAULT!r} does not decode with {DEFAULTS['decode']}, and "
+                            "profiles know no other steps: leave decode, draft and verify out")  # fmt: skip
+
+
+def _take(
+    made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, str]], grid: Grid, how: tuple[list[int], int]
+) -> Profile:
+    import torch
+
+    from phasewise.bench.bandwidth import reading
+    from phasewise.bench.machine import describe
+    from phasewise.bench.prompts import random_prompts
+    from phasewise.engine.engine import Engine
+    from phasewise.model.artefacts import fingerprint
+    from phasewise.plan.profile import Measured, Measuring, Profile, flops
+    from phasewise.plan.shape import Shape
+    from phasewise.plan.stand import Stand
+
+    with working("measuring how fast memory is read, and arithmetic done"):
+        limits = {"read_bytes_per_s": reading(3), "flops": flops(3)}
+    model, found = made.model, list[Measured]()
+    there = torch.get_num_threads()
+    total = len(named) * len(how[0]) * (len(grid.seen()) + len(grid.held_out()))
+    done = 0
+    with counting("sizes of steps", total) as bar, torch.inference_mode():
+
+        def one() -> None:
+            nonlocal done
+            done += 1
+            bar(done)
+
+        for name, verbs in named.items():
+            placed = made.engine(dict(verbs), engine.limits())
+            assert isinstance(placed, Engine)
+            for threads in how[0]:
+                torch.set_num_threads(threads)
+                run = Measuring(Stand(placed, random_prompts(model.config.vocab, how[1])), grid)
+                try:
+                    run.run(one)
+                finally:
+                    torch.set_num_threads(there)
+                lines, held = run.lines()
+                found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes))
+    about = {"name": _name(engine.model), "hash": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+    width = model.weight_bytes / (Shape.of(model.config, 1.0).weight_bytes or 1.0)
+    kv = found[0].row_bytes / Shape.of(model.config, kv_width=1.0).row_bytes
+    return Profile(describe(), about, Shape.of(model.config, width, kv), limits, found)
+
+
+def _name(model: str) -> str:
+    return Path(model).name if Path(model).exists() else model  # what is written names no place
+
+
+def _tell(taken: Profile, out: Path) -> None:
+    from phasewise.plan.profile import DOUBT
+
+    show.title(f"Steps of {taken.model['name']}, {taken.model['dtype']}: errors on sizes that were held out")
+    rows = [
+        [
+            one.recipe or recipes.DEFAULT,
+            str(one.threads),
+            kind,
+            str(held.steps),
+            f"{held.median:.1%}",
+            f"{held.p90:.1%}",
+        ]
+        for one in taken.measured
+        for kind, held in one.held_out.items()
+    ]
+    show.table(["recipe", "threads", "steps of", "held out", "median error", "p90"], rows)
+    print(f"\nmemory is read at {taken.limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
+          f"arithmetic done at {taken.limits['flops'] / 1e9:.0f} GFLOP/s; written to {out}")  # fmt: skip
+    for row in rows:
+        if float(row[4].rstrip("%")) > 100 * DOUBT:
+            print(
+                f"doubtful: {row[2]} steps of {row[0]} with {row[1]} threads are off by {row[4]}: is the machine quiet?"
+            )

@@ -1,0 +1,202 @@
+"""`phasewise simulate`: what a server would do with a load, in virtual time."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phasewise.cli import show
+from phasewise.cli.asked import TARGETS, Targets
+from phasewise.cli.options import parse_bytes, spread
+from phasewise.cli.progress import counting
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.plan.arrivals import Load
+    from phasewise.plan.setting import Setting, Source
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Where the costs of steps come from: a profile of this machine, or devices and a model's sizes."""
+
+    profile: Annotated[Path | None, typer.Option(help="What `phasewise profile` has written.")] = None
+    recipe: Annotated[str, typer.Option(help="The profile's recipe; default: its first.")] = ""
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE | ROLE=DEVICE,...", help="a100, h100, h200, l4, mi300x ..., or your FILE.toml."),
+    ] = None
+    model: Annotated[str | None, typer.Option(help="With --device: the model. Its config.json is enough.")] = None
+    ways: Annotated[int, typer.Option(min=1, help="Devices that share every layer of a worker.")] = 1
+
+    def source(self) -> Source:
+        """Raises UserError for what does not go together."""
+        from phasewise.load import config_of
+        from phasewise.plan import setting
+        from phasewise.plan.profile import Profile
+        from phasewise.plan.shape import Shape
+
+        if (self.profile is None) == (self.device is None):
+            raise UserError("costs come from --profile FILE, or from --device NAME with --model: give one of the two")
+        if self.profile is not None:
+            if self.ways > 1 or self.model is not None:
+                raise UserError("a profile is of one model and one machine: leave --ways and --model out")
+            return setting.measured(Profile.load(self.profile), self.recipe)
+        if self.model is None:
+            raise UserError("--device needs --model: a name, or a directory with config.json")
+        if self.recipe:
+            raise UserError("recipes are measured: --recipe goes with --profile")
+        assert self.device is not None
+        return setting.known(setting.devices(self.device), self.ways, Shape.of(config_of(self.model)))
+
+    def about(self) -> list[str]:
+        """What is odd about the profile, in words."""
+        from phasewise.bench.machine import cpu
+        from phasewise.plan.profile import Profile
+
+        return [] if self.profile is None else Profile.load(self.profile).check(cpu(), None)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The load."""
+
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1000
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND[:KNOB=VALUE,...]",
+            help="lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or trace:path=,scale=.",
+        ),
+    ] = "lognormal"
+    rate: Annotated[float | None, typer.Option(help="Requests/s; default: as recorded, else all at once.")] = None
+    cv: Annotated[float, typer.Option(help="Spread of the gaps: 1 Poisson, more in bursts, less steadier.")] = 1.0
+    context: Annotated[int, typer.Option(min=2, help="Longer requests are cut to it.")] = 1 << 20
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, arrivals and dealing.")] = 0
+
+    def load(self) -> Load:
+        from phasewise.bench.workloads import lengths
+        from phasewise.plan.arrivals import Load
+
+        return Load(lengths(self.workload), self.requests, self.rate, self.cv, self.seed, self.context)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The server that is simulated."""
+
+    schedule: Annotated[str | None, typer.Option(metavar="METHOD", help="As of `phasewise serve`.")] = None
+    place: Annotated[str | None, typer.Option(metavar="METHOD", help="As of `phasewise serve`.")] = None
+    replicas: Annotated[int, typer.Option(min=1, help="Such servers; requests are dealt to them by chance.")] = 1
+    kv_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="KV of a server; default: what serve takes, or its devices have.")
+    ] = None
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that may share a step.")] = 64
+    link: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes/s between workers; default: no limit.")] = None
+    link_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds before the first byte is there.")] = 0.0
+    die: Annotated[list[str] | None, typer.Option(metavar="WORKER@SECONDS", help="A worker dies; may be repeated.")] = (
+        None
+    )
+    revive_ms: Annotated[float, typer.Option(min=0.0, help="Until a dead worker's successor is there.")] = 1000.0
+
+    def setting(self) -> Setting:
+        from phasewise.options import DEFAULTS
+        from phasewise.plan.setting import Setting
+        from phasewise.plan.world import LOCAL, Link
+
+        link = LOCAL if self.link is None else Link(parse_bytes(self.link))
+        return Setting(
+            self.schedule or DEFAULTS["schedule"], self.place or DEFAULTS["place"],
+            None if self.kv_bytes is None else parse_bytes(self.kv_bytes), self.max_running,
+            link=Link(link.bandwidth, self.link_ms / 1e3), revive=self.revive_ms / 1e3,
+        )  # fmt: skip
+
+
+COSTS, SIMULATED, SERVED = Costs(), Simulated(), Served()
+
+
+@spread
+def simulate(
+    find_goodput: Annotated[bool, typer.Option("--goodput", help="Find the highest rate at which 90 % are in time.")]
+    = False,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers into this file, as JSON.")] = None,
+    costs: Costs = COSTS,
+    asked: Simulated = SIMULATED,
+    served: Served = SERVED,
+    targets: Targets = TARGETS,
+) -> None:  # fmt: skip
+    """What a server would do with a load, in virtual time: TTFT, TPOT and goodput, without running the model.
+
+    Schedulers, placements, admission and the prefix cache are those that serve; only steps are numbers, from a profile
+    of this machine or a device file. docs/simulator.md says what is modelled and what is not.
+
+    [bold]Examples[/]
+
+      phasewise simulate --profile profile.json --rate 2 --ttft 800 --tpot 80
+      phasewise simulate --profile profile.json --place disaggregated --workload trace:path=azure.csv,scale=0.1
+      phasewise simulate --device h100 --model path/to/model --place splitwise:prompt=4,token=4 --rate 20 --link 50G
+      phasewise simulate --device prefill=h100,decode=a100 --model DIR --place disaggregated --goodput --tpot 50
+    """
+    slo = targets.slo()
+    if find_goodput and slo.ttft is None and slo.tpot is None:
+        raise UserError("--goodput needs targets: add --ttft MS, --tpot MS or both")
+    from phasewise.plan import setting as settings
+    from phasewise.plan.simulate import goodput, run
+
+    scene = served.setting().scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
+    _check_roles(scene.policy(), costs.device)
+    load = asked.load()
+    jobs = load.jobs(slo)
+    for line in costs.about():
+        print(f"note: {line}")
+    started = time.perf_counter()
+    with counting("requests", len(jobs)) as tell:
+        outcome = run(scene, jobs, tell)
+    seconds = time.perf_counter() - started
+    numbers = outcome.numbers(slo)
+    _tell(numbers, f"{served.place or 'one engine'}, {asked.workload}", seconds)
+    if find_goodput:
+        best = goodput(scene, load, slo)
+        devices = outcome.workers * costs.ways
+        numbers |= {"goodput_per_s": best.rate, "goodput_per_device_per_s": best.rate / devices}
+        said = f"{'' if best.bounded else 'at least '}{best.rate:.3g} requests/s ({best.rate / devices:.3g} per device)"
+        print(f"goodput: {said if best.rate > 1e-5 else 'none, these targets are missed at any rate'}")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_roles(policy: Any, device: str | None) -> None:
+    from phasewise.plan import setting as settings
+
+    if device is not None:
+        roles = [spec.role for spec in policy.worker_specs()] if policy is not None else ["all"]
+        settings.unknown_role(sorted(set(roles)), settings.devices(device))
+
+
+def _tell(numbers: dict[str, Any], what: str, seconds: float) -> None:
+    from phasewise.bench.report import milliseconds
+
+    print(f"{what}: {numbers['requests']} requests on {numbers['workers']} workers\n")
+    rows = [
+        [name.upper(), *(milliseconds(numbers[f"{name}_p{q}_s"]) for q in (50, 90, 99))] for name in ("ttft", "tpot")
+    ]
+    show.table(["", "p50", "p90", "p99"], rows)
+    print(f"\n{numbers['requests_per_s']:.3g} requests/s, {numbers['output_tokens_per_s']:.4g} tokens/s, workers busy "
+          f"{numbers['busy_share']:.0%} of the time, {numbers['failed']} failed")  # fmt: skip
+    if "good_share" in numbers:
+        print(f"within the targets: {numbers['good_share']:.1%}")
+    small = {key: numbers[key] for key in ("handoffs", "preemptions", "prefix_hits", "workers_lost", "restarts")}
+    said = ", ".join(f"{key} {value}" for key, value in small.items() if value)
+    if said:
+        print(said)
+    for key, unit in (("joules", "J"), ("money", "$")):
+        if numbers[key]:
+            print(f"{key}: {numbers[key]:.4g} {unit}, {numbers[key] / max(1, numbers['requests']):.3g} per request")
+    rate = numbers["requests"] / seconds * 60
+    print(f"simulated {numbers['seconds']:.4g} s in {seconds:.2f} s: {rate:,.0f} requests a minute")

@@ -1,0 +1,136 @@
+"""A request without a model: what schedulers, admission and policies may know of one, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from phasewise.request.params import SLO, Params
+
+if TYPE_CHECKING:
+    from phasewise.plan.memory import Held
+
+_PARAMS, _SLO = Params(), SLO()  # of requests that ask for nothing else
+
+
+class Job:
+    """`prompt_len` tokens to read, `new` to write. It advances as the engine's requests do: what is known and not yet
+    computed goes through steps, and whoever is through gets a token.
+
+    `tokens` are those of the prompt, as far as anybody asks who they are; see `plan.arrivals`. `attempt`: how often it
+    was started; what belongs to an older one is dropped.
+    """
+
+    __slots__ = (
+        "arrived",
+        "attempt",
+        "computed",
+        "departs",
+        "depth",
+        "first_token",
+        "high_water",
+        "id",
+        "known",
+        "kv",
+        "last_token",
+        "layers",
+        "left",
+        "new",
+        "params",
+        "parent",
+        "prefilling",
+        "prompt_len",
+        "recipe",
+        "rows",
+        "sent_at",
+        "slice",
+        "slo",
+        "state",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, id: str, tokens: Sequence[int], new: int, arrived: float, slo: SLO = _SLO) -> None:
+        self.id, self.tokens, self.new, self.arrived, self.slo = id, tokens, new, arrived, slo
+        self.params, self.recipe, self.parent = _PARAMS, "", None
+        self.prompt_len = self.known = self.rows = len(tokens)
+        self.computed = self.depth = self.layers = self.high_water = self.attempt = 0
+        self.prefilling = True
+        self.kv: Held | None = None
+        self.slice: int | None = None  # rows of one under way
+        self.state: dict[str, Any] = {}
+        self.departs = False
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.sent_at: float | None = None  # when its KV set out for another worker
+        self.left: str | None = None  # finished | failed
+
+    @property
+    def n_out(self) -> int:
+        return self.known - self.prompt_len
+
+    @property
+    def limit(self) -> int:
+        """Tokens it can ever hold."""
+        return self.prompt_len + self.new
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None with fewer than two."""
+        if self.first_token is None or self.last_token is None or self.n_out < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.n_out - 1)
+
+    def meets(self, slo: SLO) -> bool:
+        """Whether it came in full and within both targets (a missing target is met)."""
+        ttft, tpot = self.ttft, self.tpot
+        if self.left != "finished" or ttft is None:
+            return False
+        return (slo.ttft is None or ttft <= slo.ttft) and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
+
+    def begin(self, computed: int) -> None:
+        """So much of it is there: it waits, starts anew, or has found a prefix."""
+        self.computed = computed
+        self.prefilling = computed < self.prompt_len
+        self.rows = (self.prompt_len if self.prefilling else self.known) - computed
+
+    def advance(self, rows: int, layers: tuple[int, int] | None, now: float) -> bool:
+        """A step has run `rows` of its rows, through these layers (None: all). -> whether that brought a token"""
+        if layers is not None and layers[1] < self.layers:
+            self.depth, self.slice = layers[1], rows
+            self.rows = rows
+            return False
+        self.depth, self.slice = 0, None
+        self.computed += rows
+        if self.kv is not None:
+            self.kv.spare -= rows
+        self.prefilling = self.computed < self.prompt_len
+        if self.computed < self.known:
+            self.rows = (self.prompt_len if self.prefilling else self.known) - self.computed
+            return False
+        self.known += 1
+        self.rows = 1
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+        if self.known >= self.prompt_len + self.new:
+            self.left = "finished"
+        return True
+
+    def release(self) -> None:
+        """Give up its KV, as at a preemption."""
+        kv, self.kv = self.kv, None
+        self.slice, self.depth = None, 0
+        if kv is not None:
+            kv.close()
+
+    def restart(self) -> None:
+        """All that was computed of it is lost; its tokens are with the router."""
+        self.attempt += 1
+        self.sent_at = None
+        self.departs = False
+        self.kv, self.slice, self.depth = None, None, 0  # its worker's memory is gone with it
+        self.begin(0)

@@ -1,0 +1,70 @@
+"""A step's cost on a device known by its data sheet: arithmetic or memory, whichever takes longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phasewise.errors import UserError
+from phasewise.plan.cost import Price, Step, counts
+from phasewise.plan.device import Device
+from phasewise.plan.shape import Shape
+
+MEMORY_POWER = 0.5  # of full power above idle while memory alone is busy: capping a GPU to half costs decode next to
+# nothing (arXiv 2311.18677)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A model on `ways` devices of a kind that share every layer; `price` is of all of them together."""
+
+    device: Device
+    shape: Shape
+    ways: int = 1
+
+    def __post_init__(self) -> None:
+        part = self.shape.split(self.ways)
+        if part.weight_bytes >= self.device.memory:
+            need = self.shape.weight_bytes // self.device.memory + 1
+            raise UserError(
+                f"the weights take {part.weight_bytes / 1e9:.1f} GB on each of {self.ways} {self.device.name}, which "
+                f"have {self.device.memory / 1e9:.1f} GB: share them among at least {need:.0f}"
+            )
+
+    @property
+    def kv_bytes(self) -> float:
+        """What is left for KV, of all devices together."""
+        one = self.device.kv_memory or self.device.memory - self.shape.split(self.ways).weight_bytes
+        return one * self.ways
+
+    def seconds(self, step: Step) -> float:
+        return self._times(step)[0]
+
+    def price(self, step: Step) -> Price:
+        device = self.device
+        seconds, compute, memory = self._times(step)
+        busy = min(1.0, (compute + MEMORY_POWER * max(0.0, memory - compute)) / seconds) if seconds else 0.0
+        watts = device.idle + (device.power - device.idle) * busy if device.power else 0.0
+        return Price(seconds, watts * seconds * self.ways, device.price / 3600 * seconds * self.ways)
+
+    def _times(self, step: Step) -> tuple[float, float, float]:
+        """Seconds of a step, and of its arithmetic and its memory traffic alone."""
+        device, tile = self.device, int(self.device.tile)
+        if step.prefill_rows and tile > 1:
+            step = replace(step, prefill_rows=-(-step.prefill_rows // tile) * tile)
+        need = counts(step, self.shape.split(self.ways))
+        rate = device.bandwidth * device.bandwidth_share
+        kv = need.kv_read_bytes + need.kv_written_bytes
+        compute = need.flops / (device.flops * device.flops_share)
+        if device.kv_bandwidth:
+            memory = need.weight_bytes / rate + kv / device.kv_bandwidth
+        else:
+            memory = (need.weight_bytes + kv) / rate
+        return max(compute, memory) + device.overhead + self._exchange(step), compute, memory
+
+    def _exchange(self, step: Step) -> float:
+        """Two sums over all ways per layer, each around a ring of them."""
+        if self.ways == 1:
+            return 0.0
+        sent = 2 * (self.ways - 1) / self.ways * step.rows * self.shape.hidden * self.shape.width
+        each = sent / self.device.link if self.device.link else 0.0
+        return 2 * self.shape.layers * (each + self.device.latency) * step.share

@@ -1,0 +1,141 @@
+"""From names and numbers to a scene: where costs come from, which methods decide, what there is of memory and links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from phasewise import catalog
+from phasewise.cluster.launcher import WorkerSpec
+from phasewise.cluster.policy import Policy
+from phasewise.errors import UserError, near
+from phasewise.options import DEFAULTS
+from phasewise.plan.cluster import Layout
+from phasewise.plan.cost import Cost
+from phasewise.plan.device import device
+from phasewise.plan.profile import Profile
+from phasewise.plan.roofline import Roofline
+from phasewise.plan.shape import Shape
+from phasewise.plan.simulate import Scene
+from phasewise.plan.station import Engine
+from phasewise.plan.world import LOCAL, Link
+from phasewise.verbs.schedule import Scheduler
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
+    where that is the user's to say."""
+
+    cost: Callable[[str, int | None], Cost]
+    kv_bytes: Callable[[str], int | None]
+    row_bytes: int
+    layers: int
+    cores: int
+
+
+def measured(profile: Profile, recipe: str = "") -> Source:
+    """A machine as it was measured."""
+
+    def cost(role: str, threads: int | None) -> Cost:
+        return profile.of(recipe, threads).cost
+
+    one = profile.of(recipe)
+    return Source(cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)))
+
+
+def known(devices: Mapping[str, str], ways: int, shape: Shape) -> Source:
+    """Devices by their files, by role; "" stands for all roles that are not named. Raises UserError."""
+    made = {role: Roofline(device(name), shape, ways) for role, name in devices.items()}
+
+    def of(role: str) -> Roofline:
+        found = made.get(role, made.get(""))
+        if found is None:
+            raise UserError(f"no device is given for {role} workers: add {role}=DEVICE, or name one for all")
+        return found
+
+    return Source(
+        lambda role, threads: of(role), lambda role: int(of(role).kv_bytes), int(shape.row_bytes), shape.layers, 1
+    )
+
+
+def devices(text: str) -> dict[str, str]:
+    """{role: device} from DEVICE, or from ROLE=DEVICE,... Raises UserError."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        role, equals, name = part.rpartition("=")
+        if role in found:
+            raise UserError(f"devices {text!r}: {role or 'all roles'} are named twice")
+        if equals and not role:
+            raise UserError(f"devices {text!r}: write DEVICE, or ROLE=DEVICE,ROLE=DEVICE")
+        found[role] = name
+    return found
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Methods and limits of a simulated server. `kv_bytes`: of all workers together, None: what their devices have."""
+
+    schedule: str = DEFAULTS["schedule"]
+    place: str = DEFAULTS["place"]
+    kv_bytes: int | None = None
+    max_running: int = 64
+    prefix_cache: bool = True
+    link: Link = LOCAL
+    revive: float = 1.0
+
+    def scene(self, source: Source, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scene:
+        """Raises UserError for what does not fit together."""
+        if self.max_running < 1 or replicas < 1:
+            raise UserError(f"max_running={self.max_running} and replicas={replicas} must be at least 1")
+        placing = catalog.build("place", self.place)
+        make = getattr(placing, "policy", None)
+
+        def policy() -> Policy | None:
+            return None if make is None else make(0.0, range(source.cores))  # type: ignore[no-any-return]
+
+        def budget(spec: WorkerSpec) -> int:
+            own = source.kv_bytes(spec.role)
+            if self.kv_bytes is not None or own is None:
+                return int(self._budget() * spec.share)
+            return own
+
+        made = policy()
+        roles = {spec.role for spec in made.worker_specs()} if made is not None else {"all"}
+        for role in roles:
+            source.cost(role, None)
+        engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache)
+        layout = Layout(engine, cache(source.cost), budget, self.link, self.revive)
+        return Scene(layout, policy, replicas, deaths, seed)
+
+    def _budget(self) -> int:
+        from phasewise.engine.limits import memory_default
+
+        return memory_default() if self.kv_bytes is None else self.kv_bytes
+
+    def _scheduler(self) -> Callable[[], Scheduler]:
+        made: Any = catalog.build("schedule", self.schedule)
+        return lambda: made.bind(None) if hasattr(made, "bind") else made
+
+
+def deaths(texts: Sequence[str]) -> list[tuple[float, int]]:
+    """(seconds, worker) from WORKER@SECONDS. Raises UserError."""
+    found = []
+    for text in texts:
+        worker, at, when = text.partition("@")
+        try:
+            found.append((float(when), int(worker)))
+        except ValueError:
+            at = ""
+        if not at or not 0 <= found[-1][0] < float("inf"):
+            raise UserError(f"{text!r} is no death: write WORKER@SECONDS, such as 1@30")
+    return found
+
+
+def unknown_role(roles: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raise UserError for a device given to a role that the placement does not have."""
+    for role in given:
+        if role and role not in roles:
+            raise UserError(f"a device is given for {role!r} workers, and there are none. {near(role, roles)}")

@@ -1,0 +1,156 @@
+"""Steps of the real engine, of sizes that are asked for, each with what it computed and how long it took."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from phasewise import catalog
+from phasewise.bench.prompts import Prompts
+from phasewise.engine.engine import Engine
+from phasewise.errors import UserError
+from phasewise.options import DEFAULTS
+from phasewise.plan.cost import Step
+from phasewise.plan.fit import Timed
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+
+STEPS = 4  # of a size, one after the other: contexts grow meanwhile
+BLOCK = 32  # prompts that are to be found in the prefix cache are whole blocks of it
+
+
+@dataclass(frozen=True)
+class Size:
+    """A step's size: rows of a prompt, requests that decode, and the rows that each of them has before."""
+
+    prefill: int
+    decode: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """That a request of it needs room for."""
+        return self.context + max(self.prefill, 1) * (STEPS + 1) + 2
+
+
+def sizes(prefills: Sequence[int], decodes: Sequence[int], contexts: Sequence[int]) -> list[Size]:
+    """All combinations that are steps."""
+    every = [Size(p, d, c) for c in contexts for p in (0, *prefills) for d in (0, *decodes)]
+    return [size for size in every if size.prefill or size.decode]
+
+
+class Stand:
+    """An engine with nobody in it but who is measured. `clock` gives seconds."""
+
+    def __init__(
+        self, engine: Engine, prompts: Prompts, recipe: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.engine, self.prompts, self.recipe, self.clock = engine, prompts, recipe, clock
+
+    def check(self, every: Sequence[Size]) -> None:
+        """Raise UserError where the model's context or the KV budget is too small for a size."""
+        context, limit = self.engine.model.config.max_positions, self.engine.ledger.limit
+        for size in every:
+            if size.tokens > context:
+                raise UserError(f"a step of {size.prefill} prompt rows after {size.context} needs {size.tokens} "
+                                f"positions, but the model's context is {context}: ask for smaller ones")  # fmt: skip
+            need = (size.decode + 3) * self.engine.recipes[self.recipe].need(size.tokens)
+            if need > limit:
+                raise UserError(f"{size.decode} requests of {size.tokens} tokens need {need:,} bytes of KV, but the "
+                                f"budget is {limit:,}: raise --kv-bytes, or ask for smaller steps")  # fmt: skip
+            if size.decode >= self.engine.parts.max_running:
+                raise UserError(f"{size.decode} decodes at once need --max-running {size.decode + 1} or more")
+
+    def measure(self, size: Size, rounds: int) -> list[Timed]:
+        """STEPS steps of about this size, each with its median time over the rounds."""
+        runs = [self._run(size) for _ in range(rounds)]
+        return [Timed(same[0].step, statistics.median(one.seconds for one in same)) for same in zip(*runs, strict=True)]
+
+    def _run(self, size: Size) -> list[Timed]:
+        prompt = self.prompts(max(1, size.context))
+        self._plan(max(size.context, 512) + size.decode)
+        try:
+            if size.context >= BLOCK:  # once, and then it is in the prefix cache
+                self._finish(self._add(prompt, 1))
+            decoding = [self._add(prompt, STEPS + 8) for _ in range(size.decode)]
+            self._until(lambda: all(request.n_out > 0 for request in decoding))
+            if size.prefill:
+                rest = self.prompts(size.prefill * (STEPS + 1))
+                self._plan(size.prefill + size.decode)
+                self._add(prompt[: size.context // BLOCK * BLOCK] + rest, 1)
+            self.engine.step()  # warms up, and admits
+            return [self._timed() for _ in range(STEPS)]
+        finally:
+            for request in (*self.engine.running, *self.engine.waiting):
+                self.engine.cancel(request)
+            self.engine.forget_prefixes()
+
+    def _timed(self) -> Timed:
+        before = {request: (request.computed, request.prefilling) for request in self.engine.running}
+        start = self.clock()
+        self.engine.step()
+        seconds = self.clock() - start
+        return Timed(_step(before), seconds)
+
+    def _plan(self, rows: int) -> None:
+        """From now on a step has at most so many rows, decodes first."""
+        self.engine.parts.schedule = catalog.build("schedule", f"{DEFAULTS['schedule']}:budget={rows}")
+
+    def _add(self, prompt: Sequence[int], new: int) -> Request:
+        request = Request(prompt, Params(max_tokens=new, ignore_eos=True), recipe=self.recipe)
+        self.engine.add(request)
+        return request
+
+    def _finish(self, request: Request) -> None:
+        self._until(lambda: request.left is not None)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self.engine.idle:
+                raise UserError("a request that was to be measured has left early: is its recipe one that decodes?")
+            self.engine.step()
+
+
+def _step(before: dict[Request, tuple[int, bool]]) -> Step:
+    """What a step has computed, from where its requests were before and are now."""
+    step = Step()
+    for request, (computed, prefilling) in before.items():
+        rows = request.computed - computed
+        if prefilling:
+            step.prefill_rows += rows
+            step.pairs += computed * rows + rows * (rows + 1) / 2
+            step.prefixes += request.computed if rows else 0
+            step.emits += not request.prefilling
+        else:
+            step.decode_rows += rows
+            step.context += request.computed
+            step.emits += rows
+    return step
+
+
+def each(stand: Stand, every: Sequence[Size], rounds: int) -> Iterator[list[Timed]]:
+    """The steps of one size after the other."""
+    with torch.inference_mode():
+        for size in every:
+            yield stand.measure(size, rounds)
+
+
+def threads(n: int) -> int:
+    """Compute with so many threads from now on. -> those there were"""
+    was = torch.get_num_threads()
+    torch.set_num_threads(n)
+    return was
+
+
+def halfway(values: Sequence[int]) -> list[int]:
+    """Between each two of a grid: where a fit has seen nothing."""
+    return [round((a * b) ** 0.5) for a, b in zip(values, values[1:])]  # noqa: RUF007
+
+
+def spared(size: Size, engine: Engine) -> Size:
+    """The same, with a context that leaves room for its steps."""
+    return replace(size, context=min(size.context, engine.model.config.max_positions - (size.tokens - size.context)))

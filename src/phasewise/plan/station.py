@@ -1,0 +1,163 @@
+"""A worker with an executor that answers with numbers: the engine's queues, admission, prefix cache and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from phasewise.engine.admission import Admission
+from phasewise.engine.queues import Queues
+from phasewise.engine.runtime import MARGIN
+from phasewise.kv.buffer import Ledger
+from phasewise.kv.layer_kv import ROUND
+from phasewise.plan.cost import Cost, Step
+from phasewise.plan.job import Job
+from phasewise.plan.memory import NumberStore, Recipe
+from phasewise.request.counters import Counters
+from phasewise.verbs.schedule import Scheduler, Work
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the engines of all workers have in common. `schedule` makes a scheduler for one; `layers`: of the model."""
+
+    schedule: Callable[[], Scheduler]
+    row_bytes: int
+    layers: int
+    max_running: int = 64
+    prefix_cache: bool = False
+
+
+class Station:
+    """Steps of one engine in virtual time. `departs`: requests leave when their prompt is done, as all do (a prefill
+    worker) or as they say themselves. `busy` is the time spent in steps."""
+
+    def __init__(self, engine: Engine, cost: Cost, ledger: Ledger, departs: bool = False) -> None:
+        self.engine, self.cost, self.departs = engine, cost, departs
+        self.counters = Counters()
+        self.store = NumberStore(engine.row_bytes, ledger, engine.prefix_cache)
+        self.recipe = Recipe(self.store)
+        self.recipes: dict[str, Any] = {"": self.recipe}
+        self.max_running, self.row_bytes = engine.max_running, engine.row_bytes
+        self.queues = Queues()
+        self.waiting = cast("list[Job]", self.queues.waiting)
+        self.running = cast("list[Job]", self.queues.running)
+        self.departed = cast("list[Job]", self.queues.departed)
+        self.room = Admission(self.recipes, self.queues, self.counters, self._no_room, engine.max_running)
+        self.schedule = engine.schedule()
+        self.busy = 0.0
+        self.slower = 1.0  # how much longer a step takes than its cost says: where cores are shared
+        self.joules = self.money = 0.0
+        self.out: list[Job] = []  # who got tokens in the last step, or left
+        self.works: list[Work] = []  # of the step under way
+
+    # ---- requests
+    def add(self, job: Job) -> bool:
+        """Accept a request; False if it could never run here."""
+        tokens = (job.prompt_len if self.departs else job.limit) + MARGIN
+        if self.recipe.need(tokens) > self.store.ledger.limit:
+            return False
+        job.layers = self.engine.layers
+        self.queues.join(cast(Any, job), self.queues.waiting)
+        return True
+
+    def resume(self, job: Job) -> None:
+        """Take over a request whose KV is here."""
+        job.layers = self.engine.layers
+        self.queues.join(cast(Any, job), self.queues.running)
+
+    def depart(self, job: Job) -> None:
+        """Somebody else goes on with it: its memory is free again."""
+        self.queues.drop(cast(Any, job))
+        job.release()
+
+    def _no_room(self, request: Any) -> None:
+        """The KV budget is exhausted by this request alone."""
+        job: Job = request
+        job.left = "failed"
+        self.queues.drop(request)
+        job.release()
+        self.out.append(job)
+
+    @property
+    def growth(self) -> int:
+        """KV bytes that let every running request grow a bit."""
+        return ROUND * self.engine.row_bytes * len(self.running)
+
+    # ---- steps
+    def begin(self, now: float) -> float | None:
+        """Plan a step. -> the seconds it takes; None where there is nothing to do, or no room"""
+        self.out = []
+        if self.waiting:
+            self._admit()
+        if not self.running:
+            return None
+        works = self.room.reserve(self.schedule.plan(self.running, now))
+        self.works = [work for work in works if work.job.kv is not None]
+        if not self.works:
+            return None
+        price = self.cost.price(self._step())
+        seconds = price.seconds * self.slower
+        self.busy += seconds
+        self.joules += price.joules
+        self.money += price.money
+        self.counters.steps += 1
+        return seconds
+
+    def _admit(self) -> None:
+        for job in list(self.waiting):
+            tokens = job.known + 1
+            if not self.room.open(tokens, cast(Any, self.recipe)):
+                return
+            job.kv = self.store.open(job, tokens)
+            self.counters.prefix_hits += job.computed
+            self.queues.move(cast(Any, job), self.queues.running)
+
+    def _step(self) -> Step:
+        """What the works compute. A part of the depth counts as a part of the rows."""
+        step = Step()
+        for work in self.works:
+            job, rows = work.job, work.rows
+            if job.prefilling:
+                share = 1.0 if work.layers is None else (work.layers[1] - work.layers[0]) / self.engine.layers
+                step.prefill_rows += rows * share  # type: ignore[assignment]
+                step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
+                step.prefixes += int((job.computed + rows) * share)
+                last = work.layers is None or work.layers[1] == self.engine.layers
+                step.emits += last and job.computed + rows >= job.prompt_len
+            else:
+                step.decode_rows += rows
+                step.context += job.computed + rows
+                step.emits += 1
+        return step
+
+    def finish(self, now: float) -> list[Job]:
+        """The step is over. -> the requests that got a token, or left; those whose prompt is done and that depart are
+        among them, out of the queues and with their KV"""
+        for work in self.works:
+            job: Job = work.job
+            if job.kv is None:
+                continue  # preempted for another's rows, or cancelled
+            was, before = job.prefilling, job.computed
+            self.counters.rows += work.rows
+            if not job.advance(work.rows, work.layers, now):
+                self._note(job, before)
+                continue
+            self._note(job, before)
+            self.counters.emitted += 1
+            if was:
+                self.store.remember(job)
+            if job.left is not None:
+                self.queues.drop(cast(Any, job))
+                job.release()
+            elif was and (job.departs or self.departs) and not job.prefilling:
+                self.queues.move(cast(Any, job), self.queues.departed)
+            self.out.append(job)
+        self.works = []
+        return self.out
+
+    def _note(self, job: Job, before: int) -> None:
+        if before < job.high_water:
+            self.counters.recomputed += min(job.computed, job.high_water) - before
+        job.high_water = max(job.high_water, job.computed)

@@ -1,0 +1,58 @@
+"""Scenes for tests: costs in closed form, and clusters of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phasewise import catalog
+from phasewise.cluster.policy import Policy
+from phasewise.plan.cluster import Layout
+from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.simulate import Scene
+from phasewise.plan.station import Engine
+from phasewise.plan.world import LOCAL, Link
+from phasewise.verbs.schedule import Scheduler
+
+ROW = 1024  # bytes of KV per token
+
+
+@dataclass(frozen=True)
+class Linear:
+    """base + row * rows + prompt * prompt rows: seconds."""
+
+    base: float = 0.0
+    row: float = 0.0
+    prompt: float = 0.0
+
+    def seconds(self, step: Step) -> float:
+        return self.base + self.row * step.rows + self.prompt * step.prefill_rows
+
+    def price(self, step: Step) -> Price:
+        return Price(self.seconds(step))
+
+
+def scheduler(text: str) -> Callable[[], Scheduler]:
+    """Makes a scheduler for each engine, bound as an engine binds it."""
+
+    def make() -> Scheduler:
+        made = catalog.build("schedule", text)
+        bound: Scheduler = made.bind(None) if hasattr(made, "bind") else made
+        return bound
+
+    return make
+
+
+def scene(
+    cost: Cost, place: str = "colocated", *, schedule: str = "sarathi", kv_bytes: int = 1 << 30, link: Link = LOCAL,
+    layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None, **more: Any,
+) -> Scene:  # fmt: skip
+    made = catalog.build("place", place)
+
+    def policy() -> Policy | None:
+        return made.policy(0.0, range(cores)) if hasattr(made, "policy") else None
+
+    engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache)
+    layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link)
+    return Scene(layout, policy, **more)

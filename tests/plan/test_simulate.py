@@ -1,0 +1,283 @@
+"""The simulator against closed forms: queues (M/D/1, M/M/1), stalls, transfers, hand-offs, failures, memory."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+import pytest
+
+import phasewise.plan
+from phasewise import catalog
+from phasewise.bench.workloads import Fixed, Lognormal, Shared, lengths
+from phasewise.cluster import core_split, handle, phase_pools, policy, shared_pool_policy
+from phasewise.engine import admission, queues
+from phasewise.errors import UserError
+from phasewise.kv import buffer, prefix
+from phasewise.plan.arrivals import Load
+from phasewise.plan.cost import Price, Step
+from phasewise.plan.job import Job
+from phasewise.plan.simulate import Outcome, goodput, run
+from phasewise.plan.world import Link
+from phasewise.request.params import SLO
+from tests.plan.scenes import ROW, Linear, scene
+
+PLACES = ["disaggregated:prefill=2,decode=2", "disaggregated:prefill=2,decode=2,transfer=push",
+          "splitwise:prompt=2,token=2,mixed=1", "semi_pd"]  # fmt: skip
+ONE = "prefill_first:budget=1"  # one prompt per step: a queue with one server
+AZURE = Path(__file__).parents[3] / "shared" / "data" / "azure_llm_conv_2023.csv"
+
+
+def prompts(n: int, rate: float, seed: int = 1, new: int = 1) -> list[Job]:
+    return Load(Fixed(8, new), n, rate, seed=seed).jobs(SLO())
+
+
+def mean_ttft(outcome: Outcome) -> float:
+    return fmean(job.ttft or 0.0 for job in outcome.jobs)
+
+
+# ---- closed forms
+@pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
+def test_waiting_for_one_server_is_that_of_m_d_1(load: float) -> None:
+    """DistServe: TTFT = D + R * D^2 / (2 * (1 - R * D))."""
+    found = mean_ttft(run(scene(Linear(1.0), schedule=ONE), prompts(60_000, load)))
+    assert found == pytest.approx(1 + load / (2 * (1 - load)), rel=0.03)
+
+
+@pytest.mark.parametrize(("rate", "faster"), [(0.7, 1.5), (0.9, 1.2)])
+def test_sharing_a_prompt_makes_the_server_faster(rate: float, faster: float) -> None:
+    """DistServe's intra-op: TTFT = D / K + R * D^2 / (2 * K * (K - R * D))."""
+    found = mean_ttft(run(scene(Linear(1 / faster), schedule=ONE), prompts(60_000, rate)))
+    assert found == pytest.approx(1 / faster + rate / (2 * faster * (faster - rate)), rel=0.03)
+
+
+def test_replicas_share_the_rate() -> None:
+    found = mean_ttft(run(scene(Linear(1.0), schedule=ONE, replicas=4), prompts(60_000, 2.0)))
+    assert found == pytest.approx(1 + 0.5 / (2 * 0.5), rel=0.03)
+
+
+class Exponential:
+    """Service times as the M/M/1 form has them."""
+
+    def __init__(self, mean: float) -> None:
+        self.mean, self.rng = mean, Random(5)
+
+    def seconds(self, step: Step) -> float:
+        return self.rng.expovariate(1 / self.mean)
+
+    def price(self, step: Step) -> Price:
+        return Price(self.seconds(step))
+
+
+@pytest.mark.parametrize(("x", "expected"), [(80, 0.125), (100, 0.0833)])
+def test_semi_pds_form_is_met(x: int, expected: float) -> None:
+    """W = 1 / (mu - r) with mu = x / (100 * 0.05 s) and 8 requests/s."""
+    made = scene(Exponential(0.05 * 100 / x), schedule=ONE)
+    assert mean_ttft(run(made, prompts(60_000, 8.0))) == pytest.approx(expected, rel=0.04)
+
+
+def test_a_stream_waits_for_a_chunk_or_for_a_whole_prompt() -> None:
+    """Sarathi-Serve: with seconds a + b * rows, chunks of tau rows stall a stream by a + b * tau at most."""
+    a, b, tau, long = 0.01, 1e-4, 64, 2000
+    gaps = {}
+    for schedule in ("sarathi:budget=64", "prefill_first"):
+        stream, other = Job("s", range(4), 3, 0.0), Job("p", range(9000, 9000 + long), 1, 0.005)
+        run(scene(Linear(a, b), schedule=schedule), [stream, other])
+        assert stream.tpot is not None
+        gaps[schedule] = 2 * stream.tpot  # its two gaps together
+    assert gaps["sarathi:budget=64"] == pytest.approx(2 * (a + b * tau))
+    assert gaps["prefill_first"] == pytest.approx((a + b * long) + 2 * (a + b))  # the stall, and two tokens
+
+
+@pytest.mark.parametrize("slow", [0.25, 4.0])
+def test_transfers_take_what_splitwise_says(slow: float) -> None:
+    """Serialised, L * t_x lie bare; layer by layer, t_x of it, or all that the layers' compute does not hide."""
+    layers, compute, rows = 16, 0.01, 64
+    per_layer = slow * compute
+    link = Link(rows * ROW / layers / per_layer)
+    schedule = f"layered:rows_per_group={rows // layers}"
+    for transfer, bare in (("pull", layers * per_layer), ("push", per_layer if slow <= 1 else None)):
+        job = Job("a", range(rows), 4, 0.0)
+        place = f"disaggregated:transfer={transfer}"
+        outcome = run(scene(Linear(compute), place, schedule=schedule, link=link), [job])
+        expected = compute + layers * per_layer - layers * compute if bare is None else bare
+        assert outcome.clusters[0].handoff_seconds == [pytest.approx(expected)]
+        assert job.first_token == pytest.approx(layers * compute)
+        assert outcome.clusters[0].sent_bytes == pytest.approx(rows * ROW)  # every row once
+
+
+def test_goodput_is_found_where_the_closed_form_has_it() -> None:
+    """Everybody's prompt takes a second and nobody may wait: at rate R a share exp(-R) finds nobody there ... and the
+    share that waits at all is R (M/D/1), so 90 % hold up to R = 0.1."""
+    best = goodput(scene(Linear(1.0), schedule=ONE), Load(Fixed(8, 1), 20_000, 1.0), SLO(1.0 + 1e-9))
+    assert best.rate == pytest.approx(0.1, rel=0.06)
+    assert best.bounded and best.share >= 0.9
+
+
+def test_targets_that_no_rate_meets_have_no_goodput() -> None:
+    best = goodput(scene(Linear(1.0), schedule=ONE), Load(Fixed(8, 1), 100, 1.0), SLO(0.5))
+    assert best.rate < 1e-5
+
+
+# ---- nothing is lost, and nothing stays behind
+def settled(outcome: Outcome) -> None:
+    assert all(job.left == "finished" and job.n_out == job.new for job in outcome.jobs)
+    for cluster in outcome.clusters:
+        assert not cluster.flights and not cluster.offered
+        for member in cluster.members:
+            numbers = member.handle
+            assert (numbers.prefilling, numbers.decoding, numbers.promised, numbers.coming) == (0, 0, 0, 0)
+            assert member.station.room.promised == member.kept == 0
+            member.station.store.prefixes.clear()
+            assert member.station.store.ledger.used == 0
+
+
+@pytest.mark.parametrize("place", ["colocated", *PLACES])
+@pytest.mark.parametrize("schedule", ["sarathi:budget=256", "layered:rows_per_group=64", "slo"])
+@pytest.mark.parametrize("rows", [1 << 20, 12_000])
+def test_everybody_is_served_and_all_memory_comes_back(place: str, schedule: str, rows: int) -> None:
+    load = Load(Lognormal(), 300, 40.0)
+    settled(run(scene(Linear(0.005, 1e-4), place, schedule=schedule, kv_bytes=rows * ROW), load.jobs(SLO(0.5, 0.05))))
+
+
+@pytest.mark.parametrize("place", PLACES[:3])
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_may_die_at_any_time(place: str, seed: int) -> None:
+    rng = Random(seed)
+    deaths = [(rng.uniform(0.0, 6.0), rng.randrange(4)) for _ in range(5)]
+    link = Link(20e6, 0.01)
+    outcome = run(scene(Linear(0.005, 1e-4), place, link=link, deaths=deaths), Load(Lognormal(), 300, 40.0).jobs(SLO()))
+    settled(outcome)
+    numbers = outcome.numbers()
+    assert numbers["workers_lost"] == 5 and numbers["restarts"] > 0
+
+
+def test_full_decoders_stop_new_prompts() -> None:
+    """Pull: what is done waits in the prompt worker's memory, until that is full too."""
+    made = scene(Linear(0.01), "disaggregated:share=0.5", kv_bytes=2 * 640 * ROW)
+    seen = []
+
+    def watch(done: int) -> None:
+        seen.append(done)
+
+    jobs = [Job(str(i), range(i * 1000, i * 1000 + 100), 100, 0.0) for i in range(300)]
+    outcome = run(made, jobs, watch)
+    settled(outcome)
+    assert seen == [256]
+    first = sorted(job.first_token or 0.0 for job in jobs)
+    assert first[-1] > 50 * first[0]  # prompts alone would be done within a few steps
+
+
+def test_prefixes_are_found_and_make_way() -> None:
+    load = Load(Shared(prefix=256, prompt=32, new=4), 50, 5.0)
+    outcome = run(scene(Linear(0.01, 1e-3), prefix_cache=True), load.jobs(SLO()))
+    settled(outcome)
+    assert outcome.numbers()["prefix_hits"] == 49 * 256
+    assert mean_ttft(outcome) < mean_ttft(run(scene(Linear(0.01, 1e-3)), load.jobs(SLO()))) / 2
+    tight = run(
+        scene(Linear(0.01, 1e-3), prefix_cache=True, kv_bytes=448 * ROW), Load(Fixed(256, 4), 50, 5.0).jobs(SLO())
+    )
+    settled(tight)
+
+
+def test_what_can_never_run_fails_and_nobody_else() -> None:
+    jobs = [Job("a", range(100), 4, 0.0), Job("b", range(2000, 5000), 4, 0.0), Job("c", range(100), 4, 0.1)]
+    outcome = run(scene(Linear(0.01), kv_bytes=1024 * ROW), jobs)
+    assert [job.left for job in jobs] == ["finished", "failed", "finished"]
+    assert outcome.share(SLO(10.0)) == pytest.approx(2 / 3) and outcome.numbers()["failed"] == 1
+
+
+def test_cores_follow_the_targets() -> None:
+    """semi_pd's own controller: prompts that miss their target get cores, and more of them are then in time."""
+    costs = lambda role, threads: Linear(0.0, 4e-3 / threads)  # noqa: E731 - seconds by cores
+    load = Load(Fixed(100, 4), 400, 4.0)
+    shares = {}
+    for name, window in (("moving", 1.0), ("fixed", 1e9)):
+        place = f"semi_pd:slo_ttft=0.4,slo_tpot=0.5,window={window},dwell=1"
+        outcome = run(scene(Linear(1.0), place, costs=costs), load.jobs(SLO()))
+        moves = outcome.clusters[0].policy.shares.moves  # type: ignore[union-attr]
+        assert (moves > 0) == (name == "moving")
+        shares[name] = outcome.share(SLO(0.4))
+    assert shares["moving"] > shares["fixed"]
+
+
+# ---- what is imported, and not written again
+def test_the_classes_are_the_engines_own() -> None:
+    outcome = run(scene(Linear(0.01), "splitwise", prefix_cache=True), prompts(20, 5.0, new=3))
+    cluster = outcome.clusters[0]
+    member = cluster.members[0]
+    assert type(cluster.policy) is phase_pools.PhasePools
+    assert type(member.handle) is handle.WorkerHandle
+    station = member.station
+    assert type(station.queues) is queues.Queues and type(station.room) is admission.Admission
+    assert type(station.store.ledger) is buffer.Ledger and type(station.store.prefixes) is prefix.PrefixCache
+    assert type(station.schedule) is catalog.method("schedule", "sarathi")
+    semi = run(scene(Linear(0.01), "semi_pd"), prompts(5, 5.0)).clusters[0].policy
+    assert type(semi) is shared_pool_policy.SharedPoolPolicy and type(semi.shares) is core_split.CoreSplit
+    pools = run(scene(Linear(0.01), "disaggregated"), prompts(5, 5.0)).clusters[0].policy
+    assert type(pools) is policy.TwoPools
+
+
+DECIDES = {"plan", "start", "go_on", "meet", "worker_specs", "adjust", "decide", "preempt", "free_for", "make", "match",
+           "insert", "shrink", "chain", "cached"}  # fmt: skip
+
+
+def test_nothing_that_decides_is_written_again() -> None:
+    paths = list(Path(inspect.getfile(phasewise.plan)).parent.glob("*.py"))
+    found = [
+        f"{path.name}: {node.name}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name in DECIDES
+    ]
+    assert len(paths) > 10 and not found
+    assert all(hasattr(admission.Admission, name) for name in ("preempt", "free_for", "make"))  # their names are these
+
+
+# ---- loads
+def test_gamma_gaps_have_the_spread_that_is_asked_for() -> None:
+    for cv in (0.5, 1.0, 3.0):
+        times = [job.arrived for job in Load(Fixed(8, 1), 40_000, 2.0, cv).jobs(SLO())]
+        gaps = [b - a for a, b in zip(times, times[1:])]  # noqa: RUF007
+        mean = fmean(gaps)
+        spread = fmean((gap - mean) ** 2 for gap in gaps) ** 0.5
+        assert mean == pytest.approx(0.5, rel=0.05) and spread / mean == pytest.approx(cv, rel=0.05)
+
+
+def test_bursts_cost_attainment() -> None:
+    shares = [run(scene(Linear(0.1), schedule=ONE), Load(Fixed(8, 1), 5000, 5.0, cv).jobs(SLO())).share(SLO(0.5))
+              for cv in (0.5, 1.0, 4.0)]  # fmt: skip
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[2] + 0.2
+
+
+@pytest.mark.skipif(not AZURE.is_file(), reason=f"{AZURE.name} is not here")
+def test_the_azure_trace_is_served_better_by_more_machines() -> None:
+    load = Load(lengths(f"trace:path={AZURE},scale=0.1"), 1500, 12.0)
+    found = [
+        run(scene(Linear(0.02, 4e-4), f"splitwise:prompt={n},token={n}"), load.jobs(SLO())).numbers() for n in (1, 2, 4)
+    ]
+    for key in ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s"):
+        values = [numbers[key] for numbers in found]
+        assert values == sorted(values, reverse=True), key
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Load(Fixed(), 3, -1.0).jobs(SLO()), "rate=-1 is not a rate"),
+        (lambda: Load(Fixed(), 3, 1.0, 0.0).jobs(SLO()), "cv=0 is no spread"),
+        (lambda: Load(Fixed(), 0).jobs(SLO()), "requests=0: a load has at least one"),
+        (lambda: Link(0.0), "carries nothing"),
+        (lambda: Link(1.0, -1.0), "at least 0"),
+        (lambda: run(scene(Linear(1.0), deaths=[(0.0, 0)]), prompts(1, 1.0)), "one engine has no router"),
+        (lambda: run(scene(Linear(1.0), "disaggregated", deaths=[(0.0, 9)]), prompts(1, 1.0)), "worker 9 cannot die"),
+        (lambda: run(scene(Linear(1.0), "semi_pd:cores=9"), prompts(1, 1.0)), "cores=9, but there are 4"),
+    ],
+)
+def test_what_makes_no_sense_is_said(make: object, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make()  # type: ignore[operator]
+    assert words in str(caught.value)
