@@ -10,7 +10,10 @@ import anthropic
 import jsonschema
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from phasewise.errors import UserError
 from phasewise.serve.failures import ApiError
 from phasewise.serve.tools.forced import grammar
 from phasewise.serve.tools.formats import FORMATS
@@ -18,7 +21,7 @@ from phasewise.serve.tools.reader import Manner, Reader
 from phasewise.serve.tools.spelling import Spelling
 from tests.serve.playing import checkpoint, play
 from tests.serve.running import Server
-from tests.serve.tools.test_optional import allows, tokenizer
+from tests.serve.tools.test_optional import allows, grammars, tokenizer
 
 pytest.importorskip("llguidance")
 SCHEMAS: dict[str, Any] = {
@@ -228,6 +231,9 @@ def test_values_that_are_not_json_as_a_whole(name: str, schema: Any, value: str,
         ("qwen3_coder", {"type": "string", "format": "date"}, {}, "format"),
         ("qwen3_coder", {"enum": ["</parameter>"]}, {}, "enum of x"),
         ("qwen3_coder", False, {}, "false for x"),
+        ("qwen3_coder", {"type": "string", "enum": 5}, {}, "enum of x"),
+        ("qwen3_coder", {"type": "string", "minLength": "1}/"}, {}, "minLength"),
+        ("qwen3_coder", {"type": "string", "maxLength": -1}, {}, "maxLength"),
         ("qwen3_coder", {}, {"minProperties": 1}, "minProperties"),
         ("qwen3_coder", {}, {"anyOf": [{}]}, "anyOf"),
         ("qwen3_coder", {}, {"properties": {"a>": {}}}, "properties: 'a>'"),
@@ -251,3 +257,27 @@ def test_arguments_of_python_are_separated_by_commas_whichever_are_there(require
         text = f"[f({', '.join(f'{key}=1' for key in which)})]"
         fine = set(required) <= set(which) and list(which) == sorted(which)
         assert allows(ask, tokenizer().encode(text, add_special=False)) == fine, text
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 1 << 40)
+    | st.sampled_from(["", "object", "string", "a", "#/$defs/two"]),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(
+        st.sampled_from(["type", "properties", "required", "enum", "const", "minLength", "maxLength", "x", "$ref",
+                         "items", "anyOf", "$defs", "additionalProperties", "x-guidance", "pattern"]),
+        inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(schema=ODD, more=st.dictionaries(st.sampled_from(["properties", "required", "type", "$defs", "anyOf"]), ODD))
+@settings(max_examples=150)
+def test_whatever_a_schema_is_there_is_a_grammar_or_a_reason(name: str, schema: Any, more: dict[str, Any]) -> None:
+    tool = {"function": function(schema, **more)}
+    try:
+        ask = grammar([tool], FORMATS[name], FORMATS[name].opening, Spelling({}), single=False)
+        grammars().get(ask)
+    except (ApiError, UserError) as error:
+        assert str(error)

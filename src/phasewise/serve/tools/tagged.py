@@ -40,16 +40,19 @@ def _said(name: str, opened: str, member: Member, function: Mapping[str, Any]) -
     """The rules of a parameter that is text."""
     schema = member.schema
     only(function, schema, TEXT)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is not None:
-        if "const" in schema:
-            values = [value for value in values if value == schema["const"]]
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        values = (
+            [each for each in values if each == schema.get("const", each)] if isinstance(values, list) else [values]
+        )
         wrong = [value for value in values if not isinstance(value, str) or DONE in value]
         if wrong or not values or {"minLength", "maxLength"} & schema.keys():
             raise refused(function, f"an enum of {member.key} that is not written as text")
         either = " | ".join(quoted(f"{value}\n{DONE}\n") for value in values)
         return [f"{name}: {opened} ({either})"]
-    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    if not all(type(bound) is int and bound >= 0 for bound in (low, high or 0)):
+        raise refused(function, f"a minLength or maxLength of {member.key} that is no whole number")
     bounds = f"{{{low},{high}}}" if low or high != "" else ""
     return [f'{name}: {opened} {name}_text "\\n"', _text(f"{name}_text", bounds)]
 
