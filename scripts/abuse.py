@@ -55,11 +55,11 @@ class Enemy:
             return line.recv(4096)
         return b""
 
-    def ask(self, body: Any, headers: str = "") -> bytes:
+    def ask(self, body: Any) -> bytes:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.say(
-            f"{HEAD}{headers}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content
-        )
+        chat = isinstance(body, dict) and "messages" in body
+        head = HEAD.replace("/v1/completions", "/v1/chat/completions") if chat else HEAD
+        return self.say(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
 
 
 def dropped(enemy: Enemy) -> None:
@@ -99,12 +99,16 @@ def endless(enemy: Enemy) -> None:
             line.sendall(chunk)
 
 
-def asks(*bodies: Any, headers: str = "") -> Callable[[Enemy], None]:
+def asks(*bodies: Any) -> Callable[[Enemy], None]:
     def act(enemy: Enemy) -> None:
         for body in bodies:
-            enemy.ask({"prompt": "the", "max_tokens": 4, **body} if isinstance(body, dict) else body, headers)
+            enemy.ask(_whole(body) if isinstance(body, dict) else body)
 
     return act
+
+
+def _whole(body: dict[str, Any]) -> dict[str, Any]:
+    return {"max_tokens": 4, **body} if "messages" in body else {"prompt": "the", "max_tokens": 4, **body}
 
 
 def says(*texts: str) -> Callable[[Enemy], None]:
@@ -149,9 +153,6 @@ ABUSES: dict[str, Callable[[Enemy], None]] = {
 def attack(name: str, url: str) -> None:
     """Until somebody ends the process."""
     enemy, act = Enemy(url), ABUSES[name]
-    if name == "a template that never ends":
-        global HEAD
-        HEAD = HEAD.replace("/v1/completions", "/v1/chat/completions")
     while True:
         act(enemy)
 

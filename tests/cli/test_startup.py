@@ -11,7 +11,7 @@ import phasewise
 
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
             "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen",
-            "keys", "keys new", "report", "tune"]  # fmt: skip
+            "keys", "keys new", "report", "tune", "plan", "profile", "simulate"]  # fmt: skip
 
 
 def light(*words: str) -> tuple[int, str]:

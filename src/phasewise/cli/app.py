@@ -16,6 +16,7 @@ from phasewise.cli import (
     keys,
     methods,
     models,
+    plan,
     profile,
     report,
     reproduce,
@@ -55,6 +56,7 @@ app.command("methods")(methods.methods)
 app.command("eval")(evaluate.evaluate)
 app.command("profile")(profile.profile)
 app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")

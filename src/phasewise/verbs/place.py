@@ -22,6 +22,8 @@ class Placing(Protocol):
         launches: bool  -- it has workers, so that there is something to place for `--cluster`
         policy(now, cores) -> Policy  -- who of its workers does what, in numbers; `cores`: those of the machine, ids.
             A simulator asks the same policy. Without, all runs in one engine
+        sizes(devices) -> Sequence[str]  -- of a method, not of a setting: knobs of all that so many devices, or fewer,
+            can be workers of, smaller ones first. A planner tries them
     """
 
     def build(self, plan: Plan) -> Placed:

@@ -58,6 +58,10 @@ class Disaggregated:
         if self.deadline <= 0.0:
             raise UserError(f"disaggregated: deadline={self.deadline} must be positive (seconds)")
 
+    @staticmethod
+    def sizes(devices: int) -> list[str]:
+        return [f"prefill={i},decode={n - i}" for n in range(2, devices + 1) for i in range(1, n)]
+
     def policy(self, now: float, cores: Sequence[int]) -> TwoPools:
         return TwoPools(self.prefill, self.decode, self.share, self.local, self.queue, self.transfer == "push")
 

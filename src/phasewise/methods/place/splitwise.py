@@ -53,6 +53,10 @@ class Splitwise:
         if self.deadline <= 0.0:
             raise UserError(f"splitwise: deadline={self.deadline} must be positive (seconds)")
 
+    @staticmethod
+    def sizes(devices: int) -> list[str]:
+        return [f"prompt={i},token={n - i}" for n in range(2, devices + 1) for i in range(1, n)]
+
     def policy(self, now: float, cores: Sequence[int]) -> PhasePools:
         return PhasePools(self.prompt, self.token, self.mixed, self.threshold)
 

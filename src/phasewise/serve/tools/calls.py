@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phasewise.methods.sample._grammars import OPTIONS
 from phasewise.serve.failures import ApiError
 from phasewise.serve.tools.spelling import Spelling
 
@@ -72,6 +71,8 @@ def refused(function: Mapping[str, Any], what: str) -> ApiError:
 
 def schema_rule(schema: Any) -> str:
     """The right side of a rule for JSON of a schema."""
+    from phasewise.methods.sample._grammars import OPTIONS  # not for those who only want the names of formats
+
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS})}"
 
 

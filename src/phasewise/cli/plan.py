@@ -1,0 +1,209 @@
+"""`phasewise plan`: from targets to a server's configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from phasewise.cli import show
+from phasewise.cli.asked import TARGETS, Targets
+from phasewise.cli.options import spread
+from phasewise.cli.progress import counting
+from phasewise.cli.simulate import COSTS, SERVED, SIMULATED, Costs, Served, Simulated
+from phasewise.errors import UserError, near
+
+if TYPE_CHECKING:
+    from phasewise.plan.search import Assumption, Choice, Question, Tried
+    from phasewise.plan.setting import Source
+
+FILE = Path("phasewise.toml")
+GOALS = ("goodput", "cost", "power")
+SHOWN = 8  # choices of the table
+SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:budget=2048|prefill_first"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried."""
+
+    devices: Annotated[int, typer.Option(min=1, help="How many there are; with --profile, machines like this one.")] = 1
+    goal: Annotated[
+        str,
+        typer.Option(metavar="|".join(GOALS), help="Most requests in time per device, per unit of money, per joule."),
+    ] = "goodput"
+    places: Annotated[
+        str | None, typer.Option(metavar="METHOD|...", help="Default: one engine, and pools of all sizes.")
+    ] = None
+    schedules: Annotated[str, typer.Option(metavar="METHOD|...", help="Schedulers to try.")] = SCHEDULES
+    recipes: Annotated[
+        str | None, typer.Option(metavar="NAME|...", help="Of the profile. Default: all that it has.")
+    ] = None
+    degrees: Annotated[
+        str, typer.Option(metavar="N,...", help="With --device: devices that share the layers of a worker.")
+    ] = "1"
+
+    def ways(self) -> list[int]:
+        """Raises UserError."""
+        found = [int(part) for part in self.degrees.split(",") if part.strip().isdigit()]
+        if not found or min(found) < 1 or len(found) < len(self.degrees.split(",")):
+            raise UserError(f"degrees={self.degrees!r}: write numbers of devices, such as 1,2,4")
+        return found
+
+
+SPACE = Space()
+
+
+@spread
+def plan(
+    config: Annotated[Path, typer.Option(help="Where the choice is written, for `serve --config`.")] = FILE,
+    space: Space = SPACE,
+    costs: Costs = COSTS,
+    asked: Simulated = SIMULATED,
+    served: Served = SERVED,
+    targets: Targets = TARGETS,
+) -> None:
+    """The servers to build for a workload and its targets, searched in the simulator, explained, and written down.
+
+    Every placement, size of its pools, schedule, degree and recipe is asked for
+    the highest rate at which 90 % of the requests meet both targets, by
+    bisection; what is best per device (or joule, or unit of money) is
+    repeated as often as --rate needs or --devices allow. Then each assumption
+    is made worse, to see what the choice depends on.
+
+    [bold]Examples[/]
+
+      phasewise profile pocket --out profile.json && phasewise plan --profile profile.json --ttft 500 --tpot 50
+      phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --tpot 40 --degrees 1,2,4 --rate 20
+      phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
+    """
+    slo = targets.slo()
+    if slo.ttft is None and slo.tpot is None:
+        raise UserError("a plan needs targets: add --ttft MS, --tpot MS or both")
+    if not all(target is None or target > 0 for target in (slo.ttft, slo.tpot)):
+        raise UserError("targets are milliseconds above 0: --ttft 500 --tpot 50")
+    if space.goal not in GOALS:
+        raise UserError(f"unknown goal {space.goal!r}. {near(space.goal, GOALS)}")
+    from phasewise.plan import search
+
+    question = search.Question(
+        asked.load(), slo, _sources(costs, space), served.setting(),
+        cast(Literal["goodput", "cost", "power"], space.goal),
+    )  # fmt: skip
+    where = search.Space(
+        space.devices, space.places.split("|") if space.places else search.places(space.devices),
+        space.schedules.split("|"), _recipes(costs, space), space.ways(),
+    )  # fmt: skip
+    with counting("choices", len(list(where.choices()))) as tell:
+        found = search.search(where, question, tell)
+    best, other = found[0], search.runner_up(found)
+    count = search.replicas(best, space.devices, asked.rate)
+    _say(found, other, space.goal, count)
+    if slo.ttft is not None and asked.requests < 10 * slo.ttft * best.rate:
+        print(f"note: {asked.requests} requests at that rate are over after {asked.requests / best.rate:.2g} s, too "
+              "soon for a queue to show: ask for more (--requests)")  # fmt: skip
+    lines = search.sensitivity(best, other, _assumptions(question))
+    print("\nif it is otherwise, the choice is worth")
+    for name, worth, changes in lines:
+        print(f"  {worth:5.2f} times as much: {name}{'; then the runner-up is better' if changes else ''}")
+    _write(config, best, count, targets, costs)
+    print(f"\n{config}: phasewise serve --config {config}")
+
+
+def _sources(costs: Costs, space: Space) -> Callable[[Choice], Source]:
+    """Costs of each choice, made once."""
+    if costs.profile is not None and space.ways() != [1]:
+        raise UserError("a profile is of whole machines: leave --degrees out")
+
+    @cache
+    def of(recipe: str, ways: int) -> Source:
+        return replace(costs, recipe=recipe or costs.recipe, ways=ways if costs.profile is None else 1).source()
+
+    def source(choice: Choice) -> Source:
+        return of(choice.recipe, choice.ways)
+
+    return source
+
+
+def _recipes(costs: Costs, space: Space) -> list[str]:
+    from phasewise.plan.profile import Profile
+
+    if costs.profile is None:
+        if space.recipes is not None:
+            raise UserError("recipes are measured: --recipes goes with --profile")
+        return [""]
+    known = list(dict.fromkeys(one.recipe for one in Profile.load(costs.profile).measured))
+    return space.recipes.split("|") if space.recipes is not None else [costs.recipe] if costs.recipe else known
+
+
+def _assumptions(question: Question) -> list[Assumption]:
+    """What is most often otherwise than one thinks."""
+    from phasewise.plan.search import Assumption
+
+    load, setting = question.load, question.setting
+    found = [
+        Assumption(
+            "arrivals come in bursts (gaps vary twice as much)", replace(question, load=replace(load, cv=2 * load.cv))
+        ),
+        Assumption("another draw of lengths and arrivals", replace(question, load=replace(load, seed=load.seed + 1))),
+    ]
+    found.append(
+        Assumption("the load lasts twice as long", replace(question, load=replace(load, requests=2 * load.requests)))
+    )
+    for name, target in (("TTFT", "ttft"), ("TPOT", "tpot")):
+        if (value := getattr(question.slo, target)) is not None:
+            tighter = replace(question.slo, **{target: 0.8 * value})
+            found.append(Assumption(f"the target of {name} is a fifth tighter", replace(question, slo=tighter)))
+    if setting.kv_bytes is not None:
+        half = replace(setting, kv_bytes=setting.kv_bytes // 2)
+        found.append(Assumption("half the KV bytes", replace(question, setting=half)))
+    if setting.link.bandwidth != float("inf"):
+        slower = replace(setting, link=replace(setting.link, bandwidth=setting.link.bandwidth / 4))
+        found.append(Assumption("the link is four times slower", replace(question, setting=slower)))
+    return found
+
+
+def _say(found: Sequence[Tried], other: Tried | None, goal: str, count: int) -> None:
+    unit = {"goodput": "requests/s per device", "cost": "requests per unit of money", "power": "requests per joule"}[
+        goal
+    ]
+    body = [
+        [str(one.choice), str(one.devices), "-" if one.pruned else f"{one.rate:.3g}",
+         f"less than {one.worth:.3g}" if one.pruned else f"{one.worth:.3g}"]
+        for one in found[:SHOWN]
+    ]  # fmt: skip
+    show.table(["choice", "devices", "requests/s in time", unit], body)
+    if len(found) > SHOWN:
+        print(f"... and {len(found) - SHOWN} more")
+    best = found[0]
+    print(
+        f"\nchosen: {count} x {best.choice}: {count * best.rate:.3g} requests/s in time, {count * best.devices} devices"
+    )
+    if other is not None and other.worth:
+        print(f"runner-up: {other.choice}: {other.worth / best.worth:.2f} of the {unit}")
+
+
+def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs) -> None:
+    """Options of one server as TOML. Raises UserError."""
+    from phasewise.plan.profile import Profile
+
+    model = costs.model if costs.profile is None else str(Profile.load(costs.profile).model["name"])
+    own = {"model": model, "place": best.choice.place, "schedule": best.choice.schedule,
+           "slo-ttft": targets.ttft, "slo-tpot": targets.tpot}  # fmt: skip
+    about = [
+        f"# phasewise plan: {count} such servers, each {best.rate:.3g} requests/s within the targets, by simulation"
+    ]
+    if best.choice.recipe:
+        about.append(f"# clients ask for the recipe {best.choice.recipe!r}, which must be among this server's")
+    if best.choice.ways > 1:
+        about.append(f"# every worker on {best.choice.ways} devices")
+    lines = about + [f"{key} = {json.dumps(value)}" for key, value in own.items() if value is not None]
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

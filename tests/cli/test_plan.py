@@ -1,0 +1,71 @@
+"""`phasewise plan` from device files: what it says, what it writes, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phasewise.cli import config as files
+from tests.cli.conftest import Cli
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816,
+    "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+FEW = (
+    "--requests 200 --workload fixed:prompt=512,new=16 --schedules sarathi:budget=256 --places colocated|disaggregated"
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def test_a_plan_is_explained_and_can_be_served(cli: Cli, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "p.toml"
+    how = f"--device a100 --devices 2 --ttft 60 --tpot 40 --link 25G {FEW} --config {config}"
+    done = cli("plan", "--model", model, *how.split())
+    assert done.code == 0, done.err
+    said = files.read(config)
+    assert said["model"] == str(model) and (said["slo-ttft"], said["slo-tpot"]) == (60.0, 40.0)
+    assert f"chosen: 2 x {said['place']}" in done.out or f"chosen: 1 x {said['place']}" in done.out
+    assert "runner-up: " in done.out and "times as much: the target of TTFT is a fifth tighter" in done.out
+    assert "the link is four times slower" in done.out
+    assert files.recipes_of(config) == {} and cli("serve", "--config", config, "--port", 99999).code == 2
+
+
+def test_as_many_as_the_rate_needs(cli: Cli, model: Path, tmp_path: Path) -> None:
+    how = f"--device a100 --devices 3 --ttft 60 {FEW.replace('|disaggregated', '')} --config {tmp_path / 'p.toml'}"
+    assert "chosen: 1 x colocated" in cli("plan", "--model", model, *how.split(), "--rate", 1).out
+    done = cli("plan", "--model", model, *how.split(), "--rate", 1e6)
+    assert done.code == 2 and "and there are 3: they carry" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("", "needs targets"), ("--ttft 0 --tpot 5", "milliseconds above 0"),
+     ("--ttft 5 --goal quick", "unknown goal 'quick'"), ("--ttft 5000", "all 20 requests at once are in time"),
+     ("--ttft 5 --degrees 1,x", "degrees='1,x'"), ("--ttft 5 --recipes fast", "recipes are measured"),
+     ("--ttft 0.001", "missed at any rate; the nearest: colocated"), ("--ttft 50 --places colocatd", "colocated"),
+     ("--ttft 50 --schedules sarathy", "sarathi")],
+)  # fmt: skip
+def test_mistakes_are_named(cli: Cli, model: Path, tmp_path: Path, words: str, says: str) -> None:
+    given = f"--device a100 --requests 20 --workload fixed:prompt=32,new=4 {words}".split()
+    if "--places" not in given:
+        given += ["--places", "colocated"]
+    done = cli("plan", "--model", model, *given, "--config", tmp_path / "p.toml")
+    assert done.code == 2 and says in done.err, done.err
+    assert not (tmp_path / "p.toml").exists()
+
+
+def test_unknown_devices_are_named(cli: Cli, model: Path) -> None:
+    done = cli("plan", "--model", model, "--device", "a1000", "--ttft", 50)
+    assert done.code == 2 and "a100" in done.err
+    assert cli("plan", "--ttft", 50).code == 2

@@ -1,0 +1,105 @@
+"""The search against brute force and closed forms, with costs that are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phasewise.bench.goodput import SHARE
+from phasewise.bench.workloads import Fixed
+from phasewise.errors import UserError
+from phasewise.plan.arrivals import Load
+from phasewise.plan.search import (
+    Assumption,
+    Choice,
+    Question,
+    Space,
+    TooShort,
+    Tried,
+    places,
+    replicas,
+    runner_up,
+    search,
+    sensitivity,
+)
+from phasewise.plan.setting import Setting, Source
+from phasewise.request.params import SLO
+from tests.plan.scenes import Linear
+
+COST = Linear(base=0.01, prompt=0.0005, row=0.0005)
+SMALL = Space(4, places(4), ("sarathi:budget=256", "prefill_first"))
+
+
+def test_a_load_that_ends_too_soon_says_so() -> None:
+    with pytest.raises(TooShort, match="all 60 requests at once are in time"):
+        search(SMALL, question(SLO(1000.0, None)))
+
+
+def question(slo: SLO, cost: Any = COST, **more: Any) -> Question:
+    load = Load(Fixed(prompt=100, new=20), 60, None, 1.0, 3)
+    return Question(load, slo, lambda choice: Source(lambda role, threads: cost, lambda role: 1 << 30, 1024, 4, 1),
+                    Setting(kv_bytes=1 << 30), precision=0.05, **more)  # fmt: skip
+
+
+def test_pool_sizes_are_all_there() -> None:
+    found = places(3)
+    assert found == ["colocated", "disaggregated:prefill=1,decode=1", "disaggregated:prefill=1,decode=2",
+                     "disaggregated:prefill=2,decode=1", "splitwise:prompt=1,token=1", "splitwise:prompt=1,token=2",
+                     "splitwise:prompt=2,token=1"]  # fmt: skip
+    assert places(1) == ["colocated"]
+
+
+@pytest.mark.parametrize("slo", [SLO(0.3, 0.05), SLO(0.2, 0.015), SLO(0.6, None)], ids=str)
+def test_pruning_changes_no_winner(slo: SLO) -> None:
+    """Nothing that was given up early is better than the first two, measured to the end."""
+    brute, pruned = search(SMALL, question(slo), prune=False), search(SMALL, question(slo))
+    assert len(brute) == len(pruned) == len(list(SMALL.choices()))
+    assert pruned[0].worth == pytest.approx(max(one.worth for one in brute))
+    ends = {one.choice: one.worth for one in brute}
+    assert any(one.pruned for one in pruned), "nothing was spared"
+    for place, most in enumerate(sorted(ends.values(), reverse=True)[:2]):
+        assert not pruned[place].pruned and ends[pruned[place].choice] == most
+
+
+def test_the_rate_is_one_that_holds_and_the_next_does_not() -> None:
+    asked = question(SLO(0.3, 0.05))
+    best = search(SMALL, asked)[0]
+    assert asked.at(best.choice, best.rate).share(asked.slo) >= SHARE
+    assert asked.at(best.choice, best.rate * 1.2).share(asked.slo) < SHARE
+
+
+def test_impossible_targets_name_the_nearest() -> None:
+    """Alone, a prompt of 100 rows takes 0.01 + 0.1 s; a token of one row 0.0105 s."""
+    with pytest.raises(UserError, match=r"missed at any rate; the nearest: .* has TTFT 110 ms") as failed:
+        search(SMALL, question(SLO(0.05, None)))
+    assert "90 %" in str(failed.value)
+    with pytest.raises(UserError, match="nothing can be built of 1 devices"):
+        search(Space(1, ["disaggregated:prefill=1,decode=1"], ["sarathi"]), question(SLO(1.0, None)))
+
+
+def test_sensitivity_says_when_the_choice_would_be_another() -> None:
+    asked = question(SLO(0.3, 0.05))
+    first = search(SMALL, asked)[0]
+    slower = replace(asked, source=question(asked.slo, Linear(0.02, 0.001, 0.001)).source)
+    other = Tried(Choice("colocated", "sarathi:budget=256"), 1, 1.0, 1e-9)
+    found = sensitivity(first, other, [Assumption("as it is", asked), Assumption("steps take twice as long", slower)])
+    assert found[0][:2] == ("as it is", pytest.approx(1.0))
+    assert found[1][1] < 0.7
+    assert sensitivity(first, None, [Assumption("as it is", asked)])[0][2] is False
+
+
+def test_as_many_servers_as_a_rate_needs() -> None:
+    one = Tried(Choice("colocated", "sarathi"), 2, 3.0, 1.5)
+    assert (replicas(one, 8, None), replicas(one, 8, 3.0), replicas(one, 8, 3.1)) == (4, 1, 2)
+    with pytest.raises(UserError, match="need 10 devices .* carry 12 requests/s"):
+        replicas(one, 8, 13.0)
+
+
+def test_the_runner_up_is_another_placement() -> None:
+    def one(place: str, worth: float, pruned: bool = False) -> Tried:
+        return Tried(Choice(place, "sarathi"), 1, worth, worth, pruned)
+
+    a, b, c, d = one("colocated", 4), one("colocated", 3), one("splitwise:prompt=1,token=1", 2), one("semi_pd", 9, True)
+    assert runner_up([a, b, c, d]) is c and runner_up([a, b, d]) is b and runner_up([a, d]) is None
