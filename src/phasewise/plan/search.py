@@ -14,7 +14,7 @@ from phasewise.bench.goodput import SHARE
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.setting import Setting, Source
-from phasewise.plan.simulate import Outcome, Scene, goodput, run
+from phasewise.plan.simulate import Best, Outcome, Scene, goodput, run
 from phasewise.request.params import SLO
 
 Goal = Literal["goodput", "cost", "power"]
@@ -101,6 +101,11 @@ class Question:
     def at(self, choice: Choice, rate: float) -> Outcome:
         return run(self.scene(choice), self.load.jobs(self.slo, rate))
 
+    def goodput(self, scene: Scene, guess: float) -> Best:
+        """The highest rate, looked for around a guess; 0: anywhere."""
+        load = replace(self.load, rate=guess or self.load.rate)
+        return goodput(scene, load, self.slo, precision=self.precision)
+
     def worth(self, choice: Choice, rate: float, devices: int) -> float:
         """Requests in time per second and device, per joule, or per unit of money."""
         if self.goal == "goodput" or not rate:
@@ -156,7 +161,7 @@ def _tried(choice: Choice, space: Space, question: Question, best: float) -> Tri
         rate = best * devices
         if question.at(choice, rate).share(question.slo) < SHARE:
             return Tried(choice, devices, rate, best, pruned=True)
-    found = goodput(scene, question.load, question.slo, precision=question.precision)
+    found = question.goodput(scene, best * devices)
     if not found.bounded:
         raise TooShort(f"all {question.load.requests} requests at once are in time: ask for more (--requests)")
     return Tried(choice, devices, found.rate, question.worth(choice, found.rate, devices))
@@ -203,7 +208,7 @@ def sensitivity(winner: Tried, other: Tried | None, assumptions: Sequence[Assump
 
 
 def _again(one: Tried, question: Question) -> float:
-    rate = goodput(question.scene(one.choice), question.load, question.slo, precision=question.precision).rate
+    rate = question.goodput(question.scene(one.choice), one.rate).rate
     return question.worth(one.choice, rate, one.devices)
 
 
