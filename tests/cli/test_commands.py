@@ -38,9 +38,11 @@ def test_formats_of_answers_reach_the_server(cli: Cli, monkeypatch: pytest.Monke
     seen: dict[str, Any] = {}
     monkeypatch.setattr(phasewise.serve.app, "run", lambda llm, **options: seen.update(options))
     assert cli("serve", *MODEL).code == 0 and seen["policy"] == Policy()
-    words = ("--tool-format", "hermes", "--reasoning-format", "none", "--stored-bytes", "1M")
+    words = ("--tool-format", "hermes", "--reasoning-format", "none", "--stored-bytes", "1M", "--no-playground")
     assert cli("serve", *words, *MODEL).code == 0
-    assert seen["policy"] == Policy(tool_format="hermes", reasoning_format="none", stored_bytes=1 << 20)
+    assert seen["policy"] == Policy(
+        tool_format="hermes", reasoning_format="none", stored_bytes=1 << 20, playground=False
+    )
     assert cli("serve", "--stored-bytes", "much", *MODEL).code == 2
     for option, name, near in (("--tool-format", "herms", "hermes"), ("--reasoning-format", "thnk", "think")):
         said = cli("serve", option, name, *MODEL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from phasewise.errors import UserError
 from phasewise.model.stream import ALPHABET
-from phasewise.model.tokenizer import Detokenizer, Tokenizer
+from phasewise.model.tokenizer import LONG, Detokenizer, Tokenizer
+from tests.serve.tiny_chat import chat_checkpoint
 
 TEXTS = ["the cat sat on the mat, the end", "naïve café — 你好, 世界! 🎉🎊 привет", "  two  spaces\n\ttabs"] * 3
 
@@ -181,3 +183,29 @@ def test_a_broken_tokenizer(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UserError, match=r"tokenizer\.json is not a valid tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("name", MAKERS)
+def test_long_texts_are_read_as_short_ones_are(name: str, add: bool) -> None:
+    tokenizer = MAKERS[name]
+    text = "the quick brown fox, 17 + 25; " * 400
+    assert len(text) > LONG
+    assert tokenizer.encode(text, add) == list(tokenizer.backend.encode(text, add_special_tokens=add).ids)
+    assert len(text) <= 4 * tokenizer.longest * len(tokenizer.encode(text, False))
+
+
+def test_others_go_on_while_a_long_text_is_read() -> None:
+    """Who reads it does not keep the interpreter: another thread wakes up many times meanwhile."""
+    tokenizer, read = Tokenizer.load(chat_checkpoint()), threading.Event()
+
+    def work() -> None:
+        tokenizer.encode("the quick brown fox " * 60_000)
+        read.set()
+
+    thread, ticks = threading.Thread(target=work), 0
+    thread.start()
+    while not read.wait(0.002):
+        ticks += 1
+    thread.join()
+    assert ticks > 10

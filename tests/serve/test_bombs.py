@@ -22,6 +22,8 @@ BOMBS: dict[str, dict[str, Any]] = {
     "a list of 10^9 lists of as many": {"guided_json": {
         "type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}}},
     "a reference to itself": {"guided_json": RECURSIVE},
+    "lists of lists": {"guided_json": {"enum": [[0] * 500] * 500}},
+    "10^6 texts": {"guided_choice": ["a"] * 10**6},
     "10^6 values": {"guided_json": {"enum": list(range(10**6))}},
     "a schema within schemas": {"guided_json": json.loads('{"type":"array","items":' * 100 + "{}" + "}" * 100)},
 }  # fmt: skip

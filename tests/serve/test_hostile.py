@@ -84,7 +84,9 @@ def test_ten_megabytes_of_prompt(server: Server, llm: LLM) -> None:
     with others_are_served(server, llm):
         assert failure(server.post(COMPLETE, {"prompt": "a" * (10 << 20)}), 413)["code"] == "body_too_large"
         long = failure(server.post(COMPLETE, {"prompt": "the fox " * 900_000}), 400)
-        assert long["code"] == "context_length_exceeded"
+        assert long["code"] == "context_length_exceeded" and "7,200,000 characters of prompt" in long["message"]
+        spoken = {"messages": [{"role": "user", "content": "the fox " * 900_000}]}
+        assert failure(server.post("/v1/chat/completions", spoken), 400)["code"] == "context_length_exceeded"
 
 
 SMUGGLED = b"GET /v1/models/smuggled HTTP/1.1\r\nHost: x\r\n\r\n"

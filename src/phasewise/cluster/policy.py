@@ -1,6 +1,6 @@
 """Which worker does what: numbers only, so that a policy can be tested without workers (DESIGN law 11).
 
-Nothing here plans a placement: there is no simulator, and how many workers of each kind is the user's choice.
+How many workers of each kind is the user's choice, or that of `phasewise plan`, which asks the same policies.
 """
 
 from __future__ import annotations

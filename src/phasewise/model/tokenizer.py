@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -10,6 +11,8 @@ from tokenizers import decoders
 
 from phasewise.model.source import source
 from phasewise.model.stream import BYTE_TOKEN, ByteStream, Pieces, WindowStream, token_bytes
+
+LONG = 4096  # characters; with longer texts other threads must not wait, and `encode` alone keeps the interpreter
 
 
 class Tokenizer:
@@ -30,7 +33,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` puts what the checkpoint's template adds around a text, such as a BOS."""
-        return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        if len(text) < LONG:
+            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest vocabulary entry: a text of n characters has some n / longest tokens or more."""
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids, invalid UTF-8 as U+FFFD; special tokens are left out unless asked for."""

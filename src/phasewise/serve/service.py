@@ -42,6 +42,7 @@ from phasewise.serve.watch.events import Events
 from phasewise.serve.watch.metrics import Metrics
 
 INLINE = 4096  # characters or tokens; what is longer is read by a worker thread, so that streams go on meanwhile
+SLACK = 4  # times as many characters as the longest tokens have: normalising may shorten a text
 TEMPLATES = 2  # of requests, that are rendered at a time
 T = TypeVar("T")
 A = TypeVar("A", bound=BaseModel)
@@ -111,6 +112,8 @@ class Service:
         """Text that continues each prompt."""
         ask = await self.read(CompletionAsk, request)
         self.recipe(ask.model)
+        for each in ask.prompt:
+            self._fits(len(each) if isinstance(each, str) else 0, ask, "prompt")
         prompts = await self._worker(sum(map(len, ask.prompt)), lambda: [self._encode(ask, p) for p in ask.prompt])
         leads: Sequence[str] = ()
         if ask.echo:
@@ -197,6 +200,7 @@ class Service:
         if ask.chat_template is not None:  # takes its time, and none of the threads that others need
             return await asyncio.get_running_loop().run_in_executor(self._apart, work)
         size = sum(len(message["content"]) for message in ask.messages)
+        self._fits(size, ask, "messages")
         held = ask.tools and (strict(ask.tools) or ask.tool_choice not in (None, "auto", "none"))
         return await self._worker(INLINE if held else size, work)  # a grammar may take long
 
@@ -231,6 +235,13 @@ class Service:
         async with answer.attended(request.receive):
             pieces = await answer.whole()
             return json_response(writer.body(answer, pieces))
+
+    def _fits(self, characters: int, ask: Ask, param: str) -> None:
+        """Raise ApiError for a text that is too long whatever its tokens are: counting them takes long."""
+        context = self.llm.engine.reach(self.recipe(ask.model))
+        if ask.truncate_prompt_tokens is None and characters > SLACK * context * self.llm.tokenizer.longest:
+            said = f"the model's context is {context} tokens, but this asks for {characters:,} characters of prompt"
+            raise ApiError(400, f"{said}: shorten it", param, "context_length_exceeded")
 
     def _encode(self, ask: CompletionAsk, prompt: str | list[int]) -> list[int]:
         if ask.suffix:

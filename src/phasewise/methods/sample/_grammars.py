@@ -50,6 +50,7 @@ class Grammars:
 
     def get(self, ask: Mapping[str, Any]) -> Compiled:
         """The grammar of what is asked. Raises UserError naming what cannot be honoured."""
+        fits(ask)
         key = json.dumps({kind: ask[kind] for kind in KINDS if kind in ask})
         with self._lock:
             found = self._kept.get(key)
@@ -114,12 +115,24 @@ def written(ask: Mapping[str, Any]) -> tuple[str, str]:
         raise UserError(f"{kind} cannot be honoured: {_reason(str(error) or 'nested too deep')}") from error
 
 
+def fits(ask: Mapping[str, Any]) -> None:
+    """Raise UserError for what is larger than anybody needs, before anything is made of it that takes time."""
+    if isinstance(ask.get("json_schema"), dict):
+        _bounded(ask["json_schema"])
+    if isinstance(choice := ask.get("choice"), list):
+        _many(choice)
+
+
+def _many(choice: list[Any]) -> None:
+    if len(choice) > CHOICES:
+        raise UserError(f"choice has {len(choice):,} texts; at most {CHOICES:,} are allowed")
+
+
 def _choices(value: Any) -> Iterator[str]:
     """Literals of Lark."""
     if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
         raise UserError("choice must be a list of texts, none of them empty")
-    if len(value) > CHOICES:
-        raise UserError(f"choice has {len(value):,} texts; at most {CHOICES:,} are allowed")
+    _many(value)
     _fits("choice", max(map(len, value)), LITERAL)
     _fits("choice", sum(map(len, value)), TEXT)
     return (json.dumps(each, ensure_ascii=False) for each in value)
@@ -133,8 +146,12 @@ def _fits(name: str, size: int, most: int) -> None:
 def _bounded(schema: dict[str, Any]) -> None:
     """Raise UserError for a schema that is larger than anybody needs, naming the keyword."""
     todo: list[tuple[str, Any, int]] = [("json_schema", schema, 1)]
+    values = 0
     while todo:
         name, value, depth = todo.pop()
+        values += 1
+        if 2 * values > TEXT:  # each takes two characters at least
+            raise UserError(f"json_schema has more than {TEXT:,} characters, and may not")
         if depth > DEEP:
             raise UserError(f"json_schema: {name} is nested deeper than {DEEP} levels")
         if isinstance(value, dict | list):

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from phasewise.errors import UserError
+from phasewise.methods.sample._grammars import fits
 from phasewise.serve.failures import ApiError
 
 JSON_OBJECT = {"type": "object"}
@@ -30,7 +32,13 @@ def wanted(fields: Mapping[str, Any]) -> Wanted | None:
     found = [Wanted(name, ask) for name in FIELDS if (ask := _ask(name, fields.get(name))) is not None]
     if len(found) > 1:
         raise _refused(found[1].field, f"and {found[0].field} are given: a text can follow one of them")
-    return found[0] if found else None
+    if not found:
+        return None
+    try:
+        fits(found[0].ask)
+    except UserError as error:
+        raise ApiError(400, str(error), found[0].field, "invalid_value") from error
+    return found[0]
 
 
 def _ask(field: str, value: Any) -> dict[str, Any] | None:
