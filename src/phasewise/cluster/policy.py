@@ -1,6 +1,6 @@
 """Which worker does what: numbers only, so that a policy can be tested without workers (DESIGN law 11).
 
-Nothing here plans a placement: there is no simulator, and how many workers of each kind is the user's choice.
+The simulator (plan/cluster.py) asks the same policies. How many workers of each kind is the user's choice.
 """
 
 from __future__ import annotations

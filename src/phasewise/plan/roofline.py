@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from phasewise.errors import UserError
 from phasewise.plan.cost import Price, Step, counts
@@ -22,7 +23,7 @@ class Roofline:
     ways: int = 1
 
     def __post_init__(self) -> None:
-        part = self.shape.split(self.ways)
+        part = self.part
         if part.weight_bytes >= self.device.memory:
             need = self.shape.weight_bytes // self.device.memory + 1
             raise UserError(
@@ -30,10 +31,15 @@ class Roofline:
                 f"have {self.device.memory / 1e9:.1f} GB: share them among at least {need:.0f}"
             )
 
+    @cached_property
+    def part(self) -> Shape:
+        """What each device computes."""
+        return self.shape.split(self.ways)
+
     @property
     def kv_bytes(self) -> float:
         """What is left for KV, of all devices together."""
-        one = self.device.kv_memory or self.device.memory - self.shape.split(self.ways).weight_bytes
+        one = self.device.kv_memory or self.device.memory - self.part.weight_bytes
         return one * self.ways
 
     def seconds(self, step: Step) -> float:
@@ -51,7 +57,7 @@ class Roofline:
         device, tile = self.device, int(self.device.tile)
         if step.prefill_rows and tile > 1:
             step = replace(step, prefill_rows=-(-step.prefill_rows // tile) * tile)
-        need = counts(step, self.shape.split(self.ways))
+        need = counts(step, self.part)
         rate = device.bandwidth * device.bandwidth_share
         kv = need.kv_read_bytes + need.kv_written_bytes
         compute = need.flops / (device.flops * device.flops_share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phasewise.errors import UserError
@@ -39,12 +40,12 @@ class Shape:
             0 if moe is None else moe.experts, 0 if moe is None else moe.top_k, width, kv_width,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def attention_weights(self) -> int:
         """Numbers of all layers' projections into and out of attention."""
         return self.layers * self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
-    @property
+    @cached_property
     def expert_weights(self) -> int:
         """Numbers of one MLP in all layers: gate, up and down."""
         return self.layers * 3 * self.hidden * self.intermediate
@@ -58,7 +59,7 @@ class Shape:
         """Of all parameters, the embeddings once; norms and biases are too few to count."""
         return (self.attention_weights + max(1, self.experts) * self.expert_weights + self.head_weights) * self.width
 
-    @property
+    @cached_property
     def row_bytes(self) -> float:
         """KV of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_width

@@ -1,6 +1,6 @@
 """Scheduling is numbers only, with an injected clock, so that a policy can be tested without an engine (DESIGN law 11).
 
-There is no simulator to plan with; tests/schedule/jobs.py steps the same policies over jobs that are numbers.
+The simulator (plan/station.py) steps the same policies over jobs that are numbers, and so does tests/schedule/jobs.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Disaggregated:
     whole until it is done), cached ones aside; those with at most `local` tokens to compute, and all while every
     prefill worker has more than `queue` tokens to do, start where they will decode (0 and none by default). A move of
     which nothing is heard for `deadline` seconds, or whose worker dies, is recomputed from tokens. Left out: the
-    paper's latency model, simulator and search for a placement; how many workers of each kind is the user's choice,
+    paper's search for a placement; how many workers of each kind is the user's choice,
     which `phasewise bench goodput` measures.
     """
 

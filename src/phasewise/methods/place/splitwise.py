@@ -29,8 +29,8 @@ class Splitwise:
     there. Workers are home again once nothing foreign is left to do.
 
     Every worker can do both, so borrowing moves nothing but a role. Left out: the scheduler of the paper's machines
-    (here that is `schedule`: mixed workers need no preemption by prompts), provisioning by cost and power,
-    and the paper's simulator of clusters.
+    (here that is `schedule`: mixed workers need no preemption by prompts), and provisioning by cost and power.
+    `phasewise simulate` runs this policy in virtual time.
     """
 
     prompt: int = 1
