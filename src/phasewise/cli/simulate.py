@@ -104,7 +104,8 @@ class Served:
     )
     revive_ms: Annotated[float, typer.Option(min=0.0, help="Until a dead worker's successor is there.")] = 1000.0
 
-    def setting(self) -> Setting:
+    def setting(self, shared: bool) -> Setting:
+        """`shared`: whether prompts have anything in common; if not, a prefix cache would be searched in vain."""
         from phasewise.options import DEFAULTS
         from phasewise.plan.setting import Setting
         from phasewise.plan.world import LOCAL, Link
@@ -113,7 +114,7 @@ class Served:
         return Setting(
             self.schedule or DEFAULTS["schedule"], self.place or DEFAULTS["place"],
             None if self.kv_bytes is None else parse_bytes(self.kv_bytes), self.max_running,
-            link=Link(link.bandwidth, self.link_ms / 1e3), revive=self.revive_ms / 1e3,
+            shared, link=Link(link.bandwidth, self.link_ms / 1e3), revive=self.revive_ms / 1e3,
         )  # fmt: skip
 
 
@@ -148,9 +149,10 @@ def simulate(
     from phasewise.plan import setting as settings
     from phasewise.plan.simulate import goodput, run
 
-    scene = served.setting().scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
-    _check_roles(scene.policy(), costs.device)
     load = asked.load()
+    setting = served.setting(load.lengths.prefix > 0)
+    scene = setting.scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
+    _check_roles(scene.policy(), costs.device)
     jobs = load.jobs(slo)
     for line in costs.about():
         print(f"note: {line}")

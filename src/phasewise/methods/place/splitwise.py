@@ -29,8 +29,8 @@ class Splitwise:
     there. Workers are home again once nothing foreign is left to do.
 
     Every worker can do both, so borrowing moves nothing but a role. Left out: the scheduler of the paper's machines
-    (here that is `schedule`: mixed workers need no preemption by prompts), and
-    provisioning of several kinds of machines at once (`phasewise plan --goal cost` takes one kind).
+    (here that is `schedule`: mixed workers need no preemption by prompts), and provisioning by cost and power.
+    `phasewise simulate` runs this policy in virtual time.
     """
 
     prompt: int = 1

@@ -20,7 +20,7 @@ SYSTEM = System(
     control_is="the same workers, but every prompt starts where it will decode: nothing is apart",
     load=loads.arriving(768, 768, 768, new=96),
     exact=True,
-    missing=("the simulator and the placement search (`phasewise plan`)", "goodput at rising rates",
+    missing=("the placement search (`phasewise plan`)", "goodput at rising rates",
              "tensor and pipeline parallel workers"),
     counters=(
         Counter("KV bytes sent", "rows of the prompts x bytes of a row",
