@@ -5,7 +5,8 @@
 Starts `phasewise serve` and sends it a steady load of short streams; meanwhile a process of its own does one thing
 after another that no client should do, four times a second, for so many seconds, with as many seconds of peace in
 between. Prints, for every abuse, the p99 of the others' TTFT and of the gaps between their tokens, as times the median
-over all windows of peace, and how many of their requests failed; and whether all KV went back. Exits with 1 if a ratio is above 2, a request of theirs failed, or KV was left. Wants a quiet machine.
+over all windows of peace, and how many of their requests failed; and whether all KV went back. Exits with 1 if a ratio
+is above 2, a request of theirs failed, or KV was left. Wants a quiet machine.
 """
 
 from __future__ import annotations
@@ -211,9 +212,7 @@ def judged(url: str, names: Sequence[str], given: argparse.Namespace) -> int:
         body.append([name, f"{times['ttft']:.2f}", f"{times['gap']:.2f}", f"{failed:.0f}"])
     left = kv(url)
     print(report.markdown(["abuse", "TTFT p99, times", "gap p99, times", "others' failures"], body))
-    print(
-        f"\nin peace: TTFT p99 {1e3 * usual['ttft']:.1f} ms, gap p99 {1e3 * usual['gap']:.1f} ms (medians of the windows)"
-    )
+    print(f"\nin peace, the median: TTFT p99 {1e3 * usual['ttft']:.1f} ms, gap p99 {1e3 * usual['gap']:.1f} ms")
     print(f"KV of requests at the end: {left:.0f} bytes; {machine.cpu()}, {machine.cores()} cores")
     return int(wrong or left > 0)
 

@@ -91,8 +91,9 @@ def plan(
         raise UserError(f"unknown goal {space.goal!r}. {near(space.goal, GOALS)}")
     from phasewise.plan import search
 
+    load = asked.load()
     question = search.Question(
-        asked.load(), slo, _sources(costs, space), served.setting(),
+        load, slo, _sources(costs, space), served.setting(load.lengths.prefix > 0),
         cast(Literal["goodput", "cost", "power"], space.goal),
     )  # fmt: skip
     where = search.Space(

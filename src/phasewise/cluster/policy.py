@@ -1,6 +1,7 @@
 """Which worker does what: numbers only, so that a policy can be tested without workers (DESIGN law 11).
 
-The simulator (plan/cluster.py) asks the same policies. How many workers of each kind is the user's choice, or `phasewise plan`'s.
+The simulator (plan/cluster.py) asks the same policies. How many workers of each kind is the user's
+choice, or that of `phasewise plan`.
 """
 
 from __future__ import annotations

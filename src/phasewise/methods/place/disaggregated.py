@@ -24,9 +24,8 @@ class Disaggregated:
     so full decoding workers stop new prompts. Prompts go to the worker with the fewest pending tokens (a prompt counts
     whole until it is done), cached ones aside; those with at most `local` tokens to compute, and all while every
     prefill worker has more than `queue` tokens to do, start where they will decode (0 and none by default). A move of
-    which nothing is heard for `deadline` seconds, or whose worker dies, is recomputed from tokens. Left out: the
-    paper's search for a placement; how many workers of each kind is the user's choice,
-    which `phasewise bench goodput` measures.
+    which nothing is heard for `deadline` seconds, or whose worker dies, is recomputed from tokens. How many
+    workers of each kind is the user's choice; `phasewise plan` searches, and `phasewise bench goodput` measures.
     """
 
     prefill: int = 1
