@@ -7,7 +7,6 @@ bounded by the process: its memory, its time, and the length of what it says.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -19,10 +18,12 @@ from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
 
 LONGEST = 1 << 16  # characters of a template
-SECONDS = 10.0  # for the process, its start included; the sandbox allows fewer
+SECONDS = 10.0  # of the processor, for the process, its start included; the sandbox allows fewer
+WAIT = 30.0  # seconds by the clock: it makes way for others
 MEMORY = 512 << 20  # bytes of address space
 MOST_TEXT = 8 << 20  # characters of a prompt
 MOST_REASON = 400  # characters of what is told of an error
+BEGIN = "import os; os.nice(10); from phasewise.model.apart import main; main()"  # imports, too, make way for others
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Apart:
         asked = {"text": self.text, "tokens": dict(self.tokens), "messages": messages, "variables": variables}
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "phasewise.model.apart"], input=json.dumps(asked).encode(), capture_output=True,
-                timeout=SECONDS, check=True,
+                [sys.executable, "-c", BEGIN], input=json.dumps(asked).encode(), capture_output=True,
+                timeout=WAIT, check=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise UserError(f"The chat template takes longer than {SECONDS:g} s.") from None
+            raise UserError(f"The chat template takes longer than {WAIT:g} s.") from None
         except subprocess.CalledProcessError:  # killed by a limit
             raise UserError(f"The chat template takes more than {SECONDS:g} s or {MEMORY >> 20} MB.") from None
         said = json.loads(done.stdout)
@@ -53,7 +54,6 @@ class Apart:
 def main() -> None:
     """Renders what stdin asks for, as JSON, and writes JSON."""
     asked = json.load(sys.stdin.buffer)
-    os.nice(10)
     resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS), int(SECONDS)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

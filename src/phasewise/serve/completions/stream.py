@@ -19,6 +19,7 @@ from phasewise.serve.guard.exchange import note
 
 log = logging.getLogger(__name__)
 BODY_BYTES = 8 << 20  # the largest body that is read
+BODY_VALUES = 1 << 18  # commas in it: reading JSON of more values keeps everybody else waiting
 DRAIN_BYTES = 64 << 20  # of a larger one, how much is thrown away so that its sender sees the answer
 BODY_SECONDS = 60.0  # how long a client may take to send its body
 
@@ -55,7 +56,10 @@ class Bodies:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
         if size > BODY_BYTES:
             raise ApiError(413, f"the body is larger than {BODY_BYTES:,} bytes", code="body_too_large")
-        return b"".join(parts)
+        body = b"".join(parts)
+        if size > BODY_VALUES and body.count(b",") > BODY_VALUES:
+            raise ApiError(413, f"the body has more than {BODY_VALUES:,} commas", code="body_too_large")
+        return body
 
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:
