@@ -84,6 +84,7 @@ def test_it_holds_the_package_and_all_kernels_and_nothing_else(unpacked: Path) -
     ours = set(PACKAGE.rglob("*.py")) | {PACKAGE / "py.typed"}
     ours |= {path for path in (PACKAGE / "pocket").rglob("*") if path.is_file() and path.suffix != ".pyc"}
     ours |= set((PACKAGE / "serve" / "playground" / "static").iterdir())
+    ours |= set((PACKAGE / "plan" / "devices").glob("*.toml"))
     wanted = {f"phasewise/{path.relative_to(PACKAGE).as_posix()}" for path in ours}
     wanted |= {f"phasewise/ops/native/_{target}.so" for target in KERNELS}
     found = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}

@@ -38,7 +38,7 @@ def half(**options: Any) -> Model:
 
 
 # ---- who shares what
-ROOT = Node(b"", None, [], 0)
+ROOT = Node(b"", None, [], 0, 0)
 
 
 def branch(names: str) -> list[Node]:
@@ -46,7 +46,7 @@ def branch(names: str) -> list[Node]:
     path, node = [], ROOT
     for name in names:
         key = name.encode()
-        node = node.children.setdefault(key, Node(key, node, [], 32))
+        node = node.children.setdefault(key, Node(key, node, [], 32, 0))
         path.append(node)
     return path
 

@@ -29,7 +29,7 @@ def test_a_load_on_record(cli: Cli, tmp_path: Path) -> None:
         done = cli("bench", "load", "--url", url, "--requests", 3, "--rate", 50, "--record", run)
     assert done.code == 0 and "nothing was heard of the server's own events (UserError: HTTP 404" in done.out
     first, *rows = [json.loads(line) for line in run.read_text().splitlines()]
-    assert first["bench"] == "load" and first["command"].startswith("phasewise ")
+    assert first["bench"] == "load" and first["command"].startswith("phasewise")
     assert [row["served"] for row in rows] == [0, 1, 2] and all(row["tokens"] and not row["error"] for row in rows)
     assert cli("report", run, "--out", page).code == 0 and "Who waited how long" in page.read_text()
 

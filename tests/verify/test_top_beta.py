@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -116,9 +117,9 @@ def test_nobody_else_writes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     best, target = [0], tiny.model()
     real = Model.best
 
-    def counted(model: Model, x: Tensor) -> list[int]:
+    def counted(model: Model, x: Tensor, masks: Sequence[Tensor | None] = ()) -> list[int]:
         best[0] += model is target
-        return real(model, x)
+        return real(model, x, masks)
 
     monkeypatch.setattr(Model, "best", counted)
     for verify, writes in (("match", False), ("rejection", False), ("top_beta:beta=1", True)):
