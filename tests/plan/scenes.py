@@ -46,7 +46,8 @@ def scheduler(text: str) -> Callable[[], Scheduler]:
 
 def scene(
     cost: Cost, place: str = "colocated", *, schedule: str = "sarathi", kv_bytes: int = 1 << 30, link: Link = LOCAL,
-    layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None, **more: Any,
+    layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None,
+    beside: Any = None, **more: Any,
 ) -> Scene:  # fmt: skip
     made = catalog.build("place", place)
 
@@ -54,5 +55,6 @@ def scene(
         return made.policy(0.0, range(cores)) if hasattr(made, "policy") else None
 
     engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache)
-    layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link)
+    layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
+                    beside=lambda threads: beside or {})  # fmt: skip
     return Scene(layout, policy, **more)

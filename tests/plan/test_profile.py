@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
 from phasewise.cli import main
 from phasewise.engine.engine import Engine
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
+from phasewise.plan.beside import Beside
+from phasewise.plan.neighbour import measure
 from phasewise.plan.profile import Grid, Held, Measured, Measuring, Profile
 from phasewise.plan.shape import Shape
-from phasewise.plan.stand import Size, Stand, sizes
+from phasewise.plan.stand import LONG, LONG_STEPS, STEPS, Size, Stand, sizes
 from tests import tiny
 
 GRID = Grid((8, 32), (1, 4), (32, 96), 1)
@@ -50,6 +55,7 @@ def test_what_a_step_computes_is_what_the_engine_counts() -> None:
             if not size.prefill:
                 assert counted == pytest.approx(step.context * per_row)
                 assert step.context >= size.decode * size.context
+    made.leave()
     assert made.engine.idle and not made.engine.kv_bytes  # nobody stays behind
 
 
@@ -83,11 +89,44 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         stand(kv_bytes=1 << 16).check([Size(0, 8, 96)])
 
 
+def test_steps_of_both_phases_are_half_of_all_as_on_a_chessboard() -> None:
+    every = sizes((8, 32, 64), (1, 4), (32, 96))
+    alone = [size for size in every if not size.prefill or not size.decode]
+    assert len(every) == len({*every}) and len(alone) == 2 * (3 + 2)
+    both = [size for size in every if size.prefill and size.decode]
+    assert len(both) == 2 * 3 * 2 / 2
+    assert {size.prefill for size in both} == {8, 32, 64} and {size.decode for size in both} == {1, 4}
+
+
+def test_prompts_of_many_rows_are_measured_fewer_times() -> None:
+    assert (Size(LONG, 0, 0).steps, Size(LONG - 1, 0, 0).steps, Size(0, 8, 512).steps) == (LONG_STEPS, STEPS, STEPS)
+
+
+def test_workers_of_one_machine_are_measured_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a real second process; what it makes of the clock is not asked."""
+    small = {"prefill": (Size(16, 0, 32),), "decode": (Size(0, 2, 32),)}
+    monkeypatch.setattr("phasewise.plan.neighbour.SIZES", small)
+    bench = Bench.load("pocket")
+    engine = bench.engine({}, Limits(kv_bytes=1 << 28))
+    assert isinstance(engine, Engine)
+    alone = Stand(engine, random_prompts(bench.model.config.vocab, 0))
+    table = measure(alone, ("pocket", "float32", {}, Limits(kv_bytes=1 << 28)), 1)
+    assert {(mine, theirs) for mine, row in table.items() for theirs in row} == {*product(small, small)}
+    assert all(factor >= 1.0 for row in table.values() for factor in row.values())
+
+
+def test_a_neighbour_that_does_not_come_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phasewise.plan.neighbour.SIZES", {"decode": (Size(0, 2, 32),)})
+    with pytest.raises(UserError, match="has not started.*--alone"):
+        measure(stand(), ("no/such/model", "float32", {}, Limits()), 1)
+
+
 def made() -> Profile:
     run = Measuring(stand(), GRID)
     run.run()
     lines, held = run.lines()
-    measured = [Measured("", n, {"store": "int8"}, lines, held, 128) for n in (1, 2)]
+    beside: Beside = {"prefill": {"decode": 1.5}}
+    measured = [Measured("", n, {"store": "int8"}, lines, held, 128, beside if n == 1 else {}) for n in (1, 2)]
     return Profile(
         {"cpu": "abacus"}, {"name": "x", "hash": "12"}, Shape(2, 8, 2, 1, 4, 16, 64), {"flops": 1.0}, measured
     )
@@ -138,7 +177,9 @@ def test_the_command_measures_and_says_what_it_held_out(
     monkeypatch.setattr("phasewise.bench.bandwidth.reading", lambda rounds: 1e9)
     path = tmp_path / "p.json"
     with pytest.raises(SystemExit) as ended:
-        main(["profile", "--quick", "--threads", "1", "--out", str(path), "--recipe", "long=evict=streaming"])
+        main(
+            ["profile", "--quick", "--alone", "--threads", "1", "--out", str(path), "--recipe", "long=evict=streaming"]
+        )
     said = capsys.readouterr().out
     assert not ended.value.code
     assert "held out" in said and "| long | 1 | mixed |" in said

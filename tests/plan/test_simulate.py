@@ -18,6 +18,7 @@ from phasewise.engine import admission, queues
 from phasewise.errors import UserError
 from phasewise.kv import buffer, prefix
 from phasewise.plan.arrivals import Load
+from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Price, Step
 from phasewise.plan.job import Job
 from phasewise.plan.simulate import Outcome, goodput, run
@@ -52,6 +53,33 @@ def test_sharing_a_prompt_makes_the_server_faster(rate: float, faster: float) ->
     """DistServe's intra-op: TTFT = D / K + R * D^2 / (2 * K * (K - R * D))."""
     found = mean_ttft(run(scene(Linear(1 / faster), schedule=ONE), prompts(60_000, rate)))
     assert found == pytest.approx(1 / faster + rate / (2 * faster * (faster - rate)), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("beside", "last", "ttft"),
+    [
+        ({}, 1.95, 0.95),
+        ({"decode": {"prefill": 2.0}}, 2.45, 0.95),
+        ({"decode": {"decode": 9.0}}, 1.95, 0.95),
+        ({"prefill": {"decode": 2.0}}, 1.95, 1.9),
+    ],
+)
+def test_steps_take_longer_beside_busy_neighbours(
+    beside: dict[str, dict[str, float]], last: float, ttft: float
+) -> None:
+    """Ten tokens of 0.1 s each from 0.95 s on; from 1 s on another worker has a prompt, which takes 0.95 s alone."""
+    made = scene(Linear(0.1, prompt=0.85 / 8), "disaggregated", beside=beside)
+    jobs = [Job("a", range(8), 11, 0.0), Job("b", range(8), 1, 1.0)]
+    outcome = run(made, jobs)
+    assert outcome.jobs[0].last_token == pytest.approx(last)
+    assert outcome.jobs[1].ttft == pytest.approx(ttft)
+
+
+def test_factors_of_neighbours_multiply_and_steps_of_both_phases_are_prompts() -> None:
+    table: Beside = {"prefill": {"prefill": 2.0, "decode": 1.5}, "decode": {"prefill": 3.0}}
+    assert slowed(table, "mixed", ["decode", "mixed", "prefill"]) == 1.5 * 2 * 2
+    assert slowed(table, "decode", ["mixed", "decode"]) == 3.0
+    assert slowed(table, "prefill", []) == slowed({}, "decode", ["prefill"]) == 1.0
 
 
 def test_replicas_share_the_rate() -> None:

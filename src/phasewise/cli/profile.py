@@ -30,6 +30,9 @@ def profile(
         typer.Option(metavar="NAME=VERB=METHOD...", help="Measure this recipe as well; may be repeated."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, each once: a rough answer.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Do not measure beside a second process (it loads the model again).")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
@@ -59,7 +62,7 @@ def profile(
     _one_row(named)
     with working(f"loading {engine.model}"):
         made = Bench.load(engine.model, engine.dtype)
-    taken = _take(made, engine, named, QUICK if quick else Grid(), (with_threads, seed))
+    taken = _take(made, engine, named, QUICK if quick else Grid(), (with_threads, seed, alone))
     taken.save(out)
     _tell(taken, out)
 
@@ -91,15 +94,18 @@ def _one_row(named: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def _take(
-    made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, str]], grid: Grid, how: tuple[list[int], int]
-) -> Profile:
+    made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, str]], grid: Grid,
+    how: tuple[list[int], int, bool],
+) -> Profile:  # fmt: skip
     import torch
 
     from phasewise.bench.bandwidth import reading
-    from phasewise.bench.machine import describe
+    from phasewise.bench.machine import cores, describe
     from phasewise.bench.prompts import random_prompts
     from phasewise.engine.engine import Engine
     from phasewise.model.artefacts import fingerprint
+    from phasewise.plan.beside import Beside
+    from phasewise.plan.neighbour import measure
     from phasewise.plan.profile import Measured, Measuring, Profile, flops
     from phasewise.plan.shape import Shape
     from phasewise.plan.stand import Stand
@@ -107,6 +113,7 @@ def _take(
     with working("measuring how fast memory is read, and arithmetic done"):
         limits = {"read_bytes_per_s": reading(3), "flops": flops(3)}
     model, found = made.model, list[Measured]()
+    dtype = str(model.dtype).removeprefix("torch.")
     there = torch.get_num_threads()
     total = len(named) * len(how[0]) * (len(grid.seen()) + len(grid.held_out()))
     done = 0
@@ -125,11 +132,14 @@ def _take(
                 run = Measuring(Stand(placed, random_prompts(model.config.vocab, how[1])), grid)
                 try:
                     run.run(one)
+                    beside: Beside = {}
+                    if not how[2] and 2 * threads <= cores():
+                        beside = measure(run.stand, (engine.model, dtype, verbs, engine.limits()), grid.rounds)
                 finally:
                     torch.set_num_threads(there)
                 lines, held = run.lines()
-                found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes))
-    about = {"name": _name(engine.model), "hash": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+                found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes, beside))
+    about = {"name": _name(engine.model), "hash": fingerprint(model), "dtype": dtype}
     width = model.weight_bytes / (Shape.of(model.config, 1.0).weight_bytes or 1.0)
     kv = found[0].row_bytes / Shape.of(model.config, kv_width=1.0).row_bytes
     return Profile(describe(), about, Shape.of(model.config, width, kv), limits, found)
@@ -156,6 +166,10 @@ def _tell(taken: Profile, out: Path) -> None:
         for kind, held in one.held_out.items()
     ]
     show.table(["recipe", "threads", "steps of", "held out", "median error", "p90"], rows)
+    for one in taken.measured:
+        for mine, row in one.beside.items():
+            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in row.items())
+            print(f"{one.threads} thread(s), beside another such process: a {mine} takes {said} times as long")
     print(f"\nmemory is read at {taken.limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
           f"arithmetic done at {taken.limits['flops'] / 1e9:.0f} GFLOP/s; written to {out}")  # fmt: skip
     for row in rows:

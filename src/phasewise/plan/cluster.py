@@ -13,6 +13,7 @@ from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import rounded
 from phasewise.kv.pool import Account, Table
+from phasewise.plan.beside import Beside
 from phasewise.plan.cost import Cost
 from phasewise.plan.job import Job
 from phasewise.plan.member import Flight, Member
@@ -26,13 +27,15 @@ ALONE = WorkerSpec("all", ("prefill", "decode"), 1.0)  # what runs where there i
 @dataclass(frozen=True)
 class Layout:
     """What a cluster is made of. `cost` is that of a role with so many threads (None: all there are), `budget` the
-    bytes of KV of a worker; `revive`: seconds until a dead worker's successor is there."""
+    bytes of KV of a worker; `revive`: seconds until a dead worker's successor is there; `beside`: how workers of so
+    many threads slow each other down."""
 
     engine: Engine
     cost: Callable[[str, int | None], Cost]
     budget: Callable[[WorkerSpec], int]
     link: Link = LOCAL
     revive: float = 1.0
+    beside: Callable[[int | None], Beside] = lambda threads: {}
 
 
 class Cluster:
@@ -64,6 +67,7 @@ class Cluster:
             ledger = Ledger(self.layout.budget(spec))
         threads = len(spec.cores) if spec.cores is not None else spec.threads
         station = Station(self.layout.engine, self.layout.cost(spec.role, threads), ledger, not spec.decodes)
+        station.beside = self.layout.beside(threads)
         return Member(name, spec, station, self.world.now)
 
     @property
@@ -137,6 +141,8 @@ class Cluster:
         station = member.station
         if member.cores is not None:
             station.slower = self._slower(member)
+        if station.beside:
+            station.others = [m.station.path for m in self.members if m is not member and m.stepping]
         seconds = station.begin(self.world.now)
         for job in station.out:  # found no room
             self._leave(self.flights[job.id])
@@ -315,6 +321,7 @@ class Cluster:
             if command["do"] == "cores":
                 member.cores = tuple(command["cores"])
                 member.station.cost = self.layout.cost(member.spec.role, command["threads"])
+                member.station.beside = self.layout.beside(command["threads"])
             elif command["do"] == "spare":
                 member.station.store.prefixes.shrink(command["bytes"])
 

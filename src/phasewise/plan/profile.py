@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.errors import UserError, near
+from phasewise.plan.beside import Beside
 from phasewise.plan.fit import PATHS, Fitted, Line, Timed, errors, fit, path_of
 from phasewise.plan.fit import Path as Kind
 from phasewise.plan.shape import Shape
@@ -63,6 +64,7 @@ class Measured:
     lines: Mapping[Kind, Line]
     held_out: Mapping[Kind, Held]
     row_bytes: int  # KV of a token
+    beside: Beside = field(default_factory=dict)  # of a neighbour with as many threads
 
     @property
     def cost(self) -> Fitted:
@@ -133,8 +135,9 @@ def _measured(plain: Mapping[str, Any]) -> Measured:
     lines: dict[Kind, Line] = {kind: Line(**plain["lines"][kind]) for kind in PATHS if kind in plain["lines"]}
     held: dict[Kind, Held] = {kind: Held(**plain["held_out"][kind]) for kind in PATHS if kind in plain["held_out"]}
     return Measured(
-        str(plain["recipe"]), int(plain["threads"]), dict(plain["methods"]), lines, held, int(plain["row_bytes"])
-    )
+        str(plain["recipe"]), int(plain["threads"]), dict(plain["methods"]), lines, held, int(plain["row_bytes"]),
+        dict(plain.get("beside", {})),
+    )  # fmt: skip
 
 
 @dataclass
@@ -154,6 +157,7 @@ class Measuring:
         for where, size in every:
             where.extend(self.stand.measure(size, self.grid.rounds))
             tell()
+        self.stand.leave()
 
     def _sizes(self, every: Sequence[Size]) -> Iterator[Size]:
         return iter(dict.fromkeys(spared(size, self.stand.engine) for size in every))

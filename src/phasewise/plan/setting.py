@@ -12,6 +12,7 @@ from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError, near
 from phasewise.options import DEFAULTS
+from phasewise.plan.beside import Beside
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
@@ -27,13 +28,14 @@ from phasewise.verbs.schedule import Scheduler
 @dataclass(frozen=True)
 class Source:
     """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
-    where that is the user's to say."""
+    where that is the user's to say; `beside`: how workers of so many threads slow each other down."""
 
     cost: Callable[[str, int | None], Cost]
     kv_bytes: Callable[[str], int | None]
     row_bytes: int
     layers: int
     cores: int
+    beside: Callable[[int | None], Beside] = lambda threads: {}
 
 
 def measured(profile: Profile, recipe: str = "") -> Source:
@@ -43,7 +45,10 @@ def measured(profile: Profile, recipe: str = "") -> Source:
         return profile.of(recipe, threads).cost
 
     one = profile.of(recipe)
-    return Source(cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)))
+    return Source(
+        cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)),
+        lambda threads: profile.of(recipe, threads).beside,
+    )  # fmt: skip
 
 
 def known(devices: Mapping[str, str], ways: int, shape: Shape) -> Source:
@@ -107,7 +112,7 @@ class Setting:
         for role in roles:
             source.cost(role, None)
         engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache)
-        layout = Layout(engine, cache(source.cost), budget, self.link, self.revive)
+        layout = Layout(engine, cache(source.cost), budget, self.link, self.revive, source.beside)
         return Scene(layout, policy, replicas, deaths, seed)
 
     def _budget(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import torch
+from itertools import product
 
 from phasewise import catalog
 from phasewise.bench.prompts import Prompts
@@ -19,7 +19,8 @@ from phasewise.plan.fit import Timed
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
-STEPS = 4  # of a size, one after the other: contexts grow meanwhile
+STEPS, LONG_STEPS = 4, 2  # of a size, one after the other: contexts grow meanwhile; of many rows, fewer
+LONG = 128  # rows of a prompt that are many
 BLOCK = 32  # prompts that are to be found in the prefix cache are whole blocks of it
 
 
@@ -32,15 +33,23 @@ class Size:
     context: int
 
     @property
+    def steps(self) -> int:
+        """How many are measured."""
+        return LONG_STEPS if self.prefill >= LONG else STEPS
+
+    @property
     def tokens(self) -> int:
         """That a request of it needs room for."""
-        return self.context + max(self.prefill, 1) * (STEPS + 1) + 2
+        return self.context + max(self.prefill, 1) * (self.steps + 1) + 2
 
 
 def sizes(prefills: Sequence[int], decodes: Sequence[int], contexts: Sequence[int]) -> list[Size]:
-    """All combinations that are steps."""
-    every = [Size(p, d, c) for c in contexts for p in (0, *prefills) for d in (0, *decodes)]
-    return [size for size in every if size.prefill or size.decode]
+    """All prompts alone and all decodes alone; of the steps of both, every other one, as on a chessboard."""
+    found = []
+    for c, (i, p), (j, d) in product(contexts, enumerate((0, *prefills)), enumerate((0, *decodes))):
+        if (p or d) and (not p or not d or (i + j + contexts.index(c)) % 2 == 0):
+            found.append(Size(p, d, c))
+    return found
 
 
 class Stand:
@@ -50,6 +59,7 @@ class Stand:
         self, engine: Engine, prompts: Prompts, recipe: str = "", clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.engine, self.prompts, self.recipe, self.clock = engine, prompts, recipe, clock
+        self._prompt: list[int] = []
 
     def check(self, every: Sequence[Size]) -> None:
         """Raise UserError where the model's context or the KV budget is too small for a size."""
@@ -66,28 +76,55 @@ class Stand:
                 raise UserError(f"{size.decode} decodes at once need --max-running {size.decode + 1} or more")
 
     def measure(self, size: Size, rounds: int) -> list[Timed]:
-        """STEPS steps of about this size, each with its median time over the rounds."""
+        """Steps of about this size, each with its median time over the rounds."""
         runs = [self._run(size) for _ in range(rounds)]
         return [Timed(same[0].step, statistics.median(one.seconds for one in same)) for same in zip(*runs, strict=True)]
 
+    def keep_at(self, size: Size, steps: int, told: Callable[[], object], enough: Callable[[], bool]) -> None:
+        """So many steps of about this size, or until it is `enough`; `told` hears of each."""
+        with self._set(size, steps):
+            for _ in range(steps):
+                if enough():
+                    return
+                self.engine.step()
+                told()
+
+    def leave(self) -> None:
+        """Nothing stays behind."""
+        self.engine.forget_prefixes()
+        self._prompt = []
+
     def _run(self, size: Size) -> list[Timed]:
-        prompt = self.prompts(max(1, size.context))
-        self._plan(max(size.context, 512) + size.decode)
+        with self._set(size, size.steps):
+            return [self._timed() for _ in range(size.steps)]
+
+    @contextmanager
+    def _set(self, size: Size, steps: int) -> Iterator[None]:
+        """The engine is about to make so many steps of a size."""
+        prompt = self._known(size)
         try:
-            if size.context >= BLOCK:  # once, and then it is in the prefix cache
-                self._finish(self._add(prompt, 1))
-            decoding = [self._add(prompt, STEPS + 8) for _ in range(size.decode)]
+            decoding = [self._add(prompt, steps + 8) for _ in range(size.decode)]
             self._until(lambda: all(request.n_out > 0 for request in decoding))
             if size.prefill:
-                rest = self.prompts(size.prefill * (STEPS + 1))
+                rest = self.prompts(size.prefill * (steps + 1))
                 self._plan(size.prefill + size.decode)
                 self._add(prompt[: size.context // BLOCK * BLOCK] + rest, 1)
             self.engine.step()  # warms up, and admits
-            return [self._timed() for _ in range(STEPS)]
+            yield
         finally:
             for request in (*self.engine.running, *self.engine.waiting):
                 self.engine.cancel(request)
+
+    def _known(self, size: Size) -> list[int]:
+        """A prompt whose whole blocks are in the prefix cache; the same one as long as contexts are the same."""
+        n = size.context + (size.context % BLOCK == 0)  # all but its last row is in whole blocks
+        self._plan(max(size.context, 512) + size.decode)
+        if len(self._prompt) != n:
             self.engine.forget_prefixes()
+            self._prompt = self.prompts(n)
+            if n > BLOCK:
+                self._finish(self._add(self._prompt, 1))
+        return self._prompt
 
     def _timed(self) -> Timed:
         before = {request: (request.computed, request.prefilling) for request in self.engine.running}
@@ -130,20 +167,6 @@ def _step(before: dict[Request, tuple[int, bool]]) -> Step:
             step.context += request.computed
             step.emits += rows
     return step
-
-
-def each(stand: Stand, every: Sequence[Size], rounds: int) -> Iterator[list[Timed]]:
-    """The steps of one size after the other."""
-    with torch.inference_mode():
-        for size in every:
-            yield stand.measure(size, rounds)
-
-
-def threads(n: int) -> int:
-    """Compute with so many threads from now on. -> those there were"""
-    was = torch.get_num_threads()
-    torch.set_num_threads(n)
-    return was
 
 
 def halfway(values: Sequence[int]) -> list[int]:

@@ -11,7 +11,9 @@ from phasewise.engine.queues import Queues
 from phasewise.engine.runtime import MARGIN
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import ROUND
+from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, Step
+from phasewise.plan.fit import Path, path_of
 from phasewise.plan.job import Job
 from phasewise.plan.memory import NumberStore, Recipe
 from phasewise.request.counters import Counters
@@ -48,6 +50,9 @@ class Station:
         self.schedule = engine.schedule()
         self.busy = 0.0
         self.slower = 1.0  # how much longer a step takes than its cost says: where cores are shared
+        self.beside: Beside = {}  # ... and memory is, with `others`: the kinds of steps that they are at
+        self.others: list[Path] = []
+        self.path: Path = "decode"  # of the step under way
         self.joules = self.money = 0.0
         self.out: list[Job] = []  # who got tokens in the last step, or left
         self.works: list[Work] = []  # of the step under way
@@ -97,8 +102,12 @@ class Station:
         self.works = [work for work in works if work.job.kv is not None]
         if not self.works:
             return None
-        price = self.cost.price(self._step())
+        step = self._step()
+        price = self.cost.price(step)
         seconds = price.seconds * self.slower
+        if self.beside:
+            self.path = path_of(step)
+            seconds *= slowed(self.beside, self.path, self.others)
         self.busy += seconds
         self.joules += price.joules
         self.money += price.money

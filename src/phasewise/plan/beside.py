@@ -1,0 +1,16 @@
+"""Workers of one machine read the same memory: how much longer a step takes while others are busy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from phasewise.plan.fit import Path
+
+Beside = Mapping[Path, Mapping[Path, float]]  # by my step's kind and by my neighbour's: how many times as long mine is
+
+
+def slowed(table: Beside, mine: Path, others: Sequence[Path]) -> float:
+    """How many times as long a step takes beside all of these. Steps of both phases count as prompts."""
+    row = table.get("prefill" if mine == "mixed" else mine, {})
+    return prod(row.get("prefill" if other == "mixed" else other, 1.0) for other in others)
