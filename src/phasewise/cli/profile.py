@@ -115,9 +115,9 @@ def _take(
     model, found = made.model, list[Measured]()
     dtype = str(model.dtype).removeprefix("torch.")
     there = torch.get_num_threads()
-    total = len(named) * len(how[0]) * (len(grid.seen()) + len(grid.held_out()))
+    total = len(named) * len(how[0]) * grid.runs
     done = 0
-    with counting("sizes of steps", total) as bar, torch.inference_mode():
+    with counting("runs of steps", total) as bar, torch.inference_mode():
 
         def one() -> None:
             nonlocal done

@@ -14,7 +14,7 @@ from phasewise.plan.beside import Beside
 from phasewise.plan.fit import PATHS, Fitted, Line, Timed, errors, fit, path_of
 from phasewise.plan.fit import Path as Kind
 from phasewise.plan.shape import Shape
-from phasewise.plan.stand import Size, Stand, halfway, sizes, spared
+from phasewise.plan.stand import Size, Stand, halfway, medians, sizes, spared
 from phasewise.version import __version__
 
 VERSION = 1  # of the file
@@ -29,6 +29,11 @@ class Grid:
     decodes: Sequence[int] = (1, 2, 4, 8, 16, 32)
     contexts: Sequence[int] = (64, 256, 1024)
     rounds: int = 3
+
+    @property
+    def runs(self) -> int:
+        """About how many runs of a size there are in all."""
+        return self.rounds * (len(self.seen()) + len(self.held_out()))
 
     def seen(self) -> list[Size]:
         return sizes(self.prefills, self.decodes, self.contexts)
@@ -150,14 +155,22 @@ class Measuring:
     unseen: list[Timed] = field(default_factory=list)
 
     def run(self, tell: Callable[[], object] = lambda: None) -> None:
-        """Measure everything; `tell` hears of each size that is done."""
-        every = [(self.seen, size) for size in self._sizes(self.grid.seen())]
-        every += [(self.unseen, size) for size in self._sizes(self.grid.held_out())]
-        self.stand.check([size for _, size in every])
-        for where, size in every:
-            where.extend(self.stand.measure(size, self.grid.rounds))
-            tell()
+        """Measure everything; `tell` hears of each run of a size.
+
+        Sizes of the fit and those held out take turns, and every round goes through all of them: what a machine does
+        differently for a while meets both alike, and one round of three.
+        """
+        seen, unseen = list(self._sizes(self.grid.seen())), list(self._sizes(self.grid.held_out()))
+        every = sorted({*seen, *unseen}, key=lambda size: (size.context, size.decode, size.prefill))
+        self.stand.check(every)
+        runs: dict[Size, list[list[Timed]]] = {size: [] for size in every}
+        for _ in range(self.grid.rounds):
+            for size in every:
+                runs[size].append(self.stand.run(size))
+                tell()
         self.stand.leave()
+        for where, kept in ((self.seen, seen), (self.unseen, [size for size in unseen if size not in {*seen}])):
+            where += [timed for size in kept for timed in medians(runs[size])]
 
     def _sizes(self, every: Sequence[Size]) -> Iterator[Size]:
         return iter(dict.fromkeys(spared(size, self.stand.engine) for size in every))

@@ -77,8 +77,7 @@ class Stand:
 
     def measure(self, size: Size, rounds: int) -> list[Timed]:
         """Steps of about this size, each with its median time over the rounds."""
-        runs = [self._run(size) for _ in range(rounds)]
-        return [Timed(same[0].step, statistics.median(one.seconds for one in same)) for same in zip(*runs, strict=True)]
+        return medians([self.run(size) for _ in range(rounds)])
 
     def keep_at(self, size: Size, steps: int, told: Callable[[], object], enough: Callable[[], bool]) -> None:
         """So many steps of about this size, or until it is `enough`; `told` hears of each."""
@@ -94,7 +93,8 @@ class Stand:
         self.engine.forget_prefixes()
         self._prompt = []
 
-    def _run(self, size: Size) -> list[Timed]:
+    def run(self, size: Size) -> list[Timed]:
+        """Its steps, once."""
         with self._set(size, size.steps):
             return [self._timed() for _ in range(size.steps)]
 
@@ -150,6 +150,11 @@ class Stand:
             if self.engine.idle:
                 raise UserError("a request that was to be measured has left early: is its recipe one that decodes?")
             self.engine.step()
+
+
+def medians(runs: Sequence[Sequence[Timed]]) -> list[Timed]:
+    """Of several runs of the same steps."""
+    return [Timed(same[0].step, statistics.median(one.seconds for one in same)) for same in zip(*runs, strict=True)]
 
 
 def _step(before: dict[Request, tuple[int, bool]]) -> Step:
