@@ -89,6 +89,16 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         stand(kv_bytes=1 << 16).check([Size(0, 8, 96)])
 
 
+def test_without_a_context_every_step_has_a_prompt_of_its_own() -> None:
+    made = stand()
+    for decode in (0, 2):
+        for timed in made.measure(Size(48, decode, 0), 1):
+            step = timed.step
+            assert (step.prefill_rows, step.pairs, step.prefixes) == (48, 48 * 49 / 2, 48)
+            assert (step.decode_rows, step.emits) == (decode, decode + 1)
+    assert made.engine.idle
+
+
 def test_steps_of_both_phases_are_half_of_all_as_on_a_chessboard() -> None:
     every = sizes((8, 32, 64), (1, 4), (32, 96))
     alone = [size for size in every if not size.prefill or not size.decode]

@@ -27,7 +27,7 @@ class Grid:
 
     prefills: Sequence[int] = (1, 16, 64, 128, 256, 512)
     decodes: Sequence[int] = (1, 2, 4, 8, 16, 32)
-    contexts: Sequence[int] = (64, 256, 1024)
+    contexts: Sequence[int] = (0, 256, 1024)
     rounds: int = 3
 
     @property
@@ -42,7 +42,7 @@ class Grid:
         return sizes(halfway(self.prefills), halfway(self.decodes), halfway(self.contexts))
 
 
-QUICK = Grid((16, 64, 256), (1, 4, 16), (64, 512), 1)
+QUICK = Grid((16, 64, 256), (1, 4, 16), (0, 512), 1)
 
 
 @dataclass(frozen=True)

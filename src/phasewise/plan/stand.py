@@ -26,7 +26,8 @@ BLOCK = 32  # prompts that are to be found in the prefix cache are whole blocks 
 
 @dataclass(frozen=True)
 class Size:
-    """A step's size: rows of a prompt, requests that decode, and the rows that each of them has before."""
+    """A step's size: rows of a prompt, requests that decode, and the rows that each of them has before. Without any,
+    each step has a new prompt, and computes all of it."""
 
     prefill: int
     decode: int
@@ -85,6 +86,7 @@ class Stand:
             for _ in range(steps):
                 if enough():
                     return
+                self._next(size)
                 self.engine.step()
                 told()
 
@@ -96,7 +98,7 @@ class Stand:
     def run(self, size: Size) -> list[Timed]:
         """Its steps, once."""
         with self._set(size, size.steps):
-            return [self._timed() for _ in range(size.steps)]
+            return [self._timed(size) for _ in range(size.steps)]
 
     @contextmanager
     def _set(self, size: Size, steps: int) -> Iterator[None]:
@@ -106,9 +108,11 @@ class Stand:
             decoding = [self._add(prompt, steps + 8) for _ in range(size.decode)]
             self._until(lambda: all(request.n_out > 0 for request in decoding))
             if size.prefill:
-                rest = self.prompts(size.prefill * (steps + 1))
                 self._plan(size.prefill + size.decode)
+            if size.prefill and size.context:
+                rest = self.prompts(size.prefill * (steps + 1))
                 self._add(prompt[: size.context // BLOCK * BLOCK] + rest, 1)
+            self._next(size)
             self.engine.step()  # warms up, and admits
             yield
         finally:
@@ -126,8 +130,14 @@ class Stand:
                 self._finish(self._add(self._prompt, 1))
         return self._prompt
 
-    def _timed(self) -> Timed:
-        before = {request: (request.computed, request.prefilling) for request in self.engine.running}
+    def _next(self, size: Size) -> None:
+        if size.prefill and not size.context:
+            self._add(self.prompts(size.prefill), 1)
+
+    def _timed(self, size: Size) -> Timed:
+        self._next(size)
+        there = (*self.engine.running, *self.engine.waiting)
+        before = {request: (request.computed, request.prefilling) for request in there}
         start = self.clock()
         self.engine.step()
         seconds = self.clock() - start
