@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +11,18 @@ import typer
 
 from phasewise import recipes
 from phasewise.cli import show
+from phasewise.cli.loading import client
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.bench.drive import Bench
+    from phasewise.bench.latency import Served
+    from phasewise.bench.prompts import Prompts
+    from phasewise.bench.workloads import Shot
     from phasewise.plan.profile import Grid, Profile
+    from phasewise.plan.serving import Serving
 
 
 @spread
@@ -31,7 +37,7 @@ def profile(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, each once: a rough answer.")] = False,
     alone: Annotated[
-        bool, typer.Option("--alone", help="Do not measure beside a second process (it loads the model again).")
+        bool, typer.Option("--alone", help="Steps only: no second process, no servers (which load the model again).")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
     engine: EngineOptions = DEFAULTS,
@@ -52,6 +58,7 @@ def profile(
             "steps are measured in one engine, of sizes that profile chooses: leave --place, --schedule out"
         )
     from phasewise.bench.drive import Bench
+    from phasewise.bench.prompts import random_prompts
     from phasewise.options import WITH_DRAFT
     from phasewise.plan.profile import QUICK, Grid
 
@@ -63,6 +70,8 @@ def profile(
     with working(f"loading {engine.model}"):
         made = Bench.load(engine.model, engine.dtype)
     taken = _take(made, engine, named, QUICK if quick else Grid(), (with_threads, seed, alone))
+    if not alone:
+        taken = replace(taken, served=_served(taken, engine, random_prompts(made.model.config.vocab, seed)))
     taken.save(out)
     _tell(taken, out)
 
@@ -145,6 +154,37 @@ def _take(
     return Profile(describe(), about, Shape.of(model.config, width, kv), limits, found)
 
 
+def _served(taken: Profile, engine: EngineOptions, prompts: Prompts) -> dict[str, Serving]:
+    """What servers add to steps, of one engine and of two workers, where steps were measured with their threads."""
+    from phasewise.bench.machine import cores
+    from phasewise.bench.server import serving
+    from phasewise.cluster.policy import threads_each
+    from phasewise.plan.search import places
+    from phasewise.plan.serving import Asking
+
+    try:
+        load = client()
+    except UserError as error:
+        print(f"note: what servers add to steps is not measured: {error}")
+        return {}
+    found: dict[str, Serving] = {}
+    have = {one.threads for one in taken.measured if not one.recipe}
+    sizes = {"engine": (None, cores()), "workers": (next(iter(places(2)[1:]), None), threads_each(2))}
+    for name, (place, threads) in sizes.items():
+        if threads not in have or (name == "workers" and place is None):
+            print(f"note: servers with {name} compute with {threads} threads, which were not measured: what they add "
+                  "to steps is not known")  # fmt: skip
+            continue
+
+        with working(f"asking a server with {name}"), serving(replace(engine, place=place).served()) as url:
+
+            def ask(shots: Sequence[Shot], at: str = url) -> Sequence[Served]:
+                return load(at, shots, lambda done: None).served
+
+            found[name] = Asking(ask, prompts, taken.of("", threads).cost).measure(name == "workers")
+    return found
+
+
 def _name(model: str) -> str:
     return Path(model).name if Path(model).exists() else model  # what is written names no place
 
@@ -167,9 +207,14 @@ def _tell(taken: Profile, out: Path) -> None:
     ]
     show.table(["recipe", "threads", "steps of", "held out", "median error", "p90"], rows)
     for one in taken.measured:
-        for mine, row in one.beside.items():
-            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in row.items())
+        for mine, factors in one.beside.items():
+            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
             print(f"{one.threads} thread(s), beside another such process: a {mine} takes {said} times as long")
+    for name, added in taken.served.items():
+        print(f"a server with {name} adds {1e3 * added.lag:.1f} ms to a request, {1e3 * added.step:.1f} ms to a decode")
+        for mine, factors in added.beside.items():
+            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
+            print(f"a server with {name}, busy with both phases: a {mine} takes {said} times as long")
     print(f"\nmemory is read at {taken.limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
           f"arithmetic done at {taken.limits['flops'] / 1e9:.0f} GFLOP/s; written to {out}")  # fmt: skip
     for row in rows:

@@ -10,6 +10,11 @@ from phasewise.plan.fit import Path
 Beside = Mapping[Path, Mapping[Path, float]]  # by my step's kind and by my neighbour's: how many times as long mine is
 
 
+def both(table: Beside, other: Beside) -> Beside:
+    """All factors; those of the other one, where it has any."""
+    return {mine: {**table.get(mine, {}), **other.get(mine, {})} for mine in {**table, **other}}
+
+
 def slowed(table: Beside, mine: Path, others: Sequence[Path]) -> float:
     """How many times as long a step takes beside all of these. Steps of both phases count as prompts."""
     row = table.get("prefill" if mine == "mixed" else mine, {})

@@ -28,7 +28,7 @@ ALONE = WorkerSpec("all", ("prefill", "decode"), 1.0)  # what runs where there i
 class Layout:
     """What a cluster is made of. `cost` is that of a role with so many threads (None: all there are), `budget` the
     bytes of KV of a worker; `revive`: seconds until a dead worker's successor is there; `beside`: how workers of so
-    many threads slow each other down."""
+    many threads slow each other down; `step`: seconds that a step of decodes takes longer in a server."""
 
     engine: Engine
     cost: Callable[[str, int | None], Cost]
@@ -36,6 +36,7 @@ class Layout:
     link: Link = LOCAL
     revive: float = 1.0
     beside: Callable[[int | None], Beside] = lambda threads: {}
+    step: float = 0.0
 
 
 class Cluster:
@@ -67,7 +68,7 @@ class Cluster:
             ledger = Ledger(self.layout.budget(spec))
         threads = len(spec.cores) if spec.cores is not None else spec.threads
         station = Station(self.layout.engine, self.layout.cost(spec.role, threads), ledger, not spec.decodes)
-        station.beside = self.layout.beside(threads)
+        station.beside, station.added = self.layout.beside(threads), self.layout.step
         return Member(name, spec, station, self.world.now)
 
     @property

@@ -17,7 +17,8 @@ class Step:
     """What one step of an engine computes, in rows.
 
     `pairs`: for every prompt row, the rows it sees, itself included, summed. `prefixes`: KV rows that prompt slices
-    read, each slice's once. `context`: KV rows that decodes read, their own included. `emits`: rows from which tokens
+    read, each slice's once. `ended`: rows of prompts that are done with this step (the prefix cache takes them over).
+    `context`: KV rows that decodes read, their own included. `emits`: rows from which tokens
     are drawn. `share`: of the model's depth, which a schedule of layers may cut.
     """
 
@@ -27,6 +28,7 @@ class Step:
     decode_rows: int = 0
     context: int = 0
     emits: int = 0
+    ended: int = 0
     share: float = 1.0
 
     @property

@@ -15,9 +15,9 @@ from phasewise.plan.cost import Price, Step
 Path = Literal["prefill", "decode", "mixed"]
 PATHS: tuple[Path, ...] = ("prefill", "decode", "mixed")
 TERMS: dict[Path, tuple[str, ...]] = {  # what the seconds of a step are a sum of
-    "prefill": ("base", "prefill_rows", "pairs"),
+    "prefill": ("base", "prefill_rows", "pairs", "ended"),
     "decode": ("base", "decode_rows", "context"),
-    "mixed": ("base", "prefill_rows", "pairs", "decode_rows", "context"),
+    "mixed": ("base", "prefill_rows", "pairs", "ended", "decode_rows", "context"),
 }
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256)  # rows at which the price of a further row may change
 
@@ -53,7 +53,7 @@ def term(name: str, step: Step) -> float:
         return 1.0
     if name.startswith("rows>"):
         return float(max(0, step.rows - int(name[5:])))
-    if name in ("prefill_rows", "pairs", "decode_rows", "context"):
+    if name in ("prefill_rows", "pairs", "ended", "decode_rows", "context"):
         return float(getattr(step, name))
     raise UserError(f"unknown term {name!r} of a latency model: measure again with `phasewise profile`")
 
@@ -64,7 +64,7 @@ def fit(timed: Sequence[Timed], path: Path) -> Line:
     No term of the paper's form may make a step faster: what would is left out. Knots are taken in one after the other,
     as long as each lowers the squared error by a tenth.
     """
-    names = list(TERMS[path])
+    names = [name for name in TERMS[path] if name != "ended" or any(one.step.ended for one in timed)]
     if len(timed) < len(names):
         raise UserError(
             f"{len(timed)} {path} steps were measured, and a latency model needs {len(names)}: measure more"

@@ -13,6 +13,7 @@ from phasewise.errors import UserError, near
 from phasewise.plan.beside import Beside
 from phasewise.plan.fit import PATHS, Fitted, Line, Timed, errors, fit, path_of
 from phasewise.plan.fit import Path as Kind
+from phasewise.plan.serving import Serving
 from phasewise.plan.shape import Shape
 from phasewise.plan.stand import Size, Stand, halfway, medians, sizes, spared
 from phasewise.version import __version__
@@ -85,6 +86,7 @@ class Profile:
     shape: Shape
     limits: Mapping[str, float]
     measured: Sequence[Measured]
+    served: Mapping[str, Serving] = field(default_factory=dict)  # by "engine" and "workers"
     phasewise: str = __version__
 
     def of(self, recipe: str = "", threads: int | None = None) -> Measured:
@@ -131,7 +133,8 @@ class Profile:
             measured = [_measured(one) for one in plain["measured"]]
             shape = Shape(**plain["shape"])
             known = {name: plain[name] for name in ("machine", "model", "limits", "phasewise")}
-            return cls(shape=shape, measured=measured, **known)
+            served = {name: Serving(**one) for name, one in plain.get("served", {}).items()}
+            return cls(shape=shape, measured=measured, served=served, **known)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"the profile {str(path)!r} is damaged ({error}): make it again") from error
 

@@ -12,12 +12,13 @@ from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError, near
 from phasewise.options import DEFAULTS
-from phasewise.plan.beside import Beside
+from phasewise.plan.beside import Beside, both
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
+from phasewise.plan.serving import Serving
 from phasewise.plan.shape import Shape
 from phasewise.plan.simulate import Scene
 from phasewise.plan.station import Engine
@@ -28,7 +29,8 @@ from phasewise.verbs.schedule import Scheduler
 @dataclass(frozen=True)
 class Source:
     """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
-    where that is the user's to say; `beside`: how workers of so many threads slow each other down."""
+    where that is the user's to say; `beside`: how workers of so many threads slow each other down; `served`: what a
+    server adds, by whether it has workers."""
 
     cost: Callable[[str, int | None], Cost]
     kv_bytes: Callable[[str], int | None]
@@ -36,6 +38,7 @@ class Source:
     layers: int
     cores: int
     beside: Callable[[int | None], Beside] = lambda threads: {}
+    served: Callable[[bool], Serving] = lambda workers: Serving()
 
 
 def measured(profile: Profile, recipe: str = "") -> Source:
@@ -48,6 +51,7 @@ def measured(profile: Profile, recipe: str = "") -> Source:
     return Source(
         cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)),
         lambda threads: profile.of(recipe, threads).beside,
+        lambda workers: profile.served.get("workers" if workers else "engine", Serving()),
     )  # fmt: skip
 
 
@@ -112,8 +116,12 @@ class Setting:
         for role in roles:
             source.cost(role, None)
         engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache)
-        layout = Layout(engine, cache(source.cost), budget, self.link, self.revive, source.beside)
-        return Scene(layout, policy, replicas, deaths, seed)
+        served = source.served(made is not None)
+        layout = Layout(
+            engine, cache(source.cost), budget, self.link, self.revive,
+            lambda threads: both(source.beside(threads), served.beside), served.step,
+        )  # fmt: skip
+        return Scene(layout, policy, replicas, deaths, seed, served.lag)
 
     def _budget(self) -> int:
         from phasewise.engine.limits import memory_default

@@ -22,13 +22,14 @@ from phasewise.request.params import SLO
 class Scene:
     """A placement in virtual time: `policy` makes the policy of one cluster (None: one engine), of which there are
     `replicas`, each request dealt to one of them by chance. `deaths`: (seconds, worker) of all clusters, counted
-    through."""
+    through. `lag`: seconds of each request outside of its engine."""
 
     layout: Layout
     policy: Callable[[], Policy | None]
     replicas: int = 1
     deaths: Sequence[tuple[float, int]] = ()
     seed: int = 0
+    lag: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def run(scene: Scene, jobs: Sequence[Job], tell: Callable[[int], object] = lambd
 
     def arrive(number: int) -> None:
         if number + 1 < len(jobs):
-            world.at(jobs[number + 1].arrived, arrive, number + 1)
+            world.at(jobs[number + 1].arrived + scene.lag, arrive, number + 1)
         cluster = clusters[0] if len(clusters) == 1 else clusters[dealt.randrange(len(clusters))]
         cluster.add(jobs[number])
 
@@ -110,7 +111,7 @@ def run(scene: Scene, jobs: Sequence[Job], tell: Callable[[int], object] = lambd
             )
         world.at(when, clusters[worker // each].kill, worker % each)
     if jobs:
-        world.at(jobs[0].arrived, arrive, 0)
+        world.at(jobs[0].arrived + scene.lag, arrive, 0)
     world.run()
     last = max((job.last_token for job in left if job.last_token is not None), default=world.now)
     return Outcome(jobs, clusters, last)

@@ -177,6 +177,7 @@ def _step(before: dict[Request, tuple[int, bool]]) -> Step:
             step.pairs += computed * rows + rows * (rows + 1) / 2
             step.prefixes += request.computed if rows else 0
             step.emits += not request.prefilling
+            step.ended += 0 if request.prefilling else request.prompt_len
         else:
             step.decode_rows += rows
             step.context += request.computed

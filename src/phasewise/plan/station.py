@@ -53,6 +53,7 @@ class Station:
         self.beside: Beside = {}  # ... and memory is, with `others`: the kinds of steps that they are at
         self.others: list[Path] = []
         self.path: Path = "decode"  # of the step under way
+        self.added = 0.0  # seconds of a step with decodes that are its server's
         self.joules = self.money = 0.0
         self.out: list[Job] = []  # who got tokens in the last step, or left
         self.works: list[Work] = []  # of the step under way
@@ -108,6 +109,8 @@ class Station:
         if self.beside:
             self.path = path_of(step)
             seconds *= slowed(self.beside, self.path, self.others)
+        if step.decode_rows:
+            seconds += self.added
         self.busy += seconds
         self.joules += price.joules
         self.money += price.money
@@ -134,7 +137,9 @@ class Station:
                 step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
                 step.prefixes += int((job.computed + rows) * share)
                 last = work.layers is None or work.layers[1] == self.engine.layers
-                step.emits += last and job.computed + rows >= job.prompt_len
+                if last and job.computed + rows >= job.prompt_len:
+                    step.emits += 1
+                    step.ended += job.prompt_len
             else:
                 step.decode_rows += rows
                 step.context += job.computed + rows
