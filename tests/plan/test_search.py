@@ -51,6 +51,17 @@ def test_pool_sizes_are_all_there() -> None:
     assert places(1) == ["colocated"]
 
 
+def test_workers_of_one_machine_divide_its_cores() -> None:
+    """A server takes the machine whole, however many workers it has; pools that lend KV are among them."""
+    found = places(2, machine=True)
+    assert found == ["colocated", "disaggregated:prefill=1,decode=1", "semi_pd", "splitwise:prompt=1,token=1"]
+    asked = question(SLO(0.6, None))
+    machine = replace(asked, source=lambda choice: replace(asked.source(choice), machine=True))
+    best = search(Space(1, found, ("sarathi:budget=256",)), machine, prune=False)
+    assert {one.choice.place for one in best} == {*found} and {one.devices for one in best} == {1}
+    assert {one.devices for one in search(Space(2, places(2), ("sarathi:budget=256",)), asked, prune=False)} == {1, 2}
+
+
 @pytest.mark.parametrize("slo", [SLO(0.3, 0.05), SLO(0.2, 0.015), SLO(0.6, None)], ids=str)
 def test_pruning_changes_no_winner(slo: SLO) -> None:
     """Nothing that was given up early is better than the first two, measured to the end."""

@@ -32,7 +32,7 @@ SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:b
 class Space:
     """What is tried."""
 
-    devices: Annotated[int, typer.Option(min=1, help="How many there are; with --profile, machines like this one.")] = 1
+    devices: Annotated[int, typer.Option(min=1, help="How many there are; with --profile, machines like that.")] = 1
     goal: Annotated[
         str,
         typer.Option(metavar="|".join(GOALS), help="Most requests in time per device, per unit of money, per joule."),
@@ -97,7 +97,7 @@ def plan(
         cast(Literal["goodput", "cost", "power"], space.goal),
     )  # fmt: skip
     where = search.Space(
-        space.devices, space.places.split("|") if space.places else search.places(space.devices),
+        space.devices, space.places.split("|") if space.places else _places(costs, space),
         space.schedules.split("|"), _recipes(costs, space), space.ways(),
     )  # fmt: skip
     with counting("choices", len(list(where.choices()))) as tell:
@@ -114,6 +114,16 @@ def plan(
         print(f"  {worth:5.2f} times as much: {name}{'; then the runner-up is better' if changes else ''}")
     _write(config, best, count, targets, costs)
     print(f"\n{config}: phasewise serve --config {config}")
+
+
+def _places(costs: Costs, space: Space) -> list[str]:
+    """With a profile, all that one machine can be divided into."""
+    from phasewise.plan.profile import Profile
+    from phasewise.plan.search import places
+
+    if costs.profile is None:
+        return places(space.devices)
+    return places(int(Profile.load(costs.profile).machine.get("cores", 1)), machine=True)
 
 
 def _sources(costs: Costs, space: Space) -> Callable[[Choice], Source]:

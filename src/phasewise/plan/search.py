@@ -57,15 +57,16 @@ class Space:
                 yield Choice(place, schedule, recipe, ways)
 
 
-def places(devices: int) -> list[str]:
-    """One engine, and every placement that can be made of workers on so many devices, in all sizes."""
+def places(workers: int, machine: bool = False) -> list[str]:
+    """One engine, and every placement that can be made of so many workers, in all sizes. `machine`: they would share
+    one; so those are among them that only divide its cores."""
     found = []
     for verb, name, method in catalog.every():
         if verb != "place":
             continue
         if hasattr(method, "sizes"):
-            found += [f"{name}:{knobs}" for knobs in method.sizes(devices)]
-        elif not hasattr(method, "policy"):
+            found += [f"{name}:{knobs}" for knobs in method.sizes(workers)]
+        elif machine or not hasattr(method, "policy"):
             found.append(name)
     return found
 
@@ -97,6 +98,13 @@ class Question:
         """Raises UserError for one that cannot be built."""
         made = replace(self.setting, place=choice.place, schedule=choice.schedule)
         return made.scene(self.source(choice), replicas, (), self.load.seed)
+
+    def devices(self, choice: Choice) -> int:
+        """That such a server takes."""
+        if self.source(choice).machine:
+            return 1
+        policy = self.scene(choice).policy()
+        return (1 if policy is None else len(policy.worker_specs())) * choice.ways
 
     def at(self, choice: Choice, rate: float) -> Outcome:
         return run(self.scene(choice), self.load.jobs(self.slo, rate))
@@ -153,8 +161,7 @@ def search(
 def _tried(choice: Choice, space: Space, question: Question, best: float) -> Tried | None:
     """None if it needs more devices than there are."""
     scene = question.scene(choice)
-    policy = scene.policy()
-    devices = (1 if policy is None else len(policy.worker_specs())) * choice.ways
+    devices = question.devices(choice)
     if devices > space.devices:
         return None
     if best:

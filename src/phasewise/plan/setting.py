@@ -30,7 +30,7 @@ from phasewise.verbs.schedule import Scheduler
 class Source:
     """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
     where that is the user's to say; `beside`: how workers of so many threads slow each other down; `served`: what a
-    server adds, by whether it has workers."""
+    server adds, by whether it has workers; `machine`: all workers of a server share one device, a machine's cores."""
 
     cost: Callable[[str, int | None], Cost]
     kv_bytes: Callable[[str], int | None]
@@ -39,6 +39,7 @@ class Source:
     cores: int
     beside: Callable[[int | None], Beside] = lambda threads: {}
     served: Callable[[bool], Serving] = lambda workers: Serving()
+    machine: bool = False
 
 
 def measured(profile: Profile, recipe: str = "") -> Source:
@@ -51,7 +52,7 @@ def measured(profile: Profile, recipe: str = "") -> Source:
     return Source(
         cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)),
         lambda threads: profile.of(recipe, threads).beside,
-        lambda workers: profile.served.get("workers" if workers else "engine", Serving()),
+        lambda workers: profile.served.get("workers" if workers else "engine", Serving()), machine=True,
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ class Setting:
         make = getattr(placing, "policy", None)
 
         def policy() -> Policy | None:
-            return None if make is None else make(0.0, range(source.cores))  # type: ignore[no-any-return]
+            return None if make is None else make(0.0, range(source.cores))
 
         def budget(spec: WorkerSpec) -> int:
             own = source.kv_bytes(spec.role)
