@@ -187,9 +187,11 @@ def timed(
     return found
 
 
-def workload(shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = None, seed: int = 0) -> list[Shot]:
+def workload(
+    shape: Lengths, n: int, prompts: Prompts, *, rate: float | None = None, seed: int = 0, cv: float = 1.0
+) -> list[Shot]:
     """`n` requests with prompts, as `timed` says."""
-    every = timed(shape, n, rate=rate, seed=seed)
+    every = timed(shape, n, rate=rate, seed=seed, cv=cv)
     shared = prompts(shape.prefix) if shape.prefix else []
     return [Shot(now, shared + prompts(length), new, len(shared)) for now, length, new in every]
 

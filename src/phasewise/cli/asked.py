@@ -43,13 +43,14 @@ class Asked:
 
         return prompts_from(self.prompts or default, model, vocab, self.seed)
 
-    def shots(self, prompts: Prompts, context: int, rate: float | None = None, number: int = 0) -> list[Shot]:
+    def shots(
+        self, prompts: Prompts, context: int, rate: float | None = None, number: int = 0, cv: float = 1.0
+    ) -> list[Shot]:
         """The requests of round `number`, cut to the context."""
         from phasewise.bench.workloads import fit, lengths, workload
 
-        return fit(
-            workload(lengths(self.workload), self.requests, prompts, rate=rate, seed=self.seed + number), context
-        )
+        shape, seed = lengths(self.workload), self.seed + number
+        return fit(workload(shape, self.requests, prompts, rate=rate, seed=seed, cv=cv), context)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def load(
         float | None,
         typer.Option(metavar="PER_S", help="Mean rate of Poisson arrivals, or inf. Default: 1, or a trace's."),
     ] = None,
+    cv: Annotated[float, typer.Option(help="Spread of the gaps: 1 Poisson, more in bursts, less steadier.")] = 1.0,
     asked: Asked = ASKED,
     targets: Targets = TARGETS,
     engine: EngineOptions = DEFAULTS,
@@ -90,7 +91,7 @@ def load(
     if rate is None and not asked.workload.startswith("trace"):
         rate = 1.0
     measure, (vocab, context) = loading.client(), loading.vocabulary(engine, foreign=url is not None)
-    shots = asked.shots(asked.source(engine.model, vocab), context, rate)
+    shots = asked.shots(asked.source(engine.model, vocab), context, rate, cv=cv)
     with ExitStack() as stack:
         address = url
         if address is None:
