@@ -117,7 +117,7 @@ class Cluster:
         if not self.offered:
             for member in self.members:
                 station = member.station
-                if member.ready and may_keep(member.handle, station, station.waiting, room):
+                if member.ready and member.decodes and may_keep(member.handle, station, station.waiting, room):
                     views.append(member.handle)
         handle = policy.meet(job.tokens, flight.member.handle, views)
         if handle is None:
@@ -155,7 +155,7 @@ class Cluster:
             return
         member.stepping = False
         station, now = member.station, self.world.now
-        if self._pairing is not None:
+        if self._pairing is not None and station.prompts:
             self._send(member)
         left = False
         progressed = station.finish(now)

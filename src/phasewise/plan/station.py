@@ -56,6 +56,7 @@ class Station:
         self.joules = self.money = 0.0
         self.out: list[Job] = []  # who got tokens in the last step, or left
         self.works: list[Work] = []  # of the step under way
+        self.prompts = False  # whether some of them compute prompts
 
     # ---- requests
     def add(self, job: Job) -> bool:
@@ -126,9 +127,12 @@ class Station:
     def _step(self) -> Step:
         """What the works compute. A part of the depth counts as a part of the rows."""
         step = Step()
+        decodes = context = 0
+        self.prompts = False
         for work in self.works:
             job, rows = work.job, work.rows
             if job.prefilling:
+                self.prompts = True
                 share = 1.0 if work.layers is None else (work.layers[1] - work.layers[0]) / self.engine.layers
                 step.prefill_rows += rows * share  # type: ignore[assignment]
                 step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
@@ -136,25 +140,30 @@ class Station:
                 last = work.layers is None or work.layers[1] == self.engine.layers
                 step.emits += last and job.computed + rows >= job.prompt_len
             else:
-                step.decode_rows += rows
-                step.context += job.computed + rows
+                decodes += rows
+                context += job.computed + rows
                 step.emits += 1
+        step.decode_rows, step.context = decodes, context
         return step
 
     def finish(self, now: float) -> list[Job]:
         """The step is over. -> the requests that got a token, or left; those whose prompt is done and that depart are
         among them, out of the queues and with their KV"""
+        counters = self.counters
         for work in self.works:
             job: Job = work.job
             if job.kv is None:
                 continue  # preempted for another's rows, or cancelled
             was, before = job.prefilling, job.computed
-            self.counters.rows += work.rows
-            if not job.advance(work.rows, work.layers, now):
-                self._note(job, before)
+            counters.rows += work.rows
+            emits = job.advance(work.rows, work.layers, now)
+            if before < job.high_water:
+                counters.recomputed += min(job.computed, job.high_water) - before
+            if job.computed > job.high_water:
+                job.high_water = job.computed
+            if not emits:
                 continue
-            self._note(job, before)
-            self.counters.emitted += 1
+            counters.emitted += 1
             if was:
                 self.store.remember(job)
             if job.left is not None:
@@ -165,8 +174,3 @@ class Station:
             self.out.append(job)
         self.works = []
         return self.out
-
-    def _note(self, job: Job, before: int) -> None:
-        if before < job.high_water:
-            self.counters.recomputed += min(job.computed, job.high_water) - before
-        job.high_water = max(job.high_water, job.computed)
