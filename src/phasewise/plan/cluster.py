@@ -166,7 +166,7 @@ class Cluster:
                 member.handle.prefilling -= flight.weight
             goes_on = flight.goes_on
             if goes_on is not None:
-                goes_on.handle.decoding += 1
+                goes_on.handle.decoding += job.gained
             if job.left is not None:
                 left = True
                 self._leave(flight)

@@ -16,6 +16,7 @@ from phasewise.plan.beside import Beside
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
+from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.shape import Shape
@@ -90,6 +91,7 @@ class Setting:
     prefix_cache: bool = True
     link: Link = LOCAL
     revive: float = 1.0
+    drafts: Drafts = NONE
 
     def scene(self, source: Source, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scene:
         """Raises UserError for what does not fit together."""
@@ -111,7 +113,8 @@ class Setting:
         roles = {spec.role for spec in made.worker_specs()} if made is not None else {"all"}
         for role in roles:
             source.cost(role, None)
-        engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache)
+        engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache,
+                        self.drafts)  # fmt: skip
         layout = Layout(engine, cache(source.cost), budget, self.link, self.revive, source.beside)
         return Scene(layout, policy, replicas, deaths, seed)
 
