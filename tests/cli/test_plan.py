@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from phasewise.cli import config as files
+from phasewise.options import parse
+from phasewise.plan.fit import Line
+from phasewise.plan.fit import Path as Kind
+from phasewise.plan.profile import Measured, Profile
+from phasewise.plan.shape import Shape
 from tests.cli.conftest import Cli
 
 LLAMA = {
@@ -41,6 +46,45 @@ def test_a_plan_is_explained_and_can_be_served(cli: Cli, model: Path, tmp_path: 
     assert files.recipes_of(config) == {} and cli("serve", "--config", config, "--port", 99999).code == 2
 
 
+def test_guesses_are_a_choice_that_serve_takes(cli: Cli, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "p.toml"
+    few = "--requests 300 --workload fixed:prompt=16,new=64 --schedules sarathi:budget=256 --places colocated"
+    how = f"--device a100 --ttft 20 --tpot 0.2 --accept 0.9 {few} --config {config}"
+    done = cli("plan", "--model", model, *how.split())
+    assert done.code == 0, done.err
+    assert "guesses a step" in done.out and "guesses hold a fifth less often" in done.out
+    draft = files.read(config)["draft"]
+    assert draft in [f"prompt_lookup:k={k}" for k in (1, 2, 4, 8)] and parse({"draft": draft})["draft"].k > 1
+    done = cli("serve", "--config", config, "--port", 99999)
+    assert done.code == 2 and "--port" in done.err
+
+
+def test_guesses_in_a_simulation(cli: Cli, model: Path) -> None:
+    how = "--device a100 --rate 5 --depth 3 --accept 1 --requests 20 --workload fixed:prompt=64,new=17"
+    done = cli("simulate", "--model", model, *how.split())
+    assert done.code == 0 and "guesses: 100% of " in done.out, done.err
+    done = cli("simulate", "--model", model, "--device", "a100", "--depth", 3)
+    assert done.code == 2 and "3 guesses a step need --accept" in done.err
+
+
+def test_a_plan_from_a_profile_divides_one_machine_and_says_how_it_was_measured(cli: Cli, tmp_path: Path) -> None:
+    lines: dict[Kind, Line] = {
+        "prefill": Line({"base": 1e-3, "prefill_rows": 1e-4}, 0.0), "decode": Line({"base": 2e-3}, 0.0),
+        "mixed": Line({"base": 2e-3, "prefill_rows": 1e-4}, 0.0),
+    }  # fmt: skip
+    measured = [Measured("long", n, {"store": "int8"}, lines, {}, 128) for n in (1, 2)]
+    about = {"name": "pocket", "hash": "0", "dtype": "float32"}
+    profile, config = tmp_path / "profile.json", tmp_path / "p.toml"
+    Profile({"cpu": "abacus", "cores": 2}, about, Shape(2, 8, 2, 1, 4, 16, 64), {}, measured).save(profile)
+    words = ["--recipes", "long", "--ttft", 60, "--tpot", 10, "--kv-bytes", "64M", "--schedules", "sarathi:budget=256"]
+    load = ["--workload", "fixed:prompt=128,new=16", "--requests", 400]
+    done = cli("plan", "--profile", profile, *words, *load, "--config", config)
+    assert done.code == 0, done.err
+    said = files.read(config)
+    assert (said["model"], said["dtype"], said["store"], said["draft"]) == ("pocket", "float32", "int8", "none")
+    assert "semi_pd" in done.out and "disaggregated:prefill=1,decode=1" in done.out and ", 1 devices" in done.out
+
+
 def test_as_many_as_the_rate_needs(cli: Cli, model: Path, tmp_path: Path) -> None:
     how = f"--device a100 --devices 3 --ttft 60 {FEW.replace('|disaggregated', '')} --config {tmp_path / 'p.toml'}"
     assert "chosen: 1 x colocated" in cli("plan", "--model", model, *how.split(), "--rate", 1).out
@@ -54,7 +98,11 @@ def test_as_many_as_the_rate_needs(cli: Cli, model: Path, tmp_path: Path) -> Non
      ("--ttft 5 --goal quick", "unknown goal 'quick'"), ("--ttft 5000", "all 20 requests at once are in time"),
      ("--ttft 5 --degrees 1,x", "degrees='1,x'"), ("--ttft 5 --recipes fast", "recipes are measured"),
      ("--ttft 0.001", "missed at any rate; the nearest: colocated"), ("--ttft 50 --places colocatd", "colocated"),
-     ("--ttft 50 --schedules sarathy", "sarathi")],
+     ("--ttft 50 --schedules sarathy", "sarathi"), ("--ttft 50 --depths 0,2", "2 guesses a step need --accept"),
+     ("--ttft 50 --accept 1.5", "accept=1.5 must lie between 0 and 1"), ("--ttft 50 --depths two", "depths='two'"),
+     ("--ttft 50 --accept 0.5 --draft lookahed", "lookahead"),
+     ("--ttft 50 --accept 0.5 --draft aded", "draft='aded' has no knob k"),
+     ("--ttft 50 --accept 0.5 --draft-ms nan", "--draft-ms")],
 )  # fmt: skip
 def test_mistakes_are_named(cli: Cli, model: Path, tmp_path: Path, words: str, says: str) -> None:
     given = f"--device a100 --requests 20 --workload fixed:prompt=32,new=4 {words}".split()

@@ -13,6 +13,7 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import TARGETS, Targets
+from phasewise.cli.guesses import DEPTHS_TRIED, GUESSES, Depths, Guesses
 from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
 from phasewise.cli.simulate import COSTS, SERVED, SIMULATED, Costs, Served, Simulated
@@ -67,11 +68,13 @@ def plan(
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
     targets: Targets = TARGETS,
+    guesses: Guesses = GUESSES,
+    depths: Depths = DEPTHS_TRIED,
 ) -> None:
     """The servers to build for a workload and its targets, searched in the simulator, explained, and written down.
 
-    Every placement, size of its pools, schedule, degree and recipe is asked for
-    the highest rate at which 90 % of the requests meet both targets, by
+    Every placement, size of its pools, schedule, degree, recipe and number of
+    guesses (with --accept) is asked for the highest rate at which 90 % of the requests meet both targets, by
     bisection; what is best per device (or joule, or unit of money) is
     repeated as often as --rate needs or --devices allow. Then each assumption
     is made worse, to see what the choice depends on.
@@ -80,6 +83,7 @@ def plan(
 
       phasewise profile pocket --out profile.json && phasewise plan --profile profile.json --ttft 500 --tpot 50
       phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --tpot 40 --degrees 1,2,4 --rate 20
+      phasewise plan --device a100 --model path/to/model --tpot 20 --accept 0.6 --requests 2000
       phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
     """
     slo = targets.slo()
@@ -92,13 +96,15 @@ def plan(
     from phasewise.plan import search
 
     load = asked.load()
+    tried = depths.tried(guesses)
+    setting = replace(served.setting(load.lengths.prefix > 0), drafts=guesses.drafts(0, asked.seed))
     question = search.Question(
-        load, slo, _sources(costs, space), served.setting(load.lengths.prefix > 0),
+        load, slo, _sources(costs, space), setting,
         cast(Literal["goodput", "cost", "power"], space.goal),
     )  # fmt: skip
     where = search.Space(
         space.devices, space.places.split("|") if space.places else _places(costs, space),
-        space.schedules.split("|"), _recipes(costs, space), space.ways(),
+        space.schedules.split("|"), _recipes(costs, space), space.ways(), tried,
     )  # fmt: skip
     with counting("choices", len(list(where.choices()))) as tell:
         found = search.search(where, question, tell)
@@ -112,7 +118,8 @@ def plan(
     print("\nif it is otherwise, the choice is worth")
     for name, worth, changes in lines:
         print(f"  {worth:5.2f} times as much: {name}{'; then the runner-up is better' if changes else ''}")
-    _write(config, best, count, targets, costs)
+    draft = depths.method(best.choice.depth) if best.choice.depth else None
+    _write(config, best, count, targets, costs, draft)
     print(f"\n{config}: phasewise serve --config {config}")
 
 
@@ -176,6 +183,10 @@ def _assumptions(question: Question) -> list[Assumption]:
     if setting.link.bandwidth != float("inf"):
         slower = replace(setting, link=replace(setting.link, bandwidth=setting.link.bandwidth / 4))
         found.append(Assumption("the link is four times slower", replace(question, setting=slower)))
+    drafts = setting.drafts
+    if drafts.accept:
+        worse = replace(setting, drafts=replace(drafts, accept=0.8 * drafts.accept))
+        found.append(Assumption("guesses hold a fifth less often", replace(question, setting=worse)))
     return found
 
 
@@ -199,18 +210,25 @@ def _say(found: Sequence[Tried], other: Tried | None, goal: str, count: int) -> 
         print(f"runner-up: {other.choice}: {other.worth / best.worth:.2f} of the {unit}")
 
 
-def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs) -> None:
+def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs, draft: str | None) -> None:
     """Options of one server as TOML. Raises UserError."""
     from phasewise.plan.profile import Profile
 
-    model = costs.model if costs.profile is None else str(Profile.load(costs.profile).model["name"])
-    own = {"model": model, "place": best.choice.place, "schedule": best.choice.schedule,
-           "slo-ttft": targets.ttft, "slo-tpot": targets.tpot}  # fmt: skip
+    own: dict[str, object] = {"model": costs.model}
+    if costs.profile is not None:
+        profile = Profile.load(costs.profile)
+        own = {
+            "model": profile.model["name"],
+            "dtype": profile.model["dtype"],
+            **profile.of(best.choice.recipe).methods,
+        }
+    own |= {"place": best.choice.place, "schedule": best.choice.schedule, "draft": draft or "none",
+            "slo-ttft": targets.ttft, "slo-tpot": targets.tpot}  # fmt: skip
     about = [
         f"# phasewise plan: {count} such servers, each {best.rate:.3g} requests/s within the targets, by simulation"
     ]
     if best.choice.recipe:
-        about.append(f"# clients ask for the recipe {best.choice.recipe!r}, which must be among this server's")
+        about.append(f"# the methods are those of the recipe {best.choice.recipe!r}")
     if best.choice.ways > 1:
         about.append(f"# every worker on {best.choice.ways} devices")
     lines = about + [f"{key} = {json.dumps(value)}" for key, value in own.items() if value is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import TARGETS, Targets
+from phasewise.cli.guesses import GUESSES, Guesses
 from phasewise.cli.options import parse_bytes, spread
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError
@@ -126,9 +127,11 @@ def simulate(
     find_goodput: Annotated[bool, typer.Option("--goodput", help="Find the highest rate at which 90 % are in time.")]
     = False,
     out: Annotated[Path | None, typer.Option(help="Write the numbers into this file, as JSON.")] = None,
+    depth: Annotated[int, typer.Option(min=0, help="Guesses that every decode brings; needs --accept.")] = 0,
     costs: Costs = COSTS,
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
+    guesses: Guesses = GUESSES,
     targets: Targets = TARGETS,
 ) -> None:  # fmt: skip
     """What a server would do with a load, in virtual time: TTFT, TPOT and goodput, without running the model.
@@ -150,7 +153,7 @@ def simulate(
     from phasewise.plan.simulate import goodput, run
 
     load = asked.load()
-    setting = served.setting(load.lengths.prefix > 0)
+    setting = replace(served.setting(load.lengths.prefix > 0), drafts=guesses.drafts(depth, asked.seed))
     scene = setting.scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
     _check_roles(scene.policy(), costs.device)
     jobs = load.jobs(slo)
@@ -193,6 +196,8 @@ def _tell(numbers: dict[str, Any], what: str, seconds: float) -> None:
           f"{numbers['busy_share']:.0%} of the time, {numbers['failed']} failed")  # fmt: skip
     if "good_share" in numbers:
         print(f"within the targets: {numbers['good_share']:.1%}")
+    if numbers["drafted"]:
+        print(f"guesses: {numbers['accepted'] / numbers['drafted']:.0%} of {numbers['drafted']} held")
     small = {key: numbers[key] for key in ("handoffs", "preemptions", "prefix_hits", "workers_lost", "restarts")}
     said = ", ".join(f"{key} {value}" for key, value in small.items() if value)
     if said:

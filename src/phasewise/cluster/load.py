@@ -58,7 +58,7 @@ def may_keep(handle: WorkerHandle, parts: Rooms, waiting: Sequence[Waiting], roo
     if not handle.spec.decodes or not handle.state:
         return False
     running = handle.state["running"] + handle.coming
-    taken = sum(parts.recipes[request.recipe].store.cost(request.known) for request in waiting)
+    taken = sum(parts.recipes[request.recipe].store.cost(request.known) for request in waiting) if waiting else 0
     taken += running * ROUND * parts.row_bytes
     return bool(running + len(waiting) < parts.max_running and handle.free >= room + taken)
 

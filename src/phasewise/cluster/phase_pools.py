@@ -15,8 +15,9 @@ def pool(view: WorkerView) -> str:
 
     So a borrowed worker goes home by itself once that is done, whatever dies or starts again in between.
     """
-    foreign = {"prompt": view.decoding, "token": view.prefilling}.get(view.role, 0)
-    return "mixed" if foreign else view.role
+    role = view.role
+    foreign = view.decoding if role == "prompt" else view.prefilling if role == "token" else 0
+    return "mixed" if foreign else role
 
 
 def of(views: Sequence[S], name: str) -> list[S]:

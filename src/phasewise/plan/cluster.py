@@ -118,7 +118,7 @@ class Cluster:
         if not self.offered:
             for member in self.members:
                 station = member.station
-                if member.ready and may_keep(member.handle, station, station.waiting, room):
+                if member.ready and member.decodes and may_keep(member.handle, station, station.waiting, room):
                     views.append(member.handle)
         handle = policy.meet(job.tokens, flight.member.handle, views)
         if handle is None:
@@ -156,7 +156,7 @@ class Cluster:
             return
         member.stepping = False
         station, now = member.station, self.world.now
-        if self._pairing is not None:
+        if self._pairing is not None and station.prompts:
             self._send(member)
         left = False
         progressed = station.finish(now)
@@ -167,7 +167,7 @@ class Cluster:
                 member.handle.prefilling -= flight.weight
             goes_on = flight.goes_on
             if goes_on is not None:
-                goes_on.handle.decoding += 1
+                goes_on.handle.decoding += job.gained
             if job.left is not None:
                 left = True
                 self._leave(flight)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import TYPE_CHECKING, Any
 
+from phasewise.plan.drafts import NONE, Drafts
 from phasewise.request.params import SLO, Params
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ class Job:
     """`prompt_len` tokens to read, `new` to write. It advances as the engine's requests do: what is known and not yet
     computed goes through steps, and whoever is through gets a token.
 
+    With `drafts`, a decode brings guesses, and `gained` tokens come of its last step.
+
     `tokens` are those of the prompt, as far as anybody asks who they are; see `plan.arrivals`. `attempt`: how often it
     was started; what belongs to an older one is dropped.
     """
@@ -27,7 +31,9 @@ class Job:
         "computed",
         "departs",
         "depth",
+        "drafts",
         "first_token",
+        "gained",
         "high_water",
         "id",
         "known",
@@ -35,6 +41,7 @@ class Job:
         "last_token",
         "layers",
         "left",
+        "luck",
         "new",
         "params",
         "parent",
@@ -53,7 +60,9 @@ class Job:
         self.id, self.tokens, self.new, self.arrived, self.slo = id, tokens, new, arrived, slo
         self.params, self.recipe, self.parent = _PARAMS, "", None
         self.prompt_len = self.known = self.rows = len(tokens)
-        self.computed = self.depth = self.layers = self.high_water = self.attempt = 0
+        self.computed = self.depth = self.layers = self.high_water = self.attempt = self.gained = 0
+        self.drafts: Drafts = NONE
+        self.luck: Random | None = None  # of its guesses
         self.prefilling = True
         self.kv: Held | None = None
         self.slice: int | None = None  # rows of one under way
@@ -97,6 +106,22 @@ class Job:
         self.prefilling = computed < self.prompt_len
         self.rows = (self.prompt_len if self.prefilling else self.known) - computed
 
+    def guess(self, drafts: Drafts) -> None:
+        """Its decodes bring guesses from now on."""
+        self.drafts = drafts
+        if drafts.depth and not self.prefilling and self.known - self.computed == 1:
+            self.rows = 1 + self._guesses
+
+    @property
+    def _guesses(self) -> int:
+        """That it may still make use of: one token follows them."""
+        return max(0, min(self.drafts.depth, self.prompt_len + self.new - self.known - 1))
+
+    def _held(self, guesses: int) -> int:
+        if self.luck is None:
+            self.luck = self.drafts.luck(self.id)
+        return self.drafts.held(guesses, self.luck)
+
     def advance(self, rows: int, layers: tuple[int, int] | None, now: float) -> bool:
         """A step has run `rows` of its rows, through these layers (None: all). -> whether that brought a token"""
         if layers is not None and layers[1] < self.layers:
@@ -104,6 +129,10 @@ class Job:
             self.rows = rows
             return False
         self.depth, self.slice = 0, None
+        held = 0
+        if not self.prefilling and (guesses := self.computed + rows - self.known) > 0:
+            held = self._held(guesses)
+            rows -= guesses - held  # what does not hold is taken back
         self.computed += rows
         if self.kv is not None:
             self.kv.spare -= rows
@@ -111,8 +140,9 @@ class Job:
         if self.computed < self.known:
             self.rows = (self.prompt_len if self.prefilling else self.known) - self.computed
             return False
-        self.known += 1
-        self.rows = 1
+        self.gained = 1 + held
+        self.known += self.gained
+        self.rows = 1 + self._guesses if self.drafts.depth else 1
         self.last_token = now
         if self.first_token is None:
             self.first_token = now

@@ -44,7 +44,8 @@ class Live(Mapping[str, Any]):
         if name == "arrivals":
             return member.arrivals
         if name == "free":
-            return station.store.ledger.free + station.store.prefixes.bytes + member.kept
+            store = station.store
+            return store.ledger.free + member.kept + (store.prefixes.bytes if store.tree is not None else 0)
         if name == "wish":
             ledger = station.store.ledger
             return ledger.wish if isinstance(ledger, Account) else 0
@@ -55,6 +56,10 @@ class Live(Mapping[str, Any]):
         if name == "heard":
             return 0
         raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Policies of many workers ask often, and every name is there."""
+        return self[name]
 
     def __len__(self) -> int:
         return 1
@@ -75,6 +80,7 @@ class Member:
         self.arrivals: list[Flight] = []
         self.kept = 0
         self.out = self.into = now
+        self.decodes = spec.decodes
         self.ready = self.alive = True
         self.stepping = False
 
@@ -98,8 +104,8 @@ class Flight:
     @property
     def departs(self) -> bool:
         """Whether it leaves its worker when its prompt is done."""
-        return self.pushed or not self.member.spec.decodes
+        return self.pushed or not self.member.decodes
 
     @property
     def goes_on(self) -> Member | None:
-        return self.target if self.departs else self.member
+        return self.target if self.pushed or not self.member.decodes else self.member

@@ -27,17 +27,19 @@ class TooShort(UserError):
 
 @dataclass(frozen=True)
 class Choice:
-    """One kind of server: `ways` devices share every layer of each of its workers."""
+    """One kind of server: `ways` devices share every layer of each of its workers; `depth`: guesses of a decode."""
 
     place: str
     schedule: str
     recipe: str = ""
     ways: int = 1
+    depth: int = 0
 
     def __str__(self) -> str:
         words = [self.place, self.schedule]
         words += [f"recipe {self.recipe}"] if self.recipe else []
         words += [f"{self.ways} devices per worker"] if self.ways > 1 else []
+        words += [f"{self.depth} guess{'es' if self.depth > 1 else ''} a step"] if self.depth else []
         return ", ".join(words)
 
 
@@ -50,11 +52,13 @@ class Space:
     schedules: Sequence[str]
     recipes: Sequence[str] = ("",)
     ways: Sequence[int] = (1,)
+    depths: Sequence[int] = (0,)
 
     def choices(self) -> Iterator[Choice]:
-        for place, schedule, recipe, ways in product(self.places, self.schedules, self.recipes, self.ways):
+        every = product(self.places, self.schedules, self.recipes, self.ways, self.depths)
+        for place, schedule, recipe, ways, depth in every:
             if ways <= self.devices:
-                yield Choice(place, schedule, recipe, ways)
+                yield Choice(place, schedule, recipe, ways, depth)
 
 
 def places(workers: int, machine: bool = False) -> list[str]:
@@ -96,7 +100,8 @@ class Question:
 
     def scene(self, choice: Choice, replicas: int = 1) -> Scene:
         """Raises UserError for one that cannot be built."""
-        made = replace(self.setting, place=choice.place, schedule=choice.schedule)
+        drafts = replace(self.setting.drafts, depth=choice.depth)
+        made = replace(self.setting, place=choice.place, schedule=choice.schedule, drafts=drafts)
         return made.scene(self.source(choice), replicas, (), self.load.seed)
 
     def devices(self, choice: Choice) -> int:

@@ -16,6 +16,7 @@ from phasewise.plan.beside import Beside, both
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
+from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.serving import Serving
@@ -95,6 +96,7 @@ class Setting:
     prefix_cache: bool = True
     link: Link = LOCAL
     revive: float = 1.0
+    drafts: Drafts = NONE
 
     def scene(self, source: Source, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scene:
         """Raises UserError for what does not fit together."""
@@ -116,7 +118,8 @@ class Setting:
         roles = {spec.role for spec in made.worker_specs()} if made is not None else {"all"}
         for role in roles:
             source.cost(role, None)
-        engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache)
+        engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache,
+                        self.drafts)  # fmt: skip
         served = source.served(made is not None)
         layout = Layout(
             engine, cache(source.cost), budget, self.link, self.revive,

@@ -50,7 +50,7 @@ class Shape:
         """Numbers of one MLP in all layers: gate, up and down."""
         return self.layers * 3 * self.hidden * self.intermediate
 
-    @property
+    @cached_property
     def head_weights(self) -> int:
         return self.hidden * self.vocab
 

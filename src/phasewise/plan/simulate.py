@@ -71,6 +71,8 @@ class Outcome:
             "preemptions": sum(station.counters.preemptions for station in stations),
             "prefix_hits": sum(station.counters.prefix_hits for station in stations),
             "recomputed": sum(station.counters.recomputed for station in stations),
+            "drafted": sum(station.counters.drafted for station in stations),
+            "accepted": sum(station.counters.accepted for station in stations),
             "handoffs": sum(cluster.handoffs for cluster in self.clusters),
             "handoff_mean_s": sum(moved) / len(moved) if moved else None,
             "kv_bytes_sent": sum(cluster.sent_bytes for cluster in self.clusters),

@@ -13,6 +13,7 @@ from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import ROUND
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, Step
+from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.fit import Path, path_of
 from phasewise.plan.job import Job
 from phasewise.plan.memory import NumberStore, Recipe
@@ -29,6 +30,7 @@ class Engine:
     layers: int
     max_running: int = 64
     prefix_cache: bool = False
+    drafts: Drafts = NONE
 
 
 class Station:
@@ -57,6 +59,8 @@ class Station:
         self.joules = self.money = 0.0
         self.out: list[Job] = []  # who got tokens in the last step, or left
         self.works: list[Work] = []  # of the step under way
+        self.prompts = False  # whether some of them compute prompts
+        self.guesses = 0  # the most that one of them brings
 
     # ---- requests
     def add(self, job: Job) -> bool:
@@ -64,14 +68,18 @@ class Station:
         tokens = (job.prompt_len if self.departs else job.limit) + MARGIN
         if self.recipe.need(tokens) > self.store.ledger.limit:
             return False
-        job.layers = self.engine.layers
+        self._take(job)
         self.queues.join(cast(Any, job), self.queues.waiting)
         return True
 
     def resume(self, job: Job) -> None:
         """Take over a request whose KV is here."""
-        job.layers = self.engine.layers
+        self._take(job)
         self.queues.join(cast(Any, job), self.queues.running)
+
+    def _take(self, job: Job) -> None:
+        job.layers = self.engine.layers
+        job.guess(self.engine.drafts)
 
     def depart(self, job: Job) -> None:
         """Somebody else goes on with it: its memory is free again."""
@@ -105,7 +113,7 @@ class Station:
             return None
         step = self._step()
         price = self.cost.price(step)
-        seconds = price.seconds * self.slower
+        seconds = (price.seconds + self.guesses * self.engine.drafts.seconds) * self.slower
         if self.beside:
             self.path = path_of(step)
             seconds *= slowed(self.beside, self.path, self.others)
@@ -129,9 +137,12 @@ class Station:
     def _step(self) -> Step:
         """What the works compute. A part of the depth counts as a part of the rows."""
         step = Step()
+        decodes = context = 0
+        self.prompts, self.guesses = False, 0
         for work in self.works:
             job, rows = work.job, work.rows
             if job.prefilling:
+                self.prompts = True
                 share = 1.0 if work.layers is None else (work.layers[1] - work.layers[0]) / self.engine.layers
                 step.prefill_rows += rows * share  # type: ignore[assignment]
                 step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
@@ -141,25 +152,39 @@ class Station:
                     step.emits += 1
                     step.ended += job.prompt_len
             else:
-                step.decode_rows += rows
-                step.context += job.computed + rows
+                decodes += rows
+                context += job.computed + rows
                 step.emits += 1
+                guesses = job.computed + rows - job.known
+                if guesses > 0:  # all rows of a request read its KV together, but each sees it
+                    self.guesses = max(self.guesses, guesses)
+                    step.emits += guesses
+                    step.pairs += job.computed * (rows - 1) + rows * (rows - 1) / 2
+        step.decode_rows, step.context = decodes, context
         return step
 
     def finish(self, now: float) -> list[Job]:
         """The step is over. -> the requests that got a token, or left; those whose prompt is done and that depart are
         among them, out of the queues and with their KV"""
+        counters = self.counters
         for work in self.works:
             job: Job = work.job
             if job.kv is None:
                 continue  # preempted for another's rows, or cancelled
             was, before = job.prefilling, job.computed
-            self.counters.rows += work.rows
-            if not job.advance(work.rows, work.layers, now):
-                self._note(job, before)
+            counters.rows += work.rows
+            guesses = 0 if was else max(0, before + work.rows - job.known)
+            emits = job.advance(work.rows, work.layers, now)
+            if before < job.high_water:
+                counters.recomputed += min(job.computed, job.high_water) - before
+            if job.computed > job.high_water:
+                job.high_water = job.computed
+            if not emits:
                 continue
-            self._note(job, before)
-            self.counters.emitted += 1
+            counters.emitted += job.gained
+            if guesses:
+                counters.drafted += guesses
+                counters.accepted += job.gained - 1
             if was:
                 self.store.remember(job)
             if job.left is not None:
@@ -170,8 +195,3 @@ class Station:
             self.out.append(job)
         self.works = []
         return self.out
-
-    def _note(self, job: Job, before: int) -> None:
-        if before < job.high_water:
-            self.counters.recomputed += min(job.computed, job.high_water) - before
-        job.high_water = max(job.high_water, job.computed)
