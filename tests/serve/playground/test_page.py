@@ -121,7 +121,7 @@ def test_recipes_are_switched_by_message_and_stand_side_by_side(page: driver.Bro
     page.until(f"{every}.every(answer => answer.textContent.includes('tokens/s'))")
     assert page.js(f"{every}[0].querySelectorAll('.accepted').length") == 0
     assert page.js(f"{every}[1].querySelectorAll('.accepted').length") > 0
-    assert page.js(f"{every}[0].querySelector('.text').textContent === {every}[1].querySelector('.text').textContent")
+    page.until(f"{every}[0].querySelector('.text').textContent === {every}[1].querySelector('.text').textContent")
     choose(page, first="tiny@blocks", second="")
     send(page)
     assert ended(page) == "done"
@@ -235,6 +235,48 @@ def test_the_keyboard_is_enough(page: driver.Browser) -> None:
         seen.append(page.js(focus))
         assert len(seen) < 12, seen
     assert seen == ["chat", "first", "second", "prompt", "temperature", "tokens", "clear", "send"]
+
+
+def test_recipes_are_switched_and_answers_stopped_without_a_mouse(page: driver.Browser) -> None:
+    """And the focus is never lost to a button that can no longer be pressed."""
+    focus = "document.activeElement.id"
+    for key in ("Tab", "Enter"):  # past the header, to the prompt
+        page.press(key)
+    page.until(f"{focus} === 'prompt'")
+    page.press("Tab", modifiers=SHIFT)
+    page.press("Tab", modifiers=SHIFT)
+    assert page.js(focus) == "first"
+    page.press("ArrowDown")
+    assert page.until("document.querySelector('#first').value") == "tiny@guess"
+    page.press("Tab")
+    page.press("Tab")
+    page.type(PROMPT)
+    while page.js(focus) != "send":
+        page.press("Tab")
+    page.press("Enter")
+    page.until(f"{LAST}?.querySelectorAll('.t').length > 2")
+    assert page.js(focus) == "stop"
+    page.press("Enter")
+    assert ended(page) == "stopped" and page.js(f"{LAST}.getAttribute('aria-label')") == "Answer of tiny@guess"
+    page.until(f"{focus} === 'prompt'")
+    life = f"{LAST}.querySelector('svg.life')?.getAttribute('aria-label')"
+    assert "prefill" in page.until(f"({life} ?? '').includes('prefill') && {life}")
+
+
+def test_what_has_the_focus_is_seen(page: driver.Browser) -> None:
+    style = "getComputedStyle(document.activeElement)"
+    outline = f"{style}.outlineStyle === 'none' ? 0 : parseFloat({style}.outlineWidth)"
+    name = "document.activeElement.id || document.activeElement.className || document.activeElement.type"
+    page.press("Tab")
+    seen: dict[str, float] = {page.js(name): page.js(outline)}
+    choose(page, tokens="4")
+    send(page)
+    assert ended(page) == "done"
+    for key in 4 * [SHIFT] + 9 * [0]:  # back to the answer, and on to the last button
+        page.press("Tab", modifiers=key)
+        seen[page.js(name)] = page.js(outline)
+    every = {"skip", "text", "radio", "first", "second", "prompt", "temperature", "tokens", "clear", "send"}
+    assert every <= set(seen) and min(seen[name] for name in every) >= 2, seen
 
 
 def test_a_screen_reader_is_told_sentences_and_the_end(page: driver.Browser) -> None:
