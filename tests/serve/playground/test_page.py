@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -331,3 +332,23 @@ def test_it_fits_every_screen_and_scheme(page: driver.Browser, width: int, schem
     channel = int(page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"))
     assert (channel < 64) == (scheme == "dark")
     assert page.js(f"getComputedStyle({LAST}).animationName") == "none"
+
+
+def test_little_motion_is_a_picture_a_second(page: driver.Browser) -> None:
+    """However many steps are told of: timers may be late, and are never early."""
+    page.look(motion="reduce")
+    page.until("matchMedia('(prefers-reduced-motion: reduce)').matches")
+    page.js("""void (() => {
+        window.drawn = [];
+        const { clearRect } = CanvasRenderingContext2D.prototype;
+        CanvasRenderingContext2D.prototype.clearRect = function (...area) {
+            if (this.canvas.id === "lanes") drawn.push(performance.now());
+            return clearRect.apply(this, area);
+        };
+    })()""")
+    choose(page, tokens="100")
+    send(page)
+    assert ended(page) == "done"
+    page.until("drawn.length >= 3")
+    drawn = page.js("drawn")
+    assert all(then - now > 900 for now, then in pairwise(drawn)), drawn
