@@ -17,12 +17,12 @@ def step(at: float, lanes: list[dict[str, Any]] | None = None) -> dict[str, Any]
     return {"event": "step", "at": at, **numbers, "lanes": lanes or []}
 
 
-def stage(number: int, what: str, at: float) -> dict[str, Any]:
-    more: dict[str, Any] = {}
+def stage(number: int, what: str, at: float, worker: str = "engine") -> dict[str, Any]:
+    more: dict[str, Any] = {"worker": worker}
     if what == "queued":
         more = {"prompt_tokens": 9, "recipe": "fast"}
     if what == "left":
-        more = {"how": "finished", "reason": "length", "output_tokens": 4}
+        more |= {"how": "finished", "reason": "length", "output_tokens": 4}
     return {"event": "request", "number": number, "what": what, "at": at, **more}
 
 
@@ -49,8 +49,29 @@ def life(*stages: tuple[str, float]) -> Any:
 )  # fmt: skip
 def test_phases_follow_from_stages(stages: list[tuple[str, float]], spans: list[tuple[str, float, float]]) -> None:
     for order in (stages, stages[::-1]):
-        assert life(*order).spans(10.0) == spans
+        assert [span[:3] for span in life(*order).spans(10.0)] == spans
     assert all(before[2] == after[1] for before, after in pairwise(spans))
+
+
+def test_every_phase_has_its_worker() -> None:
+    """Also where pieces of the KV set out before the prompt is done, and where nobody was told of."""
+    by = {"admitted": "p", "first_token": "p", "sent": "p", "owned": "d", "left": "d"}
+    for order in ("queued admitted first_token sent owned left", "queued admitted sent first_token owned left"):
+        events = [stage(1, what, float(at), by.get(what, "")) for at, what in enumerate(order.split())]
+        told = recording([HELLO, *events, step(9.0)])
+        assert told is not None and told.workers == ["d", "p"]
+        spans = told.lives[0].spans(told.end)
+        assert {(span.phase, span.worker) for span in spans} <= {(WAITING, ""), (PREFILL, "p"), (HANDOFF, "p"),
+                                                                (DECODE, "p"), (DECODE, "d")}  # fmt: skip
+        assert (spans[-1].phase, spans[-1].worker, spans[-1].end) == (DECODE, "d", 5.0)
+        old = recording([HELLO, *({**event, "worker": ""} for event in events), step(9.0)])
+        assert old is not None and old.workers == []
+        assert [span.phase for span in old.lives[0].spans(9.0)] == [span.phase for span in spans]
+
+
+def test_what_makes_way_is_with_nobody() -> None:
+    one = life(("queued", 0), ("admitted", 1), ("first_token", 2), ("preempted", 4), ("resumed", 7), ("left", 9))
+    assert [span.worker for span in one.spans(10.0)] == ["", "engine", "engine", "", "engine"]
 
 
 def test_the_five_stages_add_up() -> None:

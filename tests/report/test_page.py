@@ -14,6 +14,8 @@ from phasewise.bench.goodput import Point, Target
 from phasewise.bench.latency import Served, summary
 from phasewise.bench.recording import stamps
 from phasewise.errors import UserError
+from phasewise.report.gantt import Bar, packed, stays
+from phasewise.report.lives import Span
 from phasewise.report.page import page
 from phasewise.report.runs import read
 from phasewise.request.params import SLO
@@ -51,7 +53,8 @@ def load(path: Path, at_once: int = 1, events: bool = True) -> Path:
         rows.append(HELLO)
         for number in range(3):
             names = ("queued", "admitted", "first_token", "sent", "owned", "left")
-            rows += [stage(number, what, number + 0.1 * i) for i, what in enumerate(names)]
+            by = ["", "prefill-0", "prefill-0", "prefill-0", "decode-0", "decode-0"]
+            rows += [stage(number, what, number + 0.1 * i, by[i]) for i, what in enumerate(names)]
             rows.append(step(number + 0.3, [lane]))
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     return path
@@ -123,6 +126,29 @@ def test_everything_is_there_with_its_command(tmp_path: Path) -> None:
     assert "A &lt;title&gt;" in text and "a &lt;processor&gt;" in text and "<b>" not in text
     assert text.count("<pre>") >= text.count("<section>") == len(titles)
     assert "phasewise bench load --record two.jsonl" in text and "0.5" in text  # forwards per output token
+
+
+def test_every_bar_stands_with_its_request_and_with_its_worker(tmp_path: Path) -> None:
+    text = page("t", read([load(tmp_path / "one.jsonl")]))
+    bars = re.findall(r"<title>request (\d+): ([a-z-]+)(?:, ([a-z]+-0))?, 100 ms</title>", text)
+    for number in "012":
+        each = [(phase, by) for found, phase, by in bars if found == number]
+        alone = [("waiting", "")]
+        shared = [("prefill", "prefill-0"), ("decode", "prefill-0"), ("hand-off", "prefill-0"), ("decode", "decode-0")]
+        assert sorted(each) == sorted(alone + 2 * shared)
+    assert text.count(">prefill-0,<") == text.count(">decode-0,<") == 1, "each worker has a panel"
+
+
+def test_stays_are_packed_without_overlap() -> None:
+    def bar(number: int, nth: int, start: float, end: float, worker: str) -> Bar:
+        return Bar(number, nth, Span("decode", start, end, worker))
+
+    one = [bar(1, 0, 0, 2, "a"), bar(1, 1, 2, 3, "a"), bar(1, 2, 3, 4, "b"), bar(1, 3, 4, 6, "a")]
+    two, three = [bar(2, 0, 1, 5, "a")], [bar(3, 0, 5, 6, "a")]
+    found = stays([one, two, three], "a")
+    assert found == [one[:2], two, one[3:], three]
+    assert packed(found) == [[one[:2], one[3:]], [two, three]]
+    assert stays([one, two], "b") == [one[2:3]] and packed([]) == []
 
 
 def test_a_load_without_events_shows_what_the_client_saw(tmp_path: Path) -> None:

@@ -73,8 +73,10 @@ def test_a_life_and_the_rows_of_its_steps(server: Server) -> None:
     prompt = reply.json()["usage"]["prompt_tokens"]
     assert lives[0]["prompt_tokens"] == prompt and lives[0]["recipe"] == ""
     assert lives[-1] | {"at": 0, "number": 0} == {
-        "number": 0, "what": "left", "at": 0, "how": "finished", "reason": "length", "output_tokens": 12,
+        "number": 0, "what": "left", "at": 0, "worker": "engine", "how": "finished", "reason": "length",
+        "output_tokens": 12,
     }  # fmt: skip
+    assert [life.get("worker") for life in lives] == [None, "engine", "engine", "engine"]
     rows = lanes(events)
     assert {lane["worker"] for lane in rows} == {"engine"}
     assert sum(lane["prefill"] for lane in rows) == prompt - lives[1]["cached_tokens"]
@@ -129,12 +131,15 @@ def test_hand_offs_are_told_and_every_worker_has_a_lane() -> None:
     with Server(verbs=verbs, limits={"cluster": "inline"}) as server, listening(server) as stream:
         server.post("/v1/completions", BODY)
         events = stream.until(left)
-    lives = [data["what"] for kind, data in events if kind == "request"]
-    assert sorted(lives) == sorted(["queued", "admitted", "first_token", "sent", "owned", "left"])
+    lives = {data["what"]: data.get("worker") for kind, data in events if kind == "request"}
     rows = lanes(events)
     prefills = {lane["worker"] for lane in rows if lane["prefill"]}
     decodes = {lane["worker"] for lane in rows if lane["decode"]}
     assert len(prefills) == len(decodes) == 1 and prefills != decodes
+    (first,), (then,) = prefills, decodes
+    assert lives == {
+        "queued": None, "admitted": first, "first_token": first, "sent": first, "owned": then, "left": then,
+    }  # fmt: skip
 
 
 def test_each_key_sees_its_own_and_who_may_read_metrics_all(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_an_engine_that_breaks_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch
             told = ""
             while '"left"' not in told:
                 told += await anext(stream)
-            assert '"how": "failed"' in told and "on purpose" not in told
+            assert '"how": "failed", "output_tokens": 0' in told and "on purpose" not in told
             await cast(Any, stream).aclose()
 
     asyncio.run(scene())

@@ -44,7 +44,8 @@ class Handover:
         flight.transfer = flight.transfer or Transfer()
         if flight.transfer.deadline == math.inf:
             flight.transfer.deadline = self.router.clock() + self.router.timeouts.handoff
-            flight.caller.trace.sent = self.router.clock()
+            trace = flight.caller.trace
+            trace.sent, trace.by["sent"] = self.router.clock(), flight.handle.name
 
     def offered(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
         if handle is not flight.handle:
@@ -75,8 +76,9 @@ class Handover:
             for parcel in parcels:
                 self.router.launcher.transfer_buffer.drop(parcel)
         flight.transfer.to(State.RELEASED)
-        flight.caller.trace.owned = self.router.clock()
         flight.handle, flight.transfer = handle, None
+        trace = flight.caller.trace
+        trace.owned, trace.by["owned"] = self.router.clock(), handle.name
 
     def refused(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
         if flight.transfer is not None and flight.transfer.target is handle:

@@ -306,6 +306,7 @@ class Router:
         new = event["tokens"][max(0, caller.known - event["start"]) :]
         if caller.trace.admitted is None and event["queued"] is not None:
             caller.trace.admitted = caller.trace.arrived + event["queued"]
+            caller.trace.by["admitted"] = handle.name
         try:
             for at, *plain in event.get("scores", ()):
                 caller.scores.setdefault(at, Score.of(plain))
@@ -315,6 +316,7 @@ class Router:
             if new:
                 caller.computed = caller.high_water = caller.known
                 flight.tries = 1
+                caller.trace.by.setdefault("first_token", handle.name)
                 self._emitted += caller.emit(new, self.model.config.eos, self.clock())
                 if caller.left is not None and left is None:
                     self._call_off(handle, event)
@@ -355,5 +357,5 @@ class Router:
         caller = flight.caller
         del self.flights[caller.id]
         caller.left = left
-        caller.trace.left = self.clock()
+        caller.trace.left, caller.trace.by["left"] = self.clock(), flight.handle.name
         self._progressed[caller] = None

@@ -1,34 +1,13 @@
-"""Drawings of a report, as SVG that stands in the page: what was waited for, and what the engine did meanwhile."""
+"""Drawings of a report: what was waited for, and what the engine did meanwhile."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
-from phasewise.report.lives import DECODE, HANDOFF, PHASES, PREFILL, WAITING, Recording, shares
+from phasewise.report.drawing import COLOURS, Drawing, axes, drawing, same_time
+from phasewise.report.lives import DECODE, HANDOFF, PREFILL, shares
 from phasewise.report.runs import Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-COLOURS = {WAITING: "#b8b8b8", PREFILL: "#0072b2", HANDOFF: "#e69f00", DECODE: "#009e73"}  # told apart by everybody
-LANES = {"prefill": COLOURS[PREFILL], "decode": COLOURS[DECODE]}
-MOST = 200  # requests of a Gantt chart: more would be thinner than a line
-BINS = 240  # of the time that a lane shows
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """`words` say what is to be seen; `commands` made it."""
-
-    title: str
-    words: str
-    svg: str
-    commands: Sequence[str]
 
 
 def waits(runs: Sequence[Run]) -> Drawing | None:
@@ -36,7 +15,7 @@ def waits(runs: Sequence[Run]) -> Drawing | None:
     recorded = [run for run in runs if run.served]
     if not recorded:
         return None
-    figure, panels = _panels(1, 3, 3.1)
+    figure, panels = axes(1, 3, 3.1)
     for run in recorded:
         for panel, values in zip(panels, _latencies(run)):
             panel.ecdf([1e3 * value for value in values], label=run.name)
@@ -51,7 +30,7 @@ def waits(runs: Sequence[Run]) -> Drawing | None:
     failed = sum(row["failed"] for row in about)
     many = sum(row["requests"] for row in about)
     words = f"{many} requests, {failed} failed; dotted: the target. A gap (ITL) may bring several tokens."
-    return _drawing("Who waited how long", words, figure, _commands(recorded, "load"))
+    return drawing("Who waited how long", words, figure, _commands(recorded, "load"))
 
 
 def _latencies(run: Run) -> tuple[list[float], list[float], list[float]]:
@@ -69,7 +48,7 @@ def attainment(runs: Sequence[Run]) -> Drawing | None:
     if not rows:
         return None
     targets = list(dict.fromkeys(name for row in rows for name in row["targets"]))
-    figure, panels = _panels(1, len(targets), 3.3)
+    figure, panels = axes(1, len(targets), 3.3)
     for panel, target in zip(panels, targets):
         for name in dict.fromkeys(row["contender"] for row in rows):
             mine = sorted((row for row in rows if row["contender"] == name), key=lambda row: float(row["rate"]))
@@ -85,51 +64,7 @@ def attainment(runs: Sequence[Run]) -> Drawing | None:
     panels[0].set_ylabel("share within both targets")
     panels[0].legend(fontsize=8, frameon=False)
     words = f"Each point: {rows[0]['requests']} requests over HTTP, sent when they are due; dotted: 90 %."
-    return _drawing("What load meets the targets", words, figure, _commands(runs, "goodput"))
-
-
-def gantt(run: Run) -> Drawing | None:
-    """Every request's phases, above what every worker did."""
-    told = run.recording
-    if told is None:
-        return None
-    lives = sorted(told.lives, key=lambda life: life.stages[0])[:MOST]
-    lanes = told.workers
-    figure, panels = _panels(1 + len(lanes), 1, 0, heights=[0.6 + 0.055 * max(20, len(lives)), *([0.9] * len(lanes))])
-    top = panels[0]
-    for row, life in enumerate(lives):
-        for phase, start, end in life.spans(told.end):
-            top.broken_barh([(start - told.start, end - start)], (row, 0.85), facecolors=COLOURS[phase], linewidth=0)
-    top.invert_yaxis()
-    top.set_ylabel("request")
-    top.legend(handles=_keys(), fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    for panel, worker in zip(panels[1:], lanes):
-        _lane(panel, told, worker)
-    _same_time(panels, told)
-    more = f" (the first {MOST} of {len(told.lives)})" if len(told.lives) > MOST else ""
-    lost = f"; {told.dropped} events were lost" if told.dropped else ""
-    words = f"{len(lives)} requests{more} by the server's own clock; below, rows per second of each worker{lost}."
-    return _drawing(f"Both phases, request by request: {run.name}", words, figure, run.commands("load"))
-
-
-def _lane(panel: Axes, told: Recording, worker: str) -> None:
-    """Rows per second of prefill and decode."""
-    width = max((told.end - told.start) / BINS, 1e-6)
-    sums = {kind: [0.0] * (BINS + 1) for kind in LANES}
-    for work in told.work:
-        if work.worker == worker:
-            at = min(int((work.at - told.start) / width), BINS)
-            sums["prefill"][at] += work.prefill / width
-            sums["decode"][at] += work.decode / width
-    times = [i * width for i in range(BINS + 1)]
-    panel.stackplot(times, sums["prefill"], sums["decode"], colors=list(LANES.values()), step="post", linewidth=0)
-    panel.set_ylabel(worker, rotation=0, ha="right", va="center", fontsize=8)
-
-
-def _keys() -> list[Any]:
-    from matplotlib.patches import Patch
-
-    return [Patch(color=COLOURS[phase], label=phase) for phase in PHASES]
+    return drawing("What load meets the targets", words, figure, _commands(runs, "goodput"))
 
 
 def memory(run: Run) -> Drawing | None:
@@ -137,7 +72,7 @@ def memory(run: Run) -> Drawing | None:
     told = run.recording
     if told is None:
         return None
-    figure, panels = _panels(2, 1, 0, heights=[1.8, 1.3])
+    figure, panels = axes(2, 1, 0, heights=[1.8, 1.3])
     times = [moment.at - told.start for moment in told.moments]
     live = [(moment.kv_bytes - moment.prefix_bytes) / 2**20 for moment in told.moments]
     prefix = [moment.prefix_bytes / 2**20 for moment in told.moments]
@@ -150,10 +85,10 @@ def memory(run: Run) -> Drawing | None:
     panels[1].step(times, [moment.waiting for moment in told.moments], where="post", label="waiting")
     panels[1].set_ylabel("requests")
     panels[1].legend(fontsize=8, frameon=False)
-    _same_time(panels, told)
+    same_time(panels, told)
     most = max(moment.kv_bytes for moment in told.moments)
     words = f"At most {most / 2**20:.1f} MiB of a budget of {told.kv_limit / 2**20:.0f} MiB."
-    return _drawing(f"KV bytes and the queue: {run.name}", words, figure, run.commands("load"))
+    return drawing(f"KV bytes and the queue: {run.name}", words, figure, run.commands("load"))
 
 
 def accepted(runs: Sequence[Run]) -> Drawing | None:
@@ -161,7 +96,7 @@ def accepted(runs: Sequence[Run]) -> Drawing | None:
     recorded = [run for run in runs if any(count > 1 for row in run.served for count in row["counts"])]
     if not recorded:
         return None
-    figure, (panel,) = _panels(1, 1, 2.8)
+    figure, (panel,) = axes(1, 1, 2.8)
     most = max(count for run in recorded for row in run.served for count in row["counts"])
     for i, run in enumerate(recorded):
         counts = [count for row in run.served for count in row["counts"][1:]]
@@ -175,7 +110,7 @@ def accepted(runs: Sequence[Run]) -> Drawing | None:
     panel.set_ylabel("share of emissions")
     panel.legend(fontsize=8, frameon=False)
     words = "Emissions after a request's first, as the client saw them: a step of plain decoding brings one token."
-    return _drawing("Tokens a pass", words, figure, _commands(recorded, "load"))
+    return drawing("Tokens a pass", words, figure, _commands(recorded, "load"))
 
 
 def handoff(run: Run) -> Drawing | None:
@@ -183,7 +118,7 @@ def handoff(run: Run) -> Drawing | None:
     parts = {} if run.recording is None else shares(run.recording.lives)
     if not parts:
         return None
-    figure, (panel,) = _panels(1, 1, 1.5)
+    figure, (panel,) = axes(1, 1, 1.5)
     left = 0.0
     colours = ["#b8b8b8", COLOURS[PREFILL], "#f0e442", COLOURS[HANDOFF], COLOURS[DECODE]]
     said = []
@@ -196,46 +131,7 @@ def handoff(run: Run) -> Drawing | None:
     panel.set_xlabel("ms, mean")
     panel.legend(fontsize=8, frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
     words = f"{len(next(iter(parts.values())))} requests that were handed over once: {', '.join(said)}."
-    return _drawing(f"The hand-off in five stages: {run.name}", words, figure, run.commands("load"))
-
-
-# ---- shared
-def _panels(rows: int, columns: int, height: float, heights: Sequence[float] = ()) -> tuple[Figure, list[Axes]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (9.6, sum(heights) + 0.5 if heights else height)
-    ratios = {"height_ratios": list(heights)} if heights else None
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=size, squeeze=False, gridspec_kw=ratios, layout="constrained"
-    )
-    found = list(panels.flat)
-    for panel in found:
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure, found
-
-
-def _same_time(panels: Sequence[Axes], told: Recording) -> None:
-    for panel in panels:
-        panel.set_xlim(0, told.end - told.start)
-    for panel in panels[:-1]:
-        panel.set_xticklabels([])
-    panels[-1].set_xlabel("seconds")
-
-
-def _drawing(title: str, words: str, figure: Figure, commands: Sequence[str]) -> Drawing:
-    import matplotlib
-    from matplotlib import pyplot
-
-    written = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(written, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
-    text = written.getvalue()
-    return Drawing(title, words, text[text.index("<svg") :], commands)
+    return drawing(f"The hand-off in five stages: {run.name}", words, figure, run.commands("load"))
 
 
 def _commands(runs: Sequence[Run], bench: str) -> list[str]:

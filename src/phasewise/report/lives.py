@@ -5,41 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 WAITING, PREFILL, HANDOFF, DECODE = "waiting", "prefill", "hand-off", "decode"
 PHASES = (WAITING, PREFILL, HANDOFF, DECODE)
 STAGES = ("waiting for prefill", "prefill", "waiting for the hand-off", "hand-off", "decode")
 
 
+class Span(NamedTuple):
+    """A phase of a request, and the worker whose doing it is: "" where it waits for one, or where it was not told."""
+
+    phase: str
+    start: float
+    end: float
+    worker: str = ""
+
+
 @dataclass
 class Life:
-    """One request: its stages in order of time, seconds of the server's clock."""
+    """One request: its stages in order of time, seconds of the server's clock, and whose doing each was."""
 
     number: int
     prompt_tokens: int = 0
     recipe: str = ""
     output_tokens: int = 0
     how: str | None = None  # finished, cancelled, failed; None: still there when the recording ended
-    stages: list[tuple[float, str]] = field(default_factory=list)
+    stages: list[tuple[float, str, str]] = field(default_factory=list)
 
     def at(self, what: str) -> float | None:
         """When a stage last came."""
-        return next((at for at, each in reversed(self.stages) if each == what), None)
+        return next((at for at, each, _ in reversed(self.stages) if each == what), None)
 
-    def spans(self, end: float) -> list[tuple[str, float, float]]:
-        """(phase, from, to), one after the other; what has not ended by then ends at `end`."""
-        found: list[tuple[str, float, float]] = []
-        state, since = "", 0.0
-        for at, what in sorted(self.stages, key=lambda each: each[0]):
+    def spans(self, end: float) -> list[Span]:
+        """One after the other; what has not ended by then ends at `end`. KV on its way is its sender's doing."""
+        found: list[Span] = []
+        state, since, by = "", 0.0, ""
+        for at, what, worker in sorted(self.stages, key=lambda each: each[0]):
             then = _after(state, what)
-            if then != state:
+            worker = by if then == state == HANDOFF else "" if then == WAITING else worker
+            if (then, worker) != (state, by):
                 if state:
-                    found.append((state, since, at))
-                state, since = then, at
+                    found.append(Span(state, since, at, by))
+                state, since, by = then, at, worker
         if state:
-            found.append((state, since, end))
-        return [span for span in found if span[2] > span[1]]
+            found.append(Span(state, since, end, by))
+        return [span for span in found if span.end > span.start]
 
     def parts(self) -> dict[str, float] | None:
         """Seconds in each of the STAGES; None unless it was handed over once, without detours, and has left."""
@@ -101,15 +111,20 @@ class Recording:
     @property
     def start(self) -> float:
         """When the first thing was told of."""
-        return min([*(at for life in self.lives for at, _ in life.stages), *(moment.at for moment in self.moments)])
+        return min(self._times)
 
     @property
     def end(self) -> float:
-        return max([*(at for life in self.lives for at, _ in life.stages), *(moment.at for moment in self.moments)])
+        return max(self._times)
+
+    @property
+    def _times(self) -> list[float]:
+        return [*(at for life in self.lives for at, _, _ in life.stages), *(moment.at for moment in self.moments)]
 
     @property
     def workers(self) -> list[str]:
-        return sorted({each.worker for each in self.work})
+        """Those that computed rows, or that a request was with."""
+        return sorted({each.worker for each in self.work} | {by for life in self.lives for *_, by in life.stages if by})
 
 
 def recording(events: Iterable[Mapping[str, Any]]) -> Recording | None:
@@ -135,7 +150,7 @@ def recording(events: Iterable[Mapping[str, Any]]) -> Recording | None:
 
 def _live(life: Life, event: Mapping[str, Any]) -> None:
     what = event["what"]
-    life.stages.append((event["at"], what))
+    life.stages.append((event["at"], what, event.get("worker", "")))
     if what == "queued":
         life.prompt_tokens, life.recipe = event["prompt_tokens"], event["recipe"]
     elif what == "left":

@@ -10,7 +10,8 @@ from jinja2 import Environment, StrictUndefined
 
 from phasewise.bench.report import latency_rows, short
 from phasewise.report import figures
-from phasewise.report.figures import Drawing
+from phasewise.report.drawing import Drawing
+from phasewise.report.gantt import gantt
 from phasewise.report.runs import Row, Run
 
 PAGE = """<!doctype html>
@@ -30,7 +31,13 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left }
 p.about { color: #555; font-size: .9rem }
-@media print { body { margin: 0; max-width: none } section { break-inside: avoid } }
+@page { margin: 1.5cm }
+@media print {
+  body { margin: 0; max-width: none; font-size: 11pt }
+  section { break-inside: avoid } h2 { break-after: avoid } thead { display: table-header-group }
+  svg { max-height: 22cm } .wide { overflow: visible }
+  svg, pre { print-color-adjust: exact }
+}
 </style>
 </head>
 <body>
@@ -68,7 +75,7 @@ def page(title: str, runs: Sequence[Run]) -> str:
     """HTML."""
     drawn = [figures.attainment(runs), figures.waits(runs), figures.accepted(runs)]
     for run in runs:
-        drawn += [figures.gantt(run), figures.handoff(run), figures.memory(run)]
+        drawn += [gantt(run), figures.handoff(run), figures.memory(run)]
     drawings = [apart(each, i) for i, each in enumerate(each for each in drawn if each is not None)]
     made = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
     return made.render(title=title, about=_about(runs), tables=_tables(runs), drawings=drawings)

@@ -16,6 +16,7 @@ class Trace:
     tokens: list[float] = field(default_factory=list)  # one per emission, with `counts` tokens each
     counts: list[int] = field(default_factory=list)
     left: float | None = None
+    by: dict[str, str] = field(default_factory=dict)  # where there are workers: by stage, whose doing it was
 
     def enter(self, now: float) -> None:
         """It comes to an engine whose clock shows `now`. Times by another engine's clock, which may be another

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from bisect import bisect
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from websockets.sync.client import connect
 
 PATIENCE = 60.0  # seconds for anything that must happen at all
 FLAGS = "--no-sandbox --disable-gpu --disable-dev-shm-usage --force-color-profile=srgb"
+TRACED = "disabled-by-default-devtools.timeline,devtools.timeline"
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowRight": (39, ""), "ArrowLeft": (37, ""),
         "ArrowDown": (40, ""), "End": (35, ""), "Home": (36, "")}  # fmt: skip
 
@@ -48,6 +50,8 @@ class Browser:
         self._calls = 0
         self.requests: list[str] = []  # URLs that the page has asked for
         self.problems: list[str] = []  # what its console and its security policy complain of
+        self._trace: list[dict[str, Any]] = []
+        self._traced = False
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -75,11 +79,14 @@ class Browser:
 
     def _note(self, said: dict[str, Any]) -> None:
         params = said.get("params", {})
+        self._traced = self._traced or said.get("method") == "Tracing.tracingComplete"
         match said.get("method"):
             case "Network.requestWillBeSent":
                 self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
                 self.problems.append(str(params["exceptionDetails"].get("exception", {}).get("description")))
+            case "Tracing.dataCollected":
+                self._trace += params["value"]
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
@@ -104,6 +111,17 @@ class Browser:
             time.sleep(0.02)
         return found
 
+    def frames(self, expression: str) -> list[float]:
+        """What the page's thread had to do for each frame while an expression was awaited: milliseconds of the
+        processor, whatever else the machine did meanwhile."""
+        self._trace, self._traced = [], False
+        self.call("Tracing.start", categories=TRACED, transferMode="ReportEvents")
+        self.js(expression)
+        self.call("Tracing.end")
+        while not self._traced:
+            self._note(json.loads(self._line.recv(timeout=PATIENCE)))
+        return _frames(self._trace)
+
     def press(self, key: str, modifiers: int = 0) -> None:
         """One key, as from a keyboard."""
         code, text = KEYS[key]
@@ -124,6 +142,19 @@ class Browser:
     def picture(self) -> bytes:
         """The page as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+
+def _frames(trace: list[dict[str, Any]]) -> list[float]:
+    """By the page's own thread: the time of its tasks, from one frame to the next."""
+    (page,) = {(each["pid"], each["tid"]) for each in trace if each["args"].get("name") == "CrRendererMain"}
+    mine = [each for each in trace if (each["pid"], each["tid"]) == page]
+    begun = sorted(each["ts"] for each in mine if each["name"] == "AnimationFrame" and each["ph"] == "b")
+    assert len(begun) > 2, "there was nothing to see"
+    found = [0.0] * (len(begun) + 1)
+    for task in mine:
+        if task["name"] == "RunTask" and "dur" in task:  # the last one has not ended
+            found[bisect(begun, task["ts"])] += task["tdur"] / 1000
+    return found
 
 
 def _free_port() -> int:

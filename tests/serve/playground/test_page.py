@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ RECIPES = {"guess": {"draft": "prompt_lookup:k=4,min_match=1"}, "blocks": {"deco
 PROMPT = "the quick brown fox jumps over the lazy dog and the quick brown"
 LAST = "[...document.querySelectorAll('.answer')].at(-1)"
 SHIFT = 8  # among the modifiers of a key
-LONGEST = 1000  # milliseconds: far beyond what a frame takes, whatever else this machine does
+LONGEST = 50  # milliseconds of the processor that a frame may take
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_recipes_are_switched_by_message_and_stand_side_by_side(page: driver.Bro
     page.until(f"{every}.every(answer => answer.textContent.includes('tokens/s'))")
     assert page.js(f"{every}[0].querySelectorAll('.accepted').length") == 0
     assert page.js(f"{every}[1].querySelectorAll('.accepted').length") > 0
-    assert page.js(f"{every}[0].querySelector('.text').textContent === {every}[1].querySelector('.text').textContent")
+    page.until(f"{every}[0].querySelector('.text').textContent === {every}[1].querySelector('.text').textContent")
     choose(page, first="tiny@blocks", second="")
     send(page)
     assert ended(page) == "done"
@@ -151,23 +152,12 @@ def test_a_connection_that_breaks_is_no_whole_answer(chromium: driver.Browser) -
         assert ended(page) == "failed" and said(page, "[role=alert]")
 
 
-def busy(page: driver.Browser) -> tuple[float, float]:
-    """Seconds of the processor that the page's thread has used, and the time."""
-    metrics = {each["name"]: each["value"] for each in page.call("Performance.getMetrics")["metrics"]}
-    return metrics["ThreadTime"], metrics["Timestamp"]
-
-
 def test_twenty_streams(page: driver.Browser, slow: Server, record_property: Any) -> None:
     """Five of them in the page: a browser opens no more than six connections to one server."""
-    page.call("Performance.enable")
-    page.js("void (window.tasks = [])")
-    before = busy(page)
-    page.js("void new PerformanceObserver(list => tasks.push(...list.getEntries().map(entry => entry.duration)))"
-            ".observe({type: 'longtask'})")  # fmt: skip
     body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
     with ThreadPoolExecutor(15) as pool:
         others = [pool.submit(slow.post, "/v1/completions", {**body, "seed": seed}) for seed in range(15)]
-        page.js(f"""(async () => {{
+        frames = page.frames(f"""(async () => {{
             const {{ Answer }} = await import("/playground/answer.js");
             const box = document.querySelector("#turns");
             const lives = new (await import("/playground/lives.js")).Lives();
@@ -175,16 +165,46 @@ def test_twenty_streams(page: driver.Browser, slow: Server, record_property: Any
             await Promise.all(answers.map(answer => answer.run("/v1/completions", {json.dumps(body)})));
         }})()""")
         assert all(other.result().status_code == 200 for other in others)
-    used, lasted = (now - then for now, then in zip(busy(page), before))
     page.until("document.querySelector('#running').textContent === '0'")
     assert page.js("[...document.querySelectorAll('.answer')].every(answer => answer.dataset.state === 'done')")
     page.until("[...document.querySelectorAll('.answer dl')].every(list => list.textContent.startsWith('tokens60'))")
     assert "were lost" not in page.js("document.querySelector('#scope').textContent")
-    tasks = page.js("tasks")
-    record_property("tasks_over_50_ms", tasks)
-    print(f"tasks over 50 ms: {tasks}; {used:.2f} s of the processor in {lasted:.2f} s")
-    assert used < lasted / 2  # by the processor's clock: a busy machine makes it less, not more
-    assert max(tasks, default=0) < LONGEST
+    record_property("longest_frames_ms", sorted(frames)[-5:])
+    print(f"{len(frames)} frames, the longest {max(frames):.1f} ms of the processor")
+    assert max(frames) < LONGEST, sorted(frames)[-5:]
+
+
+def test_twenty_answers_beside_one_another(page: driver.Browser, slow: Server, record_property: Any) -> None:
+    """What one connection brought, played to twenty answers at once, while the engine's lanes go on: 50 tokens a second
+    each. More than a browser would open connections for; what is held to its frames is the page."""
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True, "provenance": True}
+    parts = [part + "\n\n" for part in slow.post("/v1/completions", body).text.split("\n\n") if part]
+    played = [part for part in parts if '"finish_reason":"' not in part.replace(" ", "") and "[DONE]" not in part]
+    rest = parts[len(played) :]
+    assert len(played) > 40 and rest and all(part in parts[: len(played)] for part in played)
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(slow.post, "/v1/completions", {**body, "stream": False, "seed": n}) for n in range(4)]
+        frames = page.frames(f"""(async () => {{
+            const {{ Answer }} = await import("/playground/answer.js");
+            const {{ Lives }} = await import("/playground/lives.js");
+            const parts = [...Array(4).fill({json.dumps(played)}).flat(), ...{json.dumps(rest)}];
+            const ink = new TextEncoder();
+            const wait = () => new Promise(resolve => setTimeout(resolve, 20));
+            window.fetch = async () => new Response(new ReadableStream({{ async start(to) {{
+                for (const part of parts) {{ to.enqueue(ink.encode(part)); await wait(); }}
+                to.close();
+            }} }}));
+            const box = document.querySelector("#turns"), lives = new Lives();
+            const answers = Array.from({{ length: 20 }}, () => new Answer(box, "tiny", lives, () => {{}}));
+            await Promise.all(answers.map(answer => answer.run("/v1/completions", {{}})));
+            window.told = answers.map(answer => answer.tokens.total);
+        }})()""")
+        assert all(other.result().status_code == 200 for other in others)
+    assert page.js("told") == [4 * len(played) + (60 - len(played))] * 20
+    assert page.js("[...document.querySelectorAll('.answer')].every(answer => answer.dataset.state === 'done')")
+    record_property("longest_frames_ms", sorted(frames)[-5:])
+    print(f"{len(frames)} frames, the longest {max(frames):.1f} ms of the processor")
+    assert max(frames) < LONGEST, sorted(frames)[-5:]
 
 
 def test_the_keyboard_is_enough(page: driver.Browser) -> None:
@@ -216,6 +236,48 @@ def test_the_keyboard_is_enough(page: driver.Browser) -> None:
         seen.append(page.js(focus))
         assert len(seen) < 12, seen
     assert seen == ["chat", "first", "second", "prompt", "temperature", "tokens", "clear", "send"]
+
+
+def test_recipes_are_switched_and_answers_stopped_without_a_mouse(page: driver.Browser) -> None:
+    """And the focus is never lost to a button that can no longer be pressed."""
+    focus = "document.activeElement.id"
+    for key in ("Tab", "Enter"):  # past the header, to the prompt
+        page.press(key)
+    page.until(f"{focus} === 'prompt'")
+    page.press("Tab", modifiers=SHIFT)
+    page.press("Tab", modifiers=SHIFT)
+    assert page.js(focus) == "first"
+    page.press("ArrowDown")
+    assert page.until("document.querySelector('#first').value") == "tiny@guess"
+    page.press("Tab")
+    page.press("Tab")
+    page.type(PROMPT)
+    while page.js(focus) != "send":
+        page.press("Tab")
+    page.press("Enter")
+    page.until(f"{LAST}?.querySelectorAll('.t').length > 2")
+    assert page.js(focus) == "stop"
+    page.press("Enter")
+    assert ended(page) == "stopped" and page.js(f"{LAST}.getAttribute('aria-label')") == "Answer of tiny@guess"
+    page.until(f"{focus} === 'prompt'")
+    life = f"{LAST}.querySelector('svg.life')?.getAttribute('aria-label')"
+    assert "prefill" in page.until(f"({life} ?? '').includes('prefill') && {life}")
+
+
+def test_what_has_the_focus_is_seen(page: driver.Browser) -> None:
+    style = "getComputedStyle(document.activeElement)"
+    outline = f"{style}.outlineStyle === 'none' ? 0 : parseFloat({style}.outlineWidth)"
+    name = "document.activeElement.id || document.activeElement.className || document.activeElement.type"
+    page.press("Tab")
+    seen: dict[str, float] = {page.js(name): page.js(outline)}
+    choose(page, tokens="4")
+    send(page)
+    assert ended(page) == "done"
+    for key in 4 * [SHIFT] + 9 * [0]:  # back to the answer, and on to the last button
+        page.press("Tab", modifiers=key)
+        seen[page.js(name)] = page.js(outline)
+    every = {"skip", "text", "radio", "first", "second", "prompt", "temperature", "tokens", "clear", "send"}
+    assert every <= set(seen) and min(seen[name] for name in every) >= 2, seen
 
 
 def test_a_screen_reader_is_told_sentences_and_the_end(page: driver.Browser) -> None:
@@ -270,3 +332,23 @@ def test_it_fits_every_screen_and_scheme(page: driver.Browser, width: int, schem
     channel = int(page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"))
     assert (channel < 64) == (scheme == "dark")
     assert page.js(f"getComputedStyle({LAST}).animationName") == "none"
+
+
+def test_little_motion_is_a_picture_a_second(page: driver.Browser) -> None:
+    """However many steps are told of: timers may be late, and are never early."""
+    page.look(motion="reduce")
+    page.until("matchMedia('(prefers-reduced-motion: reduce)').matches")
+    page.js("""void (() => {
+        window.drawn = [];
+        const { clearRect } = CanvasRenderingContext2D.prototype;
+        CanvasRenderingContext2D.prototype.clearRect = function (...area) {
+            if (this.canvas.id === "lanes") drawn.push(performance.now());
+            return clearRect.apply(this, area);
+        };
+    })()""")
+    choose(page, tokens="100")
+    send(page)
+    assert ended(page) == "done"
+    page.until("drawn.length >= 3")
+    drawn = page.js("drawn")
+    assert all(then - now > 900 for now, then in pairwise(drawn)), drawn

@@ -52,7 +52,8 @@ class Watcher:
         here = {feed.number: feed for feed in feeds}
         for number in [number for number in self._lives if number not in here]:  # the engine has failed
             feed, _ = self._lives.pop(number)
-            found.append(_event(feed, "left", time.monotonic(), {"how": "failed"}))
+            how = {"how": "failed", "output_tokens": feed.request.n_out}
+            found.append(_event(feed, "left", time.monotonic(), how))
         for number, feed in here.items():
             _, life = self._lives.setdefault(number, (feed, {}))
             found += _news(feed, life, alone=not placed.workers)
@@ -111,13 +112,18 @@ def _stages(feed: Feed) -> Iterable[tuple[str, float, dict[str, Any]]]:
     yield "queued", feed.arrived, {"prompt_tokens": request.prompt_len, "recipe": recipe}
     if trace.admitted is not None:
         cached = {} if request.kv is None else {"cached_tokens": request.kv.reused}
-        yield "admitted", trace.admitted, cached
+        yield "admitted", trace.admitted, _by(feed, "admitted") | cached
     if trace.tokens:
-        yield "first_token", trace.tokens[0], {}
+        yield "first_token", trace.tokens[0], _by(feed, "first_token")
     if trace.sent is not None:
-        yield "sent", trace.sent, {}
+        yield "sent", trace.sent, _by(feed, "sent")
     if trace.owned is not None:
-        yield "owned", trace.owned, {}
+        yield "owned", trace.owned, _by(feed, "owned")
+
+
+def _by(feed: Feed, what: str) -> dict[str, Any]:
+    """Whose doing a stage was."""
+    return {"worker": feed.request.trace.by.get(what, ENGINE)}
 
 
 def _so_far(feed: Feed, life: dict[str, float]) -> Iterable[Told]:
@@ -142,9 +148,10 @@ def _news(feed: Feed, life: dict[str, float], alone: bool) -> Iterable[Told]:
                 life["preempted"] = now
             else:
                 del life["preempted"]
-            yield _event(feed, "preempted" if waits else "resumed", now)
+            yield _event(feed, "preempted" if waits else "resumed", now, {"worker": ENGINE})
     if request.left is not None:
         left = request.left
         reason = {"reason": left.reason} if left.how == "finished" else {}
         at = time.monotonic() if request.trace.left is None else request.trace.left
-        yield _event(feed, "left", at, {"how": left.how, **reason, "output_tokens": request.n_out})
+        told = {"how": left.how, **reason, "output_tokens": request.n_out}
+        yield _event(feed, "left", at, _by(feed, "left") | told)

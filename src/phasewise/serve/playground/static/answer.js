@@ -1,6 +1,7 @@
 // One answer: asked for, streamed into a card of its own, with its counters and its life.
 
 import { ask } from "/playground/api.js";
+import { later } from "/playground/frames.js";
 import { events } from "/playground/sse.js";
 import { draw, seconds } from "/playground/timeline.js";
 import { Tokens } from "/playground/tokens.js";
@@ -92,7 +93,7 @@ export class Answer {
   #count() {
     if (this.counting) return;
     this.counting = true;
-    setTimeout(() => {
+    later(() => {
       this.counting = false;
       const { counts, total } = this.tokens;
       const rate = this.last > this.first ? ((total - this.at_first) * 1000) / (this.last - this.first) : null;

@@ -80,11 +80,13 @@ async function send() {
   $("prompt").value = "";
   $("empty").hidden = true;
   $("stop").disabled = false;
+  if (document.activeElement === $("send")) $("stop").focus(); // what is disabled has no focus, nor a way back
   $("send").disabled = true;
   const mode = document.querySelector("[name=mode]:checked").value;
   await talk.send(prompt, mode, chosen, { temperature: number("temperature"), max_tokens: number("tokens") });
-  $("stop").disabled = true;
   $("send").disabled = false;
+  if (document.activeElement === $("stop")) $("prompt").focus();
+  $("stop").disabled = true;
 }
 $("compose").addEventListener("submit", (event) => {
   event.preventDefault();

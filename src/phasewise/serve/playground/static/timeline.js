@@ -23,7 +23,8 @@ export function draw(svg, life) {
   const bars = parts.map(([phase, a, b]) =>
     element("rect", { class: `fill-${phase}`, x: x(a), y: 2, width: Math.max(1.5, x(b) - x(a)), height: 16, rx: 2 }),
   );
-  const words = parts.map(([phase, a, b]) => `${phase} ${seconds(b - a)}`).join(" · ");
+  const where = (worker) => (worker && worker !== "engine" ? ` (${worker})` : "");
+  const words = parts.map(([phase, a, b, worker]) => `${phase} ${seconds(b - a)}${where(worker)}`).join(" · ");
   svg.setAttribute("viewBox", `0 0 ${WIDTH} 20`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");

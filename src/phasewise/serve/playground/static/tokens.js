@@ -1,6 +1,8 @@
 // An answer's tokens: each a span coloured by its origin. They are added a few at a time, however fast they come: the
 // layout of a long answer costs more than its tokens.
 
+import { later } from "/playground/frames.js";
+
 const PAUSE = 50; // milliseconds
 const WORDS = {
   prefill: "prefill: drawn after the prompt's last row",
@@ -33,7 +35,7 @@ export class Tokens {
     this.#waiting.push(...entries);
     if (!this.#drawing) {
       this.#drawing = true;
-      setTimeout(() => requestAnimationFrame(() => this.#draw()), PAUSE);
+      later(() => this.#draw(), PAUSE);
     }
   }
 
