@@ -55,12 +55,12 @@ def measured(profile: Profile, recipe: str = "") -> Source:
 def known(devices: Mapping[str, str], ways: int, shape: Shape) -> Source:
     """Devices by their files, or measured, by role; "" stands for all roles that are not named. Raises UserError."""
 
-    def make(name: str) -> Roofline | Silicon:
+    def priced(name: str) -> Roofline | Silicon:
         return (
             silicon(Place.parse(name), shape, ways) if name.startswith(PREFIX) else Roofline(device(name), shape, ways)
         )
 
-    made = {role: make(name) for role, name in devices.items()}
+    made = {role: priced(name) for role, name in devices.items()}
 
     def of(role: str) -> Roofline | Silicon:
         found = made.get(role, made.get(""))

@@ -99,8 +99,9 @@ class Silicon:
             return 0.0
         seconds = self._rest(rows, step.prefill_rows > 0)
         if step.prefill_rows > 0:
-            slices, length, before = slices_of(step)
-            seconds += self._read(slices, length, rounded(before))
+            count, length, before = slices_of(step)
+            slices = max(1, round(count))
+            seconds += count / slices * self._read(slices, max(1, round(length)), rounded(round(before)))
         if step.decode_rows:
             seconds += self._write(step.decode_rows, max(1, rounded(step.context // step.decode_rows)))
         return seconds * step.share
@@ -112,7 +113,7 @@ def rounded(count: int) -> int:
     return (count + unit // 2) // unit * unit
 
 
-def slices_of(step: Step) -> tuple[int, int, int]:
+def slices_of(step: Step) -> tuple[float, float, float]:
     """(slices, rows of each, rows before each) of equal slices with the same rows, pairs and rows that they read.
 
     Of b slices of s rows after p: rows = b s, prefixes = b (p + s), pairs = b (p s + s (s + 1) / 2).
@@ -120,8 +121,8 @@ def slices_of(step: Step) -> tuple[int, int, int]:
     rows = float(step.prefill_rows)
     before = max(0.0, step.prefixes - rows)
     count = rows * (before + rows / 2) / max(1e-9, step.pairs - rows / 2)
-    slices = max(1, min(round(count), round(rows)))
-    return slices, max(1, round(rows / slices)), round(before / slices)
+    count = max(1.0, min(count, rows))
+    return count, rows / count, before / count
 
 
 # ---- the package
@@ -203,7 +204,7 @@ class Core:
                 first, later = engine.run_static_per_op(batch_size=1, isl=64, osl=2)
                 self.kv_tokens = _kv_tokens(folder, place, version, split)
         except Exception as error:  # of the package, in classes of many kinds
-            raise UserError(f"{self._what}: no measurements of this model: {_said(error)}. Try other ways, another "
+            raise UserError(f"{self._what}: this model has no price there: {_said(error)}. Try other ways, another "
                             "system, or a device file") from error  # fmt: skip
         finally:
             log.setLevel(level)
