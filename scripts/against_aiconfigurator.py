@@ -1,6 +1,6 @@
 """phasewise's planner held against aiconfigurator's search, on the same costs of steps.
 
-    pip install --constraint constraints.txt 'aiconfigurator>=0.12,<0.13'
+    make silicon
     python scripts/against_aiconfigurator.py [--cases 1,2,12] [--precision 0.05] [--out FILE.json]
 
 Both plan for H100s from the same measured tables (TensorRT-LLM), for models of which there is only a config.json, with
@@ -9,9 +9,10 @@ worth more requests per second and device? Both choose among the same degrees (t
 pipeline parallelism); theirs its batches and pool sizes, ours its budget and among `SIZES`. Kendall's tau is over
 configurations that both have: a degree, with one engine or with a pair of pool sizes.
 
-A disagreement is taken apart by what the two differ in: our arrivals are made steady, and their fixed allowances for
-pools (steps 1.1 and 1.08 times as long, workers used to 0.9 and 0.92, TTFT 1.8 times as long) are taken away. Exits
-with 1 if fewer than 9 of 12 winners agree, or tau is below 0.8. Seconds are of the processor's time.
+Theirs takes steps in pools to be 1.1 (prompts) and 1.08 (tokens) times as long as measured; so does ours here. What
+they differ in is taken away where they disagree: our arrivals are made steady, and their fixed allowances for queues in
+pools (workers used to 0.9 and 0.92, TTFT 1.8 times as long) are set to 1. Exits with 1 if fewer than 9 of 12 winners
+agree, or tau is below 0.8. Seconds are of the processor's time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from phasewise.bench.workloads import lengths
 from phasewise.errors import UserError
 from phasewise.load import config_of
 from phasewise.plan.arrivals import Load
+from phasewise.plan.cost import Cost, Price, Step
 from phasewise.plan.search import TRICKLE, Choice, Question
 from phasewise.plan.setting import Setting, Source, known
 from phasewise.plan.shape import Shape
@@ -56,6 +58,7 @@ DEGREES = {"llama-3.1-8b": (1, 2, 4), "qwen3-30b-a3b": (1, 2, 4), "llama-3.1-70b
 SIZES = ((1, 2), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1))  # workers for prompts and for tokens
 BUDGETS = (512, 2048, 8192)
 LINK = Link(4.5e11, 1e-5)  # NVLink of one H100, each way
+SLOWER = {"prefill": 1.1, "decode": 1.08}  # steps in pools, as theirs has it
 RUNNING = 512  # requests that may share a step, of both
 LIVES = 3  # a load lasts so many times as long as a request may
 STEADY = 0.01  # spread of the gaps of arrivals that are as good as regular
@@ -128,7 +131,7 @@ class Theirs:
     def __init__(self, case: Case, plain: bool = False) -> None:
         self.case, self.plain = case, plain
 
-    def _task(self, mode: str, roles: Sequence[str], ways: Sequence[int]) -> Any:
+    def _task(self, mode: str, roles: Sequence[str], ways: Sequence[int], size: tuple[int, int] | None) -> Any:
         from aiconfigurator.sdk.task_v2 import Task
 
         prompt, new = LENGTHS[self.case.load]
@@ -145,21 +148,25 @@ class Theirs:
                       f"{role}_moe_tp_candidates": list(ways) if moe else [1]}  # fmt: skip
         if mode == "agg":
             given["enable_chunked_prefill"] = True  # as our schedules do
-        elif self.plain:
-            given |= {"prefill_latency_correction": 1.0, "decode_latency_correction": 1.0,
-                      "rate_match_prefill_degradation": 1.0, "rate_match_decode_degradation": 1.0,
-                      "autoscale_ttft_correction_factor": 1.0}  # fmt: skip
+        else:
+            given |= {f"{role}_latency_correction": factor for role, factor in SLOWER.items()}
+            if self.plain:
+                given |= {"rate_match_prefill_degradation": 1.0, "rate_match_decode_degradation": 1.0,
+                          "autoscale_ttft_correction_factor": 1.0}  # fmt: skip
+            if size is not None:  # so many devices can only be these workers
+                given |= {"max_prefill_workers": size[0], "max_decode_workers": size[1],
+                          "num_gpu_per_replica": [sum(size) * ways[0]]}  # fmt: skip
         return Task(serving_mode=mode, isl=prompt, osl=new, ttft=float(ttft), tpot=float(tpot), pareto_sweep=False,
                     total_gpus=self.case.gpus, **given)  # fmt: skip
 
     @cache  # noqa: B019  one per case, for as long as the script runs
-    def rows(self, mode: str, ways: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, mode: str, ways: Sequence[int], size: tuple[int, int] | None = None) -> list[dict[str, Any]]:
         """What it found, the best first; nothing where no configuration meets the targets."""
         from aiconfigurator.sdk.errors import NoResultsError
 
         roles = ("agg",) if mode == "agg" else ("prefill", "decode")
         try:
-            found = self._task(mode, roles, ways).run()
+            found = self._task(mode, roles, ways, size).run()
         except NoResultsError:
             return []
         return sorted(found.to_dict("records"), key=lambda row: -float(row["seq/s/gpu"]))
@@ -172,23 +179,34 @@ class Theirs:
         return max((float(rows[0]["seq/s/gpu"]) for rows in found if rows), default=0.0)
 
     def of(self, plan: Plan) -> float:
-        """Requests/s per device of a plan: its best row for the degree, with the workers that the plan has."""
-        rows = self.rows("disagg" if plan.prompts else "agg", (plan.ways,))
-        if not rows or not plan.prompts:
-            return float(rows[0]["seq/s/gpu"]) if rows else 0.0
-        task = self._task("disagg", ("prefill", "decode"), (plan.ways,))
-        prefill = float(rows[0]["(p)seq/s/worker"]) * plan.prompts * task.rate_match_prefill_degradation
-        decode = float(rows[0]["(d)seq/s/worker"]) * plan.tokens * task.rate_match_decode_degradation
-        return min(prefill, decode) / plan.devices
+        """Requests/s per device of a plan, with the best of its batches."""
+        size = (plan.prompts, plan.tokens) if plan.prompts else None
+        rows = self.rows("disagg" if plan.prompts else "agg", (plan.ways,), size)
+        return float(rows[0]["seq/s/gpu"]) if rows else 0.0
 
     def winner(self, mixed: bool = False) -> str:
         return "aggregated" if self.best("aggregated") >= self.best("disaggregated", mixed) else "disaggregated"
 
 
 # ---- ours
+@dataclass(frozen=True)
+class Slower:
+    """Steps so many times as long."""
+
+    cost: Cost
+    factor: float
+
+    def seconds(self, step: Step) -> float:
+        return self.cost.seconds(step) * self.factor
+
+    def price(self, step: Step) -> Price:
+        return self.cost.price(step)._replace(seconds=self.seconds(step))
+
+
 @cache
-def source(model: str, ways: int) -> Source:
-    return known({"": f"{PREFIX}{SYSTEM}/{BACKEND}"}, ways, Shape.of(config_of(str(SHAPES / model))))
+def source(model: str, ways: int, pools: bool) -> Source:
+    made = known({"": f"{PREFIX}{SYSTEM}/{BACKEND}"}, ways, Shape.of(config_of(str(SHAPES / model))))
+    return replace(made, cost=lambda role, _: Slower(made.cost(role, None), SLOWER[role])) if pools else made
 
 
 def question(case: Case, plan: Plan, guess: float, cv: float, precision: float) -> Question:
@@ -199,7 +217,9 @@ def question(case: Case, plan: Plan, guess: float, cv: float, precision: float) 
     n = math.ceil(max(300, LIVES * rate * (slo.ttft + new * slo.tpot)))
     load = Load(lengths(f"fixed:prompt={prompt},new={new}"), n, rate, cv)
     setting = Setting(max_running=RUNNING, prefix_cache=False, link=LINK)
-    return Question(load, slo, lambda choice: source(case.model, choice.ways), setting, precision=precision)
+    return Question(
+        load, slo, lambda choice: source(case.model, choice.ways, bool(plan.prompts)), setting, precision=precision
+    )
 
 
 def ours(case: Case, plan: Plan, guess: float, cv: float = 1.0, precision: float = 0.05) -> float:
@@ -270,7 +290,7 @@ def reason(verdict: Verdict, steady: float, unaided: float) -> str:
     if (steady >= 1) == (verdict.theirs == "aggregated"):
         said.append(f"bursts: with steady arrivals ours is {steady:.2f}, and they agree")
     if (unaided >= 1) == (verdict.ours == "aggregated"):
-        said.append(f"allowances: without them theirs is {unaided:.2f}, and they agree")
+        said.append(f"allowances for queues: without them theirs is {unaided:.2f}, and they agree")
     if not said:
         said.append(f"neither alone (ours, steady arrivals: {steady:.2f}; theirs, no allowances: {unaided:.2f})")
     return "; ".join(said)
@@ -303,8 +323,7 @@ def main() -> int:
     try:
         import aiconfigurator  # noqa: F401
     except ImportError:
-        print("error: aiconfigurator is not installed: pip install --constraint constraints.txt "
-              "'aiconfigurator>=0.12,<0.13'", file=sys.stderr)  # fmt: skip
+        print("error: aiconfigurator is not installed: make silicon", file=sys.stderr)  # fmt: skip
         return 2
     found = []
     for number, case in enumerate(CASES, 1):
