@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all lint types lines rooms readme browser screenshots pocket wheel clean
+.PHONY: help serve test test-all lint types lines rooms readme browser silicon screenshots pocket wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -49,6 +49,8 @@ readme: $(VENV)/.serve ## Write the generated tables into README.md, and docs/ve
 	@$(BIN)/python scripts/verb_pages.py
 
 browser: $(VENV)/.browser ## Install the headless Chromium that tests of the playground drive (200 MB)
+
+silicon: $(VENV)/.silicon ## Install measured step times of GPUs, and the planner that ours is held against (240 MB)
 
 screenshots: $(VENV)/.browser ## Make docs/images/playground-*.png from a running server and a real browser
 	@$(BIN)/python scripts/screenshots.py $(ARGS)
@@ -88,6 +90,9 @@ $(VENV)/.test: $(PINS) | $(BIN)/python
 
 $(VENV)/.browser: $(PINS) | $(BIN)/python
 	$(call install,test$(comma)browser,serve test browser)
+
+$(VENV)/.silicon: $(PINS) | $(BIN)/python
+	$(call install,test$(comma)against,serve test silicon)
 
 $(VENV)/.dev: $(PINS) | $(BIN)/python
 	$(call install,dev,serve test dev)

@@ -30,7 +30,10 @@ class Costs:
     recipe: Annotated[str, typer.Option(help="The profile's recipe; default: its first.")] = ""
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE | ROLE=DEVICE,...", help="a100, h100, h200, l4, mi300x ..., or your FILE.toml."),
+        typer.Option(
+            metavar="DEVICE | ROLE=DEVICE,...",
+            help="a100, h100 ..., your FILE.toml, or, as measured, aiconfigurator:SYSTEM/BACKEND.",
+        ),
     ] = None
     model: Annotated[str | None, typer.Option(help="With --device: the model. Its config.json is enough.")] = None
     ways: Annotated[int, typer.Option(min=1, help="Devices that share every layer of a worker.")] = 1
@@ -145,6 +148,7 @@ def simulate(
       phasewise simulate --profile profile.json --place disaggregated --workload trace:path=azure.csv,scale=0.1
       phasewise simulate --device h100 --model path/to/model --place splitwise:prompt=4,token=4 --rate 20 --link 50G
       phasewise simulate --device prefill=h100,decode=a100 --model DIR --place disaggregated --goodput --tpot 50
+      phasewise simulate --device aiconfigurator:h100_sxm/trtllm --model DIR --ways 2 --rate 20
     """
     slo = targets.slo()
     if find_goodput and slo.ttft is None and slo.tpot is None:

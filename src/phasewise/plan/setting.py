@@ -21,6 +21,7 @@ from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.serving import Serving
 from phasewise.plan.shape import Shape
+from phasewise.plan.silicon import PREFIX, Place, Silicon, silicon
 from phasewise.plan.simulate import Scene
 from phasewise.plan.station import Engine
 from phasewise.plan.world import LOCAL, Link
@@ -58,10 +59,16 @@ def measured(profile: Profile, recipe: str = "") -> Source:
 
 
 def known(devices: Mapping[str, str], ways: int, shape: Shape) -> Source:
-    """Devices by their files, by role; "" stands for all roles that are not named. Raises UserError."""
-    made = {role: Roofline(device(name), shape, ways) for role, name in devices.items()}
+    """Devices by their files, or measured, by role; "" stands for all roles that are not named. Raises UserError."""
 
-    def of(role: str) -> Roofline:
+    def priced(name: str) -> Roofline | Silicon:
+        return (
+            silicon(Place.parse(name), shape, ways) if name.startswith(PREFIX) else Roofline(device(name), shape, ways)
+        )
+
+    made = {role: priced(name) for role, name in devices.items()}
+
+    def of(role: str) -> Roofline | Silicon:
         found = made.get(role, made.get(""))
         if found is None:
             raise UserError(f"no device is given for {role} workers: add {role}=DEVICE, or name one for all")

@@ -78,12 +78,17 @@ class Outcome:
             "kv_bytes_sent": sum(cluster.sent_bytes for cluster in self.clusters),
             "workers_lost": sum(cluster.lost for cluster in self.clusters),
             "restarts": sum(cluster.restarts for cluster in self.clusters),
-            "joules": sum(station.joules for station in stations) or None,
-            "money": sum(station.money for station in stations) or None,
+            "joules": _known([station.joules for station in stations if station.busy]),
+            "money": _known([station.money for station in stations if station.busy]),
         }
         if slo is not None and (slo.ttft is not None or slo.tpot is not None):
             found |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "good_share": self.share(slo)}
         return found
+
+
+def _known(spent: Sequence[float]) -> float | None:
+    """What all have spent; None where it is not known of somebody."""
+    return sum(spent) if spent and all(spent) else None
 
 
 def run(scene: Scene, jobs: Sequence[Job], tell: Callable[[int], object] = lambda done: None) -> Outcome:
