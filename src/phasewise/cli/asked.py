@@ -54,6 +54,21 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Arriving:
+    """When requests come."""
+
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="PER_S", help="Mean rate of Poisson arrivals, or inf. Default: 1, or a trace's."),
+    ] = None
+    cv: Annotated[float, typer.Option(help="Spread of the gaps: 1 Poisson, more in bursts, less steadier.")] = 1.0
+
+    def of(self, asked: Asked) -> float | None:
+        """Requests per second; None: as recorded."""
+        return 1.0 if self.rate is None and not asked.workload.startswith("trace") else self.rate
+
+
+@dataclass(frozen=True)
 class Targets:
     """What counts as good service."""
 
@@ -124,4 +139,4 @@ class Rates:
         return bisect(contender, (steps[0], steps[-1]), targets, measure, self.precision)
 
 
-ASKED, TARGETS, TESTS, RATES = Asked(), Targets(), Tests(), Rates()
+ASKED, ARRIVING, TARGETS, TESTS, RATES = Asked(), Arriving(), Targets(), Tests(), Rates()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phasewise.cli import drafting, goodput, loading, savers, schemas, show, versus
-from phasewise.cli.asked import ASKED, TARGETS, Asked, Targets
+from phasewise.cli.asked import ARRIVING, ASKED, TARGETS, Arriving, Asked, Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
 from phasewise.errors import UserError
@@ -64,11 +64,7 @@ def load(
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Write all that is known of the run, for `phasewise report`."),
     ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(metavar="PER_S", help="Mean rate of Poisson arrivals, or inf. Default: 1, or a trace's."),
-    ] = None,
-    cv: Annotated[float, typer.Option(help="Spread of the gaps: 1 Poisson, more in bursts, less steadier.")] = 1.0,
+    arriving: Arriving = ARRIVING,
     asked: Asked = ASKED,
     targets: Targets = TARGETS,
     engine: EngineOptions = DEFAULTS,
@@ -88,10 +84,9 @@ def load(
     from phasewise.bench.latency import summary
     from phasewise.bench.server import serving
 
-    if rate is None and not asked.workload.startswith("trace"):
-        rate = 1.0
+    rate = arriving.of(asked)
     measure, (vocab, context) = loading.client(), loading.vocabulary(engine, foreign=url is not None)
-    shots = asked.shots(asked.source(engine.model, vocab), context, rate, cv=cv)
+    shots = asked.shots(asked.source(engine.model, vocab), context, rate, cv=arriving.cv)
     with ExitStack() as stack:
         address = url
         if address is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,21 +25,53 @@ if TYPE_CHECKING:
     from phasewise.plan.serving import Serving
 
 
+@dataclass(frozen=True)
+class How:
+    """How much is measured."""
+
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Threads to measure with; default: one, and all there are.")
+    ] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, each once: a rough answer.")] = False
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Steps only: no second process, no servers (which load the model again).")
+    ] = False
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0
+
+    def counts(self) -> list[int]:
+        """Numbers of threads. Raises UserError for what is none, or more than there are cores."""
+        from phasewise.bench.machine import cores
+
+        if self.threads is None:
+            return sorted({1, cores()})
+        try:
+            found = [int(part) for part in self.threads.split(",")]
+        except ValueError:
+            found = []
+        if not found or len(set(found)) < len(found) or not all(1 <= n <= cores() for n in found):
+            raise UserError(
+                f"threads={self.threads!r}: write different numbers from 1 to {cores()} (cores), such as 1,{cores()}"
+            )
+        return found
+
+    @property
+    def grid(self) -> Grid:
+        from phasewise.plan.profile import QUICK, Grid
+
+        return QUICK if self.quick else Grid()
+
+
+HOW = How()
+
+
 @spread
 def profile(
     out: Annotated[Path, typer.Option(help="Where to write what was measured, as JSON.")] = Path("profile.json"),
-    threads: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Threads to measure with; default: one, and all there are.")
-    ] = None,
     recipe: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VERB=METHOD...", help="Measure this recipe as well; may be repeated."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, each once: a rough answer.")] = False,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Steps only: no second process, no servers (which load the model again).")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
+    how: How = HOW,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
     """Limits of this machine, and what a step takes over its rows and contexts: a latency model for the simulator.
@@ -60,35 +92,19 @@ def profile(
     from phasewise.bench.drive import Bench
     from phasewise.bench.prompts import random_prompts
     from phasewise.options import WITH_DRAFT
-    from phasewise.plan.profile import QUICK, Grid
 
-    with_threads = _threads(threads)
+    how.counts()
     given = recipes.read(recipe or ())
     recipes.check(given)
     named = {"": engine.verbs} | {name: recipes.texts(engine.verbs, own, WITH_DRAFT) for name, own in given.items()}
     _one_row(named)
     with working(f"loading {engine.model}"):
         made = Bench.load(engine.model, engine.dtype)
-    taken = _take(made, engine, named, QUICK if quick else Grid(), (with_threads, seed, alone))
-    if not alone:
-        taken = replace(taken, served=_served(taken, engine, random_prompts(made.model.config.vocab, seed)))
+    taken = _take(made, engine, named, how)
+    if not how.alone:
+        taken = replace(taken, served=_served(taken, engine, random_prompts(made.model.config.vocab, how.seed)))
     taken.save(out)
     _tell(taken, out)
-
-
-def _threads(text: str | None) -> list[int]:
-    """Numbers of threads. Raises UserError for what is none, or more than there are cores."""
-    from phasewise.bench.machine import cores
-
-    if text is None:
-        return sorted({1, cores()})
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or len(set(found)) < len(found) or not all(1 <= n <= cores() for n in found):
-        raise UserError(f"threads={text!r}: write different numbers from 1 to {cores()} (cores), such as 1,{cores()}")
-    return found
 
 
 def _one_row(named: Mapping[str, Mapping[str, str]]) -> None:
@@ -102,10 +118,7 @@ def _one_row(named: Mapping[str, Mapping[str, str]]) -> None:
                             "profiles know no other steps: leave decode, draft and verify out")  # fmt: skip
 
 
-def _take(
-    made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, str]], grid: Grid,
-    how: tuple[list[int], int, bool],
-) -> Profile:  # fmt: skip
+def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, str]], how: How) -> Profile:
     import torch
 
     from phasewise.bench.bandwidth import reading
@@ -122,9 +135,10 @@ def _take(
     with working("measuring how fast memory is read, and arithmetic done"):
         limits = {"read_bytes_per_s": reading(3), "flops": flops(3)}
     model, found = made.model, list[Measured]()
+    counts, grid = how.counts(), how.grid
     dtype = str(model.dtype).removeprefix("torch.")
     there = torch.get_num_threads()
-    total = len(named) * len(how[0]) * grid.runs
+    total = len(named) * len(counts) * grid.runs
     done = 0
     with counting("runs of steps", total) as bar, torch.inference_mode():
 
@@ -136,13 +150,13 @@ def _take(
         for name, verbs in named.items():
             placed = made.engine(dict(verbs), engine.limits())
             assert isinstance(placed, Engine)
-            for threads in how[0]:
+            for threads in counts:
                 torch.set_num_threads(threads)
-                run = Measuring(Stand(placed, random_prompts(model.config.vocab, how[1])), grid)
+                run = Measuring(Stand(placed, random_prompts(model.config.vocab, how.seed)), grid)
                 try:
                     run.run(one)
                     beside: Beside = {}
-                    if not how[2] and 2 * threads <= cores():
+                    if not how.alone and 2 * threads <= cores():
                         beside = measure(run.stand, (engine.model, dtype, verbs, engine.limits()), grid.rounds)
                 finally:
                     torch.set_num_threads(there)

@@ -155,7 +155,7 @@ def check(place: Place, systems: Path) -> str:
                         "or a device file")  # fmt: skip
     if place.version and place.version not in (*slots, *slots.values()):
         raise UserError(f"{place}: unknown version {place.version!r}. {near(place.version, slots.values())}")
-    return slots.get(place.version, place.version) or slots["current"]
+    return str(slots.get(place.version, place.version) or slots["current"])
 
 
 def described(shape: Shape) -> dict[str, Any]:
