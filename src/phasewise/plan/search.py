@@ -103,6 +103,11 @@ class Question:
         made = replace(self.setting, place=choice.place, schedule=choice.schedule, drafts=drafts)
         return made.scene(self.source(choice), replicas, (), self.load.seed)
 
+    def devices(self, choice: Choice) -> int:
+        """That a server of this kind is made of."""
+        policy = self.scene(choice).policy()
+        return (1 if policy is None else len(policy.worker_specs())) * choice.ways
+
     def at(self, choice: Choice, rate: float) -> Outcome:
         return run(self.scene(choice), self.load.jobs(self.slo, rate))
 
@@ -158,8 +163,7 @@ def search(
 def _tried(choice: Choice, space: Space, question: Question, best: float) -> Tried | None:
     """None if it needs more devices than there are."""
     scene = question.scene(choice)
-    policy = scene.policy()
-    devices = (1 if policy is None else len(policy.worker_specs())) * choice.ways
+    devices = question.devices(choice)
     if devices > space.devices:
         return None
     if best:
