@@ -18,6 +18,7 @@ from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
 from phasewise.cli.replan import MISFIT, WATCHED, Watched, beside, watch
 from phasewise.cli.simulate import COSTS, SERVED, SIMULATED, Costs, Served, Simulated
+from phasewise.cli.units import doubts
 from phasewise.errors import UserError, near
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def plan(
     from phasewise.plan import search
 
     question, where = _asked(space, costs, asked, served, slo)
+    for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
+        print(f"note: {line}")
     if written.replan is not None:
         raise typer.Exit(0 if watch(written, question, where) else MISFIT)
     with counting("choices", len(list(where.choices()))) as tell:

@@ -15,6 +15,7 @@ from phasewise.cli.asked import TARGETS, Targets
 from phasewise.cli.guesses import DEPTHS, Guesses
 from phasewise.cli.options import parse_bytes, spread
 from phasewise.cli.progress import counting
+from phasewise.cli.units import doubts
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def simulate(
     scene = setting.scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
     _check_roles(scene.policy(), costs.device)
     jobs = load.jobs(slo)
-    for line in costs.about():
+    for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
         print(f"note: {line}")
     started = time.perf_counter()
     with counting("requests", len(jobs)) as tell:
