@@ -60,11 +60,15 @@ def test_guesses_are_a_choice_that_serve_takes(cli: Cli, model: Path, tmp_path: 
 
 
 def test_guesses_in_a_simulation(cli: Cli, model: Path) -> None:
-    how = "--device a100 --rate 5 --depth 3 --accept 1 --requests 20 --workload fixed:prompt=64,new=17"
+    how = "--device a100 --rate 5 --depths 3 --accept 1 --requests 20 --workload fixed:prompt=64,new=17"
     done = cli("simulate", "--model", model, *how.split())
     assert done.code == 0 and "guesses: 100% of " in done.out, done.err
-    done = cli("simulate", "--model", model, "--device", "a100", "--depth", 3)
+    done = cli("simulate", "--model", model, "--device", "a100", "--depths", 3)
     assert done.code == 2 and "3 guesses a step need --accept" in done.err
+    done = cli("simulate", "--model", model, "--device", "a100", "--accept", 0.5)
+    assert done.code == 2 and "add --depths 4" in done.err
+    done = cli("simulate", "--model", model, "--device", "a100", "--accept", 0.5, "--depths", "1,2")
+    assert done.code == 2 and "a simulation is of one number of guesses" in done.err
 
 
 def test_a_plan_from_a_profile_divides_one_machine_and_says_how_it_was_measured(cli: Cli, tmp_path: Path) -> None:

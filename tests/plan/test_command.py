@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from phasewise.cli import main
+from phasewise.plan.fit import Line
+from phasewise.plan.profile import Measured, Profile
+from phasewise.plan.shape import Shape
 
 DEVICE = ["simulate", "--device", "h100", "--model", "pocket", "--rate", "50", "--requests", "40"]
 
@@ -21,6 +24,58 @@ def test_numbers_come_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.Capt
     numbers = json.loads(out.read_text())
     assert numbers["requests"] == numbers["handoffs"] == 40 and numbers["failed"] == 0
     assert numbers["good_share"] == 1.0 and numbers["goodput_per_device_per_s"] == numbers["goodput_per_s"] / 2
+
+
+@pytest.mark.parametrize(("text", "error"), [
+    ("", "lacks the column TIMESTAMP"), ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4,4\n", "none from start=1 on"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_empty_traces_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str, command: str
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text(text)
+    start = ",start=1" if "2023" in text else ""
+    with pytest.raises(SystemExit) as ended:
+        main([command, *DEVICE[1:5], "--ttft", "50", "--workload", f"trace:path={trace}{start}", "--requests", "1"])
+    assert ended.value.code == 2 and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [(["--ttft", "0.4"], "--ttft 0.4 are milliseconds; for 0.4 s write --ttft 400"),
+     (["--tpot", "0.05"], "for 0.05 s write --tpot 50"), (["--ttft", "50", "--link", "50"], "--link 50 is 50 bytes/s")],
+)  # fmt: skip
+def test_units_that_are_probably_meant_otherwise_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], note: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*DEVICE, *words])
+    said = capsys.readouterr().out
+    assert "note: " in said and note in said
+    few = ["--places", "colocated", "--schedules", "sarathi", "--config", str(tmp_path / "p.toml")]
+    with pytest.raises(SystemExit):
+        main(["plan", *DEVICE[1:], *words, *few])
+    said = capsys.readouterr()
+    assert "note: " in said.out and note in said.out
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_profile_of_another_machine_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    line = Line({"base": 0.01, "prefill_rows": 0.001, "decode_rows": 0.001}, 0.0)
+    one = Measured("", 2, {}, {"mixed": line}, {}, 1024)
+    there = {"cpu": "Another CPU", "cores": 2}
+    profile = Profile(there, {"name": "pocket"}, Shape(2, 64, 4, 2, 16, 128, 512), {}, [one])
+    profile.save(tmp_path / "profile.json")
+    words = f"--requests 200 --rate 3 --workload fixed:prompt=100,new=5 --ttft 500 --profile {tmp_path}/profile.json"
+    more = ["--places", "colocated", "--schedules", "sarathi", "--config", str(tmp_path / "p.toml")]
+    with pytest.raises(SystemExit) as ended:
+        main([command, *words.split(), *(more if command == "plan" else [])])
+    said = capsys.readouterr()
+    assert not ended.value.code and "note: the profile was taken on 'Another CPU'" in said.out, said.err
 
 
 @pytest.mark.parametrize(

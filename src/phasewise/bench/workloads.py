@@ -123,12 +123,16 @@ class Trace:
     def _rows(self) -> list[dict[str, str]]:
         try:
             with Path(self.path).expanduser().open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
+                reader = csv.DictReader(file)
+                rows = list(reader)
+                columns = reader.fieldnames or ()
         except OSError as error:
             raise UserError(f"the trace {self.path!r} cannot be read: {error.strerror}") from error
-        missing = [name for name in COLUMNS if not rows or name not in rows[0]]
+        missing = [name for name in COLUMNS if name not in columns]
         if missing:
             raise UserError(f"the trace {self.path!r} lacks the column {missing[0]}: it needs {', '.join(COLUMNS)}")
+        if self.start >= len(rows):
+            raise UserError(f"the trace {self.path!r} has {len(rows)} requests, none from start={self.start} on")
         return rows[self.start :]
 
 

@@ -13,17 +13,20 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import TARGETS, Targets
-from phasewise.cli.guesses import DEPTHS_TRIED, GUESSES, Depths, Guesses
+from phasewise.cli.guesses import DRAFTER, drafter
 from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
+from phasewise.cli.replan import MISFIT, WATCHED, Watched, beside, watch
 from phasewise.cli.simulate import COSTS, SERVED, SIMULATED, Costs, Served, Simulated
+from phasewise.cli.units import doubts
 from phasewise.errors import UserError, near
 
 if TYPE_CHECKING:
+    from phasewise.plan import search
     from phasewise.plan.search import Assumption, Choice, Question, Tried
     from phasewise.plan.setting import Source
+    from phasewise.request.params import SLO
 
-FILE = Path("phasewise.toml")
 GOALS = ("goodput", "cost", "power")
 SHOWN = 8  # choices of the table
 SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:budget=2048|prefill_first"
@@ -48,6 +51,9 @@ class Space:
     degrees: Annotated[
         str, typer.Option(metavar="N,...", help="With --device: devices that share the layers of a worker.")
     ] = "1"
+    draft: Annotated[str, typer.Option(metavar="METHOD", help="Who guesses, with --accept; one with a knob `k`.")] = (
+        DRAFTER
+    )
 
     def ways(self) -> list[int]:
         """Raises UserError."""
@@ -62,14 +68,12 @@ SPACE = Space()
 
 @spread
 def plan(
-    config: Annotated[Path, typer.Option(help="Where the choice is written, for `serve --config`.")] = FILE,
+    written: Watched = WATCHED,
     space: Space = SPACE,
     costs: Costs = COSTS,
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
     targets: Targets = TARGETS,
-    guesses: Guesses = GUESSES,
-    depths: Depths = DEPTHS_TRIED,
 ) -> None:
     """The servers to build for a workload and its targets, searched in the simulator, explained, and written down.
 
@@ -84,6 +88,7 @@ def plan(
       phasewise profile pocket --out profile.json && phasewise plan --profile profile.json --ttft 500 --tpot 50
       phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --tpot 40 --degrees 1,2,4 --rate 20
       phasewise plan --device a100 --model path/to/model --tpot 20 --accept 0.6 --requests 2000
+      phasewise plan --profile profile.json --ttft 500 --tpot 50 --replan http://localhost:8000
       phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
     """
     slo = targets.slo()
@@ -95,17 +100,11 @@ def plan(
         raise UserError(f"unknown goal {space.goal!r}. {near(space.goal, GOALS)}")
     from phasewise.plan import search
 
-    load = asked.load()
-    tried = depths.tried(guesses)
-    setting = replace(served.setting(load.lengths.prefix > 0), drafts=guesses.drafts(0, asked.seed))
-    question = search.Question(
-        load, slo, _sources(costs, space), setting,
-        cast(Literal["goodput", "cost", "power"], space.goal),
-    )  # fmt: skip
-    where = search.Space(
-        space.devices, space.places.split("|") if space.places else _places(costs, space),
-        space.schedules.split("|"), _recipes(costs, space), space.ways(), tried,
-    )  # fmt: skip
+    question, where = _asked(space, costs, asked, served, slo)
+    for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
+        print(f"note: {line}")
+    if written.replan is not None:
+        raise typer.Exit(0 if watch(written, question, where) else MISFIT)
     with counting("choices", len(list(where.choices()))) as tell:
         found = search.search(where, question, tell)
     best, other = found[0], search.runner_up(found)
@@ -118,8 +117,10 @@ def plan(
     print("\nif it is otherwise, the choice is worth")
     for name, worth, changes in lines:
         print(f"  {worth:5.2f} times as much: {name}{'; then the runner-up is better' if changes else ''}")
-    draft = depths.method(best.choice.depth) if best.choice.depth else None
+    config = written.config
+    draft = drafter(space.draft, best.choice.depth) if best.choice.depth else None
     _write(config, best, count, targets, costs, draft)
+    _keep(config, best, question, asked.rate and asked.rate / count)
     print(f"\n{config}: phasewise serve --config {config}")
 
 
@@ -131,6 +132,24 @@ def _places(costs: Costs, space: Space) -> list[str]:
     if costs.profile is None:
         return places(space.devices)
     return places(int(Profile.load(costs.profile).machine.get("cores", 1)), machine=True)
+
+
+def _asked(space: Space, costs: Costs, asked: Simulated, served: Served, slo: SLO) -> tuple[Question, search.Space]:
+    """What is judged by what, and what is tried. Raises UserError."""
+    from phasewise.plan import search
+
+    load, depths = asked.load(), served.guesses.several()
+    for depth in filter(None, depths):
+        drafter(space.draft, depth)
+    setting = replace(served.setting(load.lengths.prefix > 0), drafts=served.guesses.drafts(0, asked.seed))
+    question = search.Question(
+        load, slo, _sources(costs, space), setting, cast(Literal["goodput", "cost", "power"], space.goal)
+    )
+    where = search.Space(
+        space.devices, space.places.split("|") if space.places else _places(costs, space),
+        space.schedules.split("|"), _recipes(costs, space), space.ways(), depths,
+    )  # fmt: skip
+    return question, where
 
 
 def _sources(costs: Costs, space: Space) -> Callable[[Choice], Source]:
@@ -236,3 +255,12 @@ def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs, 
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _keep(config: Path, best: Tried, question: Question, rate: float | None) -> None:
+    """What the plan assumes, for --replan."""
+    from phasewise.plan.watch import Assumed
+
+    jobs = question.load.jobs(question.slo)
+    prompt, new = (sum(numbers) / len(jobs) for numbers in zip(*((job.prompt_len, job.new) for job in jobs)))
+    Assumed(best.choice, rate, best.rate, prompt, new, question.slo.ttft, question.slo.tpot).save(beside(config))

@@ -12,9 +12,10 @@ import typer
 
 from phasewise.cli import show
 from phasewise.cli.asked import TARGETS, Targets
-from phasewise.cli.guesses import GUESSES, Guesses
+from phasewise.cli.guesses import DEPTHS, Guesses
 from phasewise.cli.options import parse_bytes, spread
 from phasewise.cli.progress import counting
+from phasewise.cli.units import doubts
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,6 +108,18 @@ class Served:
         None
     )
     revive_ms: Annotated[float, typer.Option(min=0.0, help="Until a dead worker's successor is there.")] = 1000.0
+    accept: Annotated[
+        float | None, typer.Option(help="The chance that a guess holds where all before it do, from 0 to 1.")
+    ] = None
+    draft_ms: Annotated[float, typer.Option(min=0.0, help="The drafter's milliseconds per guess; 0: it copies.")] = 0.0
+    depths: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help=f"Guesses a step: simulate takes one, plan tries all, by default {DEPTHS}."),
+    ] = None
+
+    @property
+    def guesses(self) -> Guesses:
+        return Guesses(self.accept, self.draft_ms, self.depths)
 
     def setting(self, shared: bool) -> Setting:
         """`shared`: whether prompts have anything in common; if not, a prefix cache would be searched in vain."""
@@ -130,11 +143,9 @@ def simulate(
     find_goodput: Annotated[bool, typer.Option("--goodput", help="Find the highest rate at which 90 % are in time.")]
     = False,
     out: Annotated[Path | None, typer.Option(help="Write the numbers into this file, as JSON.")] = None,
-    depth: Annotated[int, typer.Option(min=0, help="Guesses that every decode brings; needs --accept.")] = 0,
     costs: Costs = COSTS,
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
-    guesses: Guesses = GUESSES,
     targets: Targets = TARGETS,
 ) -> None:  # fmt: skip
     """What a server would do with a load, in virtual time: TTFT, TPOT and goodput, without running the model.
@@ -157,11 +168,12 @@ def simulate(
     from phasewise.plan.simulate import goodput, run
 
     load = asked.load()
-    setting = replace(served.setting(load.lengths.prefix > 0), drafts=guesses.drafts(depth, asked.seed))
+    drafts = served.guesses.drafts(served.guesses.one(), asked.seed)
+    setting = replace(served.setting(load.lengths.prefix > 0), drafts=drafts)
     scene = setting.scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
     _check_roles(scene.policy(), costs.device)
     jobs = load.jobs(slo)
-    for line in costs.about():
+    for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
         print(f"note: {line}")
     started = time.perf_counter()
     with counting("requests", len(jobs)) as tell:

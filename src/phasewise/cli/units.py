@@ -1,0 +1,19 @@
+"""Numbers that are probably meant in another unit: said, not corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phasewise.cli.options import parse_bytes
+
+SHORTEST = {"ttft": 5.0, "tpot": 0.5}  # ms that no service is asked to keep
+SLOWEST = 1 << 20  # bytes/s of a link that anybody would send KV over
+
+
+def doubts(ttft: float | None, tpot: float | None, link: str | None) -> Iterator[str]:
+    """What looks like seconds where milliseconds are asked for, or like GB/s where bytes are."""
+    for name, value in (("ttft", ttft), ("tpot", tpot)):
+        if value is not None and 0 < value < SHORTEST[name]:
+            yield f"--{name} {value:g} are milliseconds; for {value:g} s write --{name} {1e3 * value:g}"
+    if link is not None and parse_bytes(link) < SLOWEST:
+        yield f"--link {link} is {parse_bytes(link):,} bytes/s; for so many GiB/s write {link.rstrip('bBiI')}G"
