@@ -238,7 +238,7 @@ def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs, 
         profile = Profile.load(costs.profile)
         own = {
             "model": profile.model["name"],
-            "dtype": profile.model["dtype"],
+            "dtype": profile.model.get("dtype"),
             **profile.of(best.choice.recipe).methods,
         }
     own |= {"place": best.choice.place, "schedule": best.choice.schedule, "draft": draft or "none",
