@@ -60,7 +60,8 @@ BUDGETS = (512, 2048, 8192)
 LINK = Link(4.5e11, 1e-5)  # NVLink of one H100, each way
 SLOWER = {"prefill": 1.1, "decode": 1.08}  # steps in pools, as theirs has it
 RUNNING = 512  # requests that may share a step, of both
-LIVES = 3  # a load lasts so many times as long as a request may
+LIVES = 3  # a load lasts so many times as long as a request may ...
+QUEUES = 20  # ... and as its first token may take: a queue that grows by a part in twenty shows
 STEADY = 0.01  # spread of the gaps of arrivals that are as good as regular
 ENOUGH, TAU = 9, 0.8
 
@@ -214,7 +215,7 @@ def question(case: Case, plan: Plan, guess: float, cv: float, precision: float) 
     slo = case.slo
     assert slo.ttft is not None and slo.tpot is not None
     rate = max(1.0, guess * plan.devices)
-    n = math.ceil(max(300, LIVES * rate * (slo.ttft + new * slo.tpot)))
+    n = math.ceil(max(300, rate * max(QUEUES * slo.ttft, LIVES * (slo.ttft + new * slo.tpot))))
     load = Load(lengths(f"fixed:prompt={prompt},new={new}"), n, rate, cv)
     setting = Setting(max_running=RUNNING, prefix_cache=False, link=LINK)
     return Question(
@@ -271,7 +272,7 @@ def judge(case: Case, precision: float) -> Verdict:
         plain = Theirs(case, plain=True)
         steady = {mode: ours(case, best[mode][0], mine[mode], STEADY, precision) for mode in MODES}
         unaided = {mode: plain.best(mode) for mode in MODES}
-        verdict.why = reason(verdict, ratio(steady), ratio(unaided))
+        verdict.why = reason(verdict, ratio(steady), ratio(unaided)) + "; " + replayed(case, them)
     verdict.seconds = time.process_time() - started
     return verdict
 
@@ -282,6 +283,19 @@ MODES = ("aggregated", "disaggregated")
 def ratio(worth: dict[str, float]) -> float:
     """Aggregated over disaggregated."""
     return worth["aggregated"] / worth["disaggregated"] if worth["disaggregated"] else math.inf
+
+
+def replayed(case: Case, them: Theirs) -> str:
+    """What becomes of its one engine's targets in our simulator, at its rate and with its budget."""
+    plan = max((one for one in plans(case) if not one.prompts), key=them.of)
+    row = them.rows("agg", (plan.ways,))[0]
+    choice = Choice(plan.place, f"sarathi:budget={int(row['ctx_tokens'])}", "", plan.ways)
+    said = []
+    for name, cv in (("steady", STEADY), ("Poisson", 1.0)):
+        asked = question(case, plan, them.of(plan), cv, 0.05)
+        found = asked.at(choice, them.of(plan) * plan.devices).numbers(case.slo)
+        said.append(f"{1e3 * found['tpot_p90_s']:.0f} ms ({name})")
+    return f"its one engine, budget {row['ctx_tokens']:.0f}, TPOT {row['tpot']:.0f} ms: simulated {', '.join(said)}"
 
 
 def reason(verdict: Verdict, steady: float, unaided: float) -> str:
