@@ -60,7 +60,8 @@ BUDGETS = (512, 2048, 8192)
 LINK = Link(4.5e11, 1e-5)  # NVLink of one H100, each way
 SLOWER = {"prefill": 1.1, "decode": 1.08}  # steps in pools, as theirs has it
 RUNNING = 512  # requests that may share a step, of both
-LIVES = 3  # a load lasts so many times as long as a request may
+LIVES = 3  # a load lasts so many times as long as a request may ...
+QUEUES = 20  # ... and as its first token may take: a queue that grows by a part in twenty shows
 STEADY = 0.01  # spread of the gaps of arrivals that are as good as regular
 ENOUGH, TAU = 9, 0.8
 
@@ -184,6 +185,33 @@ class Theirs:
         rows = self.rows("disagg" if plan.prompts else "agg", (plan.ways,), size)
         return float(rows[0]["seq/s/gpu"]) if rows else 0.0
 
+    def ungathered(self) -> float:
+        """Requests/s per device of its best one engine that takes at most one prompt into a step, with every step
+        counted in TPOT, where it leaves three out of a batch's with prompts."""
+        from aiconfigurator.sdk.backends.base_backend import BaseBackend
+        from aiconfigurator.sdk.backends.trtllm_backend import TRTLLMBackend
+
+        own = TRTLLMBackend._tpot_mix_steps
+        TRTLLMBackend._tpot_mix_steps = BaseBackend._tpot_mix_steps
+        try:
+            return max(self._one_by_one(ways) for ways in DEGREES[self.case.model])
+        finally:
+            TRTLLMBackend._tpot_mix_steps = own
+
+    def _one_by_one(self, ways: int) -> float:
+        slo, best = self.case.slo, 0.0
+        task = self._task("agg", ("agg",), (ways,), None)
+        split = ways if "a3b" in self.case.model else 1
+        for budget in (BUDGETS[0], LENGTHS[self.case.load][0]):
+            for batch in (*range(1, 16), *range(16, RUNNING, 8)):
+                try:
+                    row = task.run_single_agg(tp=ways, moe_tp=split, batch_size=batch, ctx_tokens=budget)
+                except RuntimeError:  # no memory for more
+                    break
+                if row["ttft"] <= 1e3 * (slo.ttft or 0) and row["tpot"] <= 1e3 * (slo.tpot or 0):
+                    best = max(best, float(row["seq/s/gpu"]))
+        return best
+
     def winner(self, mixed: bool = False) -> str:
         return "aggregated" if self.best("aggregated") >= self.best("disaggregated", mixed) else "disaggregated"
 
@@ -214,7 +242,7 @@ def question(case: Case, plan: Plan, guess: float, cv: float, precision: float) 
     slo = case.slo
     assert slo.ttft is not None and slo.tpot is not None
     rate = max(1.0, guess * plan.devices)
-    n = math.ceil(max(300, LIVES * rate * (slo.ttft + new * slo.tpot)))
+    n = math.ceil(max(300, rate * max(QUEUES * slo.ttft, LIVES * (slo.ttft + new * slo.tpot))))
     load = Load(lengths(f"fixed:prompt={prompt},new={new}"), n, rate, cv)
     setting = Setting(max_running=RUNNING, prefix_cache=False, link=LINK)
     return Question(
@@ -271,7 +299,8 @@ def judge(case: Case, precision: float) -> Verdict:
         plain = Theirs(case, plain=True)
         steady = {mode: ours(case, best[mode][0], mine[mode], STEADY, precision) for mode in MODES}
         unaided = {mode: plain.best(mode) for mode in MODES}
-        verdict.why = reason(verdict, ratio(steady), ratio(unaided))
+        even = {**unaided, "aggregated": them.ungathered()}
+        verdict.why = f"{reason(verdict, ratio(steady), ratio(unaided), ratio(even))}; {replayed(case, them)}"
     verdict.seconds = time.process_time() - started
     return verdict
 
@@ -284,14 +313,28 @@ def ratio(worth: dict[str, float]) -> float:
     return worth["aggregated"] / worth["disaggregated"] if worth["disaggregated"] else math.inf
 
 
-def reason(verdict: Verdict, steady: float, unaided: float) -> str:
+def replayed(case: Case, them: Theirs) -> str:
+    """What becomes of its one engine's targets in our simulator, at its rate and with its budget."""
+    plan = max((one for one in plans(case) if not one.prompts), key=them.of)
+    row = them.rows("agg", (plan.ways,))[0]
+    choice = Choice(plan.place, f"sarathi:budget={int(row['ctx_tokens'])}", "", plan.ways)
+    said = []
+    for name, cv in (("steady", STEADY), ("Poisson", 1.0)):
+        asked = question(case, plan, them.of(plan), cv, 0.05)
+        found = asked.at(choice, them.of(plan) * plan.devices).numbers(case.slo)
+        said.append(f"{1e3 * found['tpot_p90_s']:.0f} ms ({name})")
+    return f"its one engine, budget {row['ctx_tokens']:.0f}, TPOT {row['tpot']:.0f} ms: simulated {', '.join(said)}"
+
+
+def reason(verdict: Verdict, steady: float, unaided: float, even: float) -> str:
     """Which difference, taken away, brings the two together."""
     said = []
     if (steady >= 1) == (verdict.theirs == "aggregated"):
         said.append(f"bursts: with steady arrivals ours is {steady:.2f}, and they agree")
     if (unaided >= 1) == (verdict.ours == "aggregated"):
         said.append(f"allowances for queues: without them theirs is {unaided:.2f}, and they agree")
-    if not said:
+    said.append(f"with no more than a prompt per step, all of them counted, and no allowances, theirs is {even:.2f}")
+    if len(said) == 1:
         said.append(f"neither alone (ours, steady arrivals: {steady:.2f}; theirs, no allowances: {unaided:.2f})")
     return "; ".join(said)
 
@@ -336,18 +379,20 @@ def main() -> int:
     same = sum(one.theirs == one.ours for one in found)
     every = tau_within(found)
     moved = sum(one.mixed != one.theirs for one in found)
-    print(f"{table(found)}\n\nthe same winner in {same} of {len(found)}; Kendall's tau within cases {every:.2f}; "
+    print(f"{table(found)}\n\nthe same winner in {same} of {len(found)}; Kendall's tau within cases {every:.2f}, "
+          f"of pools alone {tau_within(found, pools=True):.2f}; "
           f"pools of different degrees would change {moved} of their winners; "
           f"{sum(one.seconds for one in found):.0f} s")  # fmt: skip
     return 0 if same >= ENOUGH * len(found) / len(CASES) and every >= TAU else 1
 
 
-def tau_within(found: Sequence[Verdict]) -> float:
+def tau_within(found: Sequence[Verdict], pools: bool = False) -> float:
     """Tau over the pairs of configurations of all cases, where both are of one case, ties left out as in tau-a."""
     agree = pairs = 0
     for one in found:
-        for i, (_, a, x) in enumerate(one.shared):
-            for _, b, y in one.shared[:i]:
+        shared = [each for each in one.shared if each[0].prompts or not pools]
+        for i, (_, a, x) in enumerate(shared):
+            for _, b, y in shared[:i]:
                 if a == b and x == y:
                     continue
                 pairs += 1
