@@ -75,7 +75,7 @@ def distserve(seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def told_distserve(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| load | targets | one engine, prompts first | one engine, slices of 512 | pools | of the first | of the second |",
+    lines = ["| load | targets | prompts first | slices of 512 | pools | times the first | times the second |",
              "|---|---|---:|---:|---:|---:|---:|"]  # fmt: skip
     for row in rows:
         aims = f"{row['targets']}: {1e3 * row['ttft']:.0f} / {1e3 * row['tpot']:.0f} ms"

@@ -327,13 +327,14 @@ class Cluster:
                 member.station.store.prefixes.shrink(command["bytes"])
 
     def _slower(self, member: Member) -> float:
-        """How much longer a step takes because others are busy on some of its cores."""
+        """How much longer a step takes because others are busy on some of its cores: its threads wait for each other,
+        so all for the one that has half a core."""
         assert member.cores is not None
         mine = set(member.cores)
-        shared = {
+        shared = (
             core for other in self.members if other is not member and other.stepping for core in other.cores or ()
-        }
-        return len(mine) / (len(mine) - len(mine & shared) / 2)
+        )
+        return 1.0 if mine.isdisjoint(shared) else 2.0
 
     # ---- the dead
     def kill(self, number: int) -> None:
