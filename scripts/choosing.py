@@ -22,7 +22,7 @@ CHAT = "--workload lognormal:prompt=150,longest=800,new=60,new_longest=160 --cv 
 CHAT_TARGETS = "--ttft 1000 --tpot 60"
 LONG = "--workload fixed:prompt=1500,new=100"
 ONE = "--workload fixed:prompt=300,new=150"
-SAVERS = ["draft=prompt_lookup", "evict=snapkv:keep=0.5", "evict=snapkv:keep=0.75", "store=int8", "attend=quest"]
+SAVERS = ["draft=prompt_lookup", "evict=snapkv:keep=0.5", "store=int8"]
 DRAFTS = ["draft=prompt_lookup", "draft=prompt_lookup:k=4", "draft=token_recycling", "store=int8"]
 PART = 0.8  # of the rate that a plan promises: nobody runs a service at its limit
 
@@ -72,7 +72,8 @@ def tuned(name: str, words: list[str], load: str, own: list[str], work: Path) ->
 def summaries(model: str, profile: Path, work: Path) -> None:
     """Long prompts in batches; nobody waits for the first token."""
     own = ["--model", model, "--dtype", "bfloat16"]
-    words = [*own, *LONG.split(), "--requests", "8", "--max-loss", "1%", *SAVERS]
+    judged = ["--max-loss", "1%", "--quality", "docs@2k", "--rounds", "3"]
+    words = [*own, *LONG.split(), "--requests", "4", *judged, *SAVERS]
     tuned("summaries", words, f"{LONG} --prompts code --rate inf --requests 16", [*own, "--draft", "none"], work)
 
 

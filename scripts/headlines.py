@@ -1,6 +1,6 @@
 """The headline shapes of DistServe and Splitwise, by simulation on device files.
 
-    python scripts/headlines.py [distserve] [splitwise] [--seconds 60] [--out FILE.json]
+    python scripts/headlines.py [distserve] [splitwise] [--seconds 30] [--out FILE.json]
 
 DistServe (arXiv 2401.09670): goodput per device of pools for each phase over one engine that does both, as targets get
 tighter, on A100 with a model of 13B sizes. Splitwise (arXiv 2311.18677): the load that clusters of the same power, and
@@ -62,8 +62,8 @@ def distserve(seconds: float) -> Iterator[dict[str, Any]]:
     for name, text in (("chat", CHAT), ("summarising", SUMMARIES)):
         for tightness, (ttft, tpot) in TARGETS.items():
             slo = SLO(ttft, tpot)
-            load = Load(lengths(text), max(600, int(40 * ttft * 8)), None, 1.0, 1)
-            question = Question(load, slo, lambda choice: source, Setting(prefix_cache=False, link=INSIDE))
+            load = Load(lengths(text), max(400, int(100 * ttft)), None, 1.0, 1)
+            question = Question(load, slo, lambda choice: source, Setting(prefix_cache=False, link=INSIDE), precision=PRECISION)
             with working(f"{name}, {tightness}"):
                 found = search(Space(4, ("colocated", *POOLS), (FIRST, CHUNKS)), question, prune=False)
             one = {each.choice.schedule: each for each in found if each.choice.place == "colocated"}
@@ -121,7 +121,7 @@ def fleets(weights: Mapping[str, float]) -> Iterator[Fleet]:
         yield Fleet(f"one pool, {name}", name, name, (n, 0))
     for name, (p, t) in DESIGNS.items():
         most = int((FLEET - weights[t]) / weights[p])
-        for prompts in sorted({max(1, round(part * most)) for part in (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)}):
+        for prompts in sorted({max(1, round(part * most)) for part in (0.3, 0.5, 0.7, 0.9)}):
             tokens = int((FLEET - prompts * weights[p]) / weights[t])
             if tokens:
                 yield Fleet(name, p, t, (prompts, tokens))
@@ -212,7 +212,7 @@ def told_splitwise(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("which", nargs="*", choices=["distserve", "splitwise", []], default=["distserve", "splitwise"])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     kept: dict[str, Any] = {}

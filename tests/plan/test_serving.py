@@ -95,6 +95,6 @@ def test_profiles_ask_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         main(["profile", "--quick", "--out", str(path)])
     assert not ended.value.code
     served = Profile.load(path).served
-    assert served["engine"].beside == {} and served["engine"].lag > 0
+    assert served["engine"].beside == {} and served["engine"].lag >= 0.0
     if "workers" in served:
         assert served["workers"].beside["prefill"]["decode"] >= 1.0
