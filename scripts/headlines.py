@@ -63,7 +63,8 @@ def distserve(seconds: float) -> Iterator[dict[str, Any]]:
         for tightness, (ttft, tpot) in TARGETS.items():
             slo = SLO(ttft, tpot)
             load = Load(lengths(text), max(400, int(100 * ttft)), None, 1.0, 1)
-            question = Question(load, slo, lambda choice: source, Setting(prefix_cache=False, link=INSIDE), precision=PRECISION)
+            setting = Setting(prefix_cache=False, link=INSIDE)
+            question = Question(load, slo, lambda choice: source, setting, precision=PRECISION)
             with working(f"{name}, {tightness}"):
                 found = search(Space(4, ("colocated", *POOLS), (FIRST, CHUNKS)), question, prune=False)
             one = {each.choice.schedule: each for each in found if each.choice.place == "colocated"}
