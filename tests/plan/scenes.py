@@ -47,14 +47,14 @@ def scheduler(text: str) -> Callable[[], Scheduler]:
 def scene(
     cost: Cost, place: str = "colocated", *, schedule: str = "sarathi", kv_bytes: int = 1 << 30, link: Link = LOCAL,
     layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None,
-    beside: Any = None, **more: Any,
+    beside: Any = None, stages: int = 1, **more: Any,
 ) -> Scene:  # fmt: skip
     made = catalog.build("place", place)
 
     def policy() -> Policy | None:
         return made.policy(0.0, range(cores)) if hasattr(made, "policy") else None
 
-    engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache)
+    engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache, stages=stages)
     layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
                     beside=lambda threads: beside or {})  # fmt: skip
     return Scene(layout, policy, **more)

@@ -51,16 +51,27 @@ class Space:
     degrees: Annotated[
         str, typer.Option(metavar="N,...", help="With --device: devices that share the layers of a worker.")
     ] = "1"
+    pipeline: Annotated[
+        str, typer.Option(metavar="N,...", help="With --device: stages among which the layers of a worker are divided.")
+    ] = "1"
     draft: Annotated[str, typer.Option(metavar="METHOD", help="Who guesses, with --accept; one with a knob `k`.")] = (
         DRAFTER
     )
 
     def ways(self) -> list[int]:
         """Raises UserError."""
-        found = [int(part) for part in self.degrees.split(",") if part.strip().isdigit()]
-        if not found or min(found) < 1 or len(found) < len(self.degrees.split(",")):
-            raise UserError(f"degrees={self.degrees!r}: write numbers of devices, such as 1,2,4")
-        return found
+        return _numbers("degrees", self.degrees, "devices")
+
+    def stages(self) -> list[int]:
+        """Raises UserError."""
+        return _numbers("pipeline", self.pipeline, "stages")
+
+
+def _numbers(name: str, text: str, what: str) -> list[int]:
+    found = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if not found or min(found) < 1 or len(found) < len(text.split(",")):
+        raise UserError(f"{name}={text!r}: write numbers of {what}, such as 1,2,4")
+    return found
 
 
 SPACE = Space()
@@ -77,16 +88,17 @@ def plan(
 ) -> None:
     """The servers to build for a workload and its targets, searched in the simulator, explained, and written down.
 
-    Every placement, size of its pools, schedule, degree, recipe and number of
-    guesses (with --accept) is asked for the highest rate at which 90 % of the requests meet both targets, by
-    bisection; what is best per device (or joule, or unit of money) is
-    repeated as often as --rate needs or --devices allow. Then each assumption
-    is made worse, to see what the choice depends on.
+    Every placement, size of its pools, schedule, degree, number of stages, recipe
+    and number of guesses (with --accept) is asked for the highest rate at which
+    90 % of the requests meet both targets, by bisection; what is best per device
+    (or joule, or unit of money) is repeated as often as --rate needs or --devices
+    allow. Then each assumption is made worse, to see what the choice depends on.
 
     [bold]Examples[/]
 
       phasewise profile pocket --out profile.json && phasewise plan --profile profile.json --ttft 500 --tpot 50
       phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --tpot 40 --degrees 1,2,4 --rate 20
+      phasewise plan --device a100 --devices 8 --model path/to/model --ttft 400 --degrees 1,2 --pipeline 1,2,4
       phasewise plan --device a100 --model path/to/model --tpot 20 --accept 0.6 --requests 2000
       phasewise plan --profile profile.json --ttft 500 --tpot 50 --replan http://localhost:8000
       phasewise plan --device h100 --devices 4 --goal power --model DIR --workload trace:path=azure.csv --ttft 1000
@@ -147,22 +159,22 @@ def _asked(space: Space, costs: Costs, asked: Simulated, served: Served, slo: SL
     )
     where = search.Space(
         space.devices, space.places.split("|") if space.places else _places(costs, space),
-        space.schedules.split("|"), _recipes(costs, space), space.ways(), depths,
+        space.schedules.split("|"), _recipes(costs, space), space.ways(), depths, space.stages(),
     )  # fmt: skip
     return question, where
 
 
 def _sources(costs: Costs, space: Space) -> Callable[[Choice], Source]:
     """Costs of each choice, made once."""
-    if costs.profile is not None and space.ways() != [1]:
-        raise UserError("a profile is of whole machines: leave --degrees out")
+    if costs.profile is not None and (space.ways() != [1] or space.stages() != [1]):
+        raise UserError("a profile is of whole machines: leave --degrees and --pipeline out")
 
     @cache
-    def of(recipe: str, ways: int) -> Source:
-        return replace(costs, recipe=recipe or costs.recipe, ways=ways if costs.profile is None else 1).source()
+    def of(recipe: str, ways: int, stages: int) -> Source:
+        return replace(costs, recipe=recipe or costs.recipe, ways=ways, stages=stages).source()
 
     def source(choice: Choice) -> Source:
-        return of(choice.recipe, choice.ways)
+        return of(choice.recipe, choice.ways, choice.stages)
 
     return source
 
@@ -248,8 +260,9 @@ def _write(path: Path, best: Tried, count: int, targets: Targets, costs: Costs, 
     ]
     if best.choice.recipe:
         about.append(f"# the methods are those of the recipe {best.choice.recipe!r}")
-    if best.choice.ways > 1:
-        about.append(f"# every worker on {best.choice.ways} devices")
+    if best.choice.ways * best.choice.stages > 1:
+        shared = f"# every worker on {best.choice.ways * best.choice.stages} devices"
+        about.append(shared + (f": {best.choice.stages} stages of the layers" if best.choice.stages > 1 else ""))
     lines = about + [f"{key} = {json.dumps(value)}" for key, value in own.items() if value is not None]
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")

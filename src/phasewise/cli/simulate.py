@@ -38,6 +38,7 @@ class Costs:
     ] = None
     model: Annotated[str | None, typer.Option(help="With --device: the model. Its config.json is enough.")] = None
     ways: Annotated[int, typer.Option(min=1, help="Devices that share every layer of a worker.")] = 1
+    stages: Annotated[int, typer.Option(min=1, help="Such groups of devices, each with a part of the layers.")] = 1
 
     def source(self) -> Source:
         """Raises UserError for what does not go together."""
@@ -49,15 +50,15 @@ class Costs:
         if (self.profile is None) == (self.device is None):
             raise UserError("costs come from --profile FILE, or from --device NAME with --model: give one of the two")
         if self.profile is not None:
-            if self.ways > 1 or self.model is not None:
-                raise UserError("a profile is of one model and one machine: leave --ways and --model out")
+            if self.ways > 1 or self.stages > 1 or self.model is not None:
+                raise UserError("a profile is of one model and one machine: leave --ways, --stages and --model out")
             return setting.measured(Profile.load(self.profile), self.recipe)
         if self.model is None:
             raise UserError("--device needs --model: a name, or a directory with config.json")
         if self.recipe:
             raise UserError("recipes are measured: --recipe goes with --profile")
         assert self.device is not None
-        return setting.known(setting.devices(self.device), self.ways, Shape.of(config_of(self.model)))
+        return setting.known(setting.devices(self.device), self.ways, Shape.of(config_of(self.model)), self.stages)
 
     def about(self) -> list[str]:
         """What is odd about the profile, in words."""
@@ -183,7 +184,7 @@ def simulate(
     _tell(numbers, f"{served.place or 'one engine'}, {asked.workload}", seconds)
     if find_goodput:
         best = goodput(scene, load, slo)
-        devices = outcome.workers * costs.ways
+        devices = outcome.workers * costs.ways * costs.stages
         numbers |= {"goodput_per_s": best.rate, "goodput_per_device_per_s": best.rate / devices}
         said = f"{'' if best.bounded else 'at least '}{best.rate:.3g} requests/s ({best.rate / devices:.3g} per device)"
         print(f"goodput: {said if best.rate > 1e-5 else 'none, these targets are missed at any rate'}")

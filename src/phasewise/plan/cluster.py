@@ -144,19 +144,27 @@ class Cluster:
             station.slower = self._slower(member)
         if station.beside:
             station.others = [m.station.path for m in self.members if m is not member and m.stepping]
-        seconds = station.begin(self.world.now)
+        begun = station.begin(self.world.now)
         for job in station.out:  # found no room
             self._leave(self.flights[job.id])
-        if seconds is not None:
+        if begun is not None:
             member.stepping = True
-            self.world.at(self.world.now + seconds, self._finish, member)
+            if begun.next < begun.over:
+                self.world.at(begun.next, self._next, member)
+            self.world.at(begun.over, self._finish, member)
+
+    def _next(self, member: Member) -> None:
+        """Its first stage is free, while later ones are not."""
+        if member.alive:
+            member.stepping = False
+            self._wake(member)
 
     def _finish(self, member: Member) -> None:
         if not member.alive:
             return
-        member.stepping = False
         station, now = member.station, self.world.now
-        if self._pairing is not None and station.prompts:
+        member.stepping = station.free[0] > now
+        if self._pairing is not None and station.under_way[0].prompts:
             self._send(member)
         left = False
         progressed = station.finish(now)
@@ -211,7 +219,7 @@ class Cluster:
     # ---- hand-offs
     def _send(self, member: Member) -> None:
         """What the step has computed of prompts that are pushed is on its way."""
-        for work in member.station.works:
+        for work, _ in member.station.under_way[0].works:
             flight = self.flights.get(work.job.id)
             if flight is None or not flight.pushed or flight.member is not member or not work.job.prefilling:
                 continue

@@ -16,31 +16,40 @@ MEMORY_POWER = 0.5  # of full power above idle while memory alone is busy: cappi
 
 @dataclass(frozen=True)
 class Roofline:
-    """A model on `ways` devices of a kind that share every layer; `price` is of all of them together."""
+    """A model on devices of a kind: `ways` share every layer (tensor parallelism), and each of `stages` such groups
+    has an equal part of the layers (pipeline parallelism). `seconds` are those of a step through all stages; `price` is
+    of all devices, each as long as the step is with it."""
 
     device: Device
     shape: Shape
     ways: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
-        part = self.part
-        if part.weight_bytes >= self.device.memory:
-            need = self.shape.weight_bytes // self.device.memory + 1
+        if self.stages < 1 or self.shape.layers % self.stages:
+            raise UserError(f"stages={self.stages} does not divide {self.shape.layers} layers: choose a divisor")
+        if self._weight_bytes >= self.device.memory:
+            need, many = self.shape.weight_bytes // self.device.memory + 1, self.ways * self.stages
             raise UserError(
-                f"the weights take {part.weight_bytes / 1e9:.1f} GB on each of {self.ways} {self.device.name}, which "
-                f"have {self.device.memory / 1e9:.1f} GB: share them among at least {need:.0f}"
+                f"the weights take {self._weight_bytes / 1e9:.1f} GB on each of {many} {self.device.name}, "
+                f"which have {self.device.memory / 1e9:.1f} GB: share them among at least {need:.0f}"
             )
+
+    @property
+    def _weight_bytes(self) -> float:
+        """Of one device."""
+        return self.part.weight_bytes / self.stages
 
     @cached_property
     def part(self) -> Shape:
-        """What each device computes."""
+        """What each device computes, or would, had it all the layers."""
         return self.shape.split(self.ways)
 
     @property
     def kv_bytes(self) -> float:
         """What is left for KV, of all devices together."""
-        one = self.device.kv_memory or self.device.memory - self.part.weight_bytes
-        return one * self.ways
+        one = self.device.kv_memory or self.device.memory - self._weight_bytes
+        return one * self.ways * self.stages
 
     def seconds(self, step: Step) -> float:
         return self._times(step)[0]
@@ -65,7 +74,8 @@ class Roofline:
             memory = need.weight_bytes / rate + kv / device.kv_bandwidth
         else:
             memory = (need.weight_bytes + kv) / rate
-        return max(compute, memory) + device.overhead + self._exchange(step), compute, memory
+        between = self._exchange(step) + self._pass_on(step)
+        return max(compute, memory) + device.overhead * self.stages + between, compute, memory
 
     def _exchange(self, step: Step) -> float:
         """Two sums over all ways per layer, each around a ring of them."""
@@ -74,3 +84,10 @@ class Roofline:
         sent = 2 * (self.ways - 1) / self.ways * step.rows * self.shape.hidden * self.shape.width
         each = sent / self.device.link if self.device.link else 0.0
         return 2 * self.shape.layers * (each + self.device.latency) * step.share
+
+    def _pass_on(self, step: Step) -> float:
+        """Rows go from stage to stage, each of the ways sending its part."""
+        if self.stages == 1:
+            return 0.0
+        sent = step.rows * self.shape.hidden * self.shape.width / self.ways
+        return (self.stages - 1) * ((sent / self.device.link if self.device.link else 0.0) + self.device.latency)

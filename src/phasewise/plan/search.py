@@ -27,18 +27,21 @@ class TooShort(UserError):
 
 @dataclass(frozen=True)
 class Choice:
-    """One kind of server: `ways` devices share every layer of each of its workers; `depth`: guesses of a decode."""
+    """One kind of server: `ways` devices share every layer of each of its workers, whose layers are divided among
+    `stages` such groups; `depth`: guesses of a decode."""
 
     place: str
     schedule: str
     recipe: str = ""
     ways: int = 1
     depth: int = 0
+    stages: int = 1
 
     def __str__(self) -> str:
         words = [self.place, self.schedule]
         words += [f"recipe {self.recipe}"] if self.recipe else []
-        words += [f"{self.ways} devices per worker"] if self.ways > 1 else []
+        words += [f"{self.ways} devices per {'stage' if self.stages > 1 else 'worker'}"] if self.ways > 1 else []
+        words += [f"{self.stages} stages"] if self.stages > 1 else []
         words += [f"{self.depth} guess{'es' if self.depth > 1 else ''} a step"] if self.depth else []
         return ", ".join(words)
 
@@ -53,12 +56,13 @@ class Space:
     recipes: Sequence[str] = ("",)
     ways: Sequence[int] = (1,)
     depths: Sequence[int] = (0,)
+    stages: Sequence[int] = (1,)
 
     def choices(self) -> Iterator[Choice]:
-        every = product(self.places, self.schedules, self.recipes, self.ways, self.depths)
-        for place, schedule, recipe, ways, depth in every:
-            if ways <= self.devices:
-                yield Choice(place, schedule, recipe, ways, depth)
+        every = product(self.places, self.schedules, self.recipes, self.ways, self.depths, self.stages)
+        for place, schedule, recipe, ways, depth, stages in every:
+            if ways * stages <= self.devices:
+                yield Choice(place, schedule, recipe, ways, depth, stages)
 
 
 def places(workers: int, machine: bool = False) -> list[str]:
@@ -109,7 +113,7 @@ class Question:
         if self.source(choice).machine:
             return 1
         policy = self.scene(choice).policy()
-        return (1 if policy is None else len(policy.worker_specs())) * choice.ways
+        return (1 if policy is None else len(policy.worker_specs())) * choice.ways * choice.stages
 
     def at(self, choice: Choice, rate: float) -> Outcome:
         return run(self.scene(choice), self.load.jobs(self.slo, rate))

@@ -32,7 +32,8 @@ from phasewise.verbs.schedule import Scheduler
 class Source:
     """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
     where that is the user's to say; `beside`: how workers of so many threads slow each other down; `served`: what a
-    server adds, by whether it has workers; `machine`: all workers of a server share one device, a machine's cores."""
+    server adds, by whether it has workers; `machine`: all workers of a server share one device, a machine's cores;
+    `stages`: in which a worker's steps follow each other through the layers."""
 
     cost: Callable[[str, int | None], Cost]
     kv_bytes: Callable[[str], int | None]
@@ -42,6 +43,7 @@ class Source:
     beside: Callable[[int | None], Beside] = lambda threads: {}
     served: Callable[[bool], Serving] = lambda workers: Serving()
     machine: bool = False
+    stages: int = 1
 
 
 def measured(profile: Profile, recipe: str = "") -> Source:
@@ -58,13 +60,15 @@ def measured(profile: Profile, recipe: str = "") -> Source:
     )  # fmt: skip
 
 
-def known(devices: Mapping[str, str], ways: int, shape: Shape) -> Source:
+def known(devices: Mapping[str, str], ways: int, shape: Shape, stages: int = 1) -> Source:
     """Devices by their files, or measured, by role; "" stands for all roles that are not named. Raises UserError."""
 
     def priced(name: str) -> Roofline | Silicon:
-        return (
-            silicon(Place.parse(name), shape, ways) if name.startswith(PREFIX) else Roofline(device(name), shape, ways)
-        )
+        if not name.startswith(PREFIX):
+            return Roofline(device(name), shape, ways, stages)
+        if stages > 1:
+            raise UserError(f"stages={stages}: {PREFIX} has no steps in stages; take a device file, or one stage")
+        return silicon(Place.parse(name), shape, ways)
 
     made = {role: priced(name) for role, name in devices.items()}
 
@@ -75,8 +79,9 @@ def known(devices: Mapping[str, str], ways: int, shape: Shape) -> Source:
         return found
 
     return Source(
-        lambda role, threads: of(role), lambda role: int(of(role).kv_bytes), int(shape.row_bytes), shape.layers, 1
-    )
+        lambda role, threads: of(role), lambda role: int(of(role).kv_bytes), int(shape.row_bytes), shape.layers, 1,
+        stages=stages,
+    )  # fmt: skip
 
 
 def devices(text: str) -> dict[str, str]:
@@ -126,7 +131,7 @@ class Setting:
         for role in roles:
             source.cost(role, None)
         engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache,
-                        self.drafts)  # fmt: skip
+                        self.drafts, source.stages)  # fmt: skip
         served = source.served(made is not None)
         layout = Layout(
             engine, cache(source.cost), budget, self.link, self.revive,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from phasewise.engine.admission import Admission
 from phasewise.engine.queues import Queues
@@ -23,7 +24,8 @@ from phasewise.verbs.schedule import Scheduler, Work
 
 @dataclass(frozen=True)
 class Engine:
-    """What the engines of all workers have in common. `schedule` makes a scheduler for one; `layers`: of the model."""
+    """What the engines of all workers have in common. `schedule` makes a scheduler for one; `layers`: of the model;
+    `stages`: of each worker, as many steps of which may be under way, each with requests of its own."""
 
     schedule: Callable[[], Scheduler]
     row_bytes: int
@@ -31,6 +33,21 @@ class Engine:
     max_running: int = 64
     prefix_cache: bool = False
     drafts: Drafts = NONE
+    stages: int = 1
+
+
+class UnderWay(NamedTuple):
+    """A step that is not over. `prompts`: whether some of its works compute prompts."""
+
+    works: Sequence[tuple[Work, Any]]  # with the KV that each had: who was preempted meanwhile has another, or none
+    prompts: bool
+
+
+class Begun(NamedTuple):
+    """When the next step may begin, and when this one is over: the same where there is one stage."""
+
+    next: float
+    over: float
 
 
 class Station:
@@ -58,9 +75,9 @@ class Station:
         self.added = 0.0  # seconds of a step with decodes that are its server's
         self.joules = self.money = 0.0
         self.out: list[Job] = []  # who got tokens in the last step, or left
-        self.works: list[Work] = []  # of the step under way
-        self.prompts = False  # whether some of them compute prompts
-        self.guesses = 0  # the most that one of them brings
+        self.under_way: deque[UnderWay] = deque()  # steps, the oldest first
+        self.free = [0.0] * engine.stages  # when each stage is
+        self.guesses = 0  # the most that a request brings to the step that begins
 
     # ---- requests
     def add(self, job: Job) -> bool:
@@ -100,18 +117,20 @@ class Station:
         return ROUND * self.engine.row_bytes * len(self.running)
 
     # ---- steps
-    def begin(self, now: float) -> float | None:
-        """Plan a step. -> the seconds it takes; None where there is nothing to do, or no room"""
+    def begin(self, now: float) -> Begun | None:
+        """Plan a step. None where there is nothing to do, or no room"""
         self.out = []
         if self.waiting:
             self._admit()
-        if not self.running:
+        live = self.running if self.engine.stages == 1 else self._live()
+        if not live:
             return None
-        works = self.room.reserve(self.schedule.plan(self.running, now))
-        self.works = [work for work in works if work.job.kv is not None]
-        if not self.works:
+        planned = self.room.reserve(self.schedule.plan(live, now))
+        works = [work for work in planned if work.job.kv is not None]
+        if not works:
             return None
-        step = self._step()
+        step, prompts = self._step(works)
+        self.under_way.append(UnderWay([(work, work.job.kv) for work in works], prompts))
         price = self.cost.price(step)
         seconds = (price.seconds + self.guesses * self.engine.drafts.seconds) * self.slower
         if self.beside:
@@ -119,11 +138,25 @@ class Station:
             seconds *= slowed(self.beside, self.path, self.others)
         if step.decode_rows:
             seconds += self.added
-        self.busy += seconds
+        each = seconds / self.engine.stages
+        self.busy += each
         self.joules += price.joules
         self.money += price.money
         self.counters.steps += 1
-        return seconds
+        return self._through(now, each)
+
+    def _live(self) -> list[Job]:
+        """Who may join another step: nobody twice, and no more than leaves as many for each stage."""
+        busy = {id(work.job) for step in self.under_way for work, _ in step.works}
+        most = -(-len(self.running) // self.engine.stages)
+        return [job for job in self.running if id(job) not in busy][:most]
+
+    def _through(self, now: float, each: float) -> Begun:
+        """A step goes through all stages, each as long, and waits where the one before it is still there."""
+        at = now
+        for stage, free in enumerate(self.free):
+            at = self.free[stage] = max(at, free) + each
+        return Begun(self.free[0], at)
 
     def _admit(self) -> None:
         for job in list(self.waiting):
@@ -134,15 +167,16 @@ class Station:
             self.counters.prefix_hits += job.computed
             self.queues.move(cast(Any, job), self.queues.running)
 
-    def _step(self) -> Step:
-        """What the works compute. A part of the depth counts as a part of the rows."""
-        step = Step()
+    def _step(self, works: Sequence[Work]) -> tuple[Step, bool]:
+        """What the works compute, and whether prompts are among it. A part of the depth counts as a part of the
+        rows."""
+        step, prompts = Step(), False
         decodes = context = 0
-        self.prompts, self.guesses = False, 0
-        for work in self.works:
+        self.guesses = 0
+        for work in works:
             job, rows = work.job, work.rows
             if job.prefilling:
-                self.prompts = True
+                prompts = True
                 share = 1.0 if work.layers is None else (work.layers[1] - work.layers[0]) / self.engine.layers
                 step.prefill_rows += rows * share  # type: ignore[assignment]
                 step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
@@ -161,15 +195,15 @@ class Station:
                     step.emits += guesses
                     step.pairs += job.computed * (rows - 1) + rows * (rows - 1) / 2
         step.decode_rows, step.context = decodes, context
-        return step
+        return step, prompts
 
     def finish(self, now: float) -> list[Job]:
-        """The step is over. -> the requests that got a token, or left; those whose prompt is done and that depart are
-        among them, out of the queues and with their KV"""
-        counters = self.counters
-        for work in self.works:
+        """The oldest step is over. -> the requests that got a token, or left; those whose prompt is done and that
+        depart are among them, out of the queues and with their KV"""
+        counters, self.out = self.counters, []
+        for work, kv in self.under_way.popleft().works:
             job: Job = work.job
-            if job.kv is None:
+            if kv is None or job.kv is not kv:
                 continue  # preempted for another's rows, or cancelled
             was, before = job.prefilling, job.computed
             counters.rows += work.rows
@@ -193,5 +227,4 @@ class Station:
             elif was and (job.departs or self.departs) and not job.prefilling:
                 self.queues.move(cast(Any, job), self.queues.departed)
             self.out.append(job)
-        self.works = []
         return self.out

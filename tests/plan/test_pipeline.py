@@ -1,0 +1,118 @@
+"""Stages that each have a part of the layers: steps follow each other through them, against closed forms."""
+
+from __future__ import annotations
+
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from phasewise.bench.workloads import Fixed, Lognormal
+from phasewise.errors import UserError
+from phasewise.plan.arrivals import Load
+from phasewise.plan.cost import Step
+from phasewise.plan.device import device
+from phasewise.plan.job import Job
+from phasewise.plan.roofline import Roofline
+from phasewise.plan.search import Choice, Space
+from phasewise.plan.setting import known
+from phasewise.plan.shape import Shape
+from phasewise.plan.simulate import run
+from phasewise.plan.world import Link
+from phasewise.request.params import SLO
+from tests.plan.scenes import ROW, Linear, scene
+from tests.plan.test_simulate import ONE, PLACES, mean_ttft, prompts, settled
+
+LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
+
+
+@pytest.mark.parametrize(("stages", "rate"), [(1, 0.7), (2, 0.8), (2, 1.5), (4, 2.8)])
+def test_prompts_wait_as_distserves_form_has_it(stages: int, rate: float) -> None:
+    """arXiv 2401.09670: a prompt takes D whatever it waits, and waits as at one server that takes D / K:
+    D + R * (D / K)^2 / (2 * (1 - R * D / K)); for K = 2 that is D + R * D^2 / (4 * (2 - R * D))."""
+    found = mean_ttft(run(scene(Linear(1.0), schedule=ONE, stages=stages), prompts(60_000, rate)))
+    each = 1 / stages
+    assert found == pytest.approx(1 + rate * each**2 / (2 * (1 - rate * each)), rel=0.03)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_decodes_are_divided_among_the_stages(stages: int) -> None:
+    """Eight streams: each step takes a share of them, and as many steps are under way as there are stages."""
+    jobs = [Job(str(i), range(i * 100, i * 100 + 8), 400, 0.0) for i in range(8)]
+    outcome = run(scene(Linear(0.01, 0.001), stages=stages), jobs)
+    settled(outcome)
+    assert fmean(job.tpot or 0.0 for job in jobs) == pytest.approx(0.01 + 0.001 * 8 / stages, rel=0.03)
+    assert outcome.numbers()["busy_share"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_lone_request_is_not_faster() -> None:
+    for stages in (1, 4):
+        job = Job("a", range(100), 11, 0.0)
+        run(scene(Linear(0.01, 0.001), stages=stages), [job])
+        assert job.ttft == pytest.approx(0.11)
+        assert job.tpot == pytest.approx(0.011)
+
+
+def test_no_step_overtakes_another() -> None:
+    """A short step behind a long one leaves each stage after it: the long one ends at 1, the short one 0.05 later."""
+    long, short = Job("a", range(1000), 2, 0.0), Job("b", range(5000, 5100), 2, 0.0)
+    run(scene(Linear(0.0, 0.001), schedule="prefill_first:budget=1000", stages=2), [long, short])
+    assert (long.first_token, short.first_token) == (pytest.approx(1.0), pytest.approx(1.05))
+
+
+@pytest.mark.parametrize("place", ["colocated", *PLACES[:3]])
+@pytest.mark.parametrize("schedule", ["sarathi:budget=256", "layered:rows_per_group=64", "slo"])
+@pytest.mark.parametrize("rows", [1 << 20, 12_000])
+def test_everybody_is_served_and_all_memory_comes_back(place: str, schedule: str, rows: int) -> None:
+    """With too little memory, too: who is preempted while his step is under way starts again, and no row counts
+    twice."""
+    load = Load(Lognormal(), 300, 40.0)
+    cost = Linear(0.005, 1e-4)
+    outcome = run(scene(cost, place, schedule=schedule, kv_bytes=rows * ROW, stages=3), load.jobs(SLO(0.5, 0.05)))
+    settled(outcome)
+    assert all(job.n_out == job.new for job in outcome.jobs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_may_die_with_steps_under_way(seed: int) -> None:
+    rng = Random(seed)
+    deaths = [(rng.uniform(0.0, 6.0), rng.randrange(4)) for _ in range(5)]
+    made = scene(Linear(0.005, 1e-4), PLACES[1], link=Link(20e6, 0.01), deaths=deaths, stages=2)
+    outcome = run(made, Load(Lognormal(), 300, 40.0).jobs(SLO()))
+    settled(outcome)
+    assert outcome.numbers()["workers_lost"] == 5
+
+
+def test_stages_hold_a_part_of_the_layers_and_pass_rows_on() -> None:
+    one, four = Roofline(device("h100"), LLAMA_8B), Roofline(device("h100"), LLAMA_8B, stages=4)
+    step = Step(prefill_rows=4096, pairs=4096 * 4097 / 2, prefixes=4096, emits=1)
+    h100 = device("h100")
+    hops = 3 * (4096 * 4096 * 2 / h100.link + h100.latency)
+    assert four.seconds(step) == pytest.approx(one.seconds(step) + 3 * h100.overhead + hops)
+    assert four.kv_bytes == pytest.approx(4 * h100.memory - LLAMA_8B.weight_bytes)
+    assert four.price(step).money == pytest.approx(one.price(step).money * four.seconds(step) / one.seconds(step))
+
+
+def test_a_model_that_is_too_large_for_one_device_fits_in_stages() -> None:
+    large = Shape(80, 8192, 64, 8, 128, 28672, 32000)
+    with pytest.raises(UserError, match="share them among at least 2"):
+        Roofline(device("h100"), large)
+    assert Roofline(device("h100"), large, stages=2).kv_bytes > 0
+    with pytest.raises(UserError, match="stages=3 does not divide 80 layers"):
+        Roofline(device("h100"), large, stages=3)
+    with pytest.raises(UserError, match="has no steps in stages"):
+        known({"": "aiconfigurator:h100_sxm/trtllm"}, 1, large, 2)
+
+
+def test_stages_are_devices() -> None:
+    space = Space(4, ("colocated",), ("sarathi",), ways=(1, 2, 4), stages=(1, 2, 4))
+    assert [(one.ways, one.stages) for one in space.choices()] == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    assert str(Choice("colocated", "sarathi", ways=2, stages=4)) == "colocated, sarathi, 2 devices per stage, 4 stages"
+
+
+def test_more_stages_carry_a_higher_rate_of_prompts() -> None:
+    """As many as there are stages, at nearly the same TTFT: the trade that DistServe's search makes."""
+    one, two = (run(scene(Linear(0.1, 0.001), schedule=ONE, stages=stages), Load(Fixed(100, 1), 5000, 6.0).jobs(SLO()))
+                for stages in (1, 2))  # fmt: skip
+    assert mean_ttft(one) > 5.0  # it cannot keep up
+    assert mean_ttft(two) < 0.4
