@@ -1,6 +1,6 @@
 """The headline shapes of DistServe and Splitwise, by simulation on device files.
 
-    python scripts/headlines.py [distserve] [splitwise] [--seconds 30] [--out FILE.json]
+    python scripts/headlines.py [--which distserve|splitwise] [--seconds 30] [--out FILE.json]
 
 DistServe (arXiv 2401.09670): goodput per device of pools for each phase over one engine that does both, as targets get
 tighter, on A100 with a model of 13B sizes. Splitwise (arXiv 2311.18677): the load that clusters of the same power, and
@@ -212,7 +212,7 @@ def told_splitwise(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("which", nargs="*", choices=["distserve", "splitwise", []], default=["distserve", "splitwise"])
+    parser.add_argument("--which", choices=["distserve", "splitwise", "both"], default="both")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -221,7 +221,7 @@ def main() -> int:
         ("distserve", distserve, told_distserve),
         ("splitwise", splitwise, told_splitwise),
     ):
-        if name in args.which:
+        if args.which in (name, "both"):
             kept[name] = list(rows(args.seconds))
             print(f"## {name}\n\n{told(kept[name])}\n", flush=True)
             if args.out is not None:
