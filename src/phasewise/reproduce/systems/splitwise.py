@@ -34,7 +34,7 @@ SYSTEM = System(
     control_is="prompts computed in one piece: there is nothing to send while they are",
     load=LOAD,
     exact=True,
-    missing=("provisioning by cost and power, which is not built yet", "machines of different kinds",
+    missing=("provisioning by cost and power (`scripts/headlines.py` simulates it)", "machines of different kinds",
              "layers sent one by one under the default scheduler"),
     counters=(
         Counter("KV bytes sent", "rows of the prompts x bytes of a row",
