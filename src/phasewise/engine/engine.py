@@ -330,6 +330,8 @@ class Engine:
         own = self.recipes[request.recipe].counters
         own.rows += span.rows
         span.kv.commit(outcome.keep)
+        for tell in span.phase.told:
+            tell(span, outcome.keep)
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
