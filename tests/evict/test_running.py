@@ -296,9 +296,10 @@ def test_noise_is_gumbels() -> None:
 # ---- knobs
 @pytest.mark.parametrize(("cls", "knobs", "value"), [
     (H2O, {"heavy": -1}, "heavy=-1"), (H2O, {"heavy": 0, "recent": 0}, "heavy=0 and recent=0"),
-    (H2O, {"lot": 0}, "lot=0"), (H2O, {"layers": "cone"}, "layers='cone'"), (H2O, {"heads": "all"}, "heads='all'"), (Tova, {"keep": 0}, "keep=0"),
-    (Tova, {"beta": 0.5}, "beta=0.5"), (Keyformer, {"keep": -1}, "keep=-1"), (Keyformer, {"recent": 2}, "recent=2"),
-    (Keyformer, {"tau": 0}, "tau=0"), (Keyformer, {"tau_step": -1}, "tau_step=-1"), (H2O, {"least": 2}, "least=2"),
+    (H2O, {"lot": 0}, "lot=0"), (H2O, {"layers": "cone"}, "layers='cone'"), (H2O, {"heads": "all"}, "heads='all'"),
+    (Tova, {"keep": 0}, "keep=0"), (Tova, {"beta": 0.5}, "beta=0.5"), (Keyformer, {"keep": -1}, "keep=-1"),
+    (Keyformer, {"recent": 2}, "recent=2"), (Keyformer, {"tau": 0}, "tau=0"),
+    (Keyformer, {"tau_step": -1}, "tau_step=-1"), (H2O, {"least": 2}, "least=2"),
 ])  # fmt: skip
 def test_bad_knobs_are_named(cls: Any, knobs: dict[str, Any], value: str) -> None:
     with pytest.raises(UserError, match=value):
