@@ -20,7 +20,14 @@ from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.options import parse
 from phasewise.reproduce.controls import (
-    Coarse, CutTwice, OneChunk, OtherLayers, RandomGuess, RandomPages, RandomRows, RandomRunning,
+    Coarse,
+    CutTwice,
+    OneChunk,
+    OtherLayers,
+    RandomGuess,
+    RandomPages,
+    RandomRows,
+    RandomRunning,
 )  # fmt: skip
 from phasewise.reproduce.play import Entry, Run, play
 from tests import tiny
