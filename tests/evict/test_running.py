@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,11 +52,12 @@ def fresh(name: str) -> Slow:
                                                              "tau", "step", "ada", "by_layer")})  # fmt: skip
 
 
-def truth(name: str, model: Any = None, upto: int = END) -> tuple[Slow, torch.Tensor]:
+@cache
+def truth(name: str, model: Any = None) -> tuple[Slow, torch.Tensor]:
     """The simulation, fed a row at a time. -> it, and the logits of all rows"""
     slow = fresh(name)
     one = Walk(model or tiny.model(), TOKENS[:PROMPT], evict=slow)
-    logits = [one.feed(TOKENS[:PROMPT]), *(one.feed([token]) for token in TOKENS[PROMPT:upto])]
+    logits = [one.feed(TOKENS[:PROMPT]), *(one.feed([token]) for token in TOKENS[PROMPT:])]
     return slow, torch.cat(logits)
 
 
@@ -208,20 +210,19 @@ def test_prompts_of_all_queries_share_no_prefix() -> None:
         assert engine.counters.prefix_hits == hits
 
 
-def test_the_state_is_booked_and_travels() -> None:
-    """Scores are plain tensors in the drawer, and the bytes they may take are in the ledger."""
-    engine = tiny.engine({"evict": "h2o:heavy=9,recent=5"}, prefix_cache=False)
-    plain = tiny.engine({}, prefix_cache=False)
-    used = []
-    for each in (engine, plain):
-        request = Request(TOKENS[:PROMPT], tiny.greedy(4))
-        each.add(request)
-        each.step()
-        used.append(each.kv_bytes)
-        if each is engine:
-            scores = request.state["h2o"]
-            assert sorted(scores) == [0, 1, 2, 3] and all(type(s) is torch.Tensor for s in scores.values())
-            assert sum(s.nbytes for s in scores.values()) <= request.kv.beside  # type: ignore[union-attr]
+@pytest.mark.parametrize(("verbs", "heads"), [("h2o:heavy=9,recent=5", 2), ("tova:keep=9", 1)])
+def test_scores_are_booked_and_plain(verbs: str, heads: int) -> None:
+    """Tensors in the drawer, and the bytes that they may take are in the ledger."""
+    engine = tiny.engine({"evict": verbs}, prefix_cache=False)
+    request = Request(TOKENS[:PROMPT], tiny.greedy(40))
+    engine.add(request)
+    while request.n_out < 39:
+        engine.step()
+        scores, kv = request.state[verbs.partition(":")[0]], request.kv
+        assert kv is not None and sorted(scores) == [0, 1, 2, 3]
+        taken = [own.nbytes for own in scores.values()]
+        assert taken == [4 * heads * layer.n for layer in kv.layers]
+        assert sum(taken) <= kv.beside == engine.kv_bytes - kv.bytes
 
 
 # ---- Keyformer and H2O

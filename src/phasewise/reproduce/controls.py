@@ -157,7 +157,7 @@ class _RandomRunning(Running):
 
     def _drawn(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
         alike = torch.zeros(found.shape[2], dtype=torch.int64)
-        heads = torch.zeros(1, dtype=torch.int64) if self.way.together else torch.arange(found.shape[0])
+        heads = torch.arange(1 if self.way.together else found.shape[0]) if read.part.heads is None else read.part.heads
         drawn = gumbel(alike + self.seed, alike, read.part.positions[:, : found.shape[-1]], heads, 1, read.layer)
         return drawn.expand_as(found)
 

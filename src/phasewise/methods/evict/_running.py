@@ -194,7 +194,8 @@ class Running:
     def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
         state, parts = self.trail.layers(request).get(layer), request.kv.layers[layer].read()
-        if state is None or not parts:
+        if state is None or not parts:  # a layer that no row will run again
+            self.trail.drop(request, layer)
             return None
         rows = self.rows(request.prompt_len, layer)
         whole = all(bool((own > GONE).all()) for own in state)
@@ -226,9 +227,8 @@ class _Level(NamedTuple):
 
 def _levels(read: Read) -> list[_Level]:
     """The rows of a read in the order in which they look: one after another, block after block, or down a tree."""
-    return [
-        _Level(*map(torch.tensor, level)) for level in (_tree(read) if read.span.sees is not None else _chain(read))
-    ]
+    found = _chain(read) if read.span.sees is None else _tree(read)
+    return [_Level(*(torch.tensor(each, device=read.q.device) for each in level)) for level in found]
 
 
 def _chain(read: Read) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:

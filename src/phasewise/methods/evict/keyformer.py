@@ -95,7 +95,12 @@ class _Keyformer(Running):
         beyond = (at - request.prompt_len + 1).clamp_min(0)  # 1 for the first row after the prompt
         if self.knobs.noise:
             heads = torch.arange(part.size[0], device=found.device) if part.heads is None else part.heads
-            seeds = torch.where(beyond > 0, request.params.seed, self.knobs.seed)
+            seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.knobs.seed))
             keys = part.positions[:, : found.shape[-1]]
             found = found + gumbel(seeds, at, keys, heads, found.shape[1], read.layer)
         return found / (self.knobs.tau + self.knobs.tau_step * beyond)[:, None]
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of a seed as torch has them."""
+    return (seed + 2**63) % 2**64 - 2**63
