@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -111,10 +112,7 @@ def test_draft_trees_leave_no_trace(name: str) -> None:
         tokens, parents, path = tree(at)
         got = one.try_(tokens, parents)
         torch.testing.assert_close(got[path], want[at : at + 4], **CLOSE)
-        if keep:
-            one.commit(tokens, path[:keep])
-        else:
-            one.kv.commit(0)
+        one.commit(tokens, path[:keep])
         at += keep
     for token in TOKENS[at:]:
         one.feed([token])
@@ -126,10 +124,10 @@ def test_a_step_that_failed_counts_once(name: str) -> None:
     slow, _ = truth(name)
     one, runtime = walked(name)
     for piece in (TOKENS[:25], TOKENS[25:PROMPT], TOKENS[PROMPT : PROMPT + 3], TOKENS[PROMPT + 3 :]):
-        one.try_(piece)
-        one.kv.commit(0)  # it failed
-        one.try_(piece[:1])
-        one.kv.commit(0)
+        for some in (piece, piece[:1]):
+            one.try_(some)
+            with torch.inference_mode():
+                one.kv.commit(0)  # it failed
         one.feed(piece)
     assert left(one, runtime) == slow.left
 
@@ -239,7 +237,7 @@ def test_keyformer_without_noise_is_h2o() -> None:
 
 
 def test_noise_hangs_on_the_seed_and_on_nothing_else() -> None:
-    (prompt, *mates), verbs = tiny.prompts(41, 33, 25), {"evict": "keyformer:keep=12,lot=4"}
+    (prompt, *mates), verbs = tiny.prompts(41, 33, 25), {"evict": "keyformer:keep=12,lot=4,mean=True"}
 
     def rows(seed: int, mates: list[list[int]]) -> Any:
         engine = tiny.engine(verbs)
@@ -288,7 +286,7 @@ def test_noise_is_gumbels() -> None:
     assert abs(float(drawn.mean()) - 0.57722) < 4 * 1.2825 / n**0.5
     assert abs(float(drawn.var()) - 1.64493) < 0.05
     for quantile in (0.01, 0.5, 0.99):
-        at = -torch.tensor(-torch.tensor(quantile).log()).log()
+        at = -math.log(-math.log(quantile))
         assert abs(float((drawn < at).double().mean()) - quantile) < 4 * (quantile * (1 - quantile) / n) ** 0.5
     flat = drawn.flatten(2)
     assert abs(float(torch.corrcoef(torch.stack([flat[0, 0], flat[0, 1]]))[0, 1])) < 0.04, "heads are independent"
