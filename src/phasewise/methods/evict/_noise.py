@@ -36,6 +36,6 @@ def gumbel(seeds: Tensor, rows: Tensor, keys: Tensor, heads: Tensor, group: int,
     )
     seed = seeds[None, None, :, None]
     words = philox(counter, (seed & LOW, seed >> 32 & LOW))
-    drawn = torch.stack(torch.broadcast_tensors(*words), 2).flatten(1, 2)[:, :group]  # [h, G, r, n]
+    drawn = torch.stack(words, 2).flatten(1, 2)[:, :group]  # [h, G, r, n]
     uniform = ((drawn >> 9).float() + 0.5) * 2.0**-23  # never 0 or 1, exactly
     return -(-uniform.log()).log()
