@@ -78,8 +78,7 @@ class Walk:
         """Keep the first rows, or a path, of what was tried; then evict."""
         rows = list(range(keep)) if isinstance(keep, int) else keep
         self.kv.commit(keep)
-        for tell in self.span.phase.told:
-            tell(self.span, keep)
+        self.span.phase.tell(self.span, keep)
         request = self.request
         for row in rows:
             if request.computed == request.known:

@@ -54,7 +54,7 @@ class Phase:
     walks: bool = field(init=False)  # rows run `walk` with the model's own weights: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
     choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
-    told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # which rows of a span stayed
+    told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -74,6 +74,11 @@ class Phase:
             return False
         everything = getattr(self.attend, "everything", False)
         return self.watches(span) or (not everything and _looks(self.attend, span))
+
+    def tell(self, span: Span, keep: int | Sequence[int]) -> None:
+        """Tell methods which rows of a span have been committed: the first so many, or a path."""
+        for told in self.told:
+            told(span, keep)
 
     def watches(self, span: Span) -> bool:
         """Whether the evict method acts there."""
