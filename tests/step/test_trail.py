@@ -121,9 +121,9 @@ def test_the_state_of_the_last_row_that_stays_is_the_requests() -> None:
     one.feed(TOKENS[:3])
     assert trail.layers(one.request)[2].tolist() == [[200.0, 201.0, 202.0]] * 2
     twin = one.fork()
-    one.try_([*TOKENS[3:5], 9, 8], [-1, 0, 0, 2])
+    one.try_([TOKENS[3], 9, TOKENS[4], 8], [-1, 0, 0, 2])
     assert trail.layers(one.request)[2].tolist() == [[200.0, 201.0, 202.0]] * 2, "nobody has said that they stay"
-    one.commit([*TOKENS[3:5], 9, 8], [0, 2])
+    one.commit([TOKENS[3], 9, TOKENS[4], 8], [0, 2])
     for layer in range(4):  # slots 3 and 5 of what row 2 left
         assert trail.layers(one.request)[layer].tolist() == [[200.0, 201.0, 202.0, 203.0, 205.0]] * 2
         assert trail.layers(twin.request)[layer].shape == (2, 3)
