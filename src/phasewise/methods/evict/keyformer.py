@@ -31,9 +31,9 @@ class Keyformer:
 
     `keep` up to 1 is a share of the prompt, above 1 a number of rows. Noise of rows after the prompt hangs on the
     request's seed, that of prompts on `seed`, so that samples of one prompt can share it. Without noise, at `tau` 1 and
-    `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. Drawing the noise is
-    the price: some ten times a prompt's attention. A prompt's rows are of use to nobody else. Left out: scores from the
-    attention kernel itself.
+    `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. The price
+    is a random number for every query row, key and query head of a prompt, in every layer. A prompt's rows are of use
+    to nobody else. Left out: scores from the attention kernel itself.
     """
 
     keep: float = 0.6
