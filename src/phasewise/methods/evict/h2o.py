@@ -24,9 +24,9 @@ class H2O:
     Both up to 1 are shares of the prompt, above 1 numbers of rows. Rows that have been there for long have had more
     queries; `mean` divides a score by how many could have seen the row. Budgets are means: with layers "pyramid" early
     layers keep more heavy rows, with heads "ada" the heads of a layer compete for them when the prompt is complete, and
-    then keep what they got. A prompt's scores are a second product of all its queries and keys, and every later row reads
-    its keys twice. A prompt's rows are of use to nobody else, as all its queries must be seen. `lot` rows are dropped
-    together, which changes no token. Left out: scores from the attention kernel itself.
+    then keep what they got. A prompt's scores are a second product of all its queries and keys, and every later row
+    reads its keys twice. A prompt's rows are of use to nobody else, as all its queries must be seen. `lot` rows are
+    dropped together, which changes no token. Left out: scores from the attention kernel itself.
     """
 
     heavy: float = 0.1
