@@ -33,7 +33,7 @@ SYSTEM = System(
                 lambda case: case.method.steps[-2].kv,
                 lambda case: (budget(case) + (NEW - 2) % LOT) * case.row_bytes),
         Counter("most KV bytes held while decoding", "(keep x prompt + a lot - 1) x bytes of a row",
-                lambda case: max(step.kv for step in case.method.steps[:-1]),
+                lambda case: max(step.kv for step in case.method.decoding),
                 lambda case: (budget(case) + LOT - 1) * case.row_bytes),
         Counter("KV bytes read while decoding", "1.5 x what is held at each row: keys are read twice",
                 lambda case: sum(step.read for step in case.method.decoding),
