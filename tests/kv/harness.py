@@ -70,14 +70,15 @@ class Walk:
             positions, sees = [start + depth for depth in depths(parents)], ancestors(parents)
         phase = self.plain if self.request.prefilling else self.phase
         self.kv.reserve(len(tokens))
-        span = Span(self.request, self.kv, phase, list(tokens), positions, sees)
-        return self.model.head(forward(self.model, [span], self.counters).x)
+        self.span = Span(self.request, self.kv, phase, list(tokens), positions, sees)
+        return self.model.head(forward(self.model, [self.span], self.counters).x)
 
     @torch.inference_mode()
     def commit(self, tokens: Sequence[int], keep: int | list[int]) -> None:
         """Keep the first rows, or a path, of what was tried; then evict."""
         rows = list(range(keep)) if isinstance(keep, int) else keep
         self.kv.commit(keep)
+        self.span.phase.tell(self.span, keep)
         request = self.request
         for row in rows:
             if request.computed == request.known:

@@ -27,6 +27,12 @@ PARAMS = {
     [
         {},
         {"evict": "snapkv:keep=8,window=4"},
+        {"evict": "snapkv:keep=8,window=4,heads=ada,layers=pyramid"},
+        {"evict": "h2o:heavy=8,recent=4,lot=4"},
+        {"evict": "snapkv:keep=12,window=4,heads=ada"},
+        {"evict": "h2o:heavy=8,recent=4,lot=4,heads=ada"},
+        {"evict": "tova:keep=12,lot=4"},
+        {"evict": "keyformer:keep=12,lot=4"},
         {"evict": "streaming:sinks=3,window=20"},
         {"attend": "quest:page=4,budget=12,dense_layers=1"},
         {"decode": "block_diffusion:block=8"},

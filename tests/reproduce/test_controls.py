@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,24 @@ from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.decode.speculative import Speculative
+from phasewise.methods.evict._allot import Spread
+from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.snapkv import SnapKV
+from phasewise.methods.evict.tova import Tova
 from phasewise.methods.skip.unified import Unified
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.reproduce.controls import Coarse, CutTwice, OneChunk, OtherLayers, RandomGuess, RandomPages, RandomRows
+from phasewise.reproduce.controls import (
+    Coarse,
+    CutTwice,
+    OneChunk,
+    OtherLayers,
+    RandomGuess,
+    RandomPages,
+    RandomRows,
+    RandomRunning,
+)  # fmt: skip
 from phasewise.reproduce.play import Entry, Run, play
 from tests import tiny
 
@@ -35,11 +48,31 @@ def test_random_rows_hold_and_read_as_much_as_snapkv_but_others() -> None:
     chosen, drawn = (
         run(entries, evict=evict) for evict in (SnapKV(keep=0.25, window=16), RandomRows(keep=0.25, window=16))
     )
-    assert [(s.kv, s.read) for s in chosen.steps] == [(s.kv, s.read) for s in drawn.steps]
+    assert [s.kv for s in chosen.steps] == [s.kv for s in drawn.steps]
+    assert [s.read for s in chosen.decoding] == [s.read for s in drawn.decoding]
     assert run(entries).outs != drawn.outs != chosen.outs
     assert (
         run(entries, evict=RandomRows(0.25, 16)).outs == drawn.outs != run(entries, evict=RandomRows(0.25, 16, 1)).outs
     )
+
+
+@pytest.mark.parametrize("spread", [Spread("pyramid", beta=5.0), Spread(heads="ada"), Spread("pyramid", "ada")])
+def test_random_rows_lie_where_a_spread_says(spread: Spread) -> None:
+    entries, knobs = lone(200, 12), {"layers": spread.layers, "heads": spread.heads, "beta": spread.beta}
+    chosen = run(entries, evict=SnapKV(keep=0.25, window=16, **knobs))
+    drawn = run(entries, evict=RandomRows(keep=0.25, window=16, spread=spread))
+    assert [s.kv for s in chosen.steps] == [s.kv for s in drawn.steps]
+    assert drawn.outs != chosen.outs
+
+
+@pytest.mark.parametrize("method", [H2O(heavy=0.1, recent=0.1), Tova(keep=40), H2O(30, 10, layers="pyramid", lot=3)])
+def test_random_running_holds_as_much_but_others(method: Any) -> None:
+    entries, control = lone(200, 45), RandomRunning(method)
+    chosen, drawn = run(entries, evict=method), run(entries, evict=control)
+    assert [s.kv for s in chosen.steps] == [s.kv for s in drawn.steps]
+    assert [s.read for s in chosen.decoding] == [s.read for s in drawn.decoding]
+    assert run(entries).outs != drawn.outs != chosen.outs
+    assert drawn.outs != run(entries, evict=replace(control, seed=1)).outs
 
 
 def test_random_rows_that_keep_everything_change_nothing() -> None:

@@ -58,8 +58,9 @@ class Assembly:
             sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
             wire=wire,
         )
-        attends = {id(phase.attend): phase.attend for phase in phases}.values()
-        store.book(attend.beside for attend in attends if hasattr(attend, "beside"))
+        looking: list[Any] = [method for phase in phases for method in (phase.attend, phase.evict)]
+        keeping = {id(method): method for method in looking if hasattr(method, "beside")}.values()
+        store.book(method.beside for method in keeping)
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
 
     def _of(self, sample: Any) -> Bindings:

@@ -330,6 +330,7 @@ class Engine:
         own = self.recipes[request.recipe].counters
         own.rows += span.rows
         span.kv.commit(outcome.keep)
+        span.phase.tell(span, outcome.keep)
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
@@ -337,8 +338,7 @@ class Engine:
         if before < request.high_water:
             own.recomputed += (again := min(request.computed, request.high_water) - before)
             counters.recomputed += again
-        if request.computed > request.high_water:
-            request.high_water = request.computed
+        request.high_water = max(request.high_water, request.computed)
         for each in (counters, own):
             each.drafted += outcome.drafted
             each.accepted += outcome.accepted

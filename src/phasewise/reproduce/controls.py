@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
@@ -14,13 +14,18 @@ from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
 from phasewise.methods.draft.swift import SelfDrafter, Swift
+from phasewise.methods.evict._allot import UNIFORM, Spread, allot
+from phasewise.methods.evict._noise import gumbel
+from phasewise.methods.evict._running import Running
+from phasewise.methods.evict.h2o import H2O
+from phasewise.methods.evict.keyformer import Keyformer
+from phasewise.methods.evict.tova import Tova
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, headroom
-from phasewise.verbs.evict import retain
 from phasewise.verbs.host import Host
 from phasewise.verbs.schedule import Work
 from phasewise.verbs.store import Codec
@@ -90,21 +95,22 @@ class CutTwice(Control):
 @dataclass(frozen=True)
 class RandomRows(Control):
     """evict: of every prompt a share `keep` stays, as with SnapKV its last `window` rows and others, drawn at random
-    per head."""
+    per head; layers and heads keep as many as `spread` says."""
 
     keep: float
     window: int
     seed: int = 0
+    spread: Spread = UNIFORM
 
     def bind(self, host: Host) -> _RandomRows:
-        return _RandomRows(self)
+        return _RandomRows(self, host.model.config.layers)
 
 
 class _RandomRows:
     observes = 0
 
-    def __init__(self, knobs: RandomRows) -> None:
-        self.knobs = knobs
+    def __init__(self, knobs: RandomRows, layers: int) -> None:
+        self.knobs, self.layers = knobs, layers
 
     def observe(self, read: Read) -> None:
         """Looks at nothing."""
@@ -115,7 +121,7 @@ class _RandomRows:
     def due(self, request: Request) -> bool:
         return not request.prefilling and "random_rows" not in request.state
 
-    def keep(self, request: Request, layer: int) -> Tensor | None:
+    def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
         if layer == len(request.kv.layers) - 1:
             request.state["random_rows"] = True
@@ -123,7 +129,37 @@ class _RandomRows:
         heads, older = part.size[0], part.n - self.knobs.window
         stay = max(int(self.knobs.keep * request.prompt_len), self.knobs.window) - self.knobs.window
         scores = torch.rand(heads, max(older, 0), generator=drawn(self.knobs.seed, request.tokens, layer))
-        return None if stay >= older else retain(scores, stay, part.n - older)
+        if stay >= older:
+            return None
+        rows = self.knobs.spread.of(stay, older, layer, self.layers)
+        return allot(scores, rows, part.n - older, self.knobs.spread)
+
+
+@dataclass(frozen=True)
+class RandomRunning(Control):
+    """evict: as many rows stay as with another method that scores rows as it goes, and as many recent ones, the others
+    drawn at random: of the prompt's, and of those that come after one leaves for each."""
+
+    of: H2O | Tova | Keyformer
+    seed: int = 0
+
+    def bind(self, host: Host) -> _RandomRunning:
+        return _RandomRunning(self.of.bind(host), self.seed)
+
+
+class _RandomRunning(Running):
+    """Every row has a number of its own, which ranks it for good."""
+
+    def __init__(self, of: Running, seed: int) -> None:
+        way = replace(of.way, name="random_running", sums=False, mean=False, shaped=self._drawn)
+        super().__init__(way, of.layers)
+        self.budget, self.seed = of.budget, seed  # type: ignore[method-assign]
+
+    def _drawn(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
+        alike = torch.zeros(found.shape[2], dtype=torch.int64)
+        heads = torch.arange(1 if self.way.together else found.shape[0]) if read.part.heads is None else read.part.heads
+        drawn = gumbel(alike + self.seed, alike, read.part.positions[:, : found.shape[-1]], heads, 1, read.layer)
+        return drawn.expand_as(found)
 
 
 @dataclass(frozen=True)

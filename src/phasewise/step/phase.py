@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ class Phase:
     walks: bool = field(init=False)  # rows run `walk` with the model's own weights: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
     choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
+    told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -63,6 +64,8 @@ class Phase:
         object.__setattr__(self, "walks", self.skip is None or (self.walk is not None and self.delta is None))
         object.__setattr__(self, "sight", getattr(self.evict, "sight", None))
         object.__setattr__(self, "choice", getattr(self.attend, "choice", None))
+        told = dict.fromkeys(getattr(method, "stayed", None) for method in (self.attend, self.evict))
+        object.__setattr__(self, "told", tuple(each for each in told if each is not None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
 
     def looks(self, span: Span) -> bool:
@@ -71,6 +74,11 @@ class Phase:
             return False
         everything = getattr(self.attend, "everything", False)
         return self.watches(span) or (not everything and _looks(self.attend, span))
+
+    def tell(self, span: Span, keep: int | Sequence[int]) -> None:
+        """Tell methods which rows of a span have been committed: the first so many, or a path."""
+        for told in self.told:
+            told(span, keep)
 
     def watches(self, span: Span) -> bool:
         """Whether the evict method acts there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,18 +93,31 @@ class Read:
             self.step.masks[key] = self._build(window)
         return self.step.masks[key]
 
-    def _build(self, window: int | None) -> Tensor:
+    def seen(self, rows: Sequence[int]) -> Tensor | None:
+        """`mask` of some of the read's rows, by number, without what the others' would take: bool [1 | h, r, N]."""
+        local = torch.tensor(list(rows), device=self.q.device)
+        view = None if self.view is None else self.view.mask
+        if self.q.shape[0] == len(rows) and view is None:
+            own = self._own_mask()
+            return own if own is None else own[:, local]
+        own = self._build(self.step.model.config.attention[self.layer].window, local)
+        return own if view is None else own & view[:, local]
+
+    def _build(self, window: int | None, some: Tensor | None = None) -> Tensor:
         part, device = self.part, self.q.device
         every = torch.arange(self.span.rows, device=device)
         rows = every if self.rows is None else every[self.rows]
+        positions = self.q_positions
+        if some is not None:
+            rows, positions = rows[some], positions[some]
         ids = torch.arange(part.fresh, device=device) if part.ids is None else part.ids
         fresh = self.span.seen(rows, ids)
         mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
         if window is not None:
-            distance = self.q_positions[None, :, None] - part.positions[:, None, :]
+            distance = positions[None, :, None] - part.positions[:, None, :]
             if self._moved:  # far rows that are read as if they were near
                 slots, delta = self._moved
-                distance[:, :, slots] -= delta[:, None]
+                distance[:, :, slots] -= (delta if some is None else delta[some])[:, None]
             mask = mask & (distance < window)
         return mask
 

@@ -22,26 +22,26 @@ def attend_all(reads: Sequence[Read], commons: Sequence[native.Common] = ()) -> 
     What some of them have in common is read once for all; `commons` number `reads`. Their members are plain: whole
     spans at positions that are slots, with no view, and no window that hides anything in common.
     """
-    spec, heads = reads[0].step.model.config.attention[reads[0].layer], reads[0].part.size[0]
+    spec = reads[0].step.model.config.attention[reads[0].layer]
     reach = native.reaches(commons, len(reads))
     fews = [read.few(start) for read, start in zip(reads, native.starts(commons, len(reads)))]
-    fit = [few is not None and few.k.shape[0] == heads for few in fews]
     for common in commons:
         reads[common.members[0]].count(common.stop - common.start)
     out: dict[int, Tensor] = {}
-    if not all(fit[m] for common in commons for m in common.members):
+    if not all(fews[m] is not None for common in commons for m in common.members):
         out, commons = _joined(reads, commons, reach), ()
-    together: dict[int, native.Few] = {}
+    groups: dict[int, dict[int, native.Few]] = {}  # a call takes one number of heads, whoever else is there
     for i, (read, few) in enumerate(zip(reads, fews)):
-        if i not in out and (few is None or not fit[i]):
+        if i not in out and few is None:
             out[i] = read.attend()
             continue
         read.count(read.part.size[1] - reach[i])
         if i not in out and few is not None:
-            together[i] = few
-    if together:
+            groups.setdefault(few.k.shape[0], {})[i] = few
+    for together in groups.values():
         place = {i: at for at, i in enumerate(together)}
-        numbered = [common._replace(members=tuple(place[m] for m in common.members)) for common in commons]
+        own = [common for common in commons if common.members[0] in place]  # all its members have all heads
+        numbered = [common._replace(members=tuple(place[m] for m in common.members)) for common in own]
         rows, _ = native.attend(list(together.values()), spec.scale, spec.window, commons=numbered)
         out |= zip(together, torch.split(rows, [few.q.shape[0] for few in together.values()]))
     return [out[i] for i in range(len(reads))]

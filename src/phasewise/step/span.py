@@ -45,6 +45,7 @@ class Span:
     first: int = 0
     block: int = 1
     sure: tuple[int, ...] = ()
+    trail: dict[str, Any] | None = None  # what methods make of its rows, until it is known which stay (step/trail.py)
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
 

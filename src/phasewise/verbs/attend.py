@@ -27,6 +27,8 @@ class Attend(Protocol):
             choose alike, over the same page keys (`kv/pages.py`), and `looks` say what `choice.acts` does
         beside(layer: int, shape: KVShape, end: int) -> int  -- the bytes at most that it keeps (`Part.derived`) beside
             a request's rows of this layer while their positions lie below `end`: booked in the KV budget with the rows
+        stayed(span: Span, keep: int | Sequence[int]) -> None  -- told which rows of a span are committed, as an evict
+            method is
     """
 
     def __call__(self, reads: Sequence[Read]) -> Sequence[Tensor | None]:

@@ -28,6 +28,11 @@ class Evict(Protocol):
         sight: Sight  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing to do:
             native steps then see that much and ask nobody, as long as all heads and layers keep the same rows, the
             first ones and then consecutive ones. `view` is still asked on the open path
+        stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
+            which of a span stay: the first so many, or a path. Rows that were observed and are not told of must leave
+            no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)
+        beside(layer: int, shape: KVShape, end: int) -> int  -- as of an attend method: bytes of what it keeps of a
+            request's rows
     """
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)

@@ -1,0 +1,251 @@
+"""The loop of evictors that score rows as they go: every row's attention changes the scores, and the lowest leaves.
+
+A row at position t reads the rows that are left to it and itself; its weights change their scores; and if more are left
+than the budget, the lowest are given up, before the next row. So what a row sees hangs on all rows before it: those of
+one span go one after another (siblings of a draft tree together), each on its own path. While a prompt is computed
+nothing is given up; when it is complete, all that exceeds the budget is.
+
+Rows that are given up are hidden at once and dropped in lots, since dropping moves a layer's rows: after a step's
+commit a head holds fewer than budget + lot rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.methods.evict._allot import UNIFORM, Spread, allot
+from phasewise.request.request import Request
+from phasewise.step.probe import Shaped, logits, probe
+from phasewise.step.read import Read, View
+from phasewise.step.span import Span
+from phasewise.step.trail import State, Trail, ends
+
+GONE = float("-inf")  # the score of a slot that was given up, or is not on a row's path
+
+
+def share(of: float, rows: int) -> int:
+    """Up to 1 a share of so many rows, above a number of its own."""
+    return int(of * rows) if of <= 1 else int(of)
+
+
+class Budget(NamedTuple):
+    """Rows that are left to each head on average, of which the `recent` last are never given up."""
+
+    rows: int
+    recent: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """What tells the methods apart. `sums`: a row's score is what it has got of all queries, else what the last one
+    gave it; `together`: it is the mean over all heads, which keep the same rows; `mean`: it counts per query that could
+    have seen the row; `shaped`: what is made of the logits before the softmax that scores."""
+
+    name: str
+    sums: bool = True
+    together: bool = False
+    mean: bool = False
+    shaped: Shaped | None = None
+    lot: int = 32
+    spread: Spread = UNIFORM
+
+
+def check_lot(name: str, lot: int) -> None:
+    if lot < 1:
+        raise UserError(f"{name}: lot={lot} must be at least 1: rows that are dropped together")
+
+
+class Running:
+    """A runtime of the verb evict. Its state is a score for every slot that is held (step/trail.py)."""
+
+    observes = 1
+
+    def __init__(self, way: Way, layers: int) -> None:
+        self.way, self.layers = way, layers
+        self.trail = Trail(way.name)
+        self.stayed = self.trail.stayed
+
+    def budget(self, prompt: int) -> Budget:
+        """What is left of a text that began with a prompt of so many rows."""
+        raise NotImplementedError
+
+    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+        return 4 * end * (1 if self.way.together else shape.heads)
+
+    def looks(self, span: Span) -> bool:
+        request = span.request
+        if request.limit <= self.budget(request.prompt_len).rows:
+            return False
+        return self.way.sums or not request.prefilling or span.positions[-1] >= request.prompt_len - 1
+
+    def observe(self, read: Read) -> None:
+        """All is done in `view`, which knows what rows see."""
+
+    def view(self, read: Read) -> View | None:
+        if not self.looks(read.span):
+            return None
+        if not read.span.request.prefilling:
+            return self._decode(read)
+        if self.way.sums:
+            self.trail.add(read, range(read.q.shape[0]), self.way.shaped)
+        else:
+            lasts = [stop - 1 for stop in ends(read)]
+            self.trail.note(read, lasts, self._got(probe(read, lasts, self.way.shaped)[:, :, :, None]))
+        return None
+
+    def _got(self, weights: Tensor) -> Tensor:
+        """What slots get from the weights [h, G, U, B, N] of U times B rows that look together: [h | 1, U, N]."""
+        weights = weights.sum(3) if self.way.sums else weights[:, :, :, -1]
+        return weights.mean((0, 1))[None] if self.way.together else weights.sum(1)
+
+    # ---- rows that come after the prompt
+    def _decode(self, read: Read) -> View | None:
+        before, rows, n = self.trail.before(read), read.q.shape[0], read.part.n
+        assert before is not None, "the prompt's rows have left no scores"
+        found = logits(read, range(rows))  # [h, G, R, N]
+        if self.way.shaped is not None:
+            found = self.way.shaped(read, found, range(rows))
+        own, limits = read.seen(range(rows)), self._limits(read)
+        heads, levels = before.shape[0], _levels(read)
+        count = sum(len(level.steps) for level in levels)
+        after = before.new_full((heads, count + 1, read.part.size[1]), GONE)  # after no step, and after each
+        after[:, 0, :n] = before
+        sees = torch.zeros(heads, rows, read.part.size[1], dtype=torch.bool, device=found.device)
+        for steps, mine, parents in levels:
+            scores = after[:, parents]  # [h', U, N]
+            scores.scatter_(2, (n + mine).expand(heads, -1, -1), 0.0)
+            alive = scores > GONE
+            sees[:, mine] = alive[:, :, None]
+            seen = alive[:, None, :, None] if own is None else alive[:, None, :, None] & own[:, None, mine]
+            got = self._got(found[:, :, mine].masked_fill(~seen, GONE).softmax(-1))
+            scores = scores + got if self.way.sums else got.masked_fill(~alive, GONE)
+            after[:, steps] = self._give_up(scores, limits, read, read.q_positions[mine[:, -1]])
+        lasts = [row for level in levels for row in level.rows[:, -1].tolist()]
+        order = [step for level in levels for step in level.steps.tolist()]
+        self.trail.note(read, lasts, after[:, order])
+        hidden = ~sees if own is None else own & ~sees
+        return View(sees) if bool(hidden.any()) else None
+
+    def _limits(self, read: Read) -> Tensor:
+        """Rows that each head of a read may hold on to, [h | 1, 1]."""
+        request, layer, heads = read.span.request, read.layer, read.part.heads
+        rows = self.rows(request.prompt_len, layer)
+        if self.way.spread.heads == "ada" and rows < request.prompt_len:
+            alive = [int((own > GONE).sum()) for own in self.trail.layers(request)[layer]]
+            if sum(alive) == rows * len(alive):  # each goes on with what it got when the prompt was complete
+                mine = alive if heads is None else [alive[head] for head in heads.tolist()]
+                return torch.tensor(mine, device=read.q.device)[:, None]
+        return torch.tensor([[rows]], device=read.q.device)
+
+    def rows(self, prompt: int, layer: int) -> int:
+        """Rows that are left to the heads of a layer, on average."""
+        rows, recent = self.budget(prompt)
+        if rows >= prompt:
+            return rows
+        return max(1, recent + self.way.spread.of(rows - recent, prompt - recent, layer, self.layers))
+
+    def _give_up(self, scores: Tensor, limits: Tensor, read: Read, at: Tensor) -> Tensor:
+        """Scores [h, U, N] without the lowest, until no head has more than its limit, after rows at `at` [U]. Of equal
+        ones the later leaves."""
+        alive = scores > GONE
+        over = alive.sum(-1) > limits  # [h, U]
+        if not bool(over.any()):
+            return scores
+        recent = self.budget(read.span.request.prompt_len).recent
+        positions, at = read.part.positions[:, None], at[:, None]
+        rivals = alive & (positions <= at - recent)
+        ranks = self._ranks(scores, positions, at)
+        order = torch.arange(scores.shape[-1], device=scores.device)
+        while bool(over.any()):  # once, but where rows of a block have come together
+            left = ranks.masked_fill(~rivals, float("inf"))
+            lowest = (left == left.amin(-1, keepdim=True)) & rivals
+            leaves = (order == (lowest * order).amax(-1, keepdim=True)) & over[..., None]
+            rivals = rivals & ~leaves
+            scores = scores.masked_fill(leaves, GONE)
+            over = (scores > GONE).sum(-1) > limits
+        return scores
+
+    def _ranks(self, scores: Tensor, positions: Tensor, at: Tensor | int) -> Tensor:
+        """What rows are ranked by after a row at `at`."""
+        return scores / (at + 1 - positions).clamp_min(1) if self.way.mean else scores
+
+    # ---- what is really dropped
+    def due(self, request: Request) -> bool:
+        if request.prefilling:
+            return False
+        return any(self._due(request, layer, state) for layer, state in self.trail.layers(request).items())
+
+    def _due(self, request: Request, layer: int, state: State) -> bool:
+        assert request.kv is not None
+        held = state.shape[1] if isinstance(state, Tensor) else sum(len(own) for own in state) // len(state)
+        idle = held - self.rows(request.prompt_len, layer)
+        if idle <= 0 or idle >= self.way.lot:
+            return idle > 0
+        slabs = request.kv.layers[layer].slabs
+        return self.budget(request.prompt_len).rows < request.prompt_len and bool(slabs) and slabs[0].positions is None
+
+    def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
+        assert request.kv is not None
+        state, parts = self.trail.layers(request).get(layer), request.kv.layers[layer].read()
+        if state is None or not parts:  # a layer that no row will run again
+            self.trail.drop(request, layer)
+            return None
+        rows = self.rows(request.prompt_len, layer)
+        whole = all(bool((own > GONE).all()) for own in state)
+        if whole and (not isinstance(state, Tensor) or state.shape[1] <= rows):
+            return None
+        slots: Tensor | list[Tensor]
+        if whole and isinstance(state, Tensor):  # the prompt is complete
+            recent, last = self.budget(request.prompt_len).recent, request.computed - 1
+            older = int((parts[0].positions[0] <= last - recent).sum())
+            ranks = self._ranks(state[:, :older], parts[0].positions[:, :older], last)
+            slots = allot(ranks, rows - recent, parts[0].n - older, self.way.spread)
+        else:
+            slots = [(own > GONE).nonzero()[:, 0] for own in state]
+            if len({len(each) for each in slots}) == 1:
+                slots = torch.stack(slots)
+        if self.way.together:
+            slots = slots[0]
+        self.trail.kept(request, layer, slots)
+        return slots
+
+
+class _Level(NamedTuple):
+    """Steps of which none follows another: their numbers from 1 on [U], their rows [U, B], what they follow [U]."""
+
+    steps: Tensor
+    rows: Tensor
+    parents: Tensor
+
+
+def _levels(read: Read) -> list[_Level]:
+    """The rows of a read in the order in which they look: one after another, block after block, or down a tree."""
+    found = _chain(read) if read.span.sees is None else _tree(read)
+    return [_Level(*(torch.tensor(each, device=read.q.device) for each in level)) for level in found]
+
+
+def _chain(read: Read) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
+    rows, step = range(read.span.rows) if read.rows is None else read.rows, 0
+    blocks: dict[int, list[int]] = {}
+    for slot, row in enumerate(rows):
+        blocks.setdefault(row // read.span.block, []).append(slot)
+    for step, mine in enumerate(blocks.values(), 1):
+        yield [step], [mine], [step - 1]
+
+
+def _tree(read: Read) -> Iterator[tuple[list[int], list[list[int]], list[int]]]:
+    rows = torch.arange(read.span.rows) if read.rows is None else torch.tensor(read.rows)
+    order = torch.arange(1, len(rows) + 1)
+    above = read.span.seen(rows, rows).cpu().tril(-1)  # ancestors, of which the last is the parent
+    parents = (above * order).amax(1).tolist()
+    depths = above.sum(1).tolist()
+    for depth in sorted(set(depths)):
+        mine = [slot for slot, own in enumerate(depths) if own == depth]
+        yield [slot + 1 for slot in mine], [[slot] for slot in mine], [parents[slot] for slot in mine]

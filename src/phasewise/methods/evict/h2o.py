@@ -1,0 +1,72 @@
+"""Rows that have got the most attention so far stay, and the most recent ones (H2O, arXiv 2306.14048).
+
+Promises dense attention's results until `heavy` + `recent` rows are there, and fewer than `lot` more afterwards, per KV
+head. What has left is gone: a later question may find its rows missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.errors import UserError
+from phasewise.methods.evict._allot import Heads, Layers, Spread
+from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.verbs.host import Host
+
+
+@dataclass(frozen=True)
+class H2O:
+    """A row's score is the sum of the weights that all queries have given it, over the query heads of a KV head. When a
+    prompt is complete, the `heavy` best of the older rows stay, and the last `recent` ones; after every further row the
+    lowest of the older ones leaves.
+
+    Both up to 1 are shares of the prompt, above 1 numbers of rows. Rows that have been there for long have had more
+    queries; `mean` divides a score by how many could have seen the row. Budgets are means: with layers "pyramid" early
+    layers keep more heavy rows, with heads "ada" the heads of a layer compete for them when the prompt is complete, and
+    then keep what they got. A prompt's scores are a second product of all its queries and keys, and every later row
+    reads its keys twice. A prompt's rows are of use to nobody else, as all its queries must be seen. `lot` rows are
+    dropped together, which changes no token. Left out: scores from the attention kernel itself.
+    """
+
+    heavy: float = 0.1
+    recent: float = 0.1
+    mean: bool = False
+    lot: int = 32
+    layers: Layers = "uniform"
+    heads: Heads = "uniform"
+    beta: float = 20.0
+    least: float = 0.2
+
+    paper: ClassVar[str] = "arXiv 2306.14048"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"heavy": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"heavy": 5, "recent": 4, "lot": 4}
+    shares_prefix: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.heavy < 0 or self.recent < 0 or not self.heavy + self.recent > 0:
+            raise UserError(
+                f"h2o: heavy={self.heavy} and recent={self.recent} must be at least 0, and one of them above: shares "
+                "of the prompt up to 1, or numbers of rows"
+            )
+        check_lot("h2o", self.lot)
+        self.spread.check("h2o")
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(self.layers, self.heads, self.beta, self.least)
+
+    def bind(self, host: Host) -> _H2O:
+        return _H2O(self, host.model.config.layers)
+
+
+class _H2O(Running):
+    def __init__(self, knobs: H2O, layers: int) -> None:
+        super().__init__(Way("h2o", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread), layers)
+        self.knobs = knobs
+
+    def budget(self, prompt: int) -> Budget:
+        recent = share(self.knobs.recent, prompt)
+        return Budget(max(1, share(self.knobs.heavy, prompt) + recent), recent)

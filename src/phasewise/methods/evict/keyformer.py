@@ -1,0 +1,106 @@
+"""H2O with doubt: noisy, tempered weights add up to scores, and recent rows stay (Keyformer, arXiv 2403.09054).
+
+Promises dense attention's results until `keep` rows are there, and fewer than `lot` more afterwards, per KV head. Equal
+seeds give equal rows, in any batch. What has left is gone: a later question may find its rows missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.methods.evict._allot import Heads, Layers, Spread
+from phasewise.methods.evict._noise import gumbel
+from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.step.read import Read
+from phasewise.verbs.host import Host
+
+
+@dataclass(frozen=True)
+class Keyformer:
+    """A row's score is what all queries have given it of softmax((logits + noise) / temperature), Gumbel(0, 1) noise of
+    each (query row, key, query head) and layer its own, added over the query heads of a KV head. Attention itself has
+    neither. The temperature is `tau` in the prompt and `tau` + j * `tau_step` for the j-th row after it. Of `keep` rows
+    the share `recent` are the last ones; of the others the lowest leaves, when the prompt is complete and after every
+    further row.
+
+    `keep` up to 1 is a share of the prompt, above 1 a number of rows. Noise of rows after the prompt hangs on the
+    request's seed, that of prompts on `seed`, so that samples of one prompt can share it. Without noise, at `tau` 1 and
+    `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. The price
+    is a random number for every query row, key and query head of a prompt, in every layer. A prompt's rows are of use
+    to nobody else. Left out: scores from the attention kernel itself.
+    """
+
+    keep: float = 0.6
+    recent: float = 0.3
+    tau: float = 1.0
+    tau_step: float = 0.01
+    noise: bool = True
+    seed: int = 0
+    mean: bool = False
+    lot: int = 32
+    layers: Layers = "uniform"
+    heads: Heads = "uniform"
+    beta: float = 20.0
+    least: float = 0.2
+
+    paper: ClassVar[str] = "arXiv 2403.09054"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"keep": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"keep": 9, "lot": 4}
+    shares_prefix: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.keep > 0:
+            raise UserError(
+                f"keyformer: keep={self.keep} must be above 0: a share of the prompt up to 1, or a number of rows"
+            )
+        if not 0 <= self.recent <= 1:
+            raise UserError(f"keyformer: recent={self.recent} must lie in [0, 1]: a share of the rows that are kept")
+        if not self.tau > 0 or not self.tau_step >= 0:
+            raise UserError(f"keyformer: tau={self.tau} must be above 0, tau_step={self.tau_step} at least 0")
+        check_lot("keyformer", self.lot)
+        self.spread.check("keyformer")
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(self.layers, self.heads, self.beta, self.least)
+
+    def bind(self, host: Host) -> _Keyformer:
+        return _Keyformer(self, host.model.config.layers)
+
+
+class _Keyformer(Running):
+    def __init__(self, knobs: Keyformer, layers: int) -> None:
+        plain = not knobs.noise and knobs.tau == 1 and knobs.tau_step == 0
+        shaped = None if plain else self._tempered
+        way = Way("keyformer", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread, shaped=shaped)
+        super().__init__(way, layers)
+        self.knobs = knobs
+
+    def budget(self, prompt: int) -> Budget:
+        rows = max(1, share(self.knobs.keep, prompt))
+        return Budget(rows, int(self.knobs.recent * rows))
+
+    def _tempered(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits [h, G, r, n] of some rows to the first n slots, with noise, over the temperature of each row."""
+        request, part = read.span.request, read.part
+        at = read.q_positions[torch.tensor(list(rows), device=found.device)]  # [r]
+        beyond = (at - request.prompt_len + 1).clamp_min(0)  # 1 for the first row after the prompt
+        if self.knobs.noise:
+            heads = torch.arange(part.size[0], device=found.device) if part.heads is None else part.heads
+            seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.knobs.seed))
+            keys = part.positions[:, : found.shape[-1]]
+            found = found + gumbel(seeds, at, keys, heads, found.shape[1], read.layer)
+        return found / (self.knobs.tau + self.knobs.tau_step * beyond)[:, None]
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of a seed as torch has them."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,62 @@
+"""The row that the last query needs least leaves (TOVA, arXiv 2401.06104).
+
+Promises dense attention's results until `keep` rows are there, and fewer than `keep` + `lot` rows afterwards. What has
+left is gone, however much a later query would want it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from phasewise.errors import UserError
+from phasewise.methods.evict._allot import Layers, Spread
+from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.verbs.host import Host
+
+
+@dataclass(frozen=True)
+class Tova:
+    """When a prompt is complete, the `keep` rows that its last row attends to most stay, in a layer the same for all
+    heads (weights are averaged over them); after every further row the least of them leaves. The newest row is a
+    candidate like any other: nothing is protected for being recent.
+
+    `keep` up to 1 is a share of the prompt, above 1 a number of rows; with layers "pyramid" it is a mean, and early
+    layers keep more. Each row's keys are read twice, once for its weights. `lot` rows are dropped together, which
+    changes no token. Left out: heads of different rows, which is the method's own choice.
+    """
+
+    keep: float = 512
+    lot: int = 32
+    layers: Layers = "uniform"
+    beta: float = 20.0
+
+    paper: ClassVar[str] = "arXiv 2401.06104"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"keep": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"keep": 9, "lot": 4}
+
+    def __post_init__(self) -> None:
+        if not self.keep > 0:
+            raise UserError(
+                f"tova: keep={self.keep} must be above 0: a share of the prompt up to 1, or a number of rows"
+            )
+        check_lot("tova", self.lot)
+        self.spread.check("tova")
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(self.layers, "uniform", self.beta)
+
+    def bind(self, host: Host) -> _Tova:
+        return _Tova(self, host.model.config.layers)
+
+
+class _Tova(Running):
+    def __init__(self, knobs: Tova, layers: int) -> None:
+        super().__init__(Way("tova", sums=False, together=True, lot=knobs.lot, spread=knobs.spread), layers)
+        self.keeps = knobs.keep
+
+    def budget(self, prompt: int) -> Budget:
+        return Budget(max(1, share(self.keeps, prompt)), 0)

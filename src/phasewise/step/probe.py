@@ -1,0 +1,70 @@
+"""How rows spread their attention over what they see: for methods that score cached rows by it.
+
+Kernels do not say, so keys are read once more for it, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phasewise.ops import attention as ops
+
+if TYPE_CHECKING:
+    from phasewise.step.read import Read
+
+AT_ONCE = 128  # query rows whose weights are in memory together
+
+Shaped = Callable[["Read", Tensor, Sequence[int]], Tensor]
+"""Logits float32 [h, G, r, N] of some rows of a read, of which others are made before the softmax."""
+
+
+def logits(read: Read, rows: Sequence[int]) -> Tensor:
+    """Unmasked attention logits of `rows` (numbers of the read's rows) to every slot, float32 [h, G, r, N]."""
+    spec, part = read.step.model.config.attention[read.layer], read.part
+    read.count_keys(part.size[0] * part.size[1])
+    return ops.scores(_some(read, rows), part.k, spec.scale, spec.softcap)
+
+
+def probe(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> Tensor:
+    """The weights with which `rows` (numbers of the read's rows) attend to every slot, float32 [h, G, r, N].
+
+    Zero where a row does not see a slot, be it of a draft, beyond a model's window or hidden by the read's view.
+    """
+    return _weights(read, rows, logits(read, rows), shaped)
+
+
+def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> Tensor:
+    """What every slot gets of the weights of `rows`: summed over them and over the query heads that share a KV head,
+    float32 [h, N]. Like `probe`, in pieces that take little memory; keys count once."""
+    spec, part = read.step.model.config.attention[read.layer], read.part
+    read.count_keys(part.size[0] * part.size[1])
+    keys = part.k
+    total = torch.zeros(part.size, dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device)
+    causal = read.span.sees is None and read.rows is None and part.ids is None and read.span.block == 1
+    for start in range(0, len(rows), AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        end = part.n + read.span.first + some[-1] + 1 if causal else part.size[1]  # what comes later is not seen
+        found = ops.scores(_some(read, some), keys[:, :end], spec.scale, spec.softcap)
+        total[:, :end] += _weights(read, some, found, shaped).sum((1, 2))
+    return total
+
+
+def _some(read: Read, rows: Sequence[int]) -> Tensor:
+    """The queries of `rows` [r, hq, D]."""
+    if isinstance(rows, range) and rows.step == 1:
+        return read.q[rows.start : rows.stop]
+    return read.q[torch.tensor(list(rows), device=read.q.device)]
+
+
+def _weights(read: Read, rows: Sequence[int], found: Tensor, shaped: Shaped | None) -> Tensor:
+    """Of logits [h, G, r, N] to the first N slots."""
+    if shaped is not None:
+        found = shaped(read, found, rows)
+    mask = read.seen(rows)  # [1 | h, r, all]
+    if mask is not None:
+        found = found.masked_fill(~mask[:, None, :, : found.shape[-1]], float("-inf"))
+    return found.softmax(-1)

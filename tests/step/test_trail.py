@@ -1,0 +1,146 @@
+"""step.probe and step.trail: weights are those of the attention matrix, and states follow the rows that stayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.request.request import Request
+from phasewise.step.probe import logits, probe, received
+from phasewise.step.read import Read
+from phasewise.step.span import Span
+from phasewise.step.trail import Trail, ends
+from tests import tiny
+from tests.kv.harness import Masked, Recorder, Walk, sliding
+
+TOKENS = tiny.prompts(30)[0]
+
+
+class Watching:
+    """Evicts nothing; `look` sees every read."""
+
+    observes = 0
+
+    def __init__(self, look: Callable[[Read], None]) -> None:
+        self.look, self.trail = look, Trail("watching")
+        self.stayed = self.trail.stayed
+
+    def observe(self, read: Read) -> None:
+        self.look(read)
+
+    def view(self, read: Read) -> None:
+        return None
+
+    def due(self, request: Request) -> bool:
+        return False
+
+    def keep(self, request: Request, layer: int) -> None:
+        return None
+
+
+def matrix(model: Any) -> dict[int, Tensor]:
+    """Attention probabilities [hq, L, L] by layer."""
+    record = Recorder(len(TOKENS))
+    one = Walk(model, TOKENS, attend=record)
+    one.plain = one.phase
+    one.feed(TOKENS)
+    return record.seen
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_weights_are_the_attention_matrix(window: int | None) -> None:
+    model = tiny.model() if window is None else sliding(window, 4)
+    full, found = matrix(model), dict[int, list[Tensor]]()
+
+    def look(read: Read) -> None:
+        rows = read.q.shape[0]
+        some = range(rows // 2, rows)
+        before = read.step.counters.kv_bytes_read
+        got = [probe(read, [rows - 1]), probe(read, some), received(read, some), received(read, range(rows))]
+        entry = 2 * 12 * 4  # of one head: the keys of all slots count, once for each question
+        assert read.step.counters.kv_bytes_read - before == 4 * 2 * read.part.size[1] * entry // 2
+        at, n = read.span.positions, read.part.size[1]
+        whole = full[read.layer].view(2, 2, 30, 30)[..., :n]
+        for weights, want in zip(
+            got,
+            (whole[:, :, [at[-1]]], whole[:, :, at[rows // 2] : at[-1] + 1],
+             whole[:, :, at[rows // 2] : at[-1] + 1].sum((1, 2)), whole[:, :, at[0] : at[-1] + 1].sum((1, 2))),
+        ):  # fmt: skip
+            torch.testing.assert_close(weights, want, atol=2e-5, rtol=1e-4)
+        found.setdefault(read.layer, []).append(got[0])
+
+    one = Walk(model, TOKENS, evict=Watching(look))
+    for piece in (TOKENS[:17], TOKENS[17:25], TOKENS[25:]):
+        one.feed(piece)
+    assert [len(each) for each in found.values()] == [3] * 4
+
+
+def test_weights_of_a_tree_are_those_of_its_paths() -> None:
+    """Siblings, and what a view hides, get nothing."""
+    full = matrix(tiny.model())
+    wrong = [3 + (token + 5) % 60 for token in TOKENS]
+    tree, parents, path = [TOKENS[20], wrong[21], TOKENS[21], wrong[22], TOKENS[22]], [-1, 0, 0, 2, 2], [0, 2, 4]
+    seen: list[Tensor] = []
+
+    def look(read: Read) -> None:
+        if read.part.n == 20:
+            got = probe(read, range(5))
+            torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:3]))
+            on_path = got[:, :, path][..., [*range(20), 20, 22, 24]]
+            torch.testing.assert_close(on_path, full[read.layer].view(2, 2, 30, 30)[:, :, 20:23, :23],
+                                       atol=2e-5, rtol=1e-4)  # fmt: skip
+            read.view = Masked(lambda layer, head, q, k: k != 3).view(read)
+            assert float(probe(read, range(5))[..., 3].abs().max()) == 0.0 < float(got[..., 3].max())
+            assert float(logits(read, [4])[..., 3].abs().max()) > 0, "logits hide nothing"
+            read.view = None
+            seen.append(got)
+
+    one = Walk(tiny.model(), TOKENS, evict=Watching(look))
+    one.feed(TOKENS[:20])
+    one.try_(tree, parents)
+    assert len(seen) == 4
+
+
+def test_the_state_of_the_last_row_that_stays_is_the_requests() -> None:
+    trail = Trail("mine")
+
+    def look(read: Read) -> None:
+        before, (heads, n) = trail.before(read), read.part.size
+        assert (before is None) == (read.part.n == 0) and (before is None or before.shape == (heads, read.part.n))
+        rows = read.q.shape[0]
+        after = torch.arange(rows).view(1, rows, 1) * 100.0 + torch.arange(n).expand(heads, rows, n)
+        trail.note(read, range(rows), after)
+
+    watching = Watching(look)
+    watching.trail, watching.stayed = trail, trail.stayed
+    one = Walk(tiny.model(), TOKENS, evict=watching)
+    one.feed(TOKENS[:3])
+    assert trail.layers(one.request)[2].tolist() == [[200.0, 201.0, 202.0]] * 2
+    twin = one.fork()
+    one.try_([TOKENS[3], 9, TOKENS[4], 8], [-1, 0, 0, 2])
+    assert trail.layers(one.request)[2].tolist() == [[200.0, 201.0, 202.0]] * 2, "nobody has said that they stay"
+    one.commit([TOKENS[3], 9, TOKENS[4], 8], [0, 2])
+    for layer in range(4):  # slots 3 and 5 of what row 2 left
+        assert trail.layers(one.request)[layer].tolist() == [[200.0, 201.0, 202.0, 203.0, 205.0]] * 2
+        assert trail.layers(twin.request)[layer].shape == (2, 3)
+    trail.kept(one.request, 0, torch.tensor([[0, 3], [1, 4]]))
+    assert trail.layers(one.request)[0].tolist() == [[200.0, 203.0], [201.0, 205.0]]
+    trail.kept(one.request, 1, [torch.tensor([0]), torch.tensor([1, 4])])
+    assert [own.tolist() for own in trail.layers(one.request)[1]] == [[200.0], [201.0, 205.0]]
+    assert trail.drop(one.request, 1) is not None and 1 not in trail.layers(one.request)
+
+
+@pytest.mark.parametrize(("rows", "block", "ids", "want"), [
+    (7, 1, None, [7]), (7, 4, None, [4, 7]), (8, 4, None, [4, 8]), (4, 4, None, [4]), (3, 8, None, [3]),
+    (7, 4, [0, 3, 5], [2, 3]), (7, 4, [4, 5], [2]), (7, 1, [2], [1]),
+])  # fmt: skip
+def test_rows_may_end_before_the_last_block(rows: int, block: int, ids: list[int] | None, want: list[int]) -> None:
+    one = Walk(tiny.model(), TOKENS)
+    span = Span(one.request, one.kv, one.phase, TOKENS[:rows], range(rows), block=block)
+    read = object.__new__(Read)
+    read.span, read.rows = span, ids
+    assert ends(read) == want
