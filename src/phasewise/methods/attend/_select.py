@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.layer_kv import rounded
-from phasewise.kv.part import Part
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -119,15 +118,17 @@ class Sorted:
 
 
 def tally(logits: Tensor, among: Tensor | None) -> Tensor:
-    """Soft votes: how much of each head's softmax over the candidates every row gets, summed over the heads of a group.
-    logits [g, H, R, N], among bool [1 | g, R, N] -> logarithms [g, R, N], in which nothing is too small to be ranked."""
+    """Soft votes: how much of each head's softmax over the candidates every row gets, summed over a group's heads.
+
+    logits [g, H, R, N], among bool [1 | g, R, N] -> logarithms [g, R, N], in which nothing is too small to be ranked.
+    """
     if among is not None:
         logits = logits.masked_fill(~among[:, None], NEVER)
     return logits.log_softmax(-1).logsumexp(1)
 
 
 def best(votes: Tensor, rivals: Tensor, left: Tensor) -> Tensor:
-    """The `left` [1 | h, R, 1] rivals of most votes [1 | h, R, N], of equal ones the earlier slots: bool [1 | h, R, N]."""
+    """The `left` [1 | h, R, 1] rivals of most votes [1 | h, R, N], of equal ones the earlier: bool [1 | h, R, N]."""
     order = votes.masked_fill(~rivals, NEVER).argsort(-1, descending=True, stable=True)
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return rivals & (torch.empty_like(order).scatter_(-1, order, place) < left)
@@ -195,8 +196,3 @@ def _selected(read: Read, voter: Voter, known: Tensor, rows: Sorted, most: int) 
     rivals = rows.rivals.expand(wide, -1, -1)
     left = most - rows.must.sum(-1, keepdim=True)
     return rows.must | best(votes.expand(wide, -1, -1), rivals, left)
-
-
-def keys_of(part: Part, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys [h, m, D] of consecutive slots, and their positions [1 | h, m]."""
-    return part.keys(start, stop), part.positions[:, start:stop]

@@ -30,9 +30,9 @@ class DoubleSparsity:
     layers read everything.
 
     How heavy a channel is has been measured once, over some text (train/artefacts/attend_double_sparsity.py): the mean
-    of |q k| after rotation, summed over the query heads of a KV head. `weights`: `auto` (measured for this model; beside
-    it, or shipped), a file, or `random:SEED`, channels at random. Left out: labels of four bits, channels and lists for
-    each query head of its own, and rows that lie elsewhere and are fetched a layer ahead.
+    of |q k| after rotation, summed over the query heads of a KV head. `weights`: `auto` (measured for this model;
+    beside it, or shipped), a file, or `random:SEED`, channels at random. Left out: labels of four bits, channels and
+    lists for each query head of its own, and rows that lie elsewhere and are fetched a layer ahead.
     """
 
     channels: float = 0.25

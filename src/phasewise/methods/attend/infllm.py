@@ -1,9 +1,9 @@
 """Each query reads the blocks whose means of keys get most attention (InfLLM v2 of MiniCPM4, arXiv 2506.07900).
 
-Promises exact attention over at most `init` + `topk` + local blocks per query row and KV head, of which only those are
-read, in prompts as well; what sees fewer than `dense_len` rows is dense. The cache stays whole. Nothing is trained for
-it: the paper's models went on training with it for 5B tokens, and lose little because of that; a model that did not has
-the quality that is measured here.
+Promises exact attention over at most `init` + `topk` + local blocks per query row and KV head, of which decoded rows
+read nothing else; so in prompts, too. Rows at positions below `dense_len` - 1 are dense, and the cache stays whole.
+Nothing is trained for it: the paper's models went on training with it for 5B tokens, and lose little because of that.
+A model that did not has never been without the blocks that are left out here, and may lose more.
 """
 
 from __future__ import annotations
@@ -197,8 +197,7 @@ class InfLLM:
         wide = quarter[:, None].expand_as(products)
         sums = products.new_zeros((*products.shape[:3], count))
         sums = sums.scatter_add_(3, wide, products.masked_fill(~seen[:, None], 0.0))
-        rows = products.new_zeros((len(seen) if len(seen) > 1 else len(quarter), len(read.q), count))
-        both = torch.broadcast_tensors(quarter, seen)
-        rows = rows.expand(len(both[0]), -1, -1).contiguous().scatter_add_(2, both[0], both[1].to(rows.dtype))
+        quarter, seen = torch.broadcast_tensors(quarter, seen)
+        rows = products.new_zeros((*quarter.shape[:2], count)).scatter_add_(2, quarter, seen.to(products.dtype))
         total, filled = sums[..., :-1] + sums[..., 1:], rows[..., :-1] + rows[..., 1:]
         return self._pooled(total / filled[:, None].clamp_min(1), filled > 0, read)
