@@ -94,9 +94,8 @@ class SlowSparsity(Slow):
         always, rivals = row.split(h, 0, 1)
         head = h if row.read.part.heads is None else int(row.read.part.heads[h])
         channels = self.channels[row.read.layer][head]
-        votes = torch.zeros(len(rivals), dtype=torch.float64)
-        for q in row.group(h)[:, channels]:
-            votes += (row.k[h][rivals][:, channels] @ q * row.read.scale).double().softmax(0)
+        logits = [row.k[h][rivals][:, channels] @ q * row.read.scale for q in row.group(h)[:, channels]]
+        votes = torch.stack(logits).double().log_softmax(1).logsumexp(0)
         return always + top(rivals, votes, self.k - len(always))
 
 
@@ -111,12 +110,12 @@ class SlowTokens(Slow):
         always, rivals = row.split(h, self.first, self.local)
         rotate, layer, heads = row.read.step.model.rotate, row.read.layer, range(len(row.k))
         ragged = row.read.part.committed is not None and len(row.read.part.committed) > 1
-        votes = torch.zeros(len(rivals), dtype=torch.float64)
+        each = []  # logarithms, in which nothing is too small to be ranked
         for head in [h] if ragged else heads:
             raw = row.read.part.k[head][rivals]
             raw = rotate(layer, raw, -row.positions[head, rivals])
-            for q in rotate(layer, row.group(head), self.local - row.at):
-                votes += (raw @ q).double().softmax(0)
+            each += [(raw @ q).double().log_softmax(0) for q in rotate(layer, row.group(head), self.local - row.at)]
+        votes = torch.stack(each).logsumexp(0)
         return always + top(rivals, votes, self.first + self.k + self.local - len(always))
 
 

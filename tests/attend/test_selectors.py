@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +27,16 @@ from tests import double, oracle, tiny
 from tests.attend.slow_select import Slow, SlowBlocks, SlowSparF, SlowSparsity, SlowTokens
 from tests.kv.harness import Uneven, Walk, cuts, drafting, sliding
 
-CLOSE = {"atol": 3e-4, "rtol": 1e-4}
+CLOSE = {"atol": 1e-8, "rtol": 1e-8}
 PROMPT, TOKENS = 70, tiny.prompts(130)[0]
 OTHER = tiny.prompts(40, seed=9)[0]
+
+
+@pytest.fixture(autouse=True)
+def in_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows are chosen is a step function of scores, so their last bits must not matter."""
+    if "bfloat16" not in request.node.name:
+        double.everything(monkeypatch)
 
 
 def bound(method: Any, model: Model | None = None) -> Any:
@@ -86,7 +94,7 @@ def test_equals_the_method_by_the_book(name: str, case: str) -> None:
 @EACH
 @pytest.mark.parametrize("window", [17, 40])
 def test_windows_of_the_model(name: str, window: int) -> None:
-    model = sliding(window, 4)
+    model = sliding(window, 4, torch.float64)
     truth = started(METHODS[name][1](), model=model)
     want = torch.cat([truth.feed([token]) for token in TOKENS[PROMPT:]])
     for sizes in ([1], [6, 1, 13]):
@@ -198,14 +206,9 @@ def given(name: str, other: str = "") -> dict[str, str]:
     return verbs
 
 
-@pytest.fixture
-def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    double.everything(monkeypatch)
-
-
 @EACH
 @pytest.mark.parametrize("other", OTHERS)
-def test_requests_are_their_own(name: str, other: str, in_double: None) -> None:
+def test_requests_are_their_own(name: str, other: str) -> None:
     """Chunks and mates, scarce memory, prefix hits, hand-off and drafts, alone and over other methods."""
     want = alone(name, other)
     if not other:
@@ -246,9 +249,8 @@ def test_batch_mates_change_nothing_in_bfloat16(name: str) -> None:
 
 @EACH
 def test_room_for_all_is_dense(name: str) -> None:
-    knobs = {**{field: getattr(METHODS[name][0], field) for field in METHODS[name][0].__dataclass_fields__},
-             **type(METHODS[name][0]).neutral}  # fmt: skip
-    one = started(bound(type(METHODS[name][0])(**knobs)))
+    method = METHODS[name][0]
+    one = started(bound(replace(method, **method.neutral)))
     got = torch.cat([one.feed(piece) for piece in cuts(TOKENS[PROMPT:], [1, 3])])
     torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS)[PROMPT:], **CLOSE)
     assert not one.kv.layers[2].derived, "nothing is kept where nothing is chosen"

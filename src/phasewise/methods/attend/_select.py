@@ -129,7 +129,7 @@ def tally(logits: Tensor, among: Tensor | None) -> Tensor:
 
 def best(votes: Tensor, rivals: Tensor, left: Tensor) -> Tensor:
     """The `left` [1 | h, R, 1] rivals of most votes [1 | h, R, N], of equal ones the earlier: bool [1 | h, R, N]."""
-    order = votes.masked_fill(~rivals, NEVER).argsort(-1, descending=True, stable=True)
+    order = votes.masked_fill(~rivals, NEVER).sort(dim=-1, descending=True, stable=True).indices
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return rivals & (torch.empty_like(order).scatter_(-1, order, place) < left)
 

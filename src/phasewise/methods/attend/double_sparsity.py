@@ -72,7 +72,7 @@ class _DoubleSparsity:
         """`heavy`: how heavy each layer's channels are, [H, D]."""
         self.knobs = knobs
         count = share(knobs.channels, heavy[0].shape[1])
-        order = [each.argsort(-1, descending=True, stable=True)[:, :count] for each in heavy]
+        order = [each.sort(dim=-1, descending=True, stable=True).indices[:, :count] for each in heavy]
         self.channels = [each.sort(-1).values for each in order]  # int64 [H, r]
         self.count = count
 

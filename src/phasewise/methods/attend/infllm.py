@@ -109,7 +109,8 @@ class InfLLM:
         (heads, n), size = read.part.size, self.block
         own = (n - 1) // size - self.local + 1  # the first local block
         votes = self._votes(read, self._means(read))[:, 0, self.init : own]  # [h, own - init]
-        chosen = votes.topk(self.topk, -1).indices.sort(-1).values + self.init
+        order = votes.sort(dim=-1, descending=True, stable=True).indices  # neighbours share a window: ties are common
+        chosen = order[:, : self.topk].sort(-1).values + self.init
         slots = (chosen[:, :, None] * size + torch.arange(size, device=chosen.device)).flatten(1)
         every = torch.arange(n, device=chosen.device).expand(heads, -1)
         return torch.cat((every[:, : self.init * size], slots, every[:, own * size :]), 1)[:, None].int()

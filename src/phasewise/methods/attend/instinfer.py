@@ -166,7 +166,7 @@ class _InstInfer:
         logits = q.masked_fill(~chosen, 0.0) @ keys / heat  # [h, G, R, N]
         if read.view is not None and read.view.moved is not None:  # the query as moved rows meet it
             slots, delta = read.view.moved
-            turned = grouped(read.step.model.rotate(read.layer, read.q, -delta[:, None]), heads)
+            turned = grouped(read.step.model.rotate(read.layer, read.q, -delta[:, None]), heads) * read.scale
             logits[..., slots] = turned.masked_fill(~chosen, 0.0) @ keys[..., slots] / heat
         weights = logits.masked_fill(~rows.seen[:, None], NEVER).softmax(-1)
         count = rows.seen.sum(-1, keepdim=True)  # [1 | h, R, 1]

@@ -36,8 +36,8 @@ def closed(case: Case) -> int:
 SYSTEM = System(
     title="MiniCPM4, InfLLM v2",
     paper=Paper("MiniCPM4: Ultra-Efficient LLMs on End Devices", "2506.07900"),
-    claim="a model that went on training with blocks chosen by mean keys answers nearly as well as dense (RULER at 32K: "
-    "82.6 and 84.3) while it reads 6K of up to 128K tokens: attention is 3.1 to 7.4 times as fast.",
+    claim="a model that went on training with blocks chosen by mean keys answers nearly as well as dense (RULER at "
+    "32K: 82.6 and 84.3) while it reads 6K of up to 128K tokens: attention is 3.1 to 7.4 times as fast.",
     conditions=("MiniCPM4-8B, 16 query heads per KV head, trained with it for 5B tokens", "A100 and RTX 4090",
                 "128K tokens, prompts sparse as well"),
     method=Setting({"attend": f"infllm:{KNOBS}"}),

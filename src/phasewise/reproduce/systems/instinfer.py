@@ -41,11 +41,10 @@ SYSTEM = System(
     title="InstInfer",
     paper=Paper("InstInfer: In-Storage Attention Offloading for Cost-Effective Long-Context LLM Inference",
                 "2409.04992"),
-    claim="attention computed in the drive that holds the KV, over an eighth of the rows and channels: the link carries "
-    "4 vectors per layer and token instead of all keys and values; up to 11.1 times FlexGen's throughput, little of the "
-    "accuracy lost.",
-    conditions=("OPT-13B, 1 to 20 drives with compute, one A6000", "offline, batches of up to 256",
-                "rows are fetched in flash pages of 16"),
+    claim="attention computed in the drive that holds the KV, over an eighth of the rows and channels: the link "
+    "carries 4 vectors per layer and token instead of all keys and values; up to 11.1 times FlexGen's throughput.",
+    conditions=("OPT-13B, 1 to 20 drives that compute, one A6000", "offline, batches of 64",
+                "rows are fetched in groups of 16"),
     method=Setting({"attend": f"instinfer:{KNOBS}"}),
     baseline=Setting(),
     control=Setting(objects={"attend": RandomTokens(0, 1, SHARE, 0)}),

@@ -34,7 +34,7 @@ SYSTEM = System(
                 "Token-Level KV Cache Selection", "2411.02886"),
     claim="one list of rows per layer, by soft votes of all heads, keeps answers: attention is up to 23.84 times, the "
     "whole 2.28 times as fast, and texts may be longer than the model was trained for.",
-    conditions=("Qwen2-7B, Llama-3-8B and Yi-1.5-6B on A100", "InfiniteBench, RULER, LongBench",
+    conditions=("models of billions of weights on A100", "InfiniteBench, RULER, LongBench",
                 "lists are used again while queries are alike; prompts choose in chunks of 512"),
     method=Setting({"attend": f"token_select:{KNOBS}"}),
     baseline=Setting(),
