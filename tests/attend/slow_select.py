@@ -102,9 +102,9 @@ class SlowSparsity(Slow):
 class SlowTokens(Slow):
     """TokenSelect, whose heads vote together unless they do not see the same rows."""
 
-    def __init__(self, k: int, first: int, local: int) -> None:
+    def __init__(self, k: int, first: int, local: int, dense_layers: int = 0) -> None:
         super().__init__()
-        self.k, self.first, self.local = k, first, local
+        self.k, self.first, self.local, self.dense_layers = k, first, local, dense_layers
 
     def choose(self, row: Row, h: int) -> list[int]:
         always, rivals = row.split(h, self.first, self.local)

@@ -50,7 +50,7 @@ METHODS: dict[str, tuple[Any, Callable[[], Slow]]] = {
         SPARSITY,
         lambda: SlowSparsity([each.tolist() for each in bound(SPARSITY).channels], 20, 1),
     ),
-    "token_select": (TokenSelect(k=12, first=3, local=5), lambda: SlowTokens(12, 3, 5)),
+    "token_select": (TokenSelect(k=12, first=3, local=5), lambda: SlowTokens(12, 3, 5, 1)),
     "instinfer": (InstInfer(r=4.0, k=20.0), lambda: SlowSparF(4, 20)),
     "infllm": (InfLLM(block=4, init=1, window=4, topk=3, dense_len=80), lambda: SlowBlocks(4, 1, 4, 3, 80)),
 }

@@ -81,7 +81,7 @@ def test_bytes_read_are_the_closed_form() -> None:
     for token in TOKENS[PROMPT:]:
         n, before = one.request.computed + 1, one.counters.kv_bytes_read
         one.feed([token])
-        assert one.counters.kv_bytes_read - before == LAYERS * key * (2 * 20 + n - 1 + n - 1 - turned)
+        assert one.counters.kv_bytes_read - before == key * (2 * n + (LAYERS - 1) * (2 * 20 + n - 1 + n - 1 - turned))
         turned = n - 1
 
 

@@ -26,6 +26,9 @@ class TokenSelect:
     most votes: the softmax of every query head over the rows between, summed over all heads. For the vote, keys are as
     they were before rotation and the query stands `local` positions behind all of them, so that distance says nothing.
 
+    The first `dense_layers` layers read everything: not the paper's, but in the very first one equal tokens have equal
+    keys before rotation, and what no vote can tell apart would be left to rounding.
+
     Keys as they were cost half as much as the KV itself, beside it and within its budget, and all of them are read for
     every choice: it saves values and their share of the arithmetic. Where heads keep different rows, each KV head votes
     for itself. Left out: lists that are used again while queries are alike (every row
@@ -37,7 +40,7 @@ class TokenSelect:
     k: int = 256
     first: int = 16
     local: int = 64
-    dense_layers: int = 0
+    dense_layers: int = 1
 
     paper: ClassVar[str] = "arXiv 2411.02886"
     guarantee: ClassVar[str] = "lossy"

@@ -7,9 +7,9 @@ from phasewise.reproduce.controls import RandomTokens
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
-K, FIRST, LOCAL, NEW = 96, 8, 24, 40
+K, FIRST, LOCAL, DENSE, NEW = 96, 8, 24, 1, 40
 MOST = FIRST + K + LOCAL
-KNOBS = f"k={K},first={FIRST},local={LOCAL}"
+KNOBS = f"k={K},first={FIRST},local={LOCAL},dense_layers={DENSE}"
 
 
 def read(case: Case, run: Run) -> int:
@@ -23,7 +23,7 @@ def closed(case: Case) -> int:
     key = case.row_bytes // layers // 2  # bytes of a row's keys in a layer
     total = turned = 0
     for n in range(prompt + 1, prompt + NEW):  # rows that a token sees, itself included
-        total += layers * key * (2 * MOST + n - 1 + (n - 1 - turned))
+        total += DENSE * n * 2 * key + (layers - DENSE) * key * (2 * MOST + n - 1 + (n - 1 - turned))
         turned = n - 1
     return total
 
@@ -38,7 +38,7 @@ SYSTEM = System(
                 "lists are used again while queries are alike; prompts choose in chunks of 512"),
     method=Setting({"attend": f"token_select:{KNOBS}"}),
     baseline=Setting(),
-    control=Setting(objects={"attend": RandomTokens(FIRST, LOCAL, float(MOST), 0)}),
+    control=Setting(objects={"attend": RandomTokens(FIRST, LOCAL, float(MOST), DENSE)}),
     control_is="as many rows, first and last ones among them, the others drawn at random per head",
     load=loads.lone(768, NEW),
     missing=("lists that are used again", "prompts that choose", "texts beyond the trained length"),
