@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -171,7 +172,7 @@ def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int
         heads, n = part.size
         if read.layer < dense or n <= most:
             continue
-        known = kept(read, voter.name, voter.width(read.q.shape[2]), lambda a, b, r=read: voter.stand(r, a, b))  # type: ignore[misc]
+        known = kept(read, voter.name, voter.width(read.q.shape[2]), partial(voter.stand, read))
         read.count_bytes(known.known.nbytes)
         if single(read):
             own = n - local

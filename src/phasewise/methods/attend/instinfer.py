@@ -90,11 +90,12 @@ class _InstInfer:
             self._cross(read)
             index = self._index(read)
             if single(read):
-                lists[i], *rest[i] = self._list(read, index)  # type: ignore[assignment]
+                lists[i], weight, mean = self._list(read, index)
                 self._whole_groups(read, lists[i])
             else:
-                select, *rest[i] = self._select(read, index)  # type: ignore[assignment]
+                select, weight, mean = self._select(read, index)
                 out[i] = read.attend(select)
+            rest[i] = weight, mean
         if lists:
             for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
                 out[i] = result
