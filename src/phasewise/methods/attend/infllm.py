@@ -198,7 +198,8 @@ class InfLLM:
         wide = quarter[:, None].expand_as(products)
         sums = products.new_zeros((*products.shape[:3], count))
         sums = sums.scatter_add_(3, wide, products.masked_fill(~seen[:, None], 0.0))
-        quarter, seen = torch.broadcast_tensors(quarter, seen)
-        rows = products.new_zeros((*quarter.shape[:2], count)).scatter_add_(2, quarter, seen.to(products.dtype))
+        apart = max(len(quarter), len(seen))  # 1: the same for all heads
+        rows = products.new_zeros((apart, len(read.q), count))
+        rows.scatter_add_(2, quarter.expand(apart, -1, -1), seen.expand(apart, -1, -1).to(products.dtype))
         total, filled = sums[..., :-1] + sums[..., 1:], rows[..., :-1] + rows[..., 1:]
         return self._pooled(total / filled[:, None].clamp_min(1), filled > 0, read)
