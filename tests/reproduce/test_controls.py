@@ -9,7 +9,9 @@ import pytest
 
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
+from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.quest import Quest
+from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O
@@ -24,11 +26,13 @@ from phasewise.reproduce.controls import (
     CutTwice,
     OneChunk,
     OtherLayers,
+    RandomBlocks,
     RandomGuess,
     RandomPages,
     RandomRows,
     RandomRunning,
-)  # fmt: skip
+    RandomTokens,
+)
 from phasewise.reproduce.play import Entry, Run, play
 from tests import tiny
 
@@ -89,6 +93,25 @@ def test_random_pages_read_as_many_rows_as_quest() -> None:
         n = 151 + j
         own = (n - 1) % 4 + 1
         assert step.read == 2 * key * (n + 3 * ((20 - own) // 4 * 4 + own))
+
+
+def test_random_tokens_are_as_many_as_those_that_votes_choose() -> None:
+    entries = lone(150, 20)
+    chosen = run(entries, attend=TokenSelect(k=12, first=3, local=5, dense_layers=1))
+    drawn = run(entries, attend=RandomTokens(3, 5, 20.0, 1))
+    assert drawn.outs != chosen.outs
+    key = tiny.engine().store.row_bytes // 4 // 2
+    assert [step.read for step in drawn.decoding] == [2 * key * (151 + j + 3 * 20) for j in range(19)]
+    assert run(entries, attend=RandomTokens(3, 5, 1.0, 0)).outs == run(entries).outs, "a share of all"
+
+
+def test_random_blocks_are_as_many_as_infllm_reads_but_others() -> None:
+    entries, knobs = lone(150, 20), {"block": 4, "init": 1, "window": 4, "topk": 3, "dense_len": 0}
+    chosen, drawn = run(entries, attend=InfLLM(**knobs)), run(entries, attend=RandomBlocks(**knobs))
+    assert [step.read for step in chosen.decoding] == [step.read for step in drawn.decoding]
+    assert run(entries).outs != drawn.outs != chosen.outs
+    dense = {**knobs, "topk": 1 << 30}
+    assert run(entries, attend=RandomBlocks(**dense)).outs == run(entries).outs
 
 
 def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:

@@ -23,7 +23,8 @@ WANTED = {
     "sarathi_serve", "fastgen", "layered_prefill", "distserve", "splitwise", "semi_pd", "cachegen", "hydragen",
     "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
-    "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer",
+    "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
+    "token_select", "instinfer", "infllm",
 }  # fmt: skip
 
 

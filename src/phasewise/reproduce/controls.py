@@ -13,6 +13,8 @@ from torch import Tensor
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
+from phasewise.methods.attend._select import furthest, listing, share
+from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.draft.swift import SelfDrafter, Swift
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
 from phasewise.methods.evict._noise import gumbel
@@ -250,3 +252,39 @@ class _OtherLayers:
 
     def unused(self, layers: int) -> Sequence[int]:
         return list(self.skipped)
+
+
+@dataclass(frozen=True)
+class RandomTokens(Control):
+    """attend: the first rows, the last ones, and others drawn at random per head, `most` in all (a share up to 1)."""
+
+    first: int
+    local: int
+    most: float
+    dense_layers: int
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [self._one(read) for read in reads]
+
+    def _one(self, read: Read) -> Tensor:
+        part = read.part
+        heads, n = part.size
+        most = share(self.most, n)
+        if read.layer < self.dense_layers or n <= most:
+            return read.attend()
+        assert part.plain and part.n == read.span.positions[0] and read.mask() is None, "made for plain decoding"
+        gen, own = drawn(read.span.request.prompt_len, part.n, read.layer), n - self.local
+        votes = torch.rand(heads, own - self.first, generator=gen)
+        return read.attend_rows(listing(votes, self.first, most - self.first - self.local, own, n)[:, 0].long())
+
+
+@dataclass(frozen=True)
+class RandomBlocks(InfLLM):
+    """attend: as many blocks as InfLLM v2 reads, first and local ones among them, the others drawn at random per head,
+    for every row anew."""
+
+    def _votes(self, read: Read, means: Tensor) -> Tensor:
+        heads, blocks = len(means), furthest(read.span) // self.block + 1
+        rows = [torch.rand(heads, blocks, generator=drawn(read.layer, at)) for at in read.q_positions.tolist()]
+        return torch.stack(rows, 1)

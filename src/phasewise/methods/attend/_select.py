@@ -1,0 +1,199 @@
+"""What selectors of single rows share: something kept for each cached row, votes, and the rows of most votes beside
+those that are read in any case.
+
+A query row at position t reads, of the rows it sees, those at positions below `first`, those of the last `local`
+positions up to its own, and of the others those of most votes, as many as fit. Rows that a view moves, as streaming
+does with its sinks, are read in any case. Which rows that are is decided per query row from positions, so drafts,
+replays and caches with gaps choose as single steps would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.layer_kv import rounded
+from phasewise.step.read import Read
+from phasewise.step.reads import attend_listed
+from phasewise.step.span import Span
+
+NEVER = float("-inf")
+
+
+def share(value: float, whole: int) -> int:
+    """Up to 1 a share of `whole`, rounded up, above a number; within 1 and `whole`."""
+    return max(1, min(whole, -int(-value * whole // 1) if value <= 1 else int(value)))
+
+
+def furthest(span: Span) -> int:
+    """The largest position of its rows."""
+    positions = span.positions
+    return positions[-1] if isinstance(positions, range) else max(positions)
+
+
+def single(read: Read) -> bool:
+    """Whether it is one row that sees all before it, none missing, in slots of their positions."""
+    part = read.part
+    return part.plain and part.n == read.span.positions[0] and read.q.shape[0] == 1 and read.mask() is None
+
+
+def grouped(q: Tensor, heads: int) -> Tensor:
+    """q [R, h * G, D] -> float32 [h, G, R, D]."""
+    return q.float().view(q.shape[0], heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+
+
+class Kept:
+    """Something for each of the first `upto` committed rows of a layer (or runs of them): `rows` [h, room, width].
+
+    There is room for more; who holds it alone writes there.
+    """
+
+    def __init__(self, rows: Tensor, upto: int = 0) -> None:
+        self.rows, self.upto = rows, upto
+
+    @property
+    def bytes(self) -> int:
+        return self.rows.nbytes
+
+    @property
+    def known(self) -> Tensor:
+        """[h, upto, width]."""
+        return self.rows[:, : self.upto]
+
+    def fork(self) -> Kept:
+        return Kept(self.rows.clone(), self.upto)
+
+    def roomy(self, room: int) -> Kept:
+        """The same with room for so many; itself where it has that."""
+        if room <= self.rows.shape[1]:
+            return self
+        rows = self.rows.new_empty((self.rows.shape[0], room, self.rows.shape[2]))
+        rows[:, : self.upto] = self.known
+        return Kept(rows, self.upto)
+
+    def add(self, new: Tensor) -> None:
+        """The next ones, [h, m, width], for which there is room."""
+        self.rows[:, self.upto : self.upto + new.shape[1]] = new
+        self.upto += new.shape[1]
+
+
+def kept(read: Read, name: str, width: int, make: Callable[[int, int], Tensor]) -> Kept:
+    """What is kept by this name for all committed rows; `make(start, stop)` [h, stop - start, width] is asked for what
+    is missing, which costs reading their keys."""
+    part = read.part
+    key = name, part.slab
+    found = part.derived.get(key)
+    if not isinstance(found, Kept):
+        found = Kept(part.keys(0, 0).new_empty((part.size[0], 0, width)))
+    if found.upto < part.n:
+        read.count_keys((part.n - found.upto) * part.size[0])
+        found = found.roomy(rounded(part.size[1]))
+        found.add(make(found.upto, part.n))
+        part.derived.keep(key, found)
+    return found
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The rows N of a part as R query rows meet them, bool [1 | h, R, N] each."""
+
+    seen: Tensor
+    must: Tensor  # read in any case
+    rivals: Tensor  # the rest of what is seen
+
+    @classmethod
+    def of(cls, read: Read, first: int, local: int) -> Sorted:
+        mask, (_, n) = read.mask(), read.part.size
+        at, rows = read.q_positions[:, None], read.part.positions[:, None]  # [R, 1], [1 | h, 1, N]
+        always = (rows < first) | (rows > at - local)  # [1 | h, R, N]
+        if read.view is not None and read.view.moved is not None:
+            slots, delta = read.view.moved
+            always[:, :, slots] |= (delta != 0)[:, None]
+        seen = always.new_ones(1, len(at), n) if mask is None else mask
+        return cls(seen, seen & always, seen & ~always)
+
+
+def tally(logits: Tensor, among: Tensor | None) -> Tensor:
+    """Soft votes: how much of each head's softmax over the candidates every row gets, summed over a group's heads.
+
+    logits [g, H, R, N], among bool [1 | g, R, N] -> logarithms [g, R, N], in which nothing is too small to be ranked.
+    """
+    if among is not None:
+        logits = logits.masked_fill(~among[:, None], NEVER)
+    return logits.log_softmax(-1).logsumexp(1)
+
+
+def best(votes: Tensor, rivals: Tensor, left: Tensor) -> Tensor:
+    """The `left` [1 | h, R, 1] rivals of most votes [1 | h, R, N], of equal ones the earlier: bool [1 | h, R, N]."""
+    order = votes.masked_fill(~rivals, NEVER).sort(dim=-1, descending=True, stable=True).indices
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return rivals & (torch.empty_like(order).scatter_(-1, order, place) < left)
+
+
+def listing(votes: Tensor, first: int, count: int, own: int, n: int) -> Tensor:
+    """For a single row, given the votes [h, own - first] of the slots between: the first slots, `count` of those
+    between, and those from `own` to n, int32 [h, 1, S], increasing."""
+    chosen = votes.topk(count, -1).indices.sort(-1).values + first
+    every = torch.arange(n, device=votes.device, dtype=chosen.dtype).expand(len(chosen), -1)
+    return torch.cat((every[:, :first], chosen, every[:, own:]), 1)[:, None].int()
+
+
+class Voter(Protocol):
+    """How a selector ranks rows, by something that stands for their keys."""
+
+    name: str
+
+    def width(self, dim: int) -> int:
+        """Numbers that stand for a key of so many."""
+        ...
+
+    def stand(self, read: Read, start: int, stop: int) -> Tensor:
+        """What stands for the keys of these slots, [h, stop - start, width]; no other key is read."""
+        ...
+
+    def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
+        """How every row ranks the rows that these [h, N, width] stand for, `among` those [1 | h, R, N] (None: all): the
+        more the better, [1 | h, R, N]; what it says of others does not matter."""
+        ...
+
+
+def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int, dense: int) -> list[Tensor | None]:
+    """Attention over at most `most` rows per query row and KV head; None where there are no more, or the layer is one
+    of the first `dense`. What stands for keys is kept beside the rows; single rows are read in one call."""
+    out: list[Tensor | None] = [None] * len(reads)
+    lists: dict[int, Tensor] = {}
+    for i, read in enumerate(reads):
+        part = read.part
+        heads, n = part.size
+        if read.layer < dense or n <= most:
+            continue
+        known = kept(read, voter.name, voter.width(read.q.shape[2]), partial(voter.stand, read))
+        read.count_bytes(known.known.nbytes)
+        if single(read):
+            own = n - local
+            votes = voter.votes(read, known.known[:, first:own], None)[:, 0]  # [1 | h, own - first]
+            lists[i] = listing(votes, first, most - first - local, own, n).expand(heads, -1, -1)
+        else:
+            out[i] = read.attend(_selected(read, voter, known.known, Sorted.of(read, first, local), most))
+    if lists:
+        some = [reads[i] for i in lists]
+        for i, result in zip(lists, attend_listed(some, [*lists.values()])):
+            out[i] = result
+    return out
+
+
+def _selected(read: Read, voter: Voter, known: Tensor, rows: Sorted, most: int) -> Tensor:
+    """What every row reads, bool [1 | h, R, N], for rows with structure, windows or caches with gaps."""
+    part = read.part
+    read.count_keys(part.fresh * part.size[0])
+    stands = torch.cat((known, voter.stand(read, part.n, part.size[1])), 1)
+    votes = voter.votes(read, stands, rows.rivals)
+    wide = max(len(votes), len(rows.rivals))
+    rivals = rows.rivals.expand(wide, -1, -1)
+    left = most - rows.must.sum(-1, keepdim=True)
+    return rows.must | best(votes.expand(wide, -1, -1), rivals, left)

@@ -1,0 +1,106 @@
+"""A few channels of every key say which rows are worth reading whole (Double Sparsity, arXiv 2408.07092).
+
+Promises exact attention over at most `k` rows per query row and KV head, of which only those are read, and of all other
+rows the heaviest channels alone; the cache stays whole, so a later query may read any row. Prompts are dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.methods.attend._select import elect, furthest, grouped, share, tally
+from phasewise.model.artefacts import Artefact
+from phasewise.model.config import ModelConfig
+from phasewise.step.read import Read
+from phasewise.step.span import Span
+from phasewise.verbs.host import Host
+
+
+@dataclass(frozen=True)
+class DoubleSparsity:
+    """Copies of the `channels` heaviest channels of every key (a share of them up to 1, above a number) lie beside the
+    rows, within the KV budget. A row always reads itself; the `k` - 1 others are those that get most of the softmax
+    over these channels' part of the scores, summed over the query heads that share a KV head. The first `dense_layers`
+    layers read everything.
+
+    How heavy a channel is has been measured once, over some text (train/artefacts/attend_double_sparsity.py): the mean
+    of |q k| after rotation, summed over the query heads of a KV head. `weights`: `auto` (measured for this model;
+    beside it, or shipped), a file, or `random:SEED`, channels at random. Left out: labels of four bits, channels and
+    lists for each query head of its own, and rows that lie elsewhere and are fetched a layer ahead.
+    """
+
+    channels: float = 0.25
+    k: int = 256
+    dense_layers: int = 2
+    weights: str = "auto"
+
+    paper: ClassVar[str] = "arXiv 2408.07092"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "calibration"
+    neutral: ClassVar[dict[str, object]] = {"k": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"channels": 4.0, "k": 12, "dense_layers": 0}
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    def __post_init__(self) -> None:
+        if not self.channels > 0:
+            raise UserError(f"double_sparsity: channels={self.channels} must be above 0: a share up to 1, or a number")
+        for name, least in (("k", 1), ("dense_layers", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"double_sparsity: {name}={getattr(self, name)} must be at least {least}")
+
+    def artefact(self, config: ModelConfig) -> Artefact:
+        """How heavy every channel is; the same for any number of them."""
+        size = (config.kv_heads, config.head_dim)
+        return Artefact("attend.double_sparsity", {f"{layer}.weight": size for layer in range(config.layers)})
+
+    def bind(self, host: Host) -> _DoubleSparsity:
+        tensors = host.artefact(self.artefact(host.model.config), self.weights)
+        layers = range(host.model.config.layers)
+        return _DoubleSparsity(self, [tensors[f"{i}.weight"].float().to(host.model.device) for i in layers])
+
+
+class _DoubleSparsity:
+    name = "double_sparsity"
+
+    def __init__(self, knobs: DoubleSparsity, heavy: Sequence[Tensor]) -> None:
+        """`heavy`: how heavy each layer's channels are, [H, D]."""
+        self.knobs = knobs
+        count = share(knobs.channels, heavy[0].shape[1])
+        order = [each.sort(dim=-1, descending=True, stable=True).indices[:, :count] for each in heavy]
+        self.channels = [each.sort(-1).values for each in order]  # int64 [H, r]
+        self.count = count
+
+    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+        if layer < self.knobs.dense_layers or end <= self.knobs.k:
+            return 0
+        return end * shape.heads * self.count * shape.dtype.itemsize
+
+    def looks(self, span: Span) -> bool:
+        return furthest(span) >= self.knobs.k
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        return elect(reads, self, 0, 1, self.knobs.k, self.knobs.dense_layers)
+
+    # ---- how rows are ranked
+    def width(self, dim: int) -> int:
+        return self.count
+
+    def stand(self, read: Read, start: int, stop: int) -> Tensor:
+        keys = read.part.keys(start, stop)  # [h, m, D]
+        return keys.gather(2, self._channels(read)[:, None].expand(-1, stop - start, -1))
+
+    def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
+        channels = self._channels(read)[:, None, None]  # [h, 1, 1, r]
+        q = grouped(read.q, len(channels)) * read.scale
+        q = q.gather(3, channels.expand(*q.shape[:3], -1))  # [h, G, R, r]
+        return tally(q @ stands.float().mT[:, None], among)
+
+    def _channels(self, read: Read) -> Tensor:
+        every, heads = self.channels[read.layer], read.part.heads
+        return every if heads is None else every[heads]

@@ -1,0 +1,205 @@
+"""Each query reads the blocks whose means of keys get most attention (InfLLM v2 of MiniCPM4, arXiv 2506.07900).
+
+Promises exact attention over at most `init` + `topk` + local blocks per query row and KV head, of which decoded rows
+read nothing else; so in prompts, too. Rows at positions below `dense_len` - 1 are dense, and the cache stays whole.
+Nothing is trained for it: the paper's models went on training with it for 5B tokens, and lose little because of that.
+A model that did not has never been without the blocks that are left out here, and may lose more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.layer_kv import rounded
+from phasewise.methods.attend._select import NEVER, Kept, best, furthest, grouped, single, tally
+from phasewise.step.read import Read
+from phasewise.step.reads import attend_listed
+from phasewise.step.span import Span
+
+
+@dataclass(frozen=True)
+class InfLLM:
+    """A block is `block` consecutive positions. A row always reads the first `init` blocks and the last
+    ceil(`window` / `block`) + 1, its own among them; of the others the `topk` of the highest score. Keys are averaged
+    over windows of half a block, one at every quarter; the softmax of every query head over the windows that end no
+    later than the row, summed over the query heads that share a KV head, scores windows, and a block has the largest
+    score of the five windows that overlap it.
+
+    Means cost 1 / `block` * 4 of the keys, within the KV budget. Where rows were given up, means are of what is left of
+    a window, and all keys are read to choose. Left out: training, and a softmax normalised by coarser means, which the
+    paper has to save a second pass over the means; prompts are no faster for it here, for only decoded rows list what
+    they read.
+    """
+
+    block: int = 64
+    init: int = 1
+    window: int = 2048
+    topk: int = 64
+    dense_len: int = 8192
+
+    paper: ClassVar[str] = "arXiv 2506.07900"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"topk": 1 << 30}
+    tight: ClassVar[dict[str, object]] = {"block": 4, "init": 1, "window": 4, "topk": 1, "dense_len": 0}
+
+    def __post_init__(self) -> None:
+        if self.block < 4 or self.block % 4:
+            raise UserError(f"infllm: block={self.block} must be a multiple of 4, for windows begin at every quarter")
+        for name, least in (("init", 0), ("window", 1), ("topk", 1), ("dense_len", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"infllm: {name}={getattr(self, name)} must be at least {least}")
+
+    @property
+    def stride(self) -> int:
+        return self.block // 4
+
+    @property
+    def local(self) -> int:
+        """Blocks up to a row's own that it reads."""
+        return -(-self.window // self.block) + 1
+
+    @property
+    def most(self) -> int:
+        """Rows that one query row reads per KV head, at most."""
+        return (self.init + self.local + self.topk) * self.block
+
+    def acts(self, seen: int) -> bool:
+        """Whether a row that sees so many, itself included, chooses."""
+        return seen >= self.dense_len and -(-seen // self.block) * self.block > self.most
+
+    def windows(self, rows: int) -> int:
+        """How many are complete in so many rows."""
+        return max(rows // self.stride - 1, 0)
+
+    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+        if not self.acts(end):
+            return 0
+        return self.windows(end) * shape.heads * shape.dim * shape.dtype.itemsize
+
+    def looks(self, span: Span) -> bool:
+        return self.acts(furthest(span) + 1)
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        out: list[Tensor | None] = [None] * len(reads)
+        lists: dict[int, Tensor] = {}
+        for i, read in enumerate(reads):
+            if not self.looks(read.span):
+                continue
+            if single(read):
+                lists[i] = self._list(read)
+            else:
+                out[i] = read.attend(self._select(read))
+        if lists:
+            for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
+                out[i] = result
+        return out
+
+    # ---- which blocks
+    def _list(self, read: Read) -> Tensor:
+        """For a single row: the slots of the blocks it reads, int32 [h, 1, S]."""
+        (heads, n), size = read.part.size, self.block
+        own = (n - 1) // size - self.local + 1  # the first local block
+        votes = self._votes(read, self._means(read))[:, 0, self.init : own]  # [h, own - init]
+        order = votes.sort(dim=-1, descending=True, stable=True).indices  # neighbours share a window: ties are common
+        chosen = order[:, : self.topk].sort(-1).values + self.init
+        slots = (chosen[:, :, None] * size + torch.arange(size, device=chosen.device)).flatten(1)
+        every = torch.arange(n, device=chosen.device).expand(heads, -1)
+        return torch.cat((every[:, : self.init * size], slots, every[:, own * size :]), 1)[:, None].int()
+
+    def _select(self, read: Read) -> Tensor:
+        """What every row reads, bool [h, R, N], for several rows, windows or caches with gaps."""
+        part, mask = read.part, read.mask()
+        heads, n = part.size
+        at = read.q_positions
+        block = part.positions // self.block  # [1 | h, N]
+        own = (at // self.block)[:, None]  # [R, 1]
+        always = (block[:, None] < self.init) | (block[:, None] > own - self.local)
+        always |= ~torch.tensor([self.acts(t + 1) for t in at.tolist()], device=at.device)[:, None]
+        if read.view is not None and read.view.moved is not None:
+            slots, delta = read.view.moved
+            always[:, :, slots] |= (delta != 0)[:, None]
+        seen = always.new_ones(1, len(at), n) if mask is None else mask
+        rivals = (seen & ~always).expand(heads, -1, -1)  # [h, R, N]
+        votes = self._votes(read, self._means(read)) if self._in_order(read) else self._slow_votes(read, seen)
+        column = block[:, None].expand_as(rivals)
+        there = torch.zeros_like(votes, dtype=torch.int32).scatter_add_(2, column, rivals.int()) > 0  # [h, R, B]
+        taken = best(votes, there, there.new_full((1, 1, 1), self.topk, dtype=torch.int64))
+        return (seen & always) | (rivals & taken.gather(2, column))
+
+    def _votes(self, read: Read, means: Tensor) -> Tensor:
+        """The score of every block from the means [h, W, D] of complete windows, logarithms [h, R, B]."""
+        logits = grouped(read.q, len(means)) * read.scale @ means.float().mT[:, None]  # [h, G, R, W]
+        return self._pooled(logits, None, read)
+
+    def _pooled(self, logits: Tensor, filled: Tensor | None, read: Read) -> Tensor:
+        """Logits of windows [h, G, R, W], of which those `filled` [1 | h, R, W] are of any row, to scores of blocks."""
+        ends = (torch.arange(logits.shape[3], device=logits.device) + 2) * self.stride - 1  # last positions
+        among = (ends <= read.q_positions[:, None])[None]  # [1, R, W]
+        votes = tally(logits, among if filled is None else among & filled)  # [h, R, W]
+        blocks = furthest(read.span) // self.block + 1
+        wide = F.pad(votes, (0, max(0, 4 * blocks - votes.shape[2])), value=NEVER).nan_to_num(NEVER, neginf=NEVER)
+        return F.max_pool1d(wide, 5, 4, 1)[..., :blocks]
+
+    # ---- means of keys
+    def _in_order(self, read: Read) -> bool:
+        """Whether the rows simply go on behind all before them, of which each sees all."""
+        part, window = read.part, read.step.model.config.attention[read.layer].window
+        whole = read.span.sees is None and read.rows is None and part.ids is None and read.view is None
+        near = window is None or furthest(read.span) < window
+        return whole and near and part.plain and part.n == read.span.positions[0]
+
+    def _means(self, read: Read) -> Tensor:
+        """Of all windows that are complete with this step's rows, [h, W, D]. Those of committed rows are kept."""
+        part, stride = read.part, self.stride
+        key = "infllm", self.block, part.slab
+        found = part.derived.get(key)
+        if not isinstance(found, Kept):
+            found = Kept(part.keys(0, 0))
+        upto = self.windows(part.n)
+        if found.upto < upto:
+            read.count_keys((upto + 1 - found.upto) * stride * part.size[0])
+            found = found.roomy(self.windows(rounded(part.size[1])))
+            found.add(self._mean(part.keys(found.upto * stride, (upto + 1) * stride)))
+            part.derived.keep(key, found)
+        read.count_bytes(found.known.nbytes)
+        fresh = self.windows(part.size[1])
+        if fresh == upto:
+            return found.known
+        read.count_keys((fresh + 1 - upto) * stride * part.size[0])
+        return torch.cat((found.known, self._mean(part.keys(upto * stride, (fresh + 1) * stride))), 1)
+
+    def _mean(self, keys: Tensor) -> Tensor:
+        """The means of the windows in consecutive rows [h, m, D], in the keys' type."""
+        heads, _, dim = keys.shape
+        quarters = keys.float().view(heads, -1, self.stride, dim).sum(2)  # [h, W + 1, D]
+        return ((quarters[:, :-1] + quarters[:, 1:]) / (2 * self.stride)).to(keys.dtype)
+
+    def _slow_votes(self, read: Read, seen: Tensor) -> Tensor:
+        """The same where rows see different parts of a window: a query times a mean is the mean of its products."""
+        part = read.part
+        heads, _ = part.size
+        read.count_keys(part.size[0] * part.size[1])
+        if read.view is not None and read.view.moved is not None:
+            slots, delta = read.view.moved
+            seen = seen.clone()
+            seen[:, :, slots] &= (delta == 0)[:, None]
+        products = grouped(read.q, heads) * read.scale @ part.k.float().mT[:, None]  # [h, G, R, N]
+        quarter = (part.positions // self.stride)[:, None].expand(-1, len(read.q), -1)  # [1 | h, R, N]
+        count = furthest(read.span) // self.stride + 1
+        wide = quarter[:, None].expand_as(products)
+        sums = products.new_zeros((*products.shape[:3], count))
+        sums = sums.scatter_add_(3, wide, products.masked_fill(~seen[:, None], 0.0))
+        apart = max(len(quarter), len(seen))  # 1: the same for all heads
+        rows = products.new_zeros((apart, len(read.q), count))
+        rows.scatter_add_(2, quarter.expand(apart, -1, -1), seen.expand(apart, -1, -1).to(products.dtype))
+        total, filled = sums[..., :-1] + sums[..., 1:], rows[..., :-1] + rows[..., 1:]
+        return self._pooled(total / filled[:, None].clamp_min(1), filled > 0, read)

@@ -1,0 +1,58 @@
+"""InfLLM v2 of MiniCPM4: blocks chosen by the means of their keys, here without the training that makes it good."""
+
+from __future__ import annotations
+
+from phasewise.methods.attend.infllm import InfLLM
+from phasewise.reproduce import loads
+from phasewise.reproduce.controls import RandomBlocks
+from phasewise.reproduce.play import Run
+from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
+
+BLOCK, INIT, WINDOW, TOPK, LEAST, NEW = 16, 1, 32, 4, 256, 40
+KNOBS = f"block={BLOCK},init={INIT},window={WINDOW},topk={TOPK},dense_len={LEAST}"
+METHOD = InfLLM(BLOCK, INIT, WINDOW, TOPK, LEAST)
+
+
+def read(case: Case, run: Run) -> int:
+    """KV bytes of the decoded tokens but the first, which has the means of the prompt's last rows to make."""
+    return sum(step.read for step in run.decoding[1:])
+
+
+def closed(case: Case) -> int:
+    """The rows of the blocks, the means of complete windows, and the keys of windows that have just become complete,
+    twice: for the row that ends them, and to keep."""
+    layers, prompt, stride = case.config.layers, loads.prompt_rows(case), METHOD.stride
+    key = case.row_bytes // layers // 2  # bytes of a row's keys in a layer
+    total = 0
+    for n in range(prompt + 2, prompt + NEW):  # rows that a token sees, itself included
+        own = (n - 1) // BLOCK - METHOD.local + 1
+        rows = (INIT + TOPK) * BLOCK + n - own * BLOCK
+        before, kept = METHOD.windows(n - 1), METHOD.windows(n - 2)
+        made = (before > kept) * (before + 1 - kept) * stride + (METHOD.windows(n) > before) * 2 * stride
+        total += layers * key * (2 * rows + before + made)
+    return total
+
+
+SYSTEM = System(
+    title="MiniCPM4, InfLLM v2",
+    paper=Paper("MiniCPM4: Ultra-Efficient LLMs on End Devices", "2506.07900"),
+    claim="a model that went on training with blocks chosen by mean keys answers nearly as well as dense (RULER at "
+    "32K: 82.6 and 84.3) while it reads 6K of up to 128K tokens: attention is 3.1 to 7.4 times as fast.",
+    conditions=("MiniCPM4-8B, 16 query heads per KV head, trained with it for 5B tokens", "A100 and RTX 4090",
+                "128K tokens, prompts sparse as well"),
+    method=Setting({"attend": f"infllm:{KNOBS}"}),
+    baseline=Setting(),
+    control=Setting(objects={"attend": RandomBlocks(BLOCK, INIT, WINDOW, TOPK, LEAST)}),
+    control_is="as many blocks, first and local ones among them, the others drawn at random per head and row",
+    load=loads.lone(768, NEW),
+    missing=("training with it", "the speed of prompts"),
+    counters=(
+        Counter("KV bytes read while decoding",
+                "rows of init + topk + local blocks, a mean per quarter of a block, keys of windows just complete",
+                lambda case: read(case, case.method), closed),
+    ),
+    savings=(Saving("KV bytes read while decoding", read, "baseline", 1.5),),
+    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
+                    tokens=8192),),
+)  # fmt: skip

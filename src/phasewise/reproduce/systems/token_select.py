@@ -1,0 +1,54 @@
+"""TokenSelect: all heads of a layer vote on which rows it reads."""
+
+from __future__ import annotations
+
+from phasewise.reproduce import loads
+from phasewise.reproduce.controls import RandomTokens
+from phasewise.reproduce.play import Run
+from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
+
+K, FIRST, LOCAL, DENSE, NEW = 96, 8, 24, 1, 40
+MOST = FIRST + K + LOCAL
+KNOBS = f"k={K},first={FIRST},local={LOCAL},dense_layers={DENSE}"
+
+
+def read(case: Case, run: Run) -> int:
+    """KV bytes of the decoded tokens."""
+    return sum(step.read for step in run.decoding)
+
+
+def closed(case: Case) -> int:
+    """The listed rows, a key of every row before, and the keys that are turned back, each once."""
+    layers, prompt = case.config.layers, loads.prompt_rows(case)
+    key = case.row_bytes // layers // 2  # bytes of a row's keys in a layer
+    total = turned = 0
+    for n in range(prompt + 1, prompt + NEW):  # rows that a token sees, itself included
+        total += DENSE * n * 2 * key + (layers - DENSE) * key * (2 * MOST + n - 1 + (n - 1 - turned))
+        turned = n - 1
+    return total
+
+
+SYSTEM = System(
+    title="TokenSelect",
+    paper=Paper("TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via Dynamic "
+                "Token-Level KV Cache Selection", "2411.02886"),
+    claim="one list of rows per layer, by soft votes of all heads, keeps answers: attention is up to 23.84 times, the "
+    "whole 2.28 times as fast, and texts may be longer than the model was trained for.",
+    conditions=("models of billions of weights on A100", "InfiniteBench, RULER, LongBench",
+                "lists are used again while queries are alike; prompts choose in chunks of 512"),
+    method=Setting({"attend": f"token_select:{KNOBS}"}),
+    baseline=Setting(),
+    control=Setting(objects={"attend": RandomTokens(FIRST, LOCAL, float(MOST), DENSE)}),
+    control_is="as many rows, first and last ones among them, the others drawn at random per head",
+    load=loads.lone(768, NEW),
+    missing=("lists that are used again", "prompts that choose", "texts beyond the trained length"),
+    counters=(
+        Counter("KV bytes read while decoding",
+                "first + k + local rows + an unrotated key of every row before + keys turned back, once",
+                lambda case: read(case, case.method), closed),
+    ),
+    savings=(Saving("KV bytes read while decoding", read, "baseline", 1.1),),
+    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
+                    tokens=8192),),
+)  # fmt: skip

@@ -1,0 +1,169 @@
+"""attend.double_sparsity: calibration finds the channels that carry the scores, and bytes are the closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.load import load_model
+from phasewise.methods.attend.double_sparsity import DoubleSparsity, _DoubleSparsity
+from phasewise.request.counters import Counters
+from phasewise.step.read import Read
+from phasewise.train.artefacts import Job, names, trainer
+from phasewise.train.artefacts.attend_double_sparsity import heaviness, measure
+from phasewise.verbs.host import Host
+from tests import tiny
+from tests.kv.harness import Walk, cuts
+
+PROMPT, TOKENS = 70, tiny.prompts(130)[0]
+LAYERS, HEADS, DIM = 4, 2, 12  # of the tiny model, in float32
+
+
+def started(attend: Any) -> Walk:
+    one = Walk(tiny.model(), TOKENS[:PROMPT], attend=attend)
+    one.feed(TOKENS[:PROMPT])
+    return one
+
+
+def runtime(**knobs: Any) -> _DoubleSparsity:
+    host = Host(tiny.model(), None, Counters(), None, None)  # type: ignore[arg-type]
+    return DoubleSparsity(**{"weights": "random:0", **knobs}).bind(host)
+
+
+def planted(seed: int, channels: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Queries [R, H * G, D] and keys [H, R, D] whose products are large in these channels of each head."""
+    gen = torch.Generator().manual_seed(seed)
+    heads, rows, dim, group = len(channels), 400, 16, 2
+    gain = torch.full((heads, dim), 0.3)
+    for head, own in enumerate(channels):
+        gain[head, list(own)] = 3.0
+    k = torch.randn(heads, rows, dim, generator=gen) * gain[:, None]
+    q = torch.randn(rows, heads, group, dim, generator=gen) * gain[:, None]
+    return q.flatten(1, 2), k
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_planted_channels_are_found_and_others_lose(seed: int) -> None:
+    """Two channels carry the scores: the heaviest, which find far more of the true best rows than others."""
+    channels = [[3, 11], [0, 14]]
+    q, k = planted(seed, channels)
+    heavy = heaviness(q, k).topk(2, -1).indices.sort(-1).values.tolist()
+    assert heavy == channels
+
+    def recall(of: Sequence[Sequence[int]]) -> float:
+        found = 0.0
+        for head, own in enumerate(of):
+            queries = q.view(len(q), 2, 2, 16)[:, head, 0]
+            true = (queries @ k[head].T).topk(20, -1).indices
+            guess = (queries[:, own] @ k[head][:, own].T).topk(20, -1).indices
+            found += float((true[:, :, None] == guess[:, None]).any(-1).float().mean()) / len(of)
+        return found
+
+    assert recall(heavy) > 0.6 > 0.3 > recall([[5, 7], [2, 9]])
+
+
+def test_all_channels_are_the_exact_best_rows() -> None:
+    """r = D: of one query head, the rows of the largest scores."""
+    method = runtime(channels=1.0, k=9, dense_layers=0)
+    q, k = planted(0, [[3, 11], [0, 14]])
+
+    class One:
+        layer, part, scale = 0, type("P", (), {"heads": None})(), 0.25
+
+    method.channels = [torch.arange(16).expand(2, -1)]
+    one: Any = One()
+    one.q = q[:5, ::2]  # one query head for each KV head
+    votes = method.votes(one, k, None)
+    exact = torch.einsum("rhd,hnd->hrn", one.q, k)
+    assert torch.equal(votes.topk(9, -1).indices, exact.topk(9, -1).indices)
+
+
+def test_bytes_read_are_the_closed_form() -> None:
+    """`k` rows whole, the labels of all rows before, and the keys of rows that get a label, each once."""
+    k, channels, dense = 20, 3, 1
+    one = started(runtime(channels=float(channels), k=k, dense_layers=dense))
+    key, labelled = HEADS * DIM * 4, 0
+    for token in TOKENS[PROMPT:]:
+        n, before = one.request.computed + 1, one.counters.kv_bytes_read
+        one.feed([token])
+        sparse = k * 2 * key + (n - 1) * HEADS * channels * 4 + (n - 1 - labelled) * key
+        assert one.counters.kv_bytes_read - before == dense * n * 2 * key + (LAYERS - dense) * sparse
+        labelled = n - 1
+    kept = one.kv.layers[2].derived["double_sparsity", 0]
+    assert kept.rows.shape[0] * kept.upto * kept.rows.shape[2] * 4 == labelled * HEADS * channels * 4  # type: ignore[attr-defined]
+
+
+def test_labels_are_the_channels_of_the_keys() -> None:
+    """However they were added, bit for bit, and rejected rows leave none."""
+    method = runtime(channels=4.0, k=20, dense_layers=1)
+    one = started(method)
+    for piece in cuts(TOKENS[PROMPT:], [1, 4]):
+        one.try_(tiny.prompts(6, seed=3)[0])
+        with torch.inference_mode():
+            one.kv.commit(0)
+        one.feed(piece)
+    (part,) = one.kv.layers[2].read()
+    kept = one.kv.layers[2].derived["double_sparsity", 0]
+    want = torch.stack([part.k[h][:, method.channels[2][h]] for h in range(HEADS)])
+    assert torch.equal(kept.known, want[:, : kept.upto])  # type: ignore[attr-defined]
+    assert kept.upto >= one.request.computed - 4  # type: ignore[attr-defined]
+
+
+def test_calibration_measures_rotated_rows() -> None:
+    """Against queries and keys as attention meets them, row by row."""
+    rows = tiny.prompts(30, 17)
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    class Watching:
+        def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+            for read in reads:
+                seen.setdefault(read.layer, []).append((read.q.clone(), read.part.k.clone()))
+            return [None] * len(reads)
+
+    for tokens in rows:
+        walk = Walk(tiny.model(), [tokens[0]], attend=Watching())
+        walk.phase = walk.plain = type(walk.phase)("test", None, Watching())  # type: ignore[arg-type]
+        walk.feed(tokens)
+    found = measure(tiny.model(), rows)
+    for layer, pieces in seen.items():
+        total = torch.zeros(HEADS, DIM)
+        for q, k in pieces:
+            for row in range(len(q)):
+                for h in range(HEADS):
+                    total[h] += (q[row, 2 * h].abs() + q[row, 2 * h + 1].abs()) * k[h, row].abs()
+        torch.testing.assert_close(found[f"{layer}.weight"], total / 47, atol=1e-5, rtol=1e-4)
+
+
+def test_the_pocket_model_has_its_channels_and_training_makes_them(tmp_path: Path) -> None:
+    """The artefact that is shipped is found, and a short run makes one that mostly agrees."""
+    assert "attend.double_sparsity" in names()
+    host = Host(load_model("pocket"), None, Counters(), None, None)  # type: ignore[arg-type]
+    shipped = DoubleSparsity(channels=8.0).bind(host)
+    made = trainer("attend.double_sparsity")(DoubleSparsity(), Job("pocket", tmp_path, tokens=1024, seed=1))
+    own = DoubleSparsity(channels=8.0, weights=str(made)).bind(host)
+    drawn = DoubleSparsity(channels=8.0, weights="random:0").bind(host)
+
+    def shared(a: _DoubleSparsity, b: _DoubleSparsity) -> float:
+        pairs = [(x.tolist(), y.tolist()) for p, q in zip(a.channels, b.channels) for x, y in zip(p, q)]
+        return sum(len(set(x) & set(y)) for x, y in pairs) / (8 * len(pairs))
+
+    assert shared(shipped, own) > 0.6 > 0.3 > shared(shipped, drawn)
+
+
+@pytest.mark.parametrize(("knobs", "said"), [
+    ({"channels": 0.0}, "channels=0.0"), ({"k": 0}, "k=0"), ({"dense_layers": -1}, "dense_layers=-1"),
+])  # fmt: skip
+def test_bad_knobs_are_named(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        DoubleSparsity(**knobs)
+
+
+def test_a_model_nobody_measured_is_refused_with_the_command() -> None:
+    with pytest.raises(UserError, match=r"phasewise train artefact attend\.double_sparsity"):
+        DoubleSparsity().bind(Host(tiny.model(), None, Counters(), None, None))  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""attend.instinfer: SparF's approximation, its mean, the bytes of the drive and of the link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.methods.attend.instinfer import InstInfer
+from phasewise.request.counters import Counters
+from phasewise.step import reads
+from phasewise.verbs.host import Host
+from tests import oracle, tiny
+from tests.kv.harness import Walk
+
+PROMPT, TOKENS = 70, tiny.prompts(130)[0]
+LAYERS, HEADS, DIM, HEADS_Q = 4, 2, 12, 4  # of the tiny model, in float32
+KEY = HEADS * DIM * 4
+
+
+def started(**knobs: Any) -> tuple[Walk, Counters]:
+    host = Host(tiny.model(), None, Counters(), None, None)  # type: ignore[arg-type]
+    one = Walk(tiny.model(), TOKENS[:PROMPT], attend=InstInfer(**knobs).bind(host))
+    one.feed(TOKENS[:PROMPT])
+    return one, host.counters
+
+
+def test_all_numbers_and_all_rows_are_dense() -> None:
+    one, counters = started(r=1.0, k=1.0)
+    got = torch.cat([one.feed([token]) for token in TOKENS[PROMPT:]])
+    torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS)[PROMPT:], atol=3e-4, rtol=1e-4)
+    assert counters.link_bytes == 0
+
+
+def test_with_all_numbers_the_weights_are_those_of_attention() -> None:
+    """r = D: only which rows stand for themselves is approximate; with all but one of them, hardly anything."""
+    one, _ = started(r=1.0, k=float(PROMPT))
+    got = torch.cat([one.feed([token]) for token in TOKENS[PROMPT : PROMPT + 5]])
+    want = oracle.logits(tiny.model(), TOKENS)[PROMPT : PROMPT + 5]
+    few, _ = started(r=1.0, k=8.0)
+    far = torch.cat([few.feed([token]) for token in TOKENS[PROMPT : PROMPT + 5]])
+    assert (got - want).abs().mean() < 0.2 * (far - want).abs().mean()
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_bytes_read_are_the_closed_form(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """r lines of every row before, whole groups of listed rows, the sum of the values, each row once to index it."""
+    r, k = 3, 20
+    one, _ = started(r=float(r), k=float(k), group=group)
+    listed: list[Tensor] = []
+    plain = reads.attend_listed
+
+    def watched(some: Any, slots: Any) -> list[Tensor]:
+        listed.extend(slots)
+        return plain(some, slots)
+
+    monkeypatch.setattr("phasewise.methods.attend.instinfer.attend_listed", watched)
+    indexed = 0
+    for token in TOKENS[PROMPT:]:
+        n, before = one.request.computed + 1, one.counters.kv_bytes_read
+        listed.clear()
+        one.feed([token])
+        fetched = 0  # rows, over layers and heads
+        for slots in listed:
+            for head in slots[:, 0].tolist():
+                groups = {slot // group for slot in head}
+                fetched += sum(min((g + 1) * group, n) - g * group for g in groups)
+                assert len(head) == k and head[-1] == n - 1
+        assert LAYERS * HEADS * k <= fetched <= LAYERS * HEADS * min(n, k * group)
+        assert (fetched == LAYERS * HEADS * k) or group > 1
+        rest = (n - 1) * HEADS * r * 4 + HEADS * DIM * 4 + (n - 1 - indexed) * 2 * KEY
+        assert one.counters.kv_bytes_read - before == fetched * 2 * DIM * 4 + LAYERS * rest
+        indexed = n - 1
+
+
+def test_link_bytes_are_four_vectors_a_layer() -> None:
+    """However long the text is: q, k and v down, the output up; drafts bring as many rows as they have."""
+    one, counters = started(r=3.0, k=20.0)
+    each = LAYERS * (2 * HEADS_Q + 2 * HEADS) * DIM * 4
+    for rows in (1, 1, 5):
+        before = counters.link_bytes
+        one.feed(TOKENS[one.request.computed : one.request.computed + rows])
+        assert counters.link_bytes - before == rows * each
+
+
+def test_the_mean_of_values_stands_for_what_is_left_out() -> None:
+    """Without it the output of attention is further from the dense one, on every layer of queries that spread."""
+    gen = torch.Generator().manual_seed(0)
+    worse = 0
+    for _ in range(40):
+        q, k = torch.randn(1, HEADS_Q, DIM, generator=gen), torch.randn(HEADS, 90, DIM, generator=gen)
+        v = torch.randn(HEADS, 90, DIM, generator=gen) + 0.5
+        errors = []
+        for mean in (True, False):
+            read = _read(q, k, v)
+            method = InstInfer(r=4.0, k=12.0, mean=mean).bind(Host(tiny.model(), None, Counters(), None, None))  # type: ignore[arg-type]
+            (out,) = method([read])
+            assert out is not None
+            errors.append(float((out - read.attend()).pow(2).sum()))
+        worse += errors[1] > errors[0]
+    assert worse >= 36
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """A single row that sees all of k, v [H, N, D], its own the last."""
+    from phasewise.step.inside import Inside
+    from phasewise.step.read import Read
+    from phasewise.step.span import Span
+
+    n = k.shape[1] - 1
+    one = Walk(tiny.model(), TOKENS[:PROMPT])
+    one.kv.reserve(n + 1)
+    layer = one.kv.layers[0]
+    layer.append(k[:, :n], v[:, :n], range(n))
+    layer.commit(n)
+    layer.append(k[:, n:], v[:, n:], [n])
+    span = Span(one.request, one.kv, one.phase, [5], range(n, n + 1))
+    (part,) = layer.read()
+    return Read(Inside(tiny.model(), Counters()), 0, span, q, part)
+
+
+def test_the_sum_of_values_counts_every_committed_row_once() -> None:
+    """After tries that were given up, in any steps."""
+    one, _ = started(r=3.0, k=20.0)
+    for rows in (1, 3, 1, 6):
+        one.try_(tiny.prompts(4, seed=rows)[0])
+        with torch.inference_mode():
+            one.kv.commit(0)
+        one.feed(TOKENS[one.request.computed : one.request.computed + rows])
+    (part,) = one.kv.layers[2].read()
+    index: Any = one.kv.layers[2].derived["instinfer", 0]
+    torch.testing.assert_close(index.total, part.v[:, : index.upto].sum(1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(index.known, part.k[:, : index.upto].mT)
+
+
+@pytest.mark.parametrize(("knobs", "said"), [({"r": 0.0}, "r=0.0"), ({"k": -1.0}, "k=-1.0"), ({"group": 0}, "group=0")])
+def test_bad_knobs_are_named(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        InstInfer(**knobs)
