@@ -29,6 +29,8 @@ PARAMS = {
         {"evict": "snapkv:keep=8,window=4"},
         {"evict": "streaming:sinks=3,window=20"},
         {"attend": "quest:page=4,budget=12,dense_layers=1"},
+        {"attend": "tidal:k=8,dense=0,second=2,every=5"},
+        {"attend": "zero_tuning:gamma=20,weights=none"},
         {"decode": "block_diffusion:block=8"},
         {"decode": "block_diffusion:block=128,steps=4,selector=static"},
     ],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phasewise.step.sight import Sight
     from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
-    from phasewise.verbs.decode import Decode
+    from phasewise.verbs.decode import Decode, Outcome
     from phasewise.verbs.evict import Evict
     from phasewise.verbs.skip import Skip
 
@@ -54,6 +54,8 @@ class Phase:
     walks: bool = field(init=False)  # rows run `walk` with the model's own weights: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
     choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
+    again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
+    until: Callable[[Request], int | None] | None = field(init=False)  # likewise
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -63,7 +65,14 @@ class Phase:
         object.__setattr__(self, "walks", self.skip is None or (self.walk is not None and self.delta is None))
         object.__setattr__(self, "sight", getattr(self.evict, "sight", None))
         object.__setattr__(self, "choice", getattr(self.attend, "choice", None))
+        object.__setattr__(self, "again", getattr(self.attend, "again", None))
+        object.__setattr__(self, "until", getattr(self.attend, "until", None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
+
+    def back(self, span: Span, outcome: Outcome) -> int:
+        """How many of a request's last rows are to be computed once more, now that what is kept of `span` is there."""
+        say = self.again
+        return outcome.again if say is None else max(outcome.again, say(span.request, span.request.computed))
 
     def looks(self, span: Span) -> bool:
         """Whether a method acts between the queries and the attention of this span's rows in some layer."""

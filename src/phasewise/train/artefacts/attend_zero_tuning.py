@@ -90,9 +90,7 @@ def validation(mixture: Mixture, tokens: int, seed: int) -> list[Example]:
             one = Example(ids, [True] * len(ids))
         else:
             pieces = mixture.long_row(rng, PARTS.row) if kind == "long" else mixture.short_row(rng, PARTS)
-            one = Example(
-                [token for ids, _ in pieces for token in ids], [learn for ids, learn in pieces for _ in ids]
-            )
+            one = Example([token for ids, _ in pieces for token in ids], [learn for ids, learn in pieces for _ in ids])
         if len(one.tokens) <= 2 * PARTS.row and any(one.learned[1:]):
             found.append(one)
             left -= len(one.tokens)
