@@ -9,13 +9,23 @@ import pytest
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.quest import Quest
+from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.skip.unified import Unified
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.options import parse
-from phasewise.reproduce.controls import Coarse, CutTwice, OneChunk, OtherLayers, RandomGuess, RandomPages, RandomRows
+from phasewise.reproduce.controls import (
+    Coarse,
+    CutTwice,
+    OneChunk,
+    OtherLayers,
+    RandomGuess,
+    RandomPages,
+    RandomPicks,
+    RandomRows,
+)
 from phasewise.reproduce.play import Entry, Run, play
 from tests import tiny
 
@@ -56,6 +66,15 @@ def test_random_pages_read_as_many_rows_as_quest() -> None:
         n = 151 + j
         own = (n - 1) % 4 + 1
         assert step.read == 2 * key * (n + 3 * ((20 - own) // 4 * 4 + own))
+
+
+def test_random_picks_read_as_many_rows_as_tidal() -> None:
+    entries, tidal = lone(150, 24), Tidal(k=12, dense=0, second=2, every=6)
+    chosen, drawn = run(entries, attend=tidal), run(entries, attend=RandomPicks(tidal))
+    assert drawn.outs != chosen.outs
+    assert [(s.rows, s.read) for s in drawn.steps] == [(s.rows, s.read) for s in chosen.steps]
+    assert drawn.work.recomputed == chosen.work.recomputed == 18
+    assert run(entries, attend=RandomPicks(Tidal(k=500, dense=0, second=2))).outs == run(entries).outs
 
 
 def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:

@@ -75,8 +75,8 @@ class Tidal:
             )
         return found
 
-    def bind(self, host: Host) -> _Tidal:
-        return _Tidal(self, self.choosing(host.model.config.layers))
+    def bind(self, host: Host) -> Picker:
+        return Picker(self, self.choosing(host.model.config.layers))
 
 
 @dataclass(slots=True)
@@ -88,8 +88,8 @@ class _Picked:
     known: Tensor  # bool [rows]
 
 
-class _Tidal:
-    """Nothing is remembered of a request: within a step, layers hand the picks on in its notes."""
+class Picker:
+    """Runtime of Tidal. Nothing is remembered of a request: within a step, layers hand the picks on in its notes."""
 
     def __init__(self, knobs: Tidal, choosing: tuple[int, ...]) -> None:
         self.k, self.dense, self.every = knobs.k, knobs.dense, knobs.every
@@ -166,31 +166,42 @@ class _Tidal:
         found: Tensor | None = read.step.notes[key]
         return found
 
-    def _choose(self, read: Read) -> None:
-        """Note the positions with the largest weights for each row, its own left out."""
-        part, mask, span = read.part, read.mask(), read.span
-        heads, n = part.size
-        read.count_keys(heads * n)  # once more than attention, which reads them for itself
+    def weights(self, read: Read) -> Tensor:
+        """What each slot is worth to each row, [h, R, N]: the logarithm of its largest weight over the query heads."""
         logits = read.scores()  # [h, G, R, N]
+        mask = read.mask()
         if mask is not None:
             logits = logits.masked_fill(~mask[:, None], float("-inf"))
-        weights = (logits - logits.logsumexp(-1, keepdim=True)).amax(1)  # [h, R, N], logarithms
+        return (logits - logits.logsumexp(-1, keepdim=True)).amax(1)
+
+    def _choose(self, read: Read) -> None:
+        """Note the positions that are worth most to each row, its own left out."""
+        part = read.part
+        heads, n = part.size
+        read.count_keys(heads * n)  # once more than attention, which reads them for itself
+        weights = self.weights(read)
         rows = torch.arange(weights.shape[1], device=weights.device)
         weights[:, rows, n - len(rows) + rows] = float("-inf")
         best = weights.topk(min(self.k, n), -1)
         found = part.positions.expand(heads, -1)[:, None].expand(-1, len(rows), -1).gather(2, best.indices)
         found = found.masked_fill(best.values == float("-inf"), -1)
-        picked: _Picked | None = read.step.notes.get(self._key(span))
-        if picked is None or picked.layer != read.layer:
-            every = span.kv.layers[read.layer].shape.heads
-            wide = found.new_full((every, span.rows, min(self.k, max(span.positions))), -1)
-            picked = _Picked(read.layer, wide, torch.zeros(span.rows, dtype=torch.bool, device=wide.device))
-            read.step.notes[self._key(span)] = picked
         mine = rows if read.rows is None else torch.tensor(read.rows, device=rows.device)
         of_heads = torch.arange(heads, device=rows.device) if part.heads is None else part.heads
+        picked = self._picked(read)
         width = min(found.shape[2], picked.positions.shape[2])
         picked.positions[of_heads[:, None], mine, :width] = found[..., :width]
         picked.known[mine] = True
+
+    def _picked(self, read: Read) -> _Picked:
+        """Where this layer notes what it picks; empty at first."""
+        span, notes = read.span, read.step.notes
+        picked: _Picked | None = notes.get(self._key(span))
+        if picked is None or picked.layer != read.layer:
+            heads = span.kv.layers[read.layer].shape.heads
+            none = torch.full((heads, span.rows, min(self.k, max(span.positions))), -1, device=read.q.device)
+            picked = _Picked(read.layer, none, torch.zeros(span.rows, dtype=torch.bool, device=none.device))
+            notes[self._key(span)] = picked
+        return picked
 
     def _select(self, read: Read, mine: Tensor, sparse: Tensor) -> Tensor:
         """What is read, bool [h, R, N]: by rows `sparse` what was picked for them and themselves, by others all."""
