@@ -39,9 +39,8 @@ def code_gain(lab: Lab) -> Tried:
 
 SYSTEM = System(
     title="ZeroTuning",
-    paper=Paper(
-        "ZeroTuning: Unlocking the Initial Token's Power to Enhance Large Language Models Without Training", "2505.11739"
-    ),
+    paper=Paper("ZeroTuning: Unlocking the Initial Token's Power to Enhance Large Language Models Without Training",
+                "2505.11739"),
     claim="one factor on the attention weight of the first token, in the heads that a validation set picks, improves "
     "Llama-3.1-8B by 19.9 % (relative) in classification, 4.5 % in question answering and 2.1 % in dialogue.",
     conditions=("Llama-3.1-8B and others that begin every text with a BOS token, which draws most of the attention",
