@@ -134,7 +134,7 @@ def test_entropy_moves_to_the_side_that_theory_says() -> None:
         read = read_of(11, 1, seed)
         for gamma in (0.05, 0.3, 1.0, 3.0, 40.0):
             (low,), (high,) = (Tuned(torch.full((1, 4), math.log(g)))([read]) for g in (gamma * 0.98, gamma * 1.02))
-            (here,) = Tuned(torch.full((1, 4), math.log(gamma)))([read]) if gamma != 1 else ([read.attend()],)
+            (here,) = Tuned(torch.full((1, 4), math.log(gamma)))([read]) if gamma != 1 else [read.attend()]
             assert low is not None and high is not None and here is not None
             for head in range(4):
                 weights = here[0, head].double()
@@ -145,7 +145,7 @@ def test_entropy_moves_to_the_side_that_theory_says() -> None:
                 change = (
                     torch.special.entr(high[0, head].double()).sum() - torch.special.entr(low[0, head].double()).sum()
                 )
-                if float(weights[0]) > 0.999 or abs(float(change)) < 1e-6:
+                if float(weights[0]) > 0.999 or abs(float(change)) < 1e-5:
                     continue
                 assert (float(change) < 0) == bool(weights[0] > border)
                 fell, rose = fell + (float(change) < 0), rose + (float(change) > 0)

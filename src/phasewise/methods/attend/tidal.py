@@ -41,7 +41,7 @@ class Tidal:
     k: int = 256
     dense: int = 2
     second: int = 0
-    every: int = 64
+    every: int = 32
 
     paper: ClassVar[str] = "arXiv 2410.05076"
     guarantee: ClassVar[str] = "lossy"
