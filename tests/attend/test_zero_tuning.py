@@ -35,7 +35,7 @@ from phasewise.step.phase import Phase
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
-from tests import tiny
+from tests import double, tiny
 from tests.kv.harness import Uneven, Walk, cuts, sliding
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -153,8 +153,11 @@ def test_entropy_moves_to_the_side_that_theory_says() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_softmax_with_a_bias(case: str) -> None:
-    """In prompts and tokens, in one piece or many; where the first row was given up, nothing is scaled."""
+def test_equals_a_softmax_with_a_bias(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prompts and tokens, in one piece or many; where the first row was given up, nothing is scaled. In double
+    precision over int8, where the last bit of a float now and then moves a number to the next level."""
+    if case == "int8":
+        double.everything(monkeypatch)
     truth = started(Explicit(LIFT), case)
     want = torch.cat([truth.feed(TOKENS[:PROMPT]), *(truth.feed([token]) for token in TOKENS[PROMPT:])])
     for sizes in ([1], [2, 7, 1], [40]):
@@ -175,7 +178,9 @@ def test_windows_of_the_model(window: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "streaming", "snapkv", "int8"])
-def test_draft_trees(case: str) -> None:
+def test_draft_trees(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "int8":
+        double.everything(monkeypatch)
     tree, parents = [TOKENS[PROMPT], 5, 6, 7, 8, 9], [-1, 0, 0, 1, 2, 3]
     one, truth = started(Tuned(LIFT), case), started(Explicit(LIFT), case)
     for walk in (one, truth):
@@ -263,7 +268,8 @@ def test_a_file_is_bound_to_its_model(tmp_path: Path) -> None:
     runtime = bound(ZeroTuning(weights=str(path)), model)
     assert torch.equal(runtime.lift, LIFT)
     scaled = bound(ZeroTuning(gamma=4.0, weights=str(path)), model).lift
-    assert torch.equal(scaled != 0, LIFT != 0) and set(scaled[scaled != 0].tolist()) == {pytest.approx(math.log(4.0))}
+    assert torch.equal(scaled != 0, LIFT != 0)
+    assert scaled[scaled != 0].tolist() == pytest.approx([math.log(4.0)] * int((LIFT != 0).sum()))
     with pytest.raises(UserError, match="trained for another base model.*phasewise train artefact attend.zero_tuning"):
         bound(ZeroTuning(weights=str(path)), other)
     with pytest.raises(UserError, match="phasewise train artefact attend.zero_tuning.*weights=none,gamma=2"):

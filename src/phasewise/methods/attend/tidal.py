@@ -46,7 +46,7 @@ class Tidal:
     paper: ClassVar[str] = "arXiv 2410.05076"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
-    neutral: ClassVar[dict[str, object]] = {"k": 1 << 30}
+    neutral: ClassVar[dict[str, object]] = {"k": 1 << 30, "dense": 0}
     tight: ClassVar[dict[str, object]] = {"k": 6, "dense": 0, "second": 2, "every": 5}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
