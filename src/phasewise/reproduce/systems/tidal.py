@@ -130,5 +130,5 @@ SYSTEM = System(
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192, settings={"method": Setting({"attend": f"tidal:{KNOBS},dense=1"})}),),
     note="With correction a token costs two rows of the model: passes of many rows read the weights once. Layer 3 "
-    "of 8 picks again: that is the default, and what scripts/tidal_layers.py finds best on source that is not held out.",
+    "of 8 picks again: the default, and what scripts/tidal_layers.py finds best on source that is not held out.",
 )  # fmt: skip
