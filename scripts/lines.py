@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 5800,
+    ("", "verbs", "engine", "step", "request"): 5880,
     ("speculation",): 1200,
     ("kv",): 2900,
     ("cluster",): 4000,
