@@ -39,6 +39,8 @@ PARAMS = {
         {"attend": "token_select:k=6,first=2,local=4"},
         {"attend": "instinfer:r=3,k=12"},
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
+        {"attend": "tidal:k=8,dense=0,second=2,every=5"},
+        {"attend": "zero_tuning:gamma=20,weights=none"},
         {"decode": "block_diffusion:block=8"},
         {"decode": "block_diffusion:block=128,steps=4,selector=static"},
     ],

@@ -12,6 +12,7 @@ from phasewise.engine.limits import Limits
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.attend.token_select import TokenSelect
+from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O
@@ -29,6 +30,7 @@ from phasewise.reproduce.controls import (
     RandomBlocks,
     RandomGuess,
     RandomPages,
+    RandomPicks,
     RandomRows,
     RandomRunning,
     RandomTokens,
@@ -112,6 +114,15 @@ def test_random_blocks_are_as_many_as_infllm_reads_but_others() -> None:
     assert run(entries).outs != drawn.outs != chosen.outs
     dense = {**knobs, "topk": 1 << 30}
     assert run(entries, attend=RandomBlocks(**dense)).outs == run(entries).outs
+
+
+def test_random_picks_read_as_many_rows_as_tidal() -> None:
+    entries, tidal = lone(150, 24), Tidal(k=12, dense=0, second=2, every=6)
+    chosen, drawn = run(entries, attend=tidal), run(entries, attend=RandomPicks(tidal))
+    assert drawn.outs != chosen.outs
+    assert [(s.rows, s.read) for s in drawn.steps] == [(s.rows, s.read) for s in chosen.steps]
+    assert drawn.work.recomputed == chosen.work.recomputed == 18
+    assert run(entries, attend=RandomPicks(Tidal(k=500, dense=0, second=2))).outs == run(entries).outs
 
 
 def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:

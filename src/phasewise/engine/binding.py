@@ -155,8 +155,21 @@ class Bindings:
             assert verb in SHARED, f"a decode method brings {', '.join(SHARED)}, not {verb}"
             chosen = self._acting(methods, verb, phase)
             slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
+        if getattr(slots["attend"], "again", None) is not None:
+            self._refuse_again(methods, slots, getattr(runtime, "unit", 1))
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:
             made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase))
             self._phases[key] = made
         return self._phases[key]
+
+    @staticmethod
+    def _refuse_again(methods: Methods, slots: Mapping[str, Any], unit: int) -> None:
+        """Raise UserError where rows cannot be computed once more: they need all before them, one after another."""
+        what = f"{label('attend', methods['attend'])} has decoded rows computed once more"
+        if slots["evict"] is not None:
+            evict = label("evict", methods["evict"])
+            raise UserError(f"{what}, and {evict} gives up rows they need: choose one that is done with the prompt")
+        if unit > 1:
+            decode = label("decode", methods["decode"])
+            raise UserError(f"{what}, and {decode} finishes tokens in blocks: choose another decode method")

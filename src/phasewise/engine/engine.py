@@ -19,7 +19,7 @@ import torch
 from phasewise.engine.admission import Admission
 from phasewise.engine.attempt import Settled, StepAttempt, isolate
 from phasewise.engine.queues import Queues
-from phasewise.engine.refusals import kept_within, longest, refuse
+from phasewise.engine.refusals import DEPTH, kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import Unanswerable, UserError, near
 from phasewise.kv.layer_kv import ROUND
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from phasewise.request.params import Params
 
 log = logging.getLogger(__name__)
-_DEPTH = (
-    "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
-    "a schedule that runs whole steps; a decode method leaves `layers` alone, and `hidden` where the depth is split"
-)
 
 
 class Engine:
@@ -230,7 +226,9 @@ class Engine:
                 under_way = request.slice
                 if under_way is None:
                     runtime = self.recipes[request.recipe]
-                    rows = runtime.phase(request).decode.rows(request)
+                    phase = runtime.phase(request)
+                    request.until = None if phase.until is None else phase.until(request)
+                    rows = phase.decode.rows(request)
                     request.rows = rows if runtime.most is None else min(rows, runtime.most)
                 else:
                     request.rows = under_way.rows
@@ -265,7 +263,7 @@ class Engine:
                 self._fail(work.job, span)
                 continue
             if span.layers is not None or (span.hidden is not None and work.layers is not None):
-                self._fail(work.job, UserError(_DEPTH))
+                self._fail(work.job, UserError(DEPTH))
                 continue
             span.layers = work.layers
             if span.rows > work.rows:  # a method's smallest unit
@@ -339,6 +337,8 @@ class Engine:
             own.recomputed += (again := min(request.computed, request.high_water) - before)
             counters.recomputed += again
         request.high_water = max(request.high_water, request.computed)
+        if back := span.phase.back(span, outcome):
+            request.step_back(back)
         for each in (counters, own):
             each.drafted += outcome.drafted
             each.accepted += outcome.accepted

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
     from phasewise.request.request import Request
 
+DEPTH = (
+    "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
+    "a schedule that runs whole steps; a decode method leaves `layers` alone, and `hidden` where the depth is split"
+)
+
 
 def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -> None:
     """Raise UserError for an empty prompt, for token ids that the model has not, for rules that leave nothing to say,

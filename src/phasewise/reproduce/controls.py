@@ -15,6 +15,8 @@ from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
 from phasewise.methods.attend._select import furthest, listing, share
 from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.tidal import Picker, Tidal
+from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
 from phasewise.methods.draft.swift import SelfDrafter, Swift
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
 from phasewise.methods.evict._noise import gumbel
@@ -187,6 +189,37 @@ class RandomPages(Control):
         pages = torch.rand(heads, own // self.page, generator=gen).topk((most - n + own) // self.page).indices
         old = (pages[:, :, None] * self.page + torch.arange(self.page)).flatten(1)
         return read.attend_rows(torch.cat((old, torch.arange(own, n).expand(heads, -1)), 1))
+
+
+@dataclass(frozen=True)
+class RandomPicks(Control):
+    """attend: as many rows in the same layers as TidalDecode reads, its own among them, the others drawn at random per
+    head; they are computed once more as often."""
+
+    of: Tidal
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    def bind(self, host: Host) -> Picker:
+        return _RandomPicks(self.of, self.of.choosing(host.model.config.layers))
+
+
+class _RandomPicks(Picker):
+    def weights(self, read: Read) -> Tensor:
+        heads, n = read.part.size
+        about = read.span.request.prompt_len, read.layer
+        rows = [torch.rand(heads, n, generator=drawn(*about, at)) for at in read.q_positions.tolist()]
+        return torch.stack(rows, 1)
+
+
+@dataclass(frozen=True)
+class OtherWay(Control):
+    """attend: ZeroTuning with every factor turned over: what was raised is lowered, in the same heads."""
+
+    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+
+    def bind(self, host: Host) -> Any:
+        made = ZeroTuning().bind(host)
+        return Tuned(-made.lift) if isinstance(made, Tuned) else made
 
 
 @dataclass(frozen=True)

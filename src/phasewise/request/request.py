@@ -61,6 +61,7 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.computed = 0
         self.rows = 0  # rows it would bring to the next step; the engine keeps it up to date
+        self.until: int | None = None  # the position that drafts of the next step must not reach; likewise
         self.slice: Span | None = None  # one under way that has not reached the last layer: a step may run part of it
         self.depth = 0  # the layers it has run
         self.layers = 0  # layers of the model; the engine that accepts it fills it in ...
@@ -157,6 +158,12 @@ class Request:
         self.kv = other.kv.fork()
         self.scores |= {at: score for at, score in other.scores.items() if at < self.prompt_len}
         self.state |= {name: fork_state(value) for name, value in other.state.items() if name not in self.state}
+
+    def step_back(self, rows: int) -> None:
+        """Give up its last rows, to compute them once more: `computed` says that they are to come."""
+        assert self.kv is not None and self.computed - rows >= self.prompt_len, "rows of the prompt stay"
+        self.computed -= rows
+        self.kv.drop_last(self.computed)
 
     def release(self) -> None:
         """Give up KV and every method's drawer (a drawer with `close` is closed)."""

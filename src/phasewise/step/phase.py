@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phasewise.step.sight import Sight
     from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
-    from phasewise.verbs.decode import Decode
+    from phasewise.verbs.decode import Decode, Outcome
     from phasewise.verbs.evict import Evict
     from phasewise.verbs.skip import Skip
 
@@ -55,6 +55,8 @@ class Phase:
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
     choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
     told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
+    again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
+    until: Callable[[Request], int | None] | None = field(init=False)  # likewise
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -66,7 +68,14 @@ class Phase:
         object.__setattr__(self, "choice", getattr(self.attend, "choice", None))
         told = dict.fromkeys(getattr(method, "stayed", None) for method in (self.attend, self.evict))
         object.__setattr__(self, "told", tuple(each for each in told if each is not None))
+        object.__setattr__(self, "again", getattr(self.attend, "again", None))
+        object.__setattr__(self, "until", getattr(self.attend, "until", None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
+
+    def back(self, span: Span, outcome: Outcome) -> int:
+        """How many of a request's last rows are to be computed once more, now that what is kept of `span` is there."""
+        say = self.again
+        return outcome.again if say is None else max(outcome.again, say(span.request, span.request.computed))
 
     def looks(self, span: Span) -> bool:
         """Whether a method acts between the queries and the attention of this span's rows in some layer."""

@@ -152,10 +152,25 @@ class Read:
         self.count(part.size[1])
         if self._moved is None:
             return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
-        slots, _ = self._moved
-        logits = ops.scores(self.q, part.k, spec.scale, spec.softcap)  # [h, G, R, N]
-        logits[..., slots] = ops.scores(self._turned_back(), part.k[:, slots], spec.scale, spec.softcap)
-        return ops.weigh(logits, part.v, mask)[0]
+        return ops.weigh(self.scores(), part.v, mask)[0]
+
+    def scores(self) -> Tensor:
+        """Float32 logits [h, G, R, N] of all slots as the rows meet them; nothing is hidden, nothing is counted."""
+        part, spec = self.part, self.step.model.config.attention[self.layer]
+        logits = ops.scores(self.q, part.k, spec.scale, spec.softcap)
+        if self._moved is not None:
+            slots, _ = self._moved
+            logits[..., slots] = ops.scores(self._turned_back(), part.k[:, slots], spec.scale, spec.softcap)
+        return logits
+
+    def score(self, slot: int) -> Tensor:
+        """The column of `scores` at one slot, [R, hq]. A row's number does not depend on how many rows there are."""
+        part, spec = self.part, self.step.model.config.attention[self.layer]
+        moved = self._moved is not None and slot in self._moved[0].tolist()
+        q = self._turned_back() if moved else self.q
+        by_head = q.float().view(q.shape[0], part.size[0], -1, q.shape[2])
+        logits = (by_head * part.keys(slot, slot + 1).float()[:, 0, None]).sum(-1).flatten(1) * spec.scale
+        return logits if spec.softcap is None else spec.softcap * (logits / spec.softcap).tanh()
 
     def attend_rows(self, index: Tensor) -> Tensor:
         """Exact attention over the slots `index` only, reading nothing else. -> [R, hq, D].
@@ -221,14 +236,15 @@ class Read:
         plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
         return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
 
-    def few(self, start: int = 0) -> native.Few | None:
-        """What the native kernel needs, if it can do this read: a tree, or few rows that see all before them.
+    def few(self, start: int = 0, most: int = FEW) -> native.Few | None:
+        """What the native kernel needs, if it can do this read: a tree, or at most so many rows that see all before
+        them.
 
         Slots before `start` are read from others.
         """
         part, rows, sees = self.part, self.q.shape[0], self.span.sees
         spec = self.step.model.config.attention[self.layer]
-        if (rows > FEW and sees is None) or self.rows is not None or self.view is not None:
+        if (rows > most and sees is None) or self.rows is not None or self.view is not None:
             return None
         if part.fresh != self.span.first + rows or part.ids is not None:
             return None

@@ -47,6 +47,35 @@ def attend_all(reads: Sequence[Read], commons: Sequence[native.Common] = ()) -> 
     return [out[i] for i in range(len(reads))]
 
 
+def attend_lse(reads: Sequence[Read]) -> list[tuple[Tensor, Tensor]]:
+    """Exact attention over all that is visible with the log-sum-exp of its scores: [R, hq, D], float32 [R, hq] each.
+
+    In a single native call where there is one, prompts included: no row's numbers depend on how many come with it.
+    """
+    spec = reads[0].step.model.config.attention[reads[0].layer]
+    out: dict[int, tuple[Tensor, Tensor]] = {}
+    by_heads: dict[int, dict[int, native.Few]] = {}  # a call takes one shape
+    for i, read in enumerate(reads):
+        read.count(read.part.size[1])
+        few = read.few(most=read.q.shape[0])
+        if few is None:
+            out[i] = _plainly(read)
+        else:
+            by_heads.setdefault(few.k.shape[0], {})[i] = few
+    for together in by_heads.values():
+        rows, lse = native.attend(list(together.values()), spec.scale, spec.window, with_lse=True)
+        assert lse is not None
+        sizes = [few.q.shape[0] for few in together.values()]
+        out |= zip(together, zip(torch.split(rows, sizes), torch.split(lse, sizes)))
+    return [out[i] for i in range(len(reads))]
+
+
+def _plainly(read: Read) -> tuple[Tensor, Tensor]:
+    """The plain twin of one read."""
+    mask = read.mask()
+    return ops.weigh(read.scores(), read.part.v, mask)
+
+
 def answered(reads: Sequence[Read], answers: Sequence[Tensor | None]) -> list[Tensor]:
     """What an attend method answered; where it left a read to others, exact attention over all that is visible."""
     left = [read for read, answer in zip(reads, answers) if answer is None]

@@ -31,6 +31,7 @@ class Outcome:
     pool: Pool | None = None  # likewise
     origin: str = ""  # of all its tokens, where they were neither guessed nor drawn one after another (`ORIGINS`) ...
     odds: Sequence[float] = ()  # ... and the probability that each then had
+    again: int = 0  # of the rows that are there once these are kept, none of the prompt, the last to compute once more
 
     @property
     def kept(self) -> int:

@@ -137,7 +137,8 @@ class Drafter(Protocol):
 
 def headroom(request: Request) -> int:
     """How many drafted tokens in a row the request could still take; one more follows them."""
-    return request.limit - request.known - 1
+    most = request.limit - request.known - 1
+    return most if request.until is None else min(most, request.until - request.known)
 
 
 def judged(span: Span) -> range:
