@@ -90,6 +90,8 @@ class Walk:
                 index = evict.keep(request, layer)
                 if index is not None:
                     self.kv.keep(layer, index)
+        if not request.prefilling:
+            self.kv.seal()
 
     @torch.inference_mode()
     def fork(self) -> Walk:

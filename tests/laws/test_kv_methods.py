@@ -18,6 +18,8 @@ QUEST = {"attend": "quest:page=4,budget=16,dense_layers=1"}
 STREAMING = {"evict": "streaming:sinks=3,window=23"}
 SNAPKV = {"evict": "snapkv:keep=0.3,window=6"}
 INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2,weights=none"}
+KIVI = {"store": "kivi:bits=2,group=4,residual=8"}
+GEAR = {"store": "gear:bits=2,group=4,block=8,rank=1,sparse=0.1"}
 METHODS = {
     "quest": QUEST,
     "streaming": STREAMING,
@@ -25,6 +27,9 @@ METHODS = {
     "snapkv": SNAPKV,
     "int8": INT8,
     "unified": UNIFIED,
+    "kivi": KIVI,
+    "gear": GEAR,
+    "unified kivi": UNIFIED | KIVI,
     "quest streaming": QUEST | STREAMING,
     "quest snapkv": QUEST | SNAPKV,
     "quest int8": QUEST | INT8,

@@ -231,7 +231,7 @@ class Engine:
                 if under_way is None:
                     runtime = self.recipes[request.recipe]
                     rows = runtime.phase(request).decode.rows(request)
-                    request.rows = rows if runtime.most is None else min(rows, runtime.most)
+                    request.rows = min(rows, runtime.bound(request))
                 else:
                     request.rows = under_way.rows
             except Exception as error:
@@ -353,19 +353,24 @@ class Engine:
                 index = evict.keep(request, layer)
                 if index is not None:
                     span.kv.keep(layer, index)
+        if span.kv.seals and not was_prefilling:
+            span.kv.seal()
         if was_prefilling and not request.prefilling:
             self._enter(request)
             if not self._goes(request):
                 span.kv.settle()
 
     def _enter(self, request: Request) -> None:
-        """A request goes on here after its prompt: KV that no row will read again is freed."""
+        """A request goes on here after its prompt: KV that no row will read again is freed, finished blocks are
+        sealed."""
         if self._goes(request):
             return
         skip = self.runtime(request).phase(request).skip
         if skip is not None and request.kv is not None:
             for layer in skip.unused(len(request.kv.layers)):
                 request.kv.free(layer)
+        if request.kv is not None:
+            request.kv.seal()
 
     # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:

@@ -28,6 +28,7 @@ class KV:
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
+        self.seals = any(layer.sealed is not None for layer in layers)  # finished blocks of rows are packed
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
@@ -130,6 +131,12 @@ class KV:
             layer.drop_last(position)
         self._measure()
 
+    def seal(self) -> None:
+        """The prompt is complete and stays here: pack the blocks that are full by now."""
+        if self.seals:
+            self.counters.kv_bytes_moved += sum(layer.seal() for layer in self.layers)
+            self._measure()
+
     def settle(self) -> None:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere."""
         if self.wire is None or not self.wire.fixed or self.rounded:
@@ -161,6 +168,9 @@ class KV:
                 }
                 for s in layer.slabs
             ]
+            if layer.sealed is not None and layer.sealed.active:
+                assert not lent, "sealed blocks are copied, not lent"
+                pieces[0]["sealed"] = {"base": layer.slabs[0].base, "blocks": layer.sealed.dump()}
             out.extend(pieces or [{"heads": None, "positions": None, "planes": []}])  # a freed layer
             out[-1]["last"] = True  # of this layer
         return out
@@ -171,6 +181,7 @@ class KV:
         assert len(layers) == len(self.layers), "a dump of another model"
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
+        self.seals = any(layer.sealed is not None for layer in self.layers)
         self._measure()
 
     @property
