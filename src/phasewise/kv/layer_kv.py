@@ -31,8 +31,8 @@ def rounded(rows: int) -> int:
 
 
 class Slab:
-    """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are base .. base+n-1. `base` rows
-    before them lie in sealed blocks alone."""
+    """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are base .. base+n-1:
+    `base` rows before them lie in sealed blocks alone."""
 
     __slots__ = ("base", "buffer", "heads", "n", "positions")
 

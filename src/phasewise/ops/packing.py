@@ -1,7 +1,7 @@
 """Numbers of few bits in bytes, and groups of numbers as few evenly spaced levels.
 
-The first of several levels lies in the lowest bits of the first byte, and none is padded but the last of all: `n` levels
-take `ceil(n * bits / 8)` bytes.
+The first of several levels lies in the lowest bits of the first byte, and nothing is padded but the last byte: `n`
+levels take `ceil(n * bits / 8)` bytes.
 """
 
 from __future__ import annotations
