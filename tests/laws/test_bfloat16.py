@@ -29,6 +29,8 @@ PARAMS = {
         {"evict": "snapkv:keep=8,window=4"},
         {"evict": "streaming:sinks=3,window=20"},
         {"attend": "quest:page=4,budget=12,dense_layers=1"},
+        {"store": "kivi:group=4,residual=8"},
+        {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
         {"decode": "block_diffusion:block=8"},
         {"decode": "block_diffusion:block=128,steps=4,selector=static"},
     ],

@@ -1,4 +1,4 @@
-"""store.gear: each part brings a block nearer, the product is next to the best of its rank, and bytes count everything."""
+"""store.gear: each part brings a block nearer, the product is next to the best of its rank, and bytes count all."""
 
 from __future__ import annotations
 
