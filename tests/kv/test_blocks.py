@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES, Cut, block_bytes, sealing
+from phasewise.kv.blocks import SIDES, BlockCut, block_bytes, sealing
 from phasewise.kv.buffer import Raw
 from phasewise.kv.cache import KV
 from phasewise.methods.store.gear import Gear
@@ -38,7 +38,7 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(suppress_health_check=FIXTURES)
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 300))
 def test_cuts(rows: int, tail: int, n: int) -> None:
-    cut = Cut(rows, tail)
+    cut = BlockCut(rows, tail)
     sealed = cut.sealed(n)
     assert sealed % rows == 0 and (sealed == 0 or n - sealed >= tail) and n - sealed < max(tail, 0) + rows + tail + 1
     assert cut.sealed(n) == max([m for m in range(0, n + 1, rows) if n - m >= tail], default=0)

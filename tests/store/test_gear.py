@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import KEYS, SIDES, VALUES, Cut, block_bytes
+from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut, block_bytes
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.gear import Approximated, Gear, approximation
@@ -19,7 +19,7 @@ DIM, BLOCK = 64, 64
 
 
 def codec(bits: int = 2, rank: int = 4, sparse: float = 0.02, group: int = 64) -> Approximated:
-    return Approximated(bits, group, (Cut(BLOCK), Cut(BLOCK)), rank=rank, sparse=sparse)
+    return Approximated(bits, group, (BlockCut(BLOCK), BlockCut(BLOCK)), rank=rank, sparse=sparse)
 
 
 def rows(seed: int, outliers: int = 20) -> torch.Tensor:
@@ -41,7 +41,7 @@ def error(of: Grouped, side: int, x: torch.Tensor) -> float:
 @given(st.integers(0, 10**6), st.sampled_from(SIDES), st.sampled_from([2, 4]))
 def test_every_part_brings_a_block_nearer(seed: int, side: int, bits: int) -> None:
     x = rows(seed)
-    plain = Grouped(bits, 64, (Cut(BLOCK), Cut(BLOCK)))
+    plain = Grouped(bits, 64, (BlockCut(BLOCK), BlockCut(BLOCK)))
     bare, product, apart = error(plain, side, x), error(codec(bits, sparse=0), side, x), error(codec(bits), side, x)
     assert bare > product > apart
     assert error(codec(bits, rank=0, sparse=0), side, x) == bare, "nothing is added to nothing"
@@ -50,7 +50,7 @@ def test_every_part_brings_a_block_nearer(seed: int, side: int, bits: int) -> No
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(SIDES), st.integers(1, 8))
 def test_the_product_is_next_to_the_best_of_its_rank(seed: int, side: int, rank: int) -> None:
-    x, plain = rows(seed), Grouped(2, 64, (Cut(BLOCK), Cut(BLOCK)))
+    x, plain = rows(seed), Grouped(2, 64, (BlockCut(BLOCK), BlockCut(BLOCK)))
     missed = x - through(plain)(side, x)
     left, right = approximation(missed, rank)
     best = float(torch.linalg.svdvals(missed)[rank:].norm())
@@ -97,7 +97,7 @@ def test_bytes_count_parameters_products_and_indices(bits: int, rank: int, spars
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([VALUES, KEYS]))
 def test_a_blocks_form_depends_on_that_block_alone(seed: int, sizes: list[int], side: int) -> None:
-    of = Approximated(2, 4, (Cut(8), Cut(8)), rank=2, sparse=0.1)
+    of = Approximated(2, 4, (BlockCut(8), BlockCut(8)), rank=2, sparse=0.1)
     x = torch.randn(2, 8 * sum(sizes), 12, generator=torch.Generator().manual_seed(seed))
     whole = of.seal(side, x)
     pieces = [of.seal(side, piece) for piece in x.split([8 * size for size in sizes], 1)]

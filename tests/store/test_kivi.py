@@ -7,7 +7,7 @@ import torch
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.kv.blocks import KEYS, VALUES, Cut, block_bytes
+from phasewise.kv.blocks import KEYS, VALUES, BlockCut, block_bytes
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.kivi import Kivi
@@ -19,7 +19,7 @@ from tests.kv.sealing import by_hand, through
 
 
 def grouped(bits: int, group: int, residual: int, by_channel: tuple[bool, bool] = (True, False)) -> Grouped:
-    cuts = Cut(residual), Cut(1, residual)
+    cuts = BlockCut(residual), BlockCut(1, residual)
     return Grouped(bits, group, cuts if by_channel[0] else cuts[::-1], by_channel)
 
 

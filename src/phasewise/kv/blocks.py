@@ -29,7 +29,7 @@ SLACK = 32  # rows of the tail's buffer beyond the longest tail, at least: it is
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BlockCut:
     """Blocks of `rows` rows; the newest `tail` rows are never sealed, and neither is what does not fill a block."""
 
     rows: int
@@ -51,7 +51,7 @@ class Cut:
 class Blocks(Protocol):
     """What a codec with `cuts` says besides (see verbs/store.py). Everything is per KV head, and pure."""
 
-    cuts: tuple[Cut, Cut]
+    cuts: tuple[BlockCut, BlockCut]
 
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         """Per plane: the shape and dtype of what is kept for one (head, block)."""

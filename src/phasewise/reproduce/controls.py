@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phasewise.kv.blocks import Cut
+from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
@@ -204,7 +204,7 @@ class Swapped(Control):
     residual: int
 
     def codec(self) -> Codec:
-        return Grouped(self.bits, self.group, (Cut(1, self.residual), Cut(self.residual)), (False, True))
+        return Grouped(self.bits, self.group, (BlockCut(1, self.residual), BlockCut(self.residual)), (False, True))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Elsewhere(Control):
     sparse: float
 
     def codec(self) -> Codec:
-        cut = Cut(self.block)
+        cut = BlockCut(self.block)
         return _Elsewhere(self.bits, self.group, (cut, cut), rank=self.rank, sparse=self.sparse)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import Cut
+from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Kind, KVShape, Raw
 from phasewise.ops.packing import dequantise, pack, packed, quantise, unpack
 
@@ -24,7 +24,7 @@ class Grouped(Raw):
 
     bits: int
     group: int
-    cuts: tuple[Cut, Cut]
+    cuts: tuple[BlockCut, BlockCut]
     by_channel: tuple[bool, bool] = (True, False)
 
     exactness: ClassVar[str] = "quantised"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import Cut
+from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Kind, KVShape, Raw
 from phasewise.methods.store._grouped import Grouped
 from phasewise.ops.packing import LARGEST
@@ -65,7 +65,7 @@ class Gear:
     def codec(self) -> Codec:
         if self.bits == 16:
             return Raw()
-        cut = Cut(self.block)
+        cut = BlockCut(self.block)
         return Approximated(self.bits, self.group, (cut, cut), rank=self.rank, sparse=self.sparse)
 
 

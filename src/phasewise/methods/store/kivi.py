@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import Cut
+from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Raw
 from phasewise.methods.store._grouped import Grouped
 from phasewise.verbs.store import Codec
@@ -51,4 +51,4 @@ class Kivi:
     def codec(self) -> Codec:
         if self.bits == 16:
             return Raw()
-        return Grouped(self.bits, self.group, (Cut(self.residual), Cut(1, self.residual)))
+        return Grouped(self.bits, self.group, (BlockCut(self.residual), BlockCut(1, self.residual)))

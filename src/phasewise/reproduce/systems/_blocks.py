@@ -1,4 +1,4 @@
-"""What stores that pack finished rows hold and read, by closed form, and how far packed rows are from what they were."""
+"""What stores that pack finished rows hold and read, by closed form, and how far packed rows are off."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.bench.forced import STRETCH, Forced, write
-from phasewise.kv.blocks import SIDES, Blocks, Cut
+from phasewise.kv.blocks import SIDES, Blocks, BlockCut
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
@@ -22,7 +22,7 @@ from phasewise.request.request import Request
 Bits = Sequence[float]  # per number, of packed keys and of packed values
 
 
-def taken(case: Case, cuts: Sequence[Cut], bits: Bits, seen: int, rows: int) -> float:
+def taken(case: Case, cuts: Sequence[BlockCut], bits: Bits, seen: int, rows: int) -> float:
     """Bytes of `rows` rows in all layers, of which those are packed that are with `seen` of them there."""
     raw = case.row_bytes / 2  # of a side, in bfloat16
     found = 0.0
@@ -32,13 +32,13 @@ def taken(case: Case, cuts: Sequence[Cut], bits: Bits, seen: int, rows: int) -> 
     return found
 
 
-def held(case: Case, cuts: Sequence[Cut], bits: Bits, new: int) -> float:
+def held(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
     """Before the last token of a lone request."""
     rows = loads.prompt_rows(case) + new - 2
     return taken(case, cuts, bits, rows, rows)
 
 
-def read(case: Case, cuts: Sequence[Cut], bits: Bits, new: int) -> float:
+def read(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
     """By the decoded tokens of a lone request: each reads the rows before it, and its own."""
     prompt = loads.prompt_rows(case)
     return sum(taken(case, cuts, bits, seen, seen + 1) for seen in range(prompt, prompt + new - 1))

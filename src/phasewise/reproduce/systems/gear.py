@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phasewise.kv.blocks import Cut
+from phasewise.kv.blocks import BlockCut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.methods.store.gear import Approximated
 from phasewise.reproduce import loads
@@ -12,7 +12,7 @@ from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, S
 from phasewise.reproduce.systems import _blocks as blocks
 
 BITS, GROUP, BLOCK, RANK, SPARSE, NEW = 2, 64, 64, 4, 0.02, 40
-CUTS = Cut(BLOCK), Cut(BLOCK)
+CUTS = BlockCut(BLOCK), BlockCut(BLOCK)
 CLOSE = 0.02  # nats per token
 ON = Setting({"store": f"gear:bits={BITS},group={GROUP},block={BLOCK},rank={RANK},sparse={SPARSE}"})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phasewise.kv.blocks import Cut
+from phasewise.kv.blocks import BlockCut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Swapped
@@ -11,7 +11,7 @@ from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving,
 from phasewise.reproduce.systems import _blocks as blocks
 
 BITS, GROUP, RESIDUAL, NEW = 2, 32, 128, 40
-CUTS = Cut(RESIDUAL), Cut(1, RESIDUAL)
+CUTS = BlockCut(RESIDUAL), BlockCut(1, RESIDUAL)
 WORSE, CLOSE = 2.0, 0.02  # times, and nats per token
 EACH = (BITS + 32 / GROUP,) * 2
 ON = Setting({"store": f"kivi:bits={BITS},group={GROUP},residual={RESIDUAL}"})
