@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasewise.catalog import chain_of
-from phasewise.engine.binding import Bindings, Methods, in_phase, label
+from phasewise.engine.binding import Bindings, Methods, in_phase
+from phasewise.engine.refusals import refuse_blocks
 from phasewise.engine.runtime import Runtime
-from phasewise.errors import UserError
-from phasewise.kv.blocks import sealable
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.prefix import PrefixCache
 from phasewise.kv.store import Sharing, Store
@@ -51,16 +50,7 @@ class Assembly:
         decode, evict = phases[0].decode, phases[0].evict
         unit = getattr(decode, "unit", 1)
         codec, wire = self._form(methods["store"], unit)
-        try:
-            hindered = sealable(codec, phases, kv_shapes(self.model))
-        except UserError as error:
-            raise UserError(f"{label('store', methods['store'])}: {error}") from None
-        if hindered is not None:
-            verb, why = hindered
-            raise UserError(
-                f"{label('store', methods['store'])} packs finished rows in blocks: {label(verb, methods[verb])} {why}"
-                f". Leave out --{verb}, or choose store slab or int8"
-            )
+        refuse_blocks(codec, methods, phases, kv_shapes(self.model))
         key = self._prefix_key(methods, names[0]) if self.caching else None
         store = Store(
             kv_shapes(self.model),

@@ -5,7 +5,7 @@ it sees have been there before it: so the form in which it reads depends on how 
 chunks, drafts, replays, prefix hits and hand-offs give the same numbers. Blocks are sealed when a prompt is complete,
 and then one by one as they fill; keys and values have cuts of their own.
 
-Left out: eviction from sealed blocks, and heads or layers that keep different rows (`sealable`). Prefix blocks hold
+Left out: eviction from sealed blocks, and heads or layers that keep different rows. Prefix blocks hold
 rows as they were made, and so does a prompt that leaves for another engine until it has arrived there.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from phasewise.kv.buffer import Buffer, Kind, KVShape, Ledger, Raw, entry_bytes
 
 if TYPE_CHECKING:
-    from phasewise.step.phase import Phase
     from phasewise.verbs.store import Codec
 
 KEYS, VALUES = SIDES = (0, 1)
@@ -69,25 +68,6 @@ class Blocks(Protocol):
 def sealing(codec: Codec) -> Blocks | None:
     """The codec, if it seals finished blocks."""
     return codec if hasattr(codec, "cuts") else None  # type: ignore[return-value]
-
-
-def sealable(codec: Codec, phases: Sequence[Phase], shapes: Sequence[KVShape]) -> tuple[str, str] | None:
-    """Whose method does not go with sealed blocks, and why; None if the codec seals none, or all do. Raises UserError
-    where its blocks do not fit the model's heads."""
-    blocks = sealing(codec)
-    if blocks is None:
-        return None
-    for shape in shapes:
-        for side in SIDES:
-            blocks.kinds(side, shape)
-    for phase in phases:
-        if phase.evict is not None:
-            return "evict", "gives single rows up"
-        if not getattr(phase.attend, "everything", False) or hasattr(phase.attend, "commons"):
-            return "attend", "chooses among rows, or reads those of several requests at once, whose form changes"
-        if phase.skip is not None and phase.walk is None:
-            return "skip", "lets single rows pass layers by"
-    return None
 
 
 class _Side:

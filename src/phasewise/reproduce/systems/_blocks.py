@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.bench.forced import STRETCH, Forced, write
-from phasewise.kv.blocks import SIDES, Blocks, BlockCut
+from phasewise.kv.blocks import SIDES, BlockCut, Blocks
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
