@@ -91,7 +91,7 @@ class Walk:
                 if index is not None:
                     self.kv.keep(layer, index)
         if not request.prefilling:
-            self.kv.seal()
+            self.kv.settle()
 
     @torch.inference_mode()
     def fork(self) -> Walk:

@@ -147,6 +147,7 @@ class Engine:
         request.layers, request.ends = self.model.config.layers, self.model.config.eos
         if not request.prefilling:
             self._enter(request)
+            request.kv.seal()
         self.queues.join(request, self.running)
 
     def cancel(self, request: Request) -> bool:
@@ -347,30 +348,24 @@ class Engine:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:
                 store.remember(request)
-        evict = span.phase.evict
-        if evict is not None and evict.due(request):
+        if (evict := span.phase.evict) is not None and evict.due(request):
             for layer in range(len(span.kv.layers)):
                 index = evict.keep(request, layer)
                 if index is not None:
                     span.kv.keep(layer, index)
-        if span.kv.seals and not was_prefilling:
-            span.kv.seal()
         if was_prefilling and not request.prefilling:
             self._enter(request)
             if not self._goes(request):
                 span.kv.settle()
 
     def _enter(self, request: Request) -> None:
-        """A request goes on here after its prompt: KV that no row will read again is freed, finished blocks are
-        sealed."""
+        """A request goes on here after its prompt: KV that no row will read again is freed."""
         if self._goes(request):
             return
         skip = self.runtime(request).phase(request).skip
         if skip is not None and request.kv is not None:
             for layer in skip.unused(len(request.kv.layers)):
                 request.kv.free(layer)
-        if request.kv is not None:
-            request.kv.seal()
 
     # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:

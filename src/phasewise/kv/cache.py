@@ -29,6 +29,7 @@ class KV:
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
         self.seals = any(layer.sealed is not None for layer in layers)  # finished blocks of rows are packed
+        self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in layers)  # some are
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
@@ -114,6 +115,8 @@ class KV:
             moved += layer.commit(rows)
         self.counters.kv_bytes_moved += moved
         self.spare -= rows if isinstance(rows, int) else len(rows)
+        if self.sealed:
+            self.seal()
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
@@ -132,13 +135,16 @@ class KV:
         self._measure()
 
     def seal(self) -> None:
-        """The prompt is complete and stays here: pack the blocks that are full by now."""
+        """The prompt is complete and stays here: pack blocks of rows that are full by now, and as they fill later."""
         if self.seals:
+            self.sealed = True
             self.counters.kv_bytes_moved += sum(layer.seal() for layer in self.layers)
             self._measure()
 
     def settle(self) -> None:
-        """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere."""
+        """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack
+        finished blocks."""
+        self.seal()
         if self.wire is None or not self.wire.fixed or self.rounded:
             return
         for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
@@ -182,6 +188,7 @@ class KV:
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
         self.seals = any(layer.sealed is not None for layer in self.layers)
+        self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in self.layers)
         self._measure()
 
     @property
