@@ -125,11 +125,16 @@ def test_finer_levels_come_nearer() -> None:
 def test_prefix_blocks_hold_rows_as_they_were_made() -> None:
     engine = tiny.engine({"store": "kivi:group=4,residual=8"})
     assert isinstance(engine, Engine) and engine.store.tree is not None
-    prompt = tiny.prompts(100)[0]
-    first = tiny.outs(tiny.run(engine, [prompt, prompt[:70]]))
-    engine.forget_prefixes()
-    second = tiny.outs(tiny.run(engine, [prompt])) + tiny.outs(tiny.run(engine, [prompt[:70]]))
-    assert first == second
+    outs = []
+    for _ in range(2):
+        request = Request(tiny.prompts(100)[0], tiny.greedy(20))
+        engine.add(request)
+        while request.left is None:
+            engine.step()
+        outs.append(request.out)
+    assert outs[0] == outs[1] and engine.counters.prefix_hits == 96
+    planes = [plane for node in engine.store.tree.nodes() for layer in node.planes for plane in layer]
+    assert planes and {plane.dtype for plane in planes} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -136,19 +136,17 @@ class LayerKV:
     def _replace(self, s: Slab, cap: int) -> int:
         """Room for `cap` rows, without those that are sealed as well."""
         old, start = s.buffer, self._needless(s)
-        s.base, s.n, n = s.base + start, s.n - start, s.n - start
-        if cap == old.cap and old.refs == 1:  # rows only move up
-            for plane in old.planes:
-                plane[:, :n] = plane[:, start : start + n].clone()
-            return n * old.heads * entry_bytes(self.codec, self.shape)
-        new = Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
+        n, alone = s.n - start, cap == old.cap and old.refs == 1  # then rows only move up
+        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
         for a, b in zip(new.planes, old.planes):
-            a[:, :n] = b[:, start : start + n]
+            a[:, :n] = b[:, start : start + n].clone() if alone else b[:, start : start + n]
+        s.base, s.n = s.base + start, n
         if s.positions is not None:
             grown = s.positions.new_empty((s.positions.shape[0], cap))
             grown[:, :n] = s.positions[:, :n]
             s.positions = grown
-        old.drop()
+        if not alone:
+            old.drop()
         s.buffer = new
         return n * old.heads * entry_bytes(self.codec, self.shape)
 
