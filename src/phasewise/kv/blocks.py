@@ -223,12 +223,13 @@ class Sealed:
             found.append(whole)
         return found
 
-    def formed(self, side: int, rows: Tensor, upto: int, slots: Sequence[int]) -> Tensor:
-        """Of what `opened` gave, rows [h, N, D] with the first `upto` of `slots` as if they were sealed."""
+    def formed(self, side: int, rows: Tensor, upto: int, n: int, after: Sequence[int]) -> Tensor:
+        """What `opened` gave, [h, N, D], with the first `upto` rows as if they were sealed: of the `n` committed ones,
+        and then of those at the slots `after`."""
         done = self.rows(side)
         if upto <= done:
             return rows
-        index = torch.tensor(slots[done:upto], device=rows.device)
+        index = torch.tensor([*range(done, min(n, upto)), *after[: max(0, upto - n)]], device=rows.device)
         whole = rows.clone()
         whole[:, index] = self.codec.open(side, self.codec.seal(side, rows[:, index]), self.shape)
         return whole

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Local `rows` int64 [r] of a span, as a `span` of their own, for which the first `upto` [keys, values] of the rows
-    at `slots` are sealed."""
+    """Local `rows` int64 [r] of a span, as a `span` of their own, for which the first `upto` [keys, values] of what they
+    see are sealed: committed rows, and then as many of the step's own as that takes, `path`."""
 
     rows: Tensor
     span: Span
     upto: tuple[int, int]
-    slots: Sequence[int]
+    path: Sequence[int]
 
 
 def groups(span: Span, cache: LayerKV) -> list[Group]:
@@ -42,9 +42,8 @@ def groups(span: Span, cache: LayerKV) -> list[Group]:
         found.setdefault((k, v, tuple(path[: max(0, max(k, v) - cache.n)])), []).append(row)
     every = []
     for (k, v, own), rows in found.items():
-        slots = [*range(cache.n), *(cache.n + fresh for fresh in own)]
         alone = span if len(found) == 1 else _part_of(span, rows)
-        every.append(Group(torch.tensor(rows, device=cache.shape.device), alone, (k, v), slots))
+        every.append(Group(torch.tensor(rows, device=cache.shape.device), alone, (k, v), own))
     return every
 
 
@@ -71,7 +70,8 @@ def parts(cache: LayerKV, found: Sequence[Group]) -> list[Part]:
     assert sealed is not None
     made = []
     for group in found:
-        planes = [sealed.formed(side, whole.planes[side], group.upto[side], group.slots) for side in (0, 1)]
+        after = [whole.n + fresh for fresh in group.path]
+        planes = [sealed.formed(side, whole.planes[side], group.upto[side], whole.n, after) for side in (0, 1)]
         part = replace(whole, planes=planes)
         part.bytes = sealed.read_bytes(group.upto, whole.size[1])
         made.append(part)
