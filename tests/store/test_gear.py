@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from phasewise.errors import UserError
 from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut, block_bytes
 from phasewise.kv.buffer import KVShape, Raw
+from phasewise.methods.store._approximated import Approximated, approximation
 from phasewise.methods.store._grouped import Grouped
-from phasewise.methods.store.gear import Approximated, Gear, approximation
+from phasewise.methods.store.gear import Gear
 from tests import tiny
 from tests.kv.sealing import through
 

@@ -15,8 +15,8 @@ from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
 from phasewise.methods.draft.swift import SelfDrafter, Swift
+from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
-from phasewise.methods.store.gear import Approximated
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.read import Read, View

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Local `rows` int64 [r] of a span, as a `span` of their own, for which the first `upto` [keys, values] of what they
-    see are sealed: committed rows, and then as many of the step's own as that takes, `path`."""
+    """Local `rows` int64 [r] of a span, as a `span` of their own, for which the first `upto` [keys, values] of what
+    they see are sealed: committed rows, and then as many of the step's own as that takes, `path`."""
 
     rows: Tensor
     span: Span

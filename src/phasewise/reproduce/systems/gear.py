@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phasewise.kv.blocks import BlockCut
+from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
-from phasewise.methods.store.gear import Approximated
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Elsewhere
 from phasewise.reproduce.lab import Lab
