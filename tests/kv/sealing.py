@@ -21,7 +21,14 @@ class Slowly:
     as far as `cuts` say for the rows that it sees."""
 
     def __init__(self, cuts: Any, rounder: Rounder) -> None:
-        self.cuts, self.rounder = cuts, rounder
+        self.cuts, self._slow = cuts, rounder
+        self._known: dict[tuple[int, bytes], Tensor] = {}  # many rows read the same blocks
+
+    def rounder(self, side: int, rows: Tensor) -> Tensor:
+        key = side, rows.numpy().tobytes()
+        if key not in self._known:
+            self._known[key] = self._slow(side, rows)
+        return self._known[key]
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
         return [torch.stack([self._row(read, r) for r in range(read.q.shape[0])]) for read in reads]

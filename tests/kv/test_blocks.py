@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ def fed(codec: Codec, sizes: Sequence[int], prompt: Sequence[int] = (PROMPT,), a
     return torch.cat([one.feed(piece) for piece in pieces])
 
 
+@cache
 def slowly(codec: Codec) -> torch.Tensor:
     blocks = sealing(codec)
     assert blocks is not None

@@ -114,7 +114,7 @@ def test_sixteen_bits_are_as_is() -> None:
 @pytest.mark.parametrize(
     ("knobs", "fix"),
     [
-        ("bits=8", "choose 2 or 4"),
+        ("bits=8", "choose one of 2, 4, 16"),
         ("block=0", "at least 1"),
         ("rank=-1", "0 .* or more"),
         ("sparse=0.9", "0.5"),

@@ -140,7 +140,7 @@ def test_prefix_blocks_hold_rows_as_they_were_made() -> None:
 @pytest.mark.parametrize(
     ("knobs", "fix"),
     [
-        ("bits=3", "choose 2 or 4"),
+        ("bits=3", "choose one of 2, 4, 16"),
         ("group=0", "at least 1"),
         ("group=32,residual=100", "choose 128"),
         ("residual=0", "choose 32"),
