@@ -192,7 +192,8 @@ class LayerKV:
     def _opened(self) -> Part:
         """`read`, of rows in sealed blocks and behind them."""
         (s,), sealed = self.slabs, self.sealed
-        assert sealed is not None and s.positions is None and self._ids is None, "rows are sealed where all are alike"
+        whole = self._ids is None or self._ids == list(range(self.fresh))  # in pieces, say
+        assert sealed is not None and s.positions is None and whole, "rows are sealed where all are alike"
         planes = sealed.opened(s.buffer.planes, s.base, self.n + self.fresh)
         return Part(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
                     self.beside)  # fmt: skip
