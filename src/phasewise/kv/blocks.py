@@ -50,7 +50,8 @@ class BlockCut:
 class Blocks(Protocol):
     """What a codec with `cuts` says besides (see verbs/store.py). Everything is per KV head, and pure."""
 
-    cuts: tuple[BlockCut, BlockCut]
+    @property
+    def cuts(self) -> tuple[BlockCut, BlockCut]: ...
 
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         """Per plane: the shape and dtype of what is kept for one (head, block)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -165,7 +165,7 @@ class KV:
         hand-off of the memory itself."""
         out: Dump = []
         for layer in self.layers:
-            pieces = [
+            pieces: list[dict[str, Any]] = [
                 {
                     "heads": s.heads,
                     "positions": None if s.positions is None else s.positions[:, : s.n].clone(),

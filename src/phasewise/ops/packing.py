@@ -24,11 +24,12 @@ def pack(levels: Tensor, bits: int) -> Tensor:
         return levels.clone()
     if 8 % bits == 0:
         each = 8 // bits
-        rows = _padded(levels, -n % each).unflatten(-1, (-1, each))
-        return (rows << _shifts(each, bits, rows)).sum(-1, dtype=torch.uint8)
-    words = _padded(levels, -n % 8).unflatten(-1, (-1, 8)).long()  # of 8 levels, which fill `bits` bytes
+        rows = by(_padded(levels, -n % each), each)
+        shifted: Tensor = rows << _shifts(each, bits, rows)
+        return shifted.sum(-1, dtype=torch.uint8)
+    words = by(_padded(levels, -n % 8), 8).long()  # of 8 levels, which fill `bits` bytes
     word = (words << _shifts(8, bits, words)).sum(-1, keepdim=True)
-    spread = (word >> _shifts(bits, 8, word)) & 255
+    spread: Tensor = (word >> _shifts(bits, 8, word)) & 255
     return spread.flatten(-2)[..., : packed(n, bits)].to(torch.uint8)
 
 
@@ -38,10 +39,17 @@ def unpack(data: Tensor, n: int, bits: int) -> Tensor:
     if bits == 8:
         return data[..., :n]
     if 8 % bits == 0:
-        return ((data[..., None] >> _shifts(8 // bits, bits, data)) & mask).flatten(-2)[..., :n]
-    spread = _padded(data, -data.shape[-1] % bits).unflatten(-1, (-1, bits)).long()
+        several: Tensor = (data[..., None] >> _shifts(8 // bits, bits, data)) & mask
+        return several.flatten(-2)[..., :n]
+    spread = by(_padded(data, -data.shape[-1] % bits), bits).long()
     word = (spread << _shifts(bits, 8, spread)).sum(-1, keepdim=True)
-    return ((word >> _shifts(8, bits, word)) & mask).flatten(-2)[..., :n].to(torch.uint8)
+    levels: Tensor = (word >> _shifts(8, bits, word)) & mask
+    return levels.flatten(-2)[..., :n].to(torch.uint8)
+
+
+def by(x: Tensor, each: int) -> Tensor:
+    """[..., n] -> [..., n / each, each]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // each, each)
 
 
 def _padded(x: Tensor, more: int) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Kind, KVShape, Raw
-from phasewise.ops.packing import dequantise, pack, packed, quantise, unpack
+from phasewise.ops.packing import by, dequantise, pack, packed, quantise, unpack
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Grouped(Raw):
     cuts: tuple[BlockCut, BlockCut]
     by_channel: tuple[bool, bool] = (True, False)
 
-    exactness: ClassVar[str] = "quantised"
+    exactness: str = field(default="quantised", init=False)
 
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         lines, along, each = self.form(side, shape.dim)
@@ -50,7 +49,8 @@ class Grouped(Raw):
 
     def lines(self, side: int, x: Tensor) -> Tensor:
         """Rows [h, blocks * rows, D] -> [h, blocks, lines, along]."""
-        blocks = x.unflatten(1, (-1, self.cuts[side].rows))
+        rows = self.cuts[side].rows
+        blocks = x.reshape(x.shape[0], x.shape[1] // rows, rows, x.shape[2])
         return blocks.transpose(2, 3) if self.by_channel[side] else blocks
 
     def rows(self, side: int, lines: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ class Grouped(Raw):
     def shrink(self, side: int, lines: Tensor) -> list[Tensor]:
         """Lines [h, blocks, lines, along] -> planes."""
         each = min(self.group, lines.shape[-1])
-        levels, step, low = quantise(lines.unflatten(-1, (-1, each)), self.bits)
+        levels, step, low = quantise(by(lines, each), self.bits)
         return [step, low, pack(levels.flatten(-2), self.bits)]
 
     def expand(self, side: int, planes: Sequence[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
         """The lines that planes stand for."""
         step, low, data = planes
         _, along, each = self.form(side, dim)
-        levels = unpack(data, along, self.bits).unflatten(-1, (-1, each))
+        levels = by(unpack(data, along, self.bits), each)
         return dequantise(levels, step, low, dtype).flatten(-2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from phasewise.kv.blocks import BlockCut
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
@@ -36,7 +38,7 @@ def order(lab: Lab) -> Tried:
     """Each part brings the rows of a prompt nearer to what they were."""
     rows = blocks.rows_of_a_prompt(lab)
     codecs = (Grouped(BITS, GROUP, CUTS), codec(sparse=0), codec())
-    off = [sum(blocks.errors(rows, each)) / 2 for each in codecs]
+    off = [statistics.fmean(blocks.errors(rows, each)) for each in codecs]
     said = ", ".join(f"{share:.3f}" for share in off)
     return Tried(off[0] > off[1] > off[2], f"{said} of their norm: bits alone, with the product, with outliers apart")
 
