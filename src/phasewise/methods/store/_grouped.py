@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from phasewise.kv.buffer import Kind, KVShape, Raw
 from phasewise.ops.packing import by, dequantise, pack, packed, quantise, unpack
 
 
+class _Packed(Raw):
+    exactness = "quantised"
+
+
 @dataclass(frozen=True)
-class Grouped(Raw):
+class Grouped(_Packed):
     """Blocks of keys and of values as `cuts` say. Where `by_channel` [keys, values], a line is what a block has of one
     channel, else what it has of one token; `group` consecutive numbers of a line share their levels, or all of a line
     that has fewer. Planes: steps and lowest levels float16, levels.
@@ -25,8 +29,6 @@ class Grouped(Raw):
     group: int
     cuts: tuple[BlockCut, BlockCut]
     by_channel: tuple[bool, bool] = (True, False)
-
-    exactness: str = field(default="quantised", init=False)
 
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         lines, along, each = self.form(side, shape.dim)
