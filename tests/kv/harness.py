@@ -91,6 +91,8 @@ class Walk:
                 index = evict.keep(request, layer)
                 if index is not None:
                     self.kv.keep(layer, index)
+        if not request.prefilling:
+            self.kv.settle()
 
     @torch.inference_mode()
     def fork(self) -> Walk:

@@ -21,11 +21,23 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 
 # Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
 # and not listed fails, and so does one that is listed and not refused.
+SEALED = {"store.kivi": "packs finished rows in blocks", "store.gear": "packs finished rows in blocks"}
+ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {
-    frozenset(("attend.tidal", f"evict.{name}")): "gives up rows they need"
-    for name in catalog.names("evict")
-    if name != DEFAULTS["evict"] and "decode" in getattr(catalog.method("evict", name), "phases", ("decode",))
-} | {frozenset(("attend.tidal", "decode.block_diffusion")): "finishes tokens in blocks"}
+    **{
+        frozenset(("attend.tidal", f"evict.{name}")): "gives up rows they need"
+        for name in catalog.names("evict")
+        if name != DEFAULTS["evict"] and "decode" in getattr(catalog.method("evict", name), "phases", ("decode",))
+    },
+    frozenset(("attend.tidal", "decode.block_diffusion")): "finishes tokens in blocks",
+    **{
+        frozenset((store, f"{verb}.{name}")): reason
+        for store, reason in SEALED.items()
+        for verb, plain in ASIDE.items()
+        for name in catalog.names(verb)
+        if name != plain
+    },
+}
 
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 Test = TypeVar("Test", bound=Callable[..., Any])

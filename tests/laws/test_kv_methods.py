@@ -26,6 +26,8 @@ KEYFORMER = {"evict": "keyformer:keep=14,lot=4"}
 TIDAL = {"attend": "tidal:k=8,dense=0,second=2,every=5"}
 LIFTED = {"attend": "zero_tuning:gamma=20,weights=none"}
 INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2,weights=none"}
+KIVI = {"store": "kivi:bits=2,group=4,residual=8"}
+GEAR = {"store": "gear:bits=2,group=4,block=8,rank=1,sparse=0.1"}
 METHODS = {
     "quest": QUEST,
     "streaming": STREAMING,
@@ -39,6 +41,9 @@ METHODS = {
     "tidal snapkv int8": TIDAL | SNAPKV | INT8,
     "zero tuning streaming": LIFTED | STREAMING,
     "zero tuning snapkv int8": LIFTED | SNAPKV | INT8,
+    "kivi": KIVI,
+    "gear": GEAR,
+    "unified kivi": UNIFIED | KIVI,
     "quest streaming": QUEST | STREAMING,
     "quest snapkv": QUEST | SNAPKV,
     "quest int8": QUEST | INT8,

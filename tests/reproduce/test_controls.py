@@ -11,8 +11,8 @@ from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.quest import Quest
-from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.methods.attend.tidal import Tidal
+from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.catalog import chain_of
 from phasewise.engine.binding import Bindings, Methods, in_phase
+from phasewise.engine.refusals import refuse_blocks
 from phasewise.engine.runtime import Runtime
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.prefix import PrefixCache
@@ -49,6 +50,7 @@ class Assembly:
         decode, evict = phases[0].decode, phases[0].evict
         unit = getattr(decode, "unit", 1)
         codec, wire = self._form(methods["store"], unit)
+        refuse_blocks(codec, methods, phases, kv_shapes(self.model))
         key = self._prefix_key(methods, names[0]) if self.caching else None
         store = Store(
             kv_shapes(self.model),

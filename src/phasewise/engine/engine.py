@@ -143,6 +143,7 @@ class Engine:
         request.layers, request.ends = self.model.config.layers, self.model.config.eos
         if not request.prefilling:
             self._enter(request)
+            request.kv.seal()
         self.queues.join(request, self.running)
 
     def cancel(self, request: Request) -> bool:
@@ -228,8 +229,7 @@ class Engine:
                     runtime = self.recipes[request.recipe]
                     phase = runtime.phase(request)
                     request.until = None if phase.until is None else phase.until(request)
-                    rows = phase.decode.rows(request)
-                    request.rows = rows if runtime.most is None else min(rows, runtime.most)
+                    request.rows = min(phase.decode.rows(request), runtime.bound(request))
                 else:
                     request.rows = under_way.rows
             except Exception as error:
@@ -347,8 +347,7 @@ class Engine:
             store = self.runtime(request).store
             if before < store.shareable(request) <= request.computed:
                 store.remember(request)
-        evict = span.phase.evict
-        if evict is not None and evict.due(request):
+        if (evict := span.phase.evict) is not None and evict.due(request):
             for layer in range(len(span.kv.layers)):
                 index = evict.keep(request, layer)
                 if index is not None:

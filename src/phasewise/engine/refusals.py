@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from phasewise.engine.binding import Methods, label
 from phasewise.errors import UserError
+from phasewise.kv.blocks import SIDES, sealing
 from phasewise.kv.layer_kv import ROUND, rounded
 
 if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime
+    from phasewise.kv.buffer import KVShape
     from phasewise.model.config import ModelConfig
     from phasewise.request.request import Request
+    from phasewise.step.phase import Phase
+    from phasewise.verbs.store import Codec
 
 DEPTH = (
     "the decode method gives rows a depth or a state of their own, where the schedule decides which layers run: choose "
@@ -60,6 +65,36 @@ def _outside(tokens: Iterable[int], vocab: int) -> int | None:
 
 def _name(decode: object) -> str:
     return type(decode).__module__.rpartition(".")[2]
+
+
+def refuse_blocks(codec: Codec, methods: Methods, phases: Sequence[Phase], shapes: Sequence[KVShape]) -> None:
+    """Raise UserError where a store seals blocks of rows that do not fit the model, or go with another method."""
+    blocks = sealing(codec)
+    if blocks is None:
+        return
+    store = label("store", methods["store"])
+    try:
+        for shape in shapes:
+            for side in SIDES:
+                blocks.kinds(side, shape)
+    except UserError as error:
+        raise UserError(f"{store}: {error}") from None
+    for verb, why in filter(None, map(_hinders, phases)):
+        raise UserError(
+            f"{store} packs finished rows in blocks: {label(verb, methods[verb])} {why}. Leave out --{verb}, or choose "
+            "store slab or int8"
+        )
+
+
+def _hinders(phase: Phase) -> tuple[str, str] | None:
+    """The verb whose method does not go with sealed blocks, and why."""
+    if phase.evict is not None:
+        return "evict", "gives single rows up"
+    if not getattr(phase.attend, "everything", False) or hasattr(phase.attend, "commons"):
+        return "attend", "chooses among rows, or reads those of several requests at once, whose form changes"
+    if phase.skip is not None and phase.walk is None:
+        return "skip", "lets single rows pass layers by"
+    return None
 
 
 def kept_within(runtime: Runtime, config: ModelConfig) -> str:

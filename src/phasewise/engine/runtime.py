@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PIECE = 512  # rows
 MARGIN = 64  # rows
+LATE = 32  # rows past its prompt that a request may bring where each may read sealed rows in a form of its own
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,11 @@ class Runtime:
     def most(self) -> int | None:
         """Rows that a request may bring to a step, where that decides what it ever holds; None: as many as it likes."""
         return PIECE if all(hasattr(phase.evict, "most") for phase in self.phases) else None
+
+    def bound(self, request: Request) -> int:
+        """Rows that a request may bring to the next step."""
+        most = self.most or ENDLESS
+        return min(most, LATE) if request.kv is not None and request.kv.seals and not request.prefilling else most
 
     def held(self, tokens: int) -> int:
         """Rows of KV that a request of `tokens` tokens holds at most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ class KV:
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
+        self.seals = any(layer.sealed is not None for layer in layers)  # finished blocks of rows are packed
+        self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in layers)  # some are
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
@@ -113,6 +115,8 @@ class KV:
             moved += layer.commit(rows)
         self.counters.kv_bytes_moved += moved
         self.spare -= rows if isinstance(rows, int) else len(rows)
+        if self.sealed:
+            self.seal()
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
@@ -130,8 +134,17 @@ class KV:
             layer.drop_last(position)
         self._measure()
 
+    def seal(self) -> None:
+        """The prompt is complete and stays here: pack blocks of rows that are full by now, and as they fill later."""
+        if self.seals:
+            self.sealed = True
+            self.counters.kv_bytes_moved += sum(layer.seal() for layer in self.layers)
+            self._measure()
+
     def settle(self) -> None:
-        """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere."""
+        """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack
+        finished blocks."""
+        self.seal()
         if self.wire is None or not self.wire.fixed or self.rounded:
             return
         for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
@@ -152,7 +165,7 @@ class KV:
         hand-off of the memory itself."""
         out: Dump = []
         for layer in self.layers:
-            pieces = [
+            pieces: list[dict[str, Any]] = [
                 {
                     "heads": s.heads,
                     "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
@@ -161,6 +174,9 @@ class KV:
                 }
                 for s in layer.slabs
             ]
+            if layer.sealed is not None and layer.sealed.active:
+                assert not lent, "sealed blocks are copied, not lent"
+                pieces[0]["sealed"] = {"base": layer.slabs[0].base, "blocks": layer.sealed.dump()}
             out.extend(pieces or [{"heads": None, "positions": None, "planes": []}])  # a freed layer
             out[-1]["last"] = True  # of this layer
         return out
@@ -171,6 +187,8 @@ class KV:
         assert len(layers) == len(self.layers), "a dump of another model"
         for layer, pieces in zip(self.layers, layers):
             self.counters.kv_bytes_moved += _fill(layer, pieces)
+        self.seals = any(layer.sealed is not None for layer in self.layers)
+        self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in self.layers)
         self._measure()
 
     @property

@@ -46,7 +46,9 @@ class ContiguousView:
     def of(cls, layers: Sequence[LayerKV]) -> ContiguousView | None:
         """None where rows do not lie like that."""
         first = layers[0]
-        if not (type(first.codec) is Raw or scaled(first.codec)) or first.shape.device != "cpu":
+        if not (isinstance(first.codec, Raw) or scaled(first.codec)) or first.shape.device != "cpu":
+            return None
+        if any(layer.sealed is not None and layer.sealed.active for layer in layers):
             return None
         n = first.n
         for layer in layers:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from phasewise.kv.blocks import Sealed
 from phasewise.kv.buffer import Buffer
 from phasewise.kv.layer_kv import LayerKV, Slab, rounded
 from phasewise.kv.wire import Dump
@@ -36,6 +37,11 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows
             moved += rows.numel() * rows.element_size()
+        slab.base = (piece.get("sealed") or {}).get("base", 0)
+        layer.sealed = Sealed.of(layer.codec, layer.shape, layer.ledger, rounded(slab.base + n + 1))
+        if slab.base or piece.get("sealed"):
+            assert layer.sealed is not None, "a dump of another codec"
+            moved += layer.sealed.load(**piece["sealed"]["blocks"])
         positions = piece["positions"]
         if positions is not None:
             slab.positions = torch.empty((positions.shape[0], cap), dtype=torch.int64, device=layer.shape.device)

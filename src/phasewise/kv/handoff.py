@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import rounded
@@ -93,6 +94,7 @@ def landing(kv: KV) -> int:
     """Bytes that the rows take where they land."""
     return sum(
         rounded(slab.n + 1) * slab.buffer.heads * entry_bytes(layer.codec, layer.shape)
+        + booked(layer.codec, layer.shape, rounded(slab.base + slab.n + 1))
         for layer in kv.layers
         for slab in layer.slabs
     )

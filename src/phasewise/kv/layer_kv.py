@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.beside import Beside, Derived, Wants
+from phasewise.kv.blocks import SLACK, Sealed
 from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
 from phasewise.kv.part import Part
 
@@ -30,13 +31,14 @@ def rounded(rows: int) -> int:
 
 
 class Slab:
-    """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are 0 .. n-1."""
+    """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are base .. base+n-1:
+    `base` rows before them lie in sealed blocks alone."""
 
-    __slots__ = ("buffer", "heads", "n", "positions")
+    __slots__ = ("base", "buffer", "heads", "n", "positions")
 
     def __init__(self, buffer: Buffer, n: int, heads: Tensor | None, positions: Tensor | None) -> None:
         self.buffer = buffer
-        self.n = n
+        self.base, self.n = 0, n
         self.heads = heads
         self.positions = positions
 
@@ -44,12 +46,14 @@ class Slab:
 class LayerKV:
     """append / read / commit / keep for one request at one layer. Nothing here allocates but `reserve` and `keep`."""
 
-    __slots__ = ("_ids", "_pending", "_wants", "beside", "codec", "fresh", "ledger", "shape", "slabs", "version")
+    __slots__ = ("_ids", "_pending", "_wants", "beside", "codec", "fresh", "ledger", "sealed", "shape", "slabs",
+                 "version")  # fmt: skip
 
     def __init__(self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int, wants: Wants | None = None) -> None:
         """`wants`: what methods keep beside the rows; bytes for it are booked with them."""
         self.shape, self.codec, self.ledger = shape, codec, ledger
         self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger), 0, None, None)]
+        self.sealed = Sealed.of(codec, shape, ledger, cap)  # None: the codec seals no blocks
         self.fresh = 0
         self._pending: Sequence[int] = ()
         self._ids: list[int] | None = None
@@ -61,21 +65,25 @@ class LayerKV:
     @property
     def n(self) -> int:
         """Committed rows of the longest head."""
-        return max((s.n for s in self.slabs), default=0)
+        return max((s.base + s.n for s in self.slabs), default=0)
 
     @property
     def spare(self) -> int:
         """Rows that `append` can take now; a layer that was closed wants none."""
         rows = min((s.buffer.cap - s.n if s.buffer.refs == 1 else 0 for s in self.slabs), default=sys.maxsize)
+        if self.sealed is not None:
+            rows = min(rows, self.sealed.spare(self.n))
         return 0 if self.beside.growth(self._wanted(rows)) else rows
 
     @property
     def bytes(self) -> int:
-        return sum(s.buffer.bytes for s in self.slabs)
+        return sum(s.buffer.bytes for s in self.slabs) + (self.sealed.bytes if self.sealed is not None else 0)
 
     @property
     def live_bytes(self) -> int:
         """Bytes of committed entries (what a method that drops rows really saves)."""
+        if self.sealed is not None:
+            return self.sealed.live_bytes(self.n)
         return sum(s.n * s.buffer.heads for s in self.slabs) * entry_bytes(self.codec, self.shape)
 
     @property
@@ -89,18 +97,27 @@ class LayerKV:
         each = entry_bytes(self.codec, self.shape)
         total, spare = 0, sys.maxsize
         for s in self.slabs:
-            cap = s.buffer.cap
-            if s.n + rows > cap or s.buffer.refs > 1:
-                cap = max(rounded(s.n + rows), cap)
-                total += cap * s.buffer.heads * each - (s.buffer.bytes if s.buffer.refs == 1 else 0)
-            spare = min(spare, cap - s.n)
+            cap, n = s.buffer.cap, s.n
+            if n + rows > cap or s.buffer.refs > 1:
+                n -= self._needless(s)
+                if n + rows > cap or s.buffer.refs > 1:
+                    cap = max(rounded(n + rows), cap)
+                    total += cap * s.buffer.heads * each - (s.buffer.bytes if s.buffer.refs == 1 else 0)
+            spare = min(spare, cap - n)
+        if self.sealed is not None:
+            total += self.sealed.growth(self.n + rows, rounded(self.n + rows))
         return total + self.beside.growth(self._wanted(spare))
+
+    def _needless(self, s: Slab) -> int:
+        """Rows of a slab that are sealed as well."""
+        return self.sealed.first - s.base if self.sealed is not None else 0
 
     def _wanted(self, spare: int) -> int:
         """Bytes that methods may want beside the rows when `spare` more are there."""
         if self._wants is None or not self.slabs:
             return 0
-        ends = (s.n if s.positions is None or not s.n else int(s.positions[:, s.n - 1].max()) + 1 for s in self.slabs)
+        ends = (s.base + s.n if s.positions is None or not s.n else int(s.positions[:, s.n - 1].max()) + 1
+                for s in self.slabs)  # fmt: skip
         return self._wants(max(ends) + spare)
 
     def reserve(self, rows: int) -> int:
@@ -109,20 +126,27 @@ class LayerKV:
         for s in self.slabs:
             if s.n + rows <= s.buffer.cap and s.buffer.refs == 1:
                 continue
-            moved += self._replace(s, max(rounded(s.n + rows), s.buffer.cap))
+            left = s.n - self._needless(s)
+            moved += self._replace(s, max(rounded(left + rows), s.buffer.cap))
+        if self.sealed is not None:
+            moved += self.sealed.reserve(self.n + rows, rounded(self.n + rows))
         self.beside = self.beside.own(self._wanted(min((s.buffer.cap - s.n for s in self.slabs), default=0)))
         return moved
 
     def _replace(self, s: Slab, cap: int) -> int:
-        old, n = s.buffer, s.n
-        new = Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
+        """Room for `cap` rows, without those that are sealed as well."""
+        old, start = s.buffer, self._needless(s)
+        n, alone = s.n - start, cap == old.cap and old.refs == 1  # then rows only move up
+        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
         for a, b in zip(new.planes, old.planes):
-            a[:, :n] = b[:, :n]
+            a[:, :n] = b[:, start : start + n].clone() if alone else b[:, start : start + n]
+        s.base, s.n = s.base + start, n
         if s.positions is not None:
             grown = s.positions.new_empty((s.positions.shape[0], cap))
             grown[:, :n] = s.positions[:, :n]
             s.positions = grown
-        old.drop()
+        if not alone:
+            old.drop()
         s.buffer = new
         return n * old.heads * entry_bytes(self.codec, self.shape)
 
@@ -151,6 +175,8 @@ class LayerKV:
     def read(self, written: Sequence[int] = ()) -> list[Part]:
         """What this step's rows can read, head group by head group (usually one). `written`: positions of rows that a
         native kernel has put behind the committed ones, instead of any that were appended."""
+        if self.sealed is not None and self.sealed.active and self.slabs:
+            return [self._opened()]
         ids = None if self._ids is None else torch.tensor(self._ids, device=self.shape.device)
         pending, fresh = (written, len(written)) if written else (self._pending, self.fresh)
         parts = []
@@ -162,6 +188,38 @@ class LayerKV:
                      self.beside)
             )  # fmt: skip
         return parts
+
+    def _opened(self) -> Part:
+        """`read`, of rows in sealed blocks and behind them."""
+        (s,), sealed = self.slabs, self.sealed
+        whole = self._ids is None or self._ids == list(range(self.fresh))  # in pieces, say
+        assert sealed is not None and s.positions is None and whole, "rows are sealed where all are alike"
+        planes = sealed.opened(s.buffer.planes, s.base, self.n + self.fresh)
+        return Part(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
+                    self.beside)  # fmt: skip
+
+    def seal(self) -> int:
+        """The prompt is complete: seal the blocks that its committed rows, and those since, fill. Returns bytes moved.
+
+        Room for them was made with the rows'. The first time, rows that are not needed as they were made are freed.
+        """
+        assert not self.fresh
+        if self.sealed is None or not self.slabs:
+            return 0
+        (s,), before = self.slabs, self.sealed.active
+        moved = self.sealed.take(s.buffer.planes, s.base, s.base + s.n)
+        cap = rounded(self.sealed.longest + SLACK)
+        if before or s.buffer.refs > 1 or cap >= s.buffer.cap:
+            return moved
+        self.version += 1
+        start, old = self._needless(s), s.buffer
+        rows = [plane[:, start : s.n].clone() for plane in old.planes]
+        old.drop()  # before there is another: the budget may have no room for both
+        s.buffer = Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
+        s.base, s.n = s.base + start, s.n - start
+        for plane, kept in zip(s.buffer.planes, rows):
+            plane[:, : s.n] = kept
+        return moved + sum(kept.nbytes for kept in rows)
 
     def commit(self, rows: int | Sequence[int]) -> int:
         """Keep the first `rows` fresh rows, or the span rows listed (a path); drop the others. Returns bytes moved."""
@@ -190,8 +248,9 @@ class LayerKV:
     def _note(self, s: Slab, positions: Sequence[int]) -> None:
         """Write down the positions of rows about to be committed, unless they merely continue 0 .. n-1."""
         if s.positions is None:
-            if not positions or (positions[0] == s.n and _consecutive(positions)):
+            if not positions or (positions[0] == s.base + s.n and _consecutive(positions)):
                 return
+            assert not s.base, "rows are sealed where all are alike"
             s.positions = torch.empty((1, s.buffer.cap), dtype=torch.int64, device=self.shape.device)
             s.positions[0, : s.n] = torch.arange(s.n)
         s.positions[:, s.n : s.n + len(positions)] = torch.tensor(list(positions), device=self.shape.device)
@@ -199,11 +258,13 @@ class LayerKV:
     # ---- between steps
     def positions(self, s: Slab) -> Tensor:
         """True positions of a slab's committed rows, int64 [1 | h, n]."""
-        return torch.arange(s.n, device=self.shape.device)[None] if s.positions is None else s.positions[:, : s.n]
+        if s.positions is None:
+            return torch.arange(s.base, s.base + s.n, device=self.shape.device)[None]
+        return s.positions[:, : s.n]
 
     def drop_last(self, position: int) -> None:
         """Roll back: forget every row at or after `position`. Rows lie in the order of their positions."""
-        assert not self.fresh
+        self._loose()
         stay: dict[int, int] = {}  # rows by head
         for s in self.slabs:
             if s.positions is None:
@@ -224,7 +285,7 @@ class LayerKV:
         Frees what is dropped, leaving `room` rows to grow, but never takes more memory than before. Slots must be in
         increasing order. Returns bytes moved.
         """
-        assert not self.fresh
+        self._loose()
         self._changed()
         if isinstance(index, Tensor) and index.dim() == 1:
             return sum(self._gather(s, index[None], room) for s in self.slabs)
@@ -235,7 +296,7 @@ class LayerKV:
 
     def rewrite(self, planes: Sequence[Sequence[Tensor]]) -> int:
         """New contents for the committed rows, planes [h, n, ...] slab by slab. Returns bytes moved."""
-        assert not self.fresh
+        self._loose()
         self._changed()
         moved = self.reserve(0)
         for s, contents in zip(self.slabs, planes):
@@ -243,6 +304,10 @@ class LayerKV:
                 plane[:, : s.n] = new
                 moved += new.numel() * new.element_size()
         return moved
+
+    def _loose(self) -> None:
+        """Rows may be dropped or written anew."""
+        assert not self.fresh and (self.sealed is None or not self.sealed.active), "sealed rows stay as they are"
 
     def _changed(self) -> None:
         self.version += 1
@@ -299,6 +364,9 @@ class LayerKV:
         twin = object.__new__(LayerKV)
         twin.shape, twin.codec, twin.ledger, twin.version = self.shape, self.codec, self.ledger, self.version
         twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.positions) for s in self.slabs]
+        for own, theirs in zip(twin.slabs, self.slabs):
+            own.base = theirs.base
+        twin.sealed = None if self.sealed is None else self.sealed.fork()
         twin.beside, twin._wants = self.beside.share(), self._wants
         twin.fresh, twin._pending, twin._ids = 0, (), None
         return twin
@@ -317,6 +385,9 @@ class LayerKV:
 
     def _leave(self) -> None:
         self.slabs = []
+        if self.sealed is not None:
+            self.sealed.close()
+        self.sealed = None
         self.version += 1
         self.beside = self.beside.left()
 

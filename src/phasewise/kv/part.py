@@ -34,6 +34,7 @@ class Part:
     pending: Sequence[int]
     slab: int
     derived: Beside
+    bytes: int | None = None  # of all rows, where some are sealed; they are opened here
     _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     @property

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from phasewise.kv.beside import Wants
+from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
@@ -77,7 +78,8 @@ class Store:
     def cost(self, tokens: int) -> int:
         """Bytes that `open` takes for a request of `tokens` tokens."""
         rows = rounded(tokens)
-        return rows * self.row_bytes + sum(wants(rows) for wants in self.wants if wants is not None)
+        beside = sum(wants(rows) for wants in self.wants if wants is not None)
+        return rows * self.row_bytes + beside + sum(booked(self.codec, shape, rows) for shape in self.shapes)
 
     def layers(self, cap: int) -> Iterator[LayerKV]:
         """One after another, with room for `cap` rows each."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
@@ -24,6 +25,8 @@ from phasewise.methods.evict._running import Running
 from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.keyformer import Keyformer
 from phasewise.methods.evict.tova import Tova
+from phasewise.methods.store._approximated import Approximated
+from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.read import Read, View
@@ -261,6 +264,39 @@ class _Coarse(Chunked):
 
     def _steps(self, level: int, layer: int) -> tuple[int, int]:
         return self.alike, self.alike
+
+
+@dataclass(frozen=True)
+class Swapped(Control):
+    """store: KIVI's bits with the axes swapped: keys by token, values by channel."""
+
+    bits: int
+    group: int
+    residual: int
+
+    def codec(self) -> Codec:
+        return Grouped(self.bits, self.group, (BlockCut(1, self.residual), BlockCut(self.residual)), (False, True))
+
+
+@dataclass(frozen=True)
+class Elsewhere(Control):
+    """store: GEAR, but every head's product is that of the head before it."""
+
+    bits: int
+    group: int
+    block: int
+    rank: int
+    sparse: float
+
+    def codec(self) -> Codec:
+        cut = BlockCut(self.block)
+        return _Elsewhere(self.bits, self.group, (cut, cut), rank=self.rank, sparse=self.sparse)
+
+
+class _Elsewhere(Approximated):
+    def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
+        left, right, *rest = super().seal(side, x)
+        return [left.roll(1, 0), right.roll(1, 0), *rest]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from phasewise.model.lowrank import Delta, Deltas
 from phasewise.ops.native.stack import StackSpan
 from phasewise.request.counters import Counters
 from phasewise.step.batch import Batch
+from phasewise.step.forms import Group, groups, parts
 from phasewise.step.fused import NativeStep, Scratch, natively
 from phasewise.step.inside import Inside
 from phasewise.step.phase import Hidden, Phase
@@ -42,6 +43,7 @@ class Step:
         self.model, self.batch, self.counters, self.taps = model, batch, counters, taps
         self.inside = Inside(model, counters)
         self._rotary = model.rotary(batch.positions, batch.end)
+        self._forms: dict[int, list[Group]] = {}  # by span, of those that read sealed rows
 
     def _use(self, entries: list[_Entry], rotary: Any) -> None:
         self.rotary = rotary
@@ -94,12 +96,27 @@ class Step:
     def _reads(self, layer: int, entry: _Entry, q: Tensor) -> list[Read]:
         reads = []
         cache = entry.span.kv.layers[layer]
+        if cache.sealed is not None and cache.sealed.active:
+            return self._sealed_reads(layer, entry, q)
         for part in cache.read():
             rows = q
             if part.heads is not None:  # [R, Hq, D] -> the query heads of these KV heads
                 rows = q.view(q.shape[0], cache.shape.heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
             read = Read(self.inside, layer, entry.span, rows, part)
             read.at, read.rows = entry.at, entry.ids
+            reads.append(read)
+        return reads
+
+    def _sealed_reads(self, layer: int, entry: _Entry, q: Tensor) -> list[Read]:
+        """A read for the rows of each form: as if they had come by themselves."""
+        cache, span = entry.span.kv.layers[layer], entry.span
+        found = self._forms.get(id(span))
+        if found is None:
+            found = self._forms[id(span)] = groups(span, cache)
+        reads = []
+        for group, part in zip(found, parts(cache, found)):
+            read = Read(self.inside, layer, group.span, q if group.span is span else q[group.rows], part)
+            read.at = entry.at if group.span is span else group.rows + entry.at.start
             reads.append(read)
         return reads
 

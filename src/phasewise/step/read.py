@@ -46,7 +46,7 @@ class Read:
         self.q = q
         self.part = part
         self.rows: list[int] | None = None  # local rows, when some skip this layer
-        self.at = slice(0, 0)  # rows of the layer's input they come from
+        self.at: slice | Tensor = slice(0, 0)  # rows of the layer's input they come from
         self.view: View | None = None
 
     # ---- what is where
@@ -267,7 +267,10 @@ class Read:
     # ---- counters
     def count(self, rows: int) -> None:
         """`rows` cached rows of every head were read."""
-        self.count_entries(rows * self.part.size[0])
+        if self.part.bytes is not None:  # rows of several forms
+            self.count_bytes(self.part.bytes * rows // self.part.size[1])
+        else:
+            self.count_entries(rows * self.part.size[0])
 
     def count_entries(self, entries: int) -> None:
         """`entries` (row, KV head) pairs were read."""

@@ -31,6 +31,8 @@ class Codec(Protocol):
     Optional:
         scaled: bool  -- the planes are keys int8 [H, N, D], their scales bfloat16 [H, N], then values and theirs, each
             row rounded to the nearest level of its largest magnitude / 127: native kernels read and write these
+        cuts: tuple[BlockCut, BlockCut]  -- of keys and of values, of a codec that extends `Raw`: finished
+            blocks of rows are packed together, and it also has what `kv/blocks.py: Blocks` says
     """
 
     exactness: str  # true | quantised | predicted | sparse

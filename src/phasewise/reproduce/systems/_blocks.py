@@ -1,0 +1,87 @@
+"""What stores that pack finished rows hold and read, by closed form, and how far packed rows are off."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phasewise.bench.forced import STRETCH, Forced, write
+from phasewise.kv.blocks import SIDES, BlockCut, Blocks
+from phasewise.kv.buffer import KVShape
+from phasewise.reproduce import loads
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.play import Run
+from phasewise.reproduce.system import Case, Setting
+from phasewise.reproduce.workload import code_ids
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+
+Bits = Sequence[float]  # per number, of packed keys and of packed values
+
+
+def taken(case: Case, cuts: Sequence[BlockCut], bits: Bits, seen: int, rows: int) -> float:
+    """Bytes of `rows` rows in all layers, of which those are packed that are with `seen` of them there."""
+    raw = case.row_bytes / 2  # of a side, in bfloat16
+    found = 0.0
+    for side in SIDES:
+        sealed = cuts[side].sealed(seen)
+        found += sealed * raw * bits[side] / 16 + (rows - sealed) * raw
+    return found
+
+
+def held(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
+    """Before the last token of a lone request."""
+    rows = loads.prompt_rows(case) + new - 2
+    return taken(case, cuts, bits, rows, rows)
+
+
+def read(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
+    """By the decoded tokens of a lone request: each reads the rows before it, and its own."""
+    prompt = loads.prompt_rows(case)
+    return sum(taken(case, cuts, bits, seen, seen + 1) for seen in range(prompt, prompt + new - 1))
+
+
+def reads(run: Run) -> int:
+    """KV bytes of the decoded tokens."""
+    return sum(step.read for step in run.decoding)
+
+
+@torch.inference_mode()
+def rows_of_a_prompt(lab: Lab, length: int = 1024) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of some code on the pocket model, layer by layer, float32 [H, n, D]."""
+    with lab.engine(Setting()) as engine:
+        request = Request(lab.asked("pocket").code(length), Params(max_tokens=2, ignore_eos=True))
+        engine.add(request)
+        while request.prefilling:
+            engine.step()
+        assert request.kv is not None
+        keys_and_values = [piece["planes"] for piece in request.kv.dump()]
+        engine.cancel(request)
+    return [(k.float(), v.float()) for k, v in keys_and_values]
+
+
+@torch.inference_mode()
+def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: Blocks) -> tuple[float, float]:
+    """How far keys and values are off once they were packed, as a share of their norm; the mean over the layers."""
+    off: tuple[list[float], list[float]] = [], []
+    for layer in rows:
+        for side, x in enumerate(layer):
+            x = x[:, : x.shape[1] // codec.cuts[side].rows * codec.cuts[side].rows]
+            shape = KVShape(x.shape[0], x.shape[2], x.dtype)
+            back = codec.open(side, codec.seal(side, x), shape)
+            off[side].append(float((back - x).norm() / x.norm()))
+    return statistics.fmean(off[0]), statistics.fmean(off[1])
+
+
+def loss(lab: Lab, setting: Setting, stretches: int = 8) -> float:
+    """Nats per token of code that is written after half a context of it."""
+    ids, context = code_ids(), lab.model("pocket").config.max_positions // 2
+    count = 2 if lab.scale.quick else stretches
+    ends = [context + i * (len(ids) - context) // count for i in range(count)]
+    texts, forced = [ids[end - context : end] for end in ends], Forced()
+    with lab.engine(setting, sample=forced) as engine:
+        written = write(engine, forced, [(text, len(text) - 4 * STRETCH) for text in texts])
+    return statistics.fmean(nats for each in written for nats in each.nats)
