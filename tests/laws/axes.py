@@ -21,7 +21,11 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 
 # Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
 # and not listed fails, and so does one that is listed and not refused.
-REFUSED: dict[frozenset[str], str] = {}
+REFUSED: dict[frozenset[str], str] = {
+    frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
+    **{frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"
+       for name in catalog.names("attend") if name != DEFAULTS["attend"]},
+}  # fmt: skip
 
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 Test = TypeVar("Test", bound=Callable[..., Any])

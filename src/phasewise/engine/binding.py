@@ -155,6 +155,10 @@ class Bindings:
             assert verb in SHARED, f"a decode method brings {', '.join(SHARED)}, not {verb}"
             chosen = self._acting(methods, verb, phase)
             slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
+        if getattr(slots["evict"], "whole", False) and getattr(runtime, "unit", 1) > 1:
+            evict = label("evict", methods["evict"])
+            raise UserError(f"{evict} takes prompts whole, and {label('decode', decode)} computes them in blocks: "
+                            "leave one of them out")  # fmt: skip
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:
             made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase))

@@ -14,6 +14,7 @@ from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
 from phasewise.methods.draft.swift import SelfDrafter, Swift
+from phasewise.methods.evict.zipvl import Zipped, ZipVL
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.read import Read, View
@@ -124,6 +125,25 @@ class _RandomRows:
         stay = max(int(self.knobs.keep * request.prompt_len), self.knobs.window) - self.knobs.window
         scores = torch.rand(heads, max(older, 0), generator=drawn(self.knobs.seed, request.tokens, layer))
         return None if stay >= older else retain(scores, stay, part.n - older)
+
+
+@dataclass(frozen=True)
+class RandomTokens(Control):
+    """evict, attend: as many tokens per layer as ZipVL finds important, its last ones among them, the others drawn at
+    random."""
+
+    of: ZipVL
+    slots: ClassVar[tuple[str, ...]] = ZipVL.slots
+    phases: ClassVar[tuple[str, ...]] = ZipVL.phases
+    shares_prefix: ClassVar[bool] = False
+
+    def bind(self, host: Host) -> _RandomTokens:
+        return _RandomTokens(self.of, host.model.config.attention)
+
+
+class _RandomTokens(Zipped):
+    def ranked(self, normalised: Tensor, read: Read) -> Tensor:
+        return torch.rand(len(normalised), generator=drawn(read.span.request.prompt[-8:], len(normalised), read.layer))
 
 
 @dataclass(frozen=True)

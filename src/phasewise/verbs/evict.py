@@ -28,6 +28,8 @@ class Evict(Protocol):
         sight: Sight  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing to do:
             native steps then see that much and ask nobody, as long as all heads and layers keep the same rows, the
             first ones and then consecutive ones. `view` is still asked on the open path
+        whole: bool  -- True: what it does with a prompt needs all of its rows at once. Prompts then come in one piece,
+            however few rows a scheduler gives them; decode methods that compute them in blocks are refused
     """
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
