@@ -23,7 +23,7 @@ WANTED = {
     "sarathi_serve", "fastgen", "layered_prefill", "distserve", "splitwise", "semi_pd", "cachegen", "hydragen",
     "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
-    "pearl", "lookahead", "aded", "swift",
+    "pearl", "lookahead", "aded", "swift", "compress_kv_heads", "zipvl",
 }  # fmt: skip
 
 

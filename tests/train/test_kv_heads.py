@@ -46,13 +46,17 @@ def rows(out: Path) -> list[list[str]]:
         return [row[:6] for row in csv.reader(file)]  # all but the speed
 
 
-def test_the_loss_falls_and_only_attentions_and_norms_learn(base: Path, tmp_path: Path) -> None:
+def test_the_loss_falls_and_only_attentions_and_norms_learn(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_heads, "RATE", 0.02)
     plain = kv_heads.convert(Job(str(base), 1, tmp_path / "plain"), silent)
     out = kv_heads.convert(Job(str(base), 1, tmp_path / "one", tokens=14 * 500), silent)
     table = rows(out)
     assert table[0] == ["step", "tokens", "code_loss", "task_loss", "apart_loss", "pace"]
-    first, last = (sum(float(row[4]) for row in some) / 3 for some in (table[1:4], table[-3:]))
-    assert last < 0.8 * first
+    first, last = (sum(float(row[2]) for row in some) / 3 for some in (table[1:4], table[-3:]))
+    assert last < first - 0.5, "a base that was not trained knows nothing that could be lost, but text can be learned"
+    assert all(float(row[4]) > 0 for row in table[1:])
     before, after = (load_file(path / "model.safetensors") for path in (plain, out))
     assert before.keys() == after.keys()
     for name, tensor in after.items():

@@ -37,11 +37,11 @@ from phasewise.train.wording import Templated
 SEEN = 131_072  # tokens of calibration
 LOOK = Stage(1.0, 512, 4096, code=0.4, long=0.3, copies=0.15)
 STAGES = (
-    Stage(0.8, 512, 4096, code=0.35, long=0.3, copies=0.15),
-    Stage(1.0, 1024, 6144, code=0.35, long=0.35, copies=0.15),
+    Stage(0.85, 512, 2048, code=0.35, long=0.3, copies=0.15),
+    Stage(1.0, 1024, 3072, code=0.34, long=0.4, copies=0.15),
 )
 DECAY = ((0.2, 1.0), (1.0, 0.02))
-RATE = 2e-3
+RATE = 1e-3
 PAUSE = 150.0  # seconds between checkpoints
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
@@ -153,7 +153,7 @@ def recover(job: Job, files: Source, data: Mixture) -> Path:
     def save(_: Run[nn.ModuleList]) -> None:
         write(student, files, job.out)
 
-    recipe = Recipe(job.tokens, STAGES, decay=DECAY, checkpoint_seconds=PAUSE)
+    recipe = Recipe(job.tokens, STAGES, decay=DECAY, checkpoint_seconds=PAUSE, warmup_steps=20)
     fit(run, lambda _, batch: recovery_loss(teacher, student, batch), data, recipe, job.aside, save)
     save(run)
     draw_if_possible(job.aside)
