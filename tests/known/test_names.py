@@ -33,7 +33,8 @@ def test_known_models_are_pinned(name: str) -> None:
 @pytest.mark.parametrize("name", list(EMBEDDED))
 def test_embedded_models_are_here(name: str) -> None:
     assert model_path(name) == str(shelf.place(named(name)))
-    assert config_of(name).layers > 0 and files_of(name).tokenizer().get_vocab_size() == 4096
+    assert config_of(name).layers > 0 and config_of(name).kv_heads == (2 if name in ("pocket", "pocket-tools") else 1)
+    assert files_of(name).tokenizer().get_vocab_size() == 4096
 
 
 def test_a_known_name_becomes_a_file(at: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,7 @@ def test_a_bare_word_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_names_that_are_nearly_right() -> None:
     with pytest.raises(
-        UserError, match=r"'smolm2'.*Did you mean smollm2\? Valid: gemma3-270m, pocket, pocket-draft, pocket-tools, sm"
+        UserError, match=r"'smolm2'.*Did you mean smollm2\? Valid: gemma3-270m, pocket, pocket-1kv, pocket-draft, po"
     ):
         model_path("smolm2")
     with pytest.raises(UserError, match=r"'gemma3'. Did you mean gemma3-270m\?"):

@@ -37,6 +37,12 @@ REFUSED: dict[frozenset[str], str] = {
         for name in catalog.names(verb)
         if name != plain
     },
+    frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
+    **{
+        frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"
+        for name in catalog.names("attend")
+        if name != DEFAULTS["attend"]
+    },
 }
 
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached

@@ -18,6 +18,7 @@ from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.tova import Tova
+from phasewise.methods.evict.zipvl import ZipVL
 from phasewise.methods.skip.unified import Unified
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
@@ -29,6 +30,7 @@ from phasewise.reproduce.controls import (
     OtherLayers,
     RandomBlocks,
     RandomGuess,
+    RandomImportant,
     RandomPages,
     RandomPicks,
     RandomRows,
@@ -163,3 +165,14 @@ def test_coarse_is_the_coder_with_so_many_steps(steps: int, same: bool) -> None:
     coarse = run(entries, verbs=apart, store=Coarse(steps))
     assert (coarse.outs == fine.outs) is same
     assert (coarse.work.kv_bytes_sent < 0.5 * fine.work.kv_bytes_sent) is not same
+
+
+def test_random_tokens_are_about_as_many() -> None:
+    """Layers after the first see other rows, so that their numbers may differ a little."""
+    entries, zipvl = lone(150, 12), ZipVL(tau=0.7, window=8, probes=8)
+    chosen, drawn = (run(entries, evict=evict) for evict in (zipvl, RandomImportant(zipvl)))
+    assert drawn.steps[0].kv == pytest.approx(chosen.steps[0].kv, rel=0.1)
+    assert max(chosen.steps[0].kv, drawn.steps[0].kv) < 0.95 * run(entries).steps[0].kv
+    assert run(entries).outs != drawn.outs != chosen.outs
+    assert run(entries, evict=RandomImportant(zipvl)).outs == drawn.outs
+    assert run(entries, evict=RandomImportant(ZipVL(tau=1.0))).outs == run(entries).outs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from phasewise.errors import UserError
 from phasewise.load import files_of
 from phasewise.model.model import Model
 from phasewise.model.widen import widen
+from phasewise.reproduce import models
 from phasewise.reproduce.models import Shelf
 from phasewise.reproduce.play import Entry, Run, play
 from phasewise.reproduce.workload import Asked
@@ -58,3 +60,13 @@ def test_an_untrained_draft_has_the_drafts_shape(shelf: Shelf) -> None:
 def test_unknown_models(shelf: Shelf) -> None:
     with pytest.raises(UserError, match="unknown model 'pocket-wid'. Did you mean pocket-wide"):
         shelf.path("pocket-wid")
+
+
+def test_heads_are_joined_in_three_ways(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "CALIBRATED", 2000)
+    made = {by: Model.load(shelf.path(f"pocket-1kv-{by}")) for by in ("caches", "weights", "mean")}
+    config = Model.load(shelf.path("pocket")).config
+    assert all(model.config == replace(config, kv_heads=1) for model in made.values())
+    prompt = Asked(4096, 0, False).code(48)
+    outs = [said(model, prompt).outs[0] for model in made.values()]
+    assert len(set(map(tuple, outs))) == 3

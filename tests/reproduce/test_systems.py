@@ -24,7 +24,7 @@ WANTED = {
     "streaming_llm", "unified_layer_skipping", "sdar", "snapkv", "quest", "prompt_lookup", "draft_model",
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
-    "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear",
+    "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import typer
 from phasewise import __version__
 from phasewise.cli import (
     bench,
+    convert,
     datastore,
     evaluate,
     keys,
@@ -61,6 +62,7 @@ app.command("reproduce")(reproduce.reproduce)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.command("widen")(widen.widen)
+app.add_typer(convert.app, name="convert")
 app.command("datastore")(datastore.datastore)
 app.add_typer(bench.app, name="bench")
 app.command("tune")(tune.tune)

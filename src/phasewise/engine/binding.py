@@ -157,6 +157,10 @@ class Bindings:
             slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
         if getattr(slots["attend"], "again", None) is not None:
             self._refuse_again(methods, slots, getattr(runtime, "unit", 1))
+        if getattr(slots["evict"], "whole", False) and getattr(runtime, "unit", 1) > 1:
+            evict = label("evict", methods["evict"])
+            raise UserError(f"{evict} takes prompts whole, and {label('decode', decode)} computes them in blocks: "
+                            "leave one of them out")  # fmt: skip
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:
             made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase))

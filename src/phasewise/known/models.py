@@ -9,7 +9,7 @@ from phasewise.errors import UserError, near
 
 @dataclass(frozen=True)
 class Embedded:
-    """A checkpoint that ships with the package, in phasewise/pocket/FOLDER: whole, or low-rank weights for another."""
+    """A checkpoint that ships with the package, in phasewise/pocket/FOLDER: whole, or what changes another one."""
 
     name: str
     about: str
@@ -78,6 +78,7 @@ EMBEDDED = {
                  "target"),
         Embedded("pocket-tools", "pocket, taught to call a calculator where a request offers one.", 7_344_384,
                  "Apache-2.0", "tools"),
+        Embedded("pocket-1kv", "pocket with one KV head for two: half the KV.", 7_082_240, "Apache-2.0", "one_kv"),
         Embedded("pocket-draft", "A smaller one that drafts for pocket.", 1_573_824, "Apache-2.0", "draft"),
     )
 }  # fmt: skip

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from phasewise.gguf import vocabulary
 from phasewise.gguf.checkpoint import GGUFModel, shards
+from phasewise.model import instead
 from phasewise.model.directory import Directory
 from phasewise.model.hub import resolve
 from phasewise.model.raw import RawConfig
@@ -85,11 +86,13 @@ def forget() -> None:
 
 
 def source(path: str | Path) -> Source:
-    """What is at a path: a directory in Hugging Face layout, one with low-rank weights for the model beside it, a
-    .gguf file; or the download of a hub id."""
+    """What is at a path: a directory in Hugging Face layout, one with low-rank weights for the model beside it or with
+    tensors instead of some of its own, a .gguf file; or the download of a hub id."""
     found = resolve(path)
     if found.is_file():
         return GGUF(found)
+    if (found / instead.FILE).is_file():
+        return instead.Instead(found)
     return Tuned(found) if (found / FILE).is_file() else Directory(found)
 
 

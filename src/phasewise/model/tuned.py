@@ -35,13 +35,7 @@ class Tuned:
 
     def __init__(self, path: Path) -> None:
         self.path = self.folder = path
-        over = _about(path / FILE).get("over", "")
-        if over != Path(over).name or over in ("", ".", ".."):
-            raise UserError(f"{path / FILE}: its metadata must name the folder beside {path.name} that holds its base "
-                            f"(over), not {over!r}")  # fmt: skip
-        if not (path.parent / over).is_dir():
-            raise UserError(f"{path / FILE} is for the model in {path.parent / over}, and nothing is there")
-        self.base, self.own = Directory(path.parent / over), Directory(path)
+        self.base, self.own = Directory(base_of(path / FILE)), Directory(path)
 
     def settings(self) -> RawConfig:
         return self.base.settings()
@@ -78,7 +72,7 @@ class Merged:
             for name, shape in parts:
                 self._parts[name] = (key, row)
                 row += shape[0]
-        wanted, found = _about(path).get("base"), fingerprint(config, self.tensors)
+        wanted, found = about(path).get("base"), fingerprint(config, self.tensors)
         if wanted != found:
             raise WeightsError(f"{path} was made for other weights ({wanted}) than those in {base.path} ({found}).")
         self._delta = _read(path)
@@ -111,15 +105,27 @@ class Merged:
         self.tensors.let_go(tensor)
 
 
-def save(path: Path, delta: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """Write low-rank weights in bfloat16; `about`: the `base`, what it is `over`, and the command that made it."""
+def save(path: Path, delta: Mapping[str, Tensor], told: Mapping[str, str]) -> None:
+    """Write low-rank weights in bfloat16; `told`: the `base`, what it is `over`, and the command that made it."""
     stored = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in delta.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(stored, path, metadata={"format": "pt", "phasewise": __version__, **about})
+    save_file(stored, path, metadata={"format": "pt", "phasewise": __version__, **told})
     path.chmod(0o644)  # as other files of a model, which whoever runs it may read
 
 
-def _about(path: Path) -> dict[str, str]:
+def base_of(file: Path) -> Path:
+    """The folder that a file says it is `over`, beside its own. Raises UserError where there is no such thing."""
+    folder, over = file.parent, about(file).get("over", "")
+    if over != Path(over).name or over in ("", ".", ".."):
+        raise UserError(f"{file}: its metadata must name the folder beside {folder.name} that holds its base (over), "
+                        f"not {over!r}")  # fmt: skip
+    if not (folder.parent / over).is_dir():
+        raise UserError(f"{file} is for the model in {folder.parent / over}, and nothing is there")
+    return folder.parent / over
+
+
+def about(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})

@@ -25,6 +25,7 @@ from phasewise.methods.evict._running import Running
 from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.keyformer import Keyformer
 from phasewise.methods.evict.tova import Tova
+from phasewise.methods.evict.zipvl import Zipped, ZipVL
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
@@ -167,6 +168,25 @@ class _RandomRunning(Running):
         heads = torch.arange(1 if self.way.together else found.shape[0]) if read.part.heads is None else read.part.heads
         drawn = gumbel(alike + self.seed, alike, read.part.positions[:, : found.shape[-1]], heads, 1, read.layer)
         return drawn.expand_as(found)
+
+
+@dataclass(frozen=True)
+class RandomImportant(Control):
+    """evict, attend: as many tokens per layer as ZipVL finds important, its last ones among them, the others drawn at
+    random."""
+
+    of: ZipVL
+    slots: ClassVar[tuple[str, ...]] = ZipVL.slots
+    phases: ClassVar[tuple[str, ...]] = ZipVL.phases
+    shares_prefix: ClassVar[bool] = False
+
+    def bind(self, host: Host) -> _RandomImportant:
+        return _RandomImportant(self.of, host.model.config.attention)
+
+
+class _RandomImportant(Zipped):
+    def ranked(self, normalised: Tensor, read: Read) -> Tensor:
+        return torch.rand(len(normalised), generator=drawn(read.span.request.prompt[-8:], len(normalised), read.layer))
 
 
 @dataclass(frozen=True)

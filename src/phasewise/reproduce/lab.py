@@ -71,6 +71,7 @@ class Lab:
         self, setting: Setting, name: str = "pocket", dtype: str | None = None, **objects: Any
     ) -> Iterator[Placed]:
         """A fresh engine, dismissed at the end. Raises UserError for what does not fit."""
+        name = setting.model or name
         model = self.model(name, dtype)
         limits = Limits(max_running=setting.most, prefix_cache=setting.prefix_cache, cluster=setting.cluster)
         methods = {**parse(setting.verbs), **setting.objects, **objects}

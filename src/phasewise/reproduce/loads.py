@@ -39,6 +39,11 @@ def lone(prompt: int, new: int, least: int = 256) -> Load:
     return lambda asked: [Entry(asked.code(asked.size(prompt, min(least, prompt))), new)]
 
 
+def together(n: int, prompt: int, new: int, least: int = 256) -> Load:
+    """So many requests at once."""
+    return lambda asked: [Entry(asked.code(asked.size(prompt, min(least, prompt))), new) for _ in range(n)]
+
+
 def answering(*rows: str, n: int) -> Load:
     """Questions of these tasks, each as many tokens long as its right answer."""
 

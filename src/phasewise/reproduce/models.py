@@ -19,12 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise.errors import UserError, near
-from phasewise.load import files_of, model_path
+from phasewise.known.models import EMBEDDED
+from phasewise.load import files_of, load_model, model_path
+from phasewise.model import kv_heads
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
+from phasewise.train.kv_heads import looked_at, mixture
 
 WIDER = 4
 VOCAB = 512  # of random models
+CALIBRATED = 32_768  # tokens by which heads are joined
 
 
 def untrained(source: Path, target: Path, factor: int = 1) -> None:
@@ -102,6 +106,24 @@ def widened(source: Path, target: Path, factor: int) -> None:
     copy_vocabulary(files, target)
 
 
+def joined(by: str, target: Path) -> None:
+    """The pocket model with one KV head for two, not trained after: by what its caches use, by its weights alone, or
+    with its heads averaged."""
+    files = files_of("pocket")
+    config = kv_heads.check(files, 1)
+    shutil.rmtree(target, ignore_errors=True)
+    if by == "mean":
+        basis = kv_heads.means(config, 1)
+    elif by == "weights":
+        basis = kv_heads.bases(config, kv_heads.of_weights(files, config, 1))
+    else:
+        texts = list(looked_at(mixture(files, config, 0), config.max_positions, CALIBRATED))
+        seen = kv_heads.calibrate(load_model("pocket", dtype=torch.float32), texts, 1, lambda done: None)
+        basis = kv_heads.bases(config, seen)
+    kv_heads.convert(files, 1, basis, target)
+    copy_vocabulary(files, target)
+
+
 def _from_pocket(make: Callable[[Path, Path, int], None], name: str, target: Path) -> None:
     make(Path(model_path(name)), target, WIDER)
 
@@ -110,6 +132,9 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-wide": partial(_from_pocket, widened, "pocket"),
     "pocket-draft-wide": partial(_from_pocket, widened, "pocket-draft"),
     "untrained-draft": partial(_from_pocket, untrained, "pocket-draft"),
+    "pocket-1kv-caches": partial(joined, "caches"),
+    "pocket-1kv-weights": partial(joined, "weights"),
+    "pocket-1kv-mean": partial(joined, "mean"),
     "random-experts": partial(random_llama, layers=8, hidden=256, context=4096, experts=16),
     "random-dense": partial(random_llama, layers=8, hidden=512, context=32768),
     "tiny-experts": partial(random_llama, layers=4, hidden=128, context=1024, experts=8),
@@ -126,10 +151,10 @@ class Shelf:
 
     def path(self, name: str) -> str:
         """Raises UserError for an unknown name."""
-        if name in ("pocket", "pocket-draft"):
+        if name in EMBEDDED:
             return model_path(name)
         if name not in MADE:
-            raise UserError(f"unknown model {name!r}. {near(name, ('pocket', 'pocket-draft', *MADE))}")
+            raise UserError(f"unknown model {name!r}. {near(name, (*EMBEDDED, *MADE))}")
         target = self.room / name
         if not (target / "config.json").is_file():
             MADE[name](target)

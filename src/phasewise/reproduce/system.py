@@ -45,10 +45,12 @@ class Setting:
     cluster: str = "inline"
     most: int = 64  # requests that may share a step
     load: Load | None = None  # where it is asked something else than the others
+    model: str = ""  # where it runs on another one than the others
 
     def __str__(self) -> str:
         words = [f"{verb}={method}" for verb, method in self.verbs.items()]
         words += [f"{verb}={method!r}" for verb, method in self.objects.items()]
+        words += [f"--model {self.model}"] * bool(self.model)
         words += ["--cluster processes"] * (self.cluster == "processes")
         words += ["(asked something else)"] * (self.load is not None)
         return " ".join(words) or "the defaults"

@@ -71,10 +71,14 @@ class Decode(Protocol):
 
 
 def slice_span(request: Request, rows: int, phase: Phase) -> Span:
-    """The next known tokens that are not computed yet, at most `rows` of them and never across the prompt's end."""
+    """The next known tokens that are not computed yet, at most `rows` of them and never across the prompt's end; a
+    prompt whose evict method says `whole` to its end."""
     assert request.kv is not None
     start = request.computed
-    end = min(start + rows, request.prompt_len if request.prefilling else request.known)
+    if request.prefilling:
+        end = request.prompt_len if getattr(phase.evict, "whole", False) else min(start + rows, request.prompt_len)
+    else:
+        end = min(start + rows, request.known)
     return Span(request, request.kv, phase, request.tokens[start:end], range(start, end))
 
 

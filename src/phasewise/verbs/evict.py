@@ -33,6 +33,8 @@ class Evict(Protocol):
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)
         beside(layer: int, shape: KVShape, end: int) -> int  -- as of an attend method: bytes of what it keeps of a
             request's rows
+        whole: bool  -- True: what it does with a prompt needs all of its rows at once. Prompts then come in one piece,
+            however few rows a scheduler gives them; decode methods that compute them in blocks are refused
     """
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)

@@ -1,0 +1,50 @@
+"""`phasewise convert`: checkpoints made from others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phasewise.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, help="Make a checkpoint from another one.")
+
+
+@app.callback()
+def convert() -> None:
+    """Make a checkpoint from another one."""
+
+
+@app.command("kv_heads")
+def kv_heads(
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, or pocket.")],
+    heads: Annotated[int, typer.Option(min=1, help="KV heads of the result: a divisor of what the model has.")],
+    out: Annotated[Path, typer.Option(help="Folder for the result; new, or empty.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Length of the recovery: a million and more; 0 = none.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the recovery in --out, as it was begun.")] = False,
+) -> None:
+    """Join a model's KV heads, by the directions that their caches use (arXiv 2406.07056): less KV for the same text.
+
+    The result is an ordinary checkpoint. What its caches use is seen on library source and generated tasks; with
+    --tokens it then learns from these what it lost, which plain Llamas with tied embeddings can, such as pocket.
+
+    [bold]Examples[/]
+
+      phasewise convert kv_heads pocket --heads 1 --out runs/pocket-1kv
+      phasewise convert kv_heads pocket --heads 1 --out runs/pocket-1kv --tokens 1500000
+      phasewise eval recall@1k code --model runs/pocket-1kv
+    """
+    from phasewise.cli.progress import counting
+    from phasewise.train.kv_heads import Job
+    from phasewise.train.kv_heads import convert as make
+
+    job = Job(model, heads, out, tokens, seed, resume)
+    if resume and not (job.aside / "checkpoint.pt").is_file():
+        raise UserError(f"there is nothing to resume: {job.aside / 'checkpoint.pt'} does not exist; leave --resume out")
+    if resume and not tokens:
+        raise UserError("--resume continues a recovery: say how long it is in all, --tokens")
+    made = make(job, counting)
+    print(f"{made}\nUse it with --model {made}")

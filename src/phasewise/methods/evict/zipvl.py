@@ -1,0 +1,156 @@
+"""A prompt's layers compute attention among important tokens alone, and keep only these (ZipVL, arXiv 2410.08584).
+
+Promises that a layer's important tokens are the fewest that draw the share `tau` of what its probe rows attend to, that
+the others pass its attention by, and that their rows are given up once the prompt is complete. At tau=1 all is dense.
+Left out: images, and a coarser form for the rows that are given up here (the paper's first version).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.model.config import AttentionSpec
+from phasewise.ops.attention import attention, causal, scores
+from phasewise.request.request import Request
+from phasewise.step.read import Read, View
+from phasewise.step.span import Span
+from phasewise.verbs.host import Host
+
+
+@dataclass(frozen=True)
+class ZipVL:
+    """The last `window` rows and `probes` earlier ones, drawn by `seed`, are looked at before the others: the tokens by
+    what these give them, summed over rows and heads, are taken from the largest on until they have the share `tau`.
+    That says how many; which ones, the same sums divided by the probes that see a token. The window is always among
+    them: it holds the question.
+
+    The set is one per layer, all heads share it, and it depends on the whole prompt: prompts are computed in one piece,
+    whatever a scheduler gives them, and share no prefix.
+    """
+
+    tau: float = 0.975
+    window: int = 32
+    probes: int = 32
+    seed: int = 0
+
+    slots: ClassVar[tuple[str, ...]] = ("evict", "attend")
+    phases: ClassVar[tuple[str, ...]] = ("prefill",)  # what stays is read like any other KV
+    shares_prefix: ClassVar[bool] = False
+    paper: ClassVar[str] = "arXiv 2410.08584"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"tau": 1.0}
+    tight: ClassVar[dict[str, object]] = {"tau": 0.6, "window": 4, "probes": 4}
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tau <= 1:
+            raise UserError(f"zipvl: tau={self.tau} must lie above 0 and be at most 1, a share of the attention")
+        if self.window < 1:
+            raise UserError(f"zipvl: window={self.window} must be at least 1: the prompt's last row gives its answer")
+        if self.probes < 0:
+            raise UserError(f"zipvl: probes={self.probes} must be at least 0")
+
+    def bind(self, host: Host) -> Zipped:
+        return Zipped(self, host.model.config.attention)
+
+
+class Zipped:
+    """A request's drawer holds the slots that a layer keeps, from its attention to the prompt's end."""
+
+    observes = 0
+    whole = True
+
+    def __init__(self, knobs: ZipVL, attention: tuple[AttentionSpec, ...]) -> None:
+        self.knobs, self.attention = knobs, attention
+
+    # ---- attend
+    def looks(self, span: Span) -> bool:
+        length = span.request.prompt_len
+        return self.knobs.tau < 1 and span.request.prefilling and length > self.knobs.window and self._is_whole(span)
+
+    def _is_whole(self, span: Span) -> bool:
+        return span.positions[0] == 0 and span.rows == span.request.prompt_len
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        return [self._one(read) for read in reads]
+
+    def _one(self, read: Read) -> Tensor | None:
+        if not self.looks(read.span) or read.rows is not None:
+            return None
+        drawer: dict[int, Tensor] = read.span.request.state.setdefault("zipvl", {})
+        drawer.pop(read.layer, None)  # of a step that failed
+        stay = self.important(read)
+        if stay is None:
+            return None
+        drawer[read.layer] = stay
+        spec, heads = self.attention[read.layer], read.part.size[0]
+        k, v = read.part.take(stay.expand(heads, -1))
+        read.count_entries(k.shape[0] * k.shape[1])
+        out = torch.zeros_like(read.q)
+        q = read.q[stay]
+        if spec.window is None and spec.softcap is None:
+            out[stay] = causal(q, k, v, spec.scale)
+        else:
+            out[stay] = attention(q, k, v, _sees(stay, stay, spec.window)[None], spec.scale, spec.softcap)
+        return out
+
+    def important(self, read: Read) -> Tensor | None:
+        """The slots of the layer's important tokens, increasing [p]; None = all of them."""
+        n, spec = read.part.size[1], self.attention[read.layer]
+        at = self.probed(n, read.layer).to(read.q.device)
+        read.count_keys(n * read.part.size[0])
+        sees = _sees(at, torch.arange(n, device=read.q.device), spec.window)  # [r, n]
+        logits = scores(read.q[at], read.part.k, spec.scale, spec.softcap)  # [h, G, r, n]
+        drawn = logits.float().masked_fill_(~sees, float("-inf")).softmax(-1).sum((0, 1, 2))
+        number = fewest(drawn, self.knobs.tau)
+        if number >= n:
+            return None
+        older = n - self.knobs.window
+        each = drawn / sees.sum(0).clamp(min=1)  # a layer's own window may hide a token from all of them
+        best = self.ranked(each, read)[:older].sort(stable=True, descending=True).indices
+        older_stay = best[: max(0, number - self.knobs.window)].sort().values
+        return torch.cat((older_stay, torch.arange(older, n, device=best.device)))
+
+    def ranked(self, normalised: Tensor, read: Read) -> Tensor:
+        """By what tokens are chosen, float32 [n]."""
+        return normalised
+
+    def probed(self, n: int, layer: int) -> Tensor:
+        """Rows of a prompt that are looked at first, increasing."""
+        older = n - self.knobs.window
+        drawn = Random(f"{self.knobs.seed} {n} {layer}").sample(range(older), min(self.knobs.probes, older))
+        return torch.tensor([*sorted(drawn), *range(older, n)])
+
+    # ---- evict
+    def observe(self, read: Read) -> None:
+        """What stays has been chosen when the rows were read."""
+
+    def view(self, read: Read) -> View | None:
+        return None
+
+    def due(self, request: Request) -> bool:
+        return not request.prefilling and bool(request.state.get("zipvl"))
+
+    def keep(self, request: Request, layer: int) -> Tensor | None:
+        stay: Tensor | None = request.state["zipvl"].pop(layer, None)
+        return stay
+
+
+def fewest(drawn: Tensor, tau: float) -> int:
+    """The least number of tokens that draw the share `tau` of all attention, [n] -> 1 .. n; a millionth of it may be
+    missing, for sums are rounded."""
+    summed = drawn.double().sort(descending=True).values.cumsum(0)
+    return min(int((summed < (tau - 1e-6) * summed[-1]).sum()) + 1, len(drawn))
+
+
+def _sees(rows: Tensor, tokens: Tensor, window: int | None) -> Tensor:
+    """Bool [r, n]: causal, and within a layer's window."""
+    distance = rows[:, None] - tokens
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -1,0 +1,85 @@
+"""Compress KV Heads: the heads of a trained model are joined by the directions that their caches use."""
+
+from __future__ import annotations
+
+from phasewise.reproduce import loads
+from phasewise.reproduce.answers import losses, right
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.play import Run
+from phasewise.reproduce.stats import means, shares
+from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+
+JOINED, NEW = 2, 32  # heads that became one; tokens
+EXAMPLES, WINDOW = 24, 256
+TASKS = ("copy", "json", "recall@256")
+CACHES, WEIGHTS, MEAN = (Setting(model=f"pocket-1kv-{by}") for by in ("caches", "weights", "mean"))
+
+
+def last(run: Run) -> int:
+    """KV bytes before the last token."""
+    return run.steps[-2].kv
+
+
+def words(other: Setting) -> str:
+    return {MEAN.model: "averaged heads", WEIGHTS.model: "the directions of the weights"}[other.model]
+
+
+def on_tasks(other: Setting) -> Attempt:
+    """Right answers before any training."""
+
+    def run(lab: Lab) -> Tried:
+        n = lab.scale.examples or (6 if lab.scale.quick else EXAMPLES)
+        ours, theirs = ([g for task in TASKS for g in right(lab, who, task, n)] for who in (CACHES, other))
+        lead = shares(ours, theirs)
+        return Tried(lead.low > 0, f"{lead.text(True)} of {lead.n} ({', '.join(TASKS)})")
+
+    return Attempt("control", f"right answers before training, less those of {words(other)}", "all of it above 0", run)
+
+
+def on_code(other: Setting) -> Attempt:
+    """Code loss before any training: what the caches use, against another way to choose directions."""
+
+    def run(lab: Lab) -> Tried:
+        code = Quality(("code",), 0.0, EXAMPLES, window=WINDOW)
+        n = lab.scale.examples or (6 if lab.scale.quick else EXAMPLES)
+        ours, theirs = (losses(lab, setting, code, n) for setting in (CACHES, other))
+        lead = means(ours, theirs)
+        return Tried(lead.low > 0, f"{lead.text(False)} nats per token of {n} stretches of code")
+
+    what = f"likelihood of code before training, less that of {words(other)}"
+    return Attempt("control", what, "all of it above 0", run)
+
+
+SYSTEM = System(
+    title="Compress KV Heads",
+    paper=Paper("Effectively Compress KV Heads for LLM", "2406.07056"),
+    claim="the singular vectors of cached keys and values join KV heads better than averaging them; after some "
+    "training 3/4 of the heads can go at comparable performance.",
+    conditions=("BLOOMZ-7B1, LLaMA2-7B and 13B", "a small text sample, then low-rank training",
+                "heads of multi-head attention, 2 or 4 joined to one"),
+    method=Setting(model="pocket-1kv"),
+    baseline=Setting(),
+    control=MEAN,
+    control_is="the same two heads averaged, and nothing trained; before training, averaged heads and the directions "
+    "of the weights alone are held against those of the caches as well",
+    load=loads.lone(768, NEW),
+    missing=("averaged heads with as much training as the method had",
+             "keys joined in more directions than commute with their rotation"),
+    counters=(
+        Counter("KV bytes held before the last token",
+                "(prompt + decoded rows) x bytes of a row / heads that became one",
+                lambda case: last(case.method),
+                lambda case: (loads.prompt_rows(case) + NEW - 2) * case.row_bytes // JOINED),
+        Counter("KV bytes read while decoding", "sum of prompt + j rows over the decoded tokens, each / heads that "
+                "became one", lambda case: sum(step.read for step in case.method.decoding),
+                lambda case: sum(loads.prompt_rows(case) + j for j in range(1, NEW)) * case.row_bytes // JOINED),
+    ),
+    savings=(Saving("KV bytes held before the last token", lambda case, run: last(run), "baseline", 1.99),),
+    quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    attempts=(on_code(MEAN), on_tasks(MEAN), on_code(WEIGHTS), on_tasks(WEIGHTS)),
+    timings=(Timing("time per token, 16 requests at 1,536 tokens", 1.0, seconds=loads.pace,
+                    load=loads.together(16, 1536, 64)),),
+    note="pocket-1kv was trained on 1.5 million tokens after its heads were joined, as `phasewise convert kv_heads` "
+    "does. Keys are joined by one complex number per rotary pair, which commutes with the rotation: the paper's own "
+    "way with rotary positions is not known.",
+)  # fmt: skip
