@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phasewise import catalog
 from phasewise.bench import kv
-from phasewise.bench.front import HEADER, INTRO, Point, cells, front, notes, points, section
+from phasewise.bench.front import HEADER, INTRO, cells, front, notes, points, section
 from phasewise.bench.kv import DENSE, KEEPING, LOOKS, Measuring, chosen, count, every, ladder, looks
 from phasewise.bench.settings import Setting
 from phasewise.engine.limits import Limits
