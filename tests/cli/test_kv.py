@@ -13,7 +13,8 @@ from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
 SMALL = ("--examples", 2, "--kv-bytes", "64M", "--tasks", "copy,code")
-SETTINGS = "evict=snapkv;store=int8 evict=snapkv:keep=0.25;skip=unified"
+GHOST = "draft=draft_model:model=nowhere"
+SETTINGS = f"evict=snapkv;store=int8 evict=snapkv:keep=0.25;{GHOST}"
 
 
 def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
@@ -25,9 +26,9 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     assert said.code == 0, said.err
     settings = ["dense", "evict=snapkv:keep=0.25", "evict=snapkv:keep=0.125", "store=int8 evict=snapkv:keep=0.25"]
     assert all(said.out.count(f"| `{setting}` |") == 2 for setting in settings)
-    assert "Not run: `skip=unified`, copy, code: " in said.out
+    assert f"Not run: `{GHOST}`, copy, code: " in said.out
     lines = [json.loads(text) for text in out["t.jsonl"].read_text().splitlines()]
-    assert [line["setting"] for line in lines] == [one for one in (*settings, "skip=unified") for _ in range(2)]
+    assert [line["setting"] for line in lines] == [one for one in (*settings, GHOST) for _ in range(2)]
     with out["t.csv"].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["task"], row["setting"]) for row in rows] == [(t, s) for t in ("copy", "code") for s in settings]

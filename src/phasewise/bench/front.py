@@ -116,13 +116,10 @@ def notes(lines: Sequence[Line], reasons: bool = True) -> list[str]:
         sent = [f"`{point.setting}` {report.size(point.line['sent'])}" for point in some if point.line["sent"]]
         if sent:
             found.append(f"{task}: KV sent to another engine for a token of the prompt: {', '.join(sent)}.")
-        fewer = [
-            f"`{point.setting}` {point.share('prompt_read') or 0:.0%} of the reads, {point.share('layers') or 0:.0%} "
-            "of the layers" for point in some
-            if (point.share("prompt_read") or 1) < 0.995 or (point.share("layers") or 1) < 0.995
-        ]  # fmt: skip
-        if fewer:
-            found.append(f"{task}: less than dense's work on prompts: {'; '.join(fewer)}.")
+        fewer = [(point.setting, point.share("prompt_layers")) for point in some]
+        told = [f"`{setting}` {share:.0%}" for setting, share in fewer if share is not None and share < 0.995]
+        if told:
+            found.append(f"{task}: layers run for a row of the prompt, of dense's: {', '.join(told)}.")
     return found
 
 

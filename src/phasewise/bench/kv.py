@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -80,14 +80,16 @@ def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
 @dataclass(frozen=True)
 class Bytes:
     """Means over the prompts that were looked at. `live`: what a request held at its last token, of rows and of what is
-    kept beside them, None where its KV is out of sight; `read`: KV bytes read for a token after the first; the others
-    for a token of the prompt: KV bytes read, KV bytes put down for another engine, layers run."""
+    kept beside them, None where its KV is out of sight; `read` and `layers`: KV bytes read for a token after the first,
+    and layers run for a row of it; the others for a row of the prompt: KV bytes put down for another engine, KV bytes
+    read (a slice of a prompt reads what is there once for all its rows), layers run."""
 
     live: float | None
     read: float
-    prompt_read: float
-    sent: float
     layers: float
+    sent: float
+    prompt_read: float
+    prompt_layers: float
 
 
 def count(engine: Placed, jobs: Sequence[tuple[Sequence[int], int]]) -> Bytes:
@@ -95,7 +97,7 @@ def count(engine: Placed, jobs: Sequence[tuple[Sequence[int], int]]) -> Bytes:
     fails."""
     seen = [_one(engine, prompt, max(2, new)) for prompt, new in jobs]
     live = [one.live for one in seen if one.live is not None]
-    rest = {name: fmean(getattr(one, name) for one in seen) for name in ("read", "prompt_read", "sent", "layers")}
+    rest = {each.name: fmean(getattr(one, each.name) for one in seen) for each in fields(Bytes) if each.name != "live"}
     return Bytes(fmean(live) if len(live) == len(seen) else None, **rest)
 
 
@@ -121,8 +123,9 @@ def _one(engine: Placed, prompt: Sequence[int], new: int) -> Bytes:
     return Bytes(
         held[-1].live if held else None,
         after.kv_bytes_read / max(1, request.n_out - had),
-        before.kv_bytes_read / len(prompt),
+        after.row_layers / max(1, after.rows),
         whole.kv_bytes_sent / len(prompt),
+        before.kv_bytes_read / len(prompt),
         before.row_layers / len(prompt),
     )
 

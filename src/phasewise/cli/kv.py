@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -143,7 +143,8 @@ def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Se
     from phasewise.bench.rows import index
 
     cluster = "inline" if engine.cluster == DEFAULTS.cluster else engine.cluster  # processes win time: none counts
-    plain = replace(engine, cluster=cluster, **dict.fromkeys(catalog.VERBS))
+    none: dict[str, Any] = dict.fromkeys(catalog.VERBS)
+    plain = replace(engine, cluster=cluster, **none)
     llm = plain.llm()
     context = llm.model.config.max_positions
     if not tasks:
