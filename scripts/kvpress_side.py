@@ -15,12 +15,14 @@ from typing import Any
 import kvpress
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 Rows = list[list[list[int]]]
 
 
 def main() -> None:
     asked = json.load(sys.stdin)
+    logging.disable_progress_bar()
     more = {"gguf_file": asked["gguf"]} if asked["gguf"] else {}
     model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.float32, **more).eval()
     for job in asked["jobs"]:
