@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from phasewise.bench import machine, report
+from phasewise.bench import machine, report, stats
 from phasewise.bench.judge import Judge
 from phasewise.bench.quality import PERCENT
 from phasewise.bench.rows import index
@@ -32,7 +32,6 @@ from phasewise.bench.settings import DEFAULT, Setting
 from phasewise.cli.progress import counting
 from phasewise.errors import UserError
 from phasewise.llm import LLM
-from phasewise.reproduce import stats
 
 SETTINGS = (
     "store=int8",

@@ -195,6 +195,7 @@ OF_OTHERS = {  # names that are asked of what is no method
 NOT_BY_NAME = {
     "tight": "asked by the laws, which are tests",
     "untrained": "asked by a bench",
+    "budgets": "asked by a bench",
     "least": "set by the drafter that holds it",
 }
 LINE = re.compile(r"^    (?P<name>\w+)(?:\([^)]*\) -> .+?|: .+?)  -- \S", re.MULTILINE)

@@ -99,7 +99,7 @@ def drive(
     requests = [Request(shot.prompt, Params(max_tokens=shot.new, ignore_eos=True), slo=slo) for shot in shots]
     held: list[Held] = []
     for request in requests:
-        request.watch = partial(_note, request, held)
+        request.watch = partial(note, request, held)
     before, peak, done = copy.copy(engine.counters), 0, 0
     start = time.perf_counter()
     for request in requests:
@@ -113,7 +113,7 @@ def drive(
     return Drive(time.perf_counter() - start, engine.counters - before, peak, requests, held)
 
 
-def _note(request: Request, held: list[Held], token: int) -> bool:
+def note(request: Request, held: list[Held], token: int) -> bool:
     """Told each token: at the last one, what the request holds. It never asks to stop."""
     kv = request.kv
     if kv is not None and request.n_out >= request.params.max_tokens:

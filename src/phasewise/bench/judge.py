@@ -12,7 +12,7 @@ import torch
 
 from phasewise.bench import quality
 from phasewise.bench.drive import Bench
-from phasewise.bench.forced import Forced, forced_loss, write
+from phasewise.bench.forced import STRETCH, Forced, forced_loss, write
 from phasewise.bench.quality import Measured, Row
 from phasewise.bench.rows import agreement, calls, index
 from phasewise.bench.rows.agreement import AGREEMENT, NEW, Free
@@ -29,7 +29,8 @@ Tell = Callable[[int], object]
 class Judge:
     """Measures `llm`'s model with the methods named in `verbs`; `llm` itself must have the default ones.
 
-    Per task, `answers` has what was answered (tokens), and `found` the rows with a value for each example.
+    Per task, `answers` has what was answered (tokens), `found` the rows with a value for each example, and `asked` what
+    was computed for them: each prompt, and how many tokens were to come after it.
     """
 
     def __init__(self, llm: LLM, verbs: Mapping[str, str]) -> None:
@@ -38,6 +39,7 @@ class Judge:
         self.writer = bench.engine(dict(verbs), llm.limits, sample=self.forced)
         self.answers: dict[str, list[list[int]]] = {}
         self.found: dict[str, list[Measured]] = {}
+        self.asked: dict[str, list[tuple[list[int], int]]] = {}
         self._texts: dict[tuple[int, ...], list[int]] = {}  # the default's, by prompt
 
     @property
@@ -52,6 +54,7 @@ class Judge:
         one that shows no tools, a decode method that has no loss, no file of `prompts`.
         """
         index.known([task], prompts)
+        self.asked[task] = []
         subject = self._subject(task, tell)
         if task == AGREEMENT:
             assert prompts is not None
@@ -73,11 +76,13 @@ class Judge:
         llm, done = self.llm, 0
 
         def generate(prompts: list[list[int]], room: int) -> list[list[int]]:
+            self.asked[task] += [(prompt, room) for prompt in prompts]
             self.answers[task] = [request.out for request in free(self.engine, task, prompts, room, tell)]
             return self.answers[task]
 
         def losses(tokens: list[int], stretches: Sequence[range]) -> list[float]:
             nonlocal done
+            self.asked[task] += [(tokens[: stretch.start], len(stretch)) for stretch in stretches]
             found = stretch_losses(self.writer, self.forced, tokens, stretches)
             done += 1
             tell(done)
@@ -100,6 +105,7 @@ class Judge:
 
         def loss(ids: list[int]) -> float:
             nonlocal done
+            self.asked[task] += [(ids[:start], STRETCH) for start in range(1, len(ids), STRETCH)]
             nats = forced_loss(self.writer, self.forced, ids)
             done += 1
             tell(done)
@@ -116,6 +122,7 @@ class Judge:
 
         def own(prompts: list[list[int]]) -> Free:
             before = copy.copy(self.engine.counters)
+            self.asked[AGREEMENT] += [(prompt, NEW) for prompt in prompts]
             requests = free(self.engine, AGREEMENT, prompts, NEW, tell)
             work = self.engine.counters - before
             return Free([r.out for r in requests], [r.trace.counts for r in requests], work.drafted, work.accepted)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phasewise.cli import drafting, goodput, loading, savers, schemas, show, versus
+from phasewise.cli import drafting, goodput, kv, loading, savers, schemas, show, versus
 from phasewise.cli.asked import ARRIVING, ASKED, TARGETS, Arriving, Asked, Targets
 from phasewise.cli.options import DEFAULTS, EngineOptions, spread
 from phasewise.cli.progress import counting, working
@@ -124,5 +124,6 @@ app.command("methods")(versus.methods)
 app.command("compare")(versus.compare)
 app.command("goodput")(goodput.goodput)
 app.command("savers")(savers.savers)
+app.command("kv")(kv.kv)
 app.command("draft")(drafting.draft)
 app.command("grammar")(schemas.grammar)

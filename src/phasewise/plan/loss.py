@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from phasewise.bench.judge import Judge
 from phasewise.bench.quality import PERCENT, Measured
+from phasewise.bench.stats import means, shares
 from phasewise.errors import UserError
 from phasewise.llm import LLM
-from phasewise.reproduce.stats import means, shares
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from phasewise.bench import stats
 from phasewise.bench.forced import Forced
 from phasewise.bench.quality import CODE_LOSS, Row, mean, proportion
-from phasewise.reproduce import stats
+from phasewise.bench.stats import Difference
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish
-from phasewise.reproduce.stats import Difference
 from phasewise.reproduce.system import Quality, Setting
 from phasewise.reproduce.verdict import Check
 from phasewise.reproduce.workload import code_ids, examples, pocket_text

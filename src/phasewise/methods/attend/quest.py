@@ -47,6 +47,7 @@ class Quest:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
     tight: ClassVar[dict[str, object]] = {"page": 4, "budget": 12, "dense_layers": 0}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"budget": 512}, {"budget": 256}, {"budget": 128})
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:

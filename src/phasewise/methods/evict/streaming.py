@@ -41,6 +41,7 @@ class Streaming:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"window": 1 << 30}
     tight: ClassVar[dict[str, object]] = {"sinks": 2, "window": 10}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"window": 508}, {"window": 252}, {"window": 124})
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.window < 1:

@@ -49,6 +49,7 @@ class CacheGen:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"level": 0}
     tight: ClassVar[dict[str, object]] = {"level": 4, "chunk": 16}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"level": 1}, {}, {"level": 4})
 
     def __post_init__(self) -> None:
         for name in ("chunk", "group"):

@@ -34,6 +34,7 @@ class Int8:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"bits": 16}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
 
     def codec(self) -> Codec:
         return _Rounded() if self.bits == 8 else Raw()

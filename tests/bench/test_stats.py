@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from phasewise.reproduce import stats
+from phasewise.bench import stats
 
 
 def test_shares_that_always_agree_have_a_width_that_shrinks() -> None:

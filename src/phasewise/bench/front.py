@@ -1,0 +1,199 @@
+"""Quality over bytes: what each setting costs beside dense, and who is on the front; table, CSV, plot, page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phasewise.bench import report, stats
+from phasewise.bench.kv import DENSE
+from phasewise.bench.quality import PERCENT
+
+HEADER = ["system", "quality", "less dense", "live KV", "of dense", "read/token", "of dense", "front"]
+COSTS = ("live", "read")
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting on one task, beside dense. `fronts`: of which bytes nobody has less at this quality or better."""
+
+    line: Line
+    dense: Line
+    fronts: tuple[str, ...] = ()
+
+    @property
+    def setting(self) -> str:
+        return str(self.line["setting"])
+
+    @property
+    def family(self) -> str:
+        """The methods without their knobs."""
+        return " ".join(word.partition(":")[0] for word in self.setting.split())
+
+    @property
+    def percent(self) -> bool:
+        return self.line["unit"] in PERCENT
+
+    @property
+    def better(self) -> float:
+        """Quality as a number of which more is better."""
+        return float(self.line["value"] if self.percent else -self.line["value"])
+
+    @property
+    def less(self) -> stats.Difference | None:
+        """Of paired examples; None where they are not the same ones."""
+        own, base = self.line["values"], self.dense["values"]
+        if not own or len(own) != len(base):
+            return None
+        return (stats.shares if self.line["unit"] == "exact" else stats.means)(own, base)
+
+    def share(self, cost: str) -> float | None:
+        """Of dense's bytes."""
+        own, base = self.line[cost], self.dense[cost]
+        return own / base if own is not None and base else None
+
+
+def points(lines: Sequence[Line]) -> dict[str, list[Point]]:
+    """By task, what was measured beside dense, with its fronts. What lacks dense is left out."""
+    found: dict[str, list[Point]] = {}
+    for task in report.unique(line["task"] for line in lines):
+        own = [line for line in lines if line["task"] == task and "refused" not in line]
+        dense = next((line for line in own if line["setting"] == DENSE), None)
+        if dense is not None:
+            some = [Point(line, dense) for line in own]
+            on = {cost: front([(point.line[cost], point.better) for point in some]) for cost in COSTS}
+            found[task] = [
+                Point(point.line, dense, tuple(cost for cost in COSTS if on[cost][at])) for at, point in enumerate(some)
+            ]
+    return found
+
+
+def front(some: Sequence[tuple[float | None, float]]) -> list[bool]:
+    """Which of (bytes, quality) nobody beats: has no more bytes and no less quality, and one of them better. Bytes that
+    are not known are on no front."""
+
+    def beaten(cost: float, better: float) -> bool:
+        return any(
+            other is not None and other <= cost and its >= better and (other < cost or its > better)
+            for other, its in some
+        )
+
+    return [cost is not None and not beaten(cost, better) for cost, better in some]
+
+
+# ---- for people and programs
+def cells(point: Point) -> list[str]:
+    """A row below HEADER."""
+    line, less = point.line, point.less
+    shown = [f"{line[key]:.1%}" if point.percent else f"{line[key]:.3f}" for key in ("value", "low", "high")]
+    beside = "-" if less is None or point.setting == DENSE else less.text(point.percent)
+    held, read = point.share("live"), point.share("read")
+    return [
+        f"`{point.setting}`", f"{shown[0]} ({shown[1]} to {shown[2]})", beside,
+        "-" if line["live"] is None else report.size(line["live"]), "-" if held is None else f"{held:.0%}",
+        report.size(line["read"]), "-" if read is None else f"{read:.0%}", ", ".join(point.fronts) or "-",
+    ]  # fmt: skip
+
+
+def title(task: str, some: Sequence[Point]) -> str:
+    line = some[0].line
+    return f"{task}: {'right answers' if line['unit'] == 'exact' else line['unit']}, n = {line['n']}"
+
+
+def notes(lines: Sequence[Line], reasons: bool = True) -> list[str]:
+    """What could not be measured, once per setting and reason; and bytes that no column has."""
+    tasks: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if "refused" in line:
+            tasks.setdefault((line["setting"], line["refused"]), []).append(line["task"])
+    found = [f"Not run: `{setting}`, {', '.join(names)}{f': {reason}' if reasons else ''}."
+             for (setting, reason), names in tasks.items()]  # fmt: skip
+    for task, some in points(lines).items():
+        sent = [f"`{point.setting}` {report.size(point.line['sent'])}" for point in some if point.line["sent"]]
+        if sent:
+            found.append(f"{task}: KV sent to another engine for a token of the prompt: {', '.join(sent)}.")
+        fewer = [(point.setting, point.share("prompt_layers")) for point in some]
+        told = [f"`{setting}` {share:.0%}" for setting, share in fewer if share is not None and share < 0.995]
+        if told:
+            found.append(f"{task}: layers run for a row of the prompt, of dense's: {', '.join(told)}.")
+    return found
+
+
+def write_csv(path: Path, lines: Sequence[Line]) -> None:
+    """A line per measurement, with what came out beside dense; the values of single examples are left out."""
+    rows = []
+    for some in points(lines).values():
+        for point in some:
+            less = point.less
+            own = {key: value for key, value in point.line.items() if key not in ("values", "base", "name")}
+            beside = {"less": less and less.mean, "less_low": less and less.low, "less_high": less and less.high}
+            shares = {f"{cost}_of_dense": point.share(cost) for cost in COSTS}
+            rows.append({**own, **beside, **shares, "front": " ".join(point.fronts)})
+    report.write_csv(path, rows)
+
+
+def draw(image: Path, lines: Sequence[Line], about: str) -> None:
+    """A column of panels per task, quality over live bytes above, over read bytes below; a method's ladder is a line,
+    the front is stepped."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    by = points(lines)
+    families = report.unique(point.family for some in by.values() for point in some)
+    size = (1.2 + 3.6 * len(by), 7.2)
+    figure, panels = pyplot.subplots(len(COSTS), len(by), figsize=size, squeeze=False)
+    for column, (task, some) in enumerate(by.items()):
+        for panel, cost in zip((row[column] for row in panels), COSTS, strict=True):
+            _panel(panel, [point for point in some if point.share(cost) is not None], cost, families)
+            panel.set_title(title(task, some), fontsize=9)
+            panel.set_xlabel(f"{cost} KV bytes, of dense's")
+    handles = {label: handle for row in panels for panel in row
+               for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}  # fmt: skip
+    figure.suptitle(about, fontsize=10)
+    wide = 2 + 2 * len(by)
+    rows = math.ceil(len(handles) / wide)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=wide, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.025 + 0.025 * rows, 1, 1))
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=110)
+    pyplot.close(figure)
+
+
+def _panel(panel: Any, some: Sequence[Point], cost: str, families: Sequence[str]) -> None:
+    marks = "osD^vPX*<>hp"
+    for family in report.unique(point.family for point in some):
+        own = sorted((point for point in some if point.family == family), key=lambda point: point.share(cost) or 0)
+        at = families.index(family)
+        wide = [[abs(point.line["value"] - point.line["low"]) for point in own],
+                [abs(point.line["high"] - point.line["value"]) for point in own]]  # fmt: skip
+        x, y = [point.share(cost) for point in own], [point.line["value"] for point in own]
+        wide = [[each if math.isfinite(each) else 0.0 for each in side] for side in wide]
+        panel.errorbar(x, y, yerr=wide, marker=marks[at % len(marks)], color=f"C{at % 10}", markersize=5,
+                       linewidth=1, elinewidth=0.6, alpha=0.85, label=family)  # fmt: skip
+    best = sorted((point.share(cost) or 0, point.line["value"]) for point in some if cost in point.fronts)
+    panel.step([x for x, _ in best], [y for _, y in best], where="post", color="#444444", linewidth=1.2, linestyle="--",
+               label="front")  # fmt: skip
+    panel.set_xlim(left=0)
+    panel.set_ylabel("right" if some and some[0].percent else "nats (down is better)")
+    panel.grid(alpha=0.25)
+
+
+# ---- the page
+INTRO = """# KV methods: which one when
+
+Every setting answers the same examples as dense decoding. Written by `phasewise bench kv --write docs/kv.md`.
+"""
+
+
+def section(lines: Sequence[Line], about: str) -> str:
+    """A table per task below what was measured where."""
+    parts = [about]
+    for task, some in points(lines).items():
+        parts.append(f"{title(task, some)}\n\n{report.markdown(HEADER, map(cells, some))}")
+    return "\n\n".join([*parts, *notes(lines, reasons=False)])  # reasons may name places

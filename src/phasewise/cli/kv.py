@@ -1,0 +1,195 @@
+"""`phasewise bench kv`: what KV methods cost in answers, over the bytes they hold and read."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phasewise import catalog
+from phasewise.cli import show
+from phasewise.cli.options import DEFAULTS, EngineOptions, spread
+from phasewise.cli.progress import counting
+from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.bench.kv import Line, Measuring
+    from phasewise.bench.settings import Setting
+
+GENERATED = "recall@1k,passkey@1k,code"  # for models that learned these tasks
+ANY = "code@2k,docs@2k,passkey-english@2k"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Who is compared, on what."""
+
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A;B;...",
+            help="Contenders, each VERB=METHOD[:KNOB=VALUE,...], several verbs separated by spaces; a method without "
+            "knobs stands for its ladder of budgets. Default: every lossy attend, evict and store method.",
+        ),
+    ] = None
+    budgets: Annotated[int | None, typer.Option(min=1, help="Steps of a ladder, at most. Default: all.")] = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROW,...",
+            help=f"Rows of `phasewise eval`. Default: {GENERATED} for a model that learned such tasks, else {ANY}.",
+        ),
+    ] = None
+    examples: Annotated[int, typer.Option(min=1, help="Examples per row.")] = 50
+    seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0
+    prompts: Annotated[Path | None, typer.Option(help="Conversations for the row `agreement`, as JSON lines.")] = None
+
+    def contenders(self) -> list[Setting]:
+        """Raises UserError for a setting that is none, or whose knobs do not exist."""
+        from phasewise.bench.kv import chosen, every
+        from phasewise.options import parse
+
+        if self.settings is None:
+            return every(self.budgets)
+        found = chosen([text for text in self.settings.split(";") if text.strip()], self.budgets)
+        if not found:
+            raise UserError(f"settings={self.settings!r} names none: write VERB=METHOD, separated by semicolons")
+        for one in found:
+            parse(one.verbs)
+        return found
+
+    def rows(self) -> list[str]:
+        """The rows that were named. Raises UserError for one that does not exist."""
+        from phasewise.bench.rows import index
+
+        named = [task.strip() for task in (self.tasks or "").split(",") if task.strip()]
+        if self.tasks is not None and not named:
+            raise UserError(f"tasks={self.tasks!r} names none: write rows of `phasewise eval`, separated by commas")
+        index.known(named, self.prompts)
+        return list(dict.fromkeys(named))
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where results go besides the terminal."""
+
+    out: Annotated[Path | None, typer.Option(help="JSON lines: each measurement as soon as it is done.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out holds already.")] = False
+    csv: Annotated[Path | None, typer.Option(help="Write a line per measurement into this file.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw quality over bytes into this image.")] = None
+    write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/kv.md.")] = None
+
+    def check(self, section: str) -> list[Line]:
+        """What --out holds. Raises UserError for what can be seen before anything is measured."""
+        if self.plot is not None and find_spec("matplotlib") is None:
+            raise UserError("plots are drawn by matplotlib, which is not installed: pip install 'phasewise[bench]'")
+        if self.write is not None:
+            _page(self.write, section, "")
+        if self.resume and self.out is None:
+            raise UserError("--resume goes on with a file: add --out FILE")
+        if self.out is None or not self.out.exists():
+            return []
+        if not self.resume:
+            raise UserError(f"out={self.out} is there already: add --resume to go on with it, or name another file")
+        try:
+            lines = [json.loads(text) for text in self.out.read_text(encoding="utf-8").splitlines() if text.strip()]
+        except ValueError as error:
+            raise UserError(f"out={self.out} does not hold JSON lines ({error}): name another file") from error
+        if not all(isinstance(line, dict) for line in lines):
+            raise UserError(f"out={self.out} holds lines that are no objects: name another file")
+        return lines
+
+
+COMPARED, WRITTEN = Compared(), Written()
+
+
+@spread
+def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: EngineOptions = DEFAULTS) -> None:
+    """What KV methods cost in answers, over the bytes that they hold and read, with the front that nobody beats.
+
+    Every setting answers the same examples as dense, so differences are paired. Live bytes are what a request holds at
+    its last token, read bytes are those of a decoded token, both counted in real runs over the same prompts. Verb
+    options apply to all contenders, dense too. None of this depends on the machine's speed.
+
+    [bold]Examples[/]
+
+      phasewise bench kv --out kv.jsonl --plot kv.png
+      phasewise bench kv --out kv.jsonl --resume --write docs/kv.md
+      phasewise bench kv --settings "evict=snapkv;store=int8 evict=snapkv:keep=0.25" --tasks passkey@1k
+      phasewise bench kv --model smollm2 --tasks code@2k,passkey-english@4k --budgets 1
+    """
+    engine.check()
+    path = Path(engine.model)
+    name = path.name if path.exists() else engine.model  # what is written names no place
+    tasks, settings = compared.rows(), compared.contenders()
+    have = written.check(f"kv {name}")
+    run = _run(engine, compared, name, settings, tasks)
+    from phasewise.bench.report import json_lines
+
+    lines = run.known(have)
+    for line in run.run(lines, counting):
+        json_lines([line], written.out)
+        lines.append(line)
+    _tell(run, run.known(lines), written, compared.settings)
+
+
+def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Setting], tasks: list[str]) -> Measuring:
+    from phasewise.bench.kv import Measuring
+    from phasewise.bench.rows import index
+
+    cluster = "inline" if engine.cluster == DEFAULTS.cluster else engine.cluster  # processes win time: none counts
+    none: dict[str, Any] = dict.fromkeys(catalog.VERBS)
+    plain = replace(engine, cluster=cluster, **none)
+    llm = plain.llm()
+    context = llm.model.config.max_positions
+    if not tasks:
+        tasks = (GENERATED if index.trained_for_tasks(llm.tokenizer) else ANY).split(",")
+    for task in tasks:
+        index.fits(task, context)
+    return Measuring(llm, name, settings, tasks, compared.examples, compared.seed, engine.verbs, compared.prompts)
+
+
+def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | None) -> None:
+    from phasewise.bench import front
+    from phasewise.bench.machine import describe
+
+    dtype = str(run.llm.model.dtype).removeprefix("torch.")
+    base = "".join(f", {verb}={text}" for verb, text in run.base.items())
+    what = f"{run.model}, {dtype}{base}: quality with 95 % intervals, paired against dense; KV bytes of a request"
+    show.title(what)
+    for task, some in front.points(lines).items():
+        print(f"{front.title(task, some)}\n")
+        show.table(front.HEADER, [front.cells(point) for point in some])
+        print()
+    for note in front.notes(lines):
+        print(note)
+    if written.csv is not None:
+        front.write_csv(written.csv, lines)
+    if written.plot is not None:
+        front.draw(written.plot, lines, f"{run.model}, {dtype}{base}")
+    if (path := written.write) is not None:
+        about = describe()
+        where = f"{about['cpu']}, Python {about['python']}, torch {about['torch']}"
+        head = f"### {run.model}\n\n{what}.\n`{_command(run, settings)}`, {where}."
+        page = _page(path, f"kv {run.model}", front.section(lines, head))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+
+
+def _command(run: Measuring, settings: str | None) -> str:
+    """What measures the same again, wherever things lie."""
+    words = ["phasewise", "bench", "kv", "--model", run.model, "--tasks", ",".join(run.tasks)]
+    words += ["--examples", str(run.examples), *(["--seed", str(run.seed)] if run.seed else [])]
+    words += [] if settings is None else ["--settings", settings]
+    return shlex.join([*words, *(word for verb, text in run.base.items() for word in (f"--{verb}", text))])
+
+
+def _page(path: Path, name: str, section: str) -> str:
+    from phasewise.bench.front import INTRO
+
+    return show.page(path, name, section, INTRO)

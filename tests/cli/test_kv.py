@@ -1,0 +1,89 @@
+"""`phasewise bench kv`: everything that is written, lines to go on from, and mistakes by name."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.serve.tiny_chat import chat_checkpoint
+
+SMALL = ("--examples", 2, "--kv-bytes", "64M", "--tasks", "copy,code")
+GHOST = "draft=draft_model:model=nowhere"
+SETTINGS = f"evict=snapkv;store=int8 evict=snapkv:keep=0.25;{GHOST}"
+
+
+def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
+    model, name = chat_checkpoint(), chat_checkpoint().name
+    out = {file: tmp_path / "new" / file for file in ("t.jsonl", "t.csv", "t.png", "t.md")}
+    words = ("bench", "kv", "--settings", SETTINGS, "--budgets", 2, *SMALL, "--model", model, "--out", out["t.jsonl"])
+    more = ("--csv", out["t.csv"], "--plot", out["t.png"], "--write", out["t.md"])
+    said = cli(*words, *more)
+    assert said.code == 0, said.err
+    settings = ["dense", "evict=snapkv:keep=0.25", "evict=snapkv:keep=0.125", "store=int8 evict=snapkv:keep=0.25"]
+    assert all(said.out.count(f"| `{setting}` |") == 2 for setting in settings)
+    assert f"Not run: `{GHOST}`, copy, code: " in said.out
+    lines = [json.loads(text) for text in out["t.jsonl"].read_text().splitlines()]
+    assert [line["setting"] for line in lines] == [one for one in (*settings, GHOST) for _ in range(2)]
+    with out["t.csv"].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["task"], row["setting"]) for row in rows] == [(t, s) for t in ("copy", "code") for s in settings]
+    assert all(float(row["live"]) > 0 and row["model"] == name for row in rows)
+    assert [row["front"] for row in rows if row["setting"] == "dense"] != [] and any("live" in r["front"] for r in rows)
+    assert out["t.png"].read_bytes().startswith(b"\x89PNG")
+    page = out["t.md"].read_text()
+    assert page.startswith("# KV methods") and page.count("| `dense` |") == 2 and str(tmp_path) not in page
+    assert f"phasewise bench kv --model {name} --tasks copy,code --examples 2" in page and str(model) not in page
+
+    refused = cli(*words)
+    assert refused.code == 2 and "add --resume" in refused.err
+    kept = out["t.jsonl"].read_text().splitlines(keepends=True)
+    out["t.jsonl"].write_text("".join(kept[:3]))
+    again = cli(*words, "--resume", *more)
+    assert again.code == 0 and again.out == said.out
+    assert out["t.jsonl"].read_text().splitlines(keepends=True)[:3] == kept[:3]
+    assert len(out["t.jsonl"].read_text().splitlines()) == len(kept)
+    assert out["t.md"].read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--settings", "evict=snapkw"), "snapkv"),
+        (("--settings", "evict=snapkv:kep=1"), "keep"),
+        (("--settings", "snapkv"), "VERB=METHOD"),
+        (("--settings", " ; "), "settings="),
+        (("--tasks", "recal@1k"), "recall@1k"),
+        (("--tasks", ","), "tasks="),
+        (("--tasks", "agreement"), "--prompts"),
+        (("--tasks", "docs@8k", "--model", "TINY"), "docs@2k"),
+        (("--budgets", "0"), "budgets"),
+        (("--examples", "0"), "examples"),
+        (("--resume",), "--out"),
+        (("--model", "pokcet"), "pocket"),
+        (("--evict", "snapkw"), "snapkv"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(cli: Cli, words: tuple[Any, ...], says: str) -> None:
+    said = cli("bench", "kv", *(chat_checkpoint() if word == "TINY" else word for word in words))
+    assert said.code == 2 and says in said.err
+
+
+@pytest.mark.parametrize(("text", "says"), [("no json\n", "JSON lines"), ("[1]\n", "no objects")])
+def test_a_file_of_something_else_is_not_gone_on_with(cli: Cli, tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    said = cli("bench", "kv", "--out", path, "--resume")
+    assert said.code == 2 and says in said.err and path.read_text() == text
+
+
+def test_a_page_that_is_broken_is_refused_before_anything_runs(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- kv pocket:end -->\n")
+    said = cli("bench", "kv", *SMALL, "--write", page)
+    assert said.code == 2 and "kv pocket:begin" in said.err and page.read_text() == "<!-- kv pocket:end -->\n"
