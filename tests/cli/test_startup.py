@@ -10,8 +10,8 @@ import pytest
 import phasewise
 
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
-            "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen", "convert kv_heads",
-            "keys", "keys new", "report", "tune", "plan", "profile", "simulate"]  # fmt: skip
+            "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen",
+            "convert kv_heads", "keys", "keys new", "report", "tune", "plan", "profile", "simulate"]  # fmt: skip
 
 
 def light(*words: str) -> tuple[int, str]:

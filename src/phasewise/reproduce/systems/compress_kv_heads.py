@@ -44,7 +44,7 @@ def on_code(other: Setting) -> Attempt:
         n = lab.scale.examples or (6 if lab.scale.quick else EXAMPLES)
         ours, theirs = (losses(lab, setting, code, n) for setting in (CACHES, other))
         lead = means(ours, theirs)
-        return Tried(lead.low > 0, f"{lead.text(False)} nats per token of {n} stretches of code")
+        return Tried(lead.low > 0, f"{lead.text(False)} per token of {n} stretches of code")
 
     what = f"likelihood of code before training, less that of {words(other)}"
     return Attempt("control", what, "all of it above 0", run)
