@@ -1,11 +1,14 @@
 """Which layer should pick a second time (attend.tidal): every one of them, over the same dense pass.
 
-    python scripts/tidal_layers.py [--model pocket] [--k 64] [--tokens 1024] [--texts 4] [--dense 2] [--out FILE]
+    python scripts/tidal_layers.py [--model pocket] [--k 64] [--tokens 1024] [--texts 4] [--dense 2] [--needle 0]
+                                   [--out FILE]
 
 For each candidate: the mean share that layers which read less get of what they would have picked for themselves, over
 library source that is not held out. The last line is what the default (two fifths of the depth) gets, beside the best.
 Layers that pick read everything; more of them are left to read less where the second choice comes late or not at all,
-so the share is over other layers for each candidate. Progress goes to stderr.
+so the share is over other layers for each candidate. With --needle N, which is for the pocket model, also how many of N
+questions about a text of 1,024 tokens (recall@1k, of a seed that nothing reported is drawn from) each candidate answers
+with 128 rows: the paper's way to choose, and it may choose another layer. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,6 +26,11 @@ from phasewise.bench.report import json_lines
 from phasewise.known.corpus import sources
 from phasewise.load import files_of, load_model
 from phasewise.methods.attend.tidal import Tidal
+from phasewise.reproduce.answers import right
+from phasewise.reproduce.lab import Lab, Scale
+from phasewise.reproduce.system import Setting
+
+SEED = 7  # of the needles
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +51,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     chance = asked.k / asked.tokens
     print(f"best second={best['second']}; default {default}: {found(shared, asked.dense, default):.3f}; "
           f"by chance about {chance:.3f}")  # fmt: skip
+    for row in rows if asked.needle else ():
+        row["right"] = needles(asked, row["second"])
+        print(f"second={row['second']}: {row['right']} of {asked.needle} right", flush=True)
     json_lines(rows, asked.out)
+
+
+def needles(asked: argparse.Namespace, second: int) -> int:
+    """Right answers with this second choice."""
+    setting = Setting({"attend": f"tidal:k=128,dense={asked.dense},second={second},every=16"})
+    with Lab.open(Scale(seed=SEED)) as lab:
+        return int(sum(right(lab, setting, "recall@1k", asked.needle)))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,6 +71,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--dense", type=int, default=2)
+    parser.add_argument("--needle", type=int, default=0, help="questions for each candidate; pocket only")
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_args(argv)
 

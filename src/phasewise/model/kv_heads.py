@@ -160,7 +160,7 @@ def _largest(moments: Tensor, d: int) -> Tensor:
     heads, size, _ = moments.shape
     if size == d:  # every direction is kept: none need be turned
         return torch.eye(d, dtype=torch.float64).expand(heads, 1, d, d)
-    vectors = torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., :d]  # eigenvalues ascend
+    vectors: Tensor = torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., :d]  # eigenvalues ascend
     return vectors.reshape(heads, size // d, d, d)
 
 

@@ -44,7 +44,7 @@ def on_code(other: Setting) -> Attempt:
         n = lab.scale.examples or (6 if lab.scale.quick else EXAMPLES)
         ours, theirs = (losses(lab, setting, code, n) for setting in (CACHES, other))
         lead = means(ours, theirs)
-        return Tried(lead.low > 0, f"{lead.text(False)} nats per token of {n} stretches of code")
+        return Tried(lead.low > 0, f"{lead.text(False)} per token of {n} stretches of code")
 
     what = f"likelihood of code before training, less that of {words(other)}"
     return Attempt("control", what, "all of it above 0", run)
@@ -79,7 +79,7 @@ SYSTEM = System(
     attempts=(on_code(MEAN), on_tasks(MEAN), on_code(WEIGHTS), on_tasks(WEIGHTS)),
     timings=(Timing("time per token, 16 requests at 1,536 tokens", 1.0, seconds=loads.pace,
                     load=loads.together(16, 1536, 64)),),
-    note="pocket-1kv was trained on 1.5 million tokens after its heads were joined, as `phasewise convert kv_heads` "
+    note="pocket-1kv was trained on half a million tokens after its heads were joined, as `phasewise convert kv_heads` "
     "does. Keys are joined by one complex number per rotary pair, which commutes with the rotation: the paper's own "
     "way with rotary positions is not known.",
 )  # fmt: skip
