@@ -161,7 +161,8 @@ def _largest(moments: Tensor, d: int) -> Tensor:
     if size == d:  # every direction is kept: none need be turned
         return torch.eye(d, dtype=torch.float64).expand(heads, 1, d, d)
     vectors: Tensor = torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., :d]  # eigenvalues ascend
-    return vectors.reshape(heads, size // d, d, d)
+    blocks: Tensor = vectors.reshape(heads, size // d, d, d)
+    return blocks
 
 
 def _largest_pairs(moments: Tensor, d: int) -> Tensor:
