@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from phasewise.bench.stats import means, shares
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
-from phasewise.reproduce.stats import means, shares
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 
 JOINED, NEW = 2, 32  # heads that became one; tokens

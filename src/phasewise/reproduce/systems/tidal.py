@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phasewise.bench.picks import overlaps
+from phasewise.bench.stats import means
 from phasewise.engine.engine import Engine
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.reproduce import loads
@@ -15,7 +16,6 @@ from phasewise.reproduce.answers import losses
 from phasewise.reproduce.controls import RandomPicks
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
-from phasewise.reproduce.stats import means
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.request.params import Params
 from phasewise.request.request import Request

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from phasewise.bench.stats import means, shares
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.controls import OtherWay
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.stats import means, shares
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Setting, System, Timing, Tried
 
 PROMPT, NEW = 256, 32
