@@ -60,8 +60,10 @@ def test_every_saver_is_there_neutral_and_at_work() -> None:
 def test_all_of_them_run() -> None:
     run = Savers(Bench(tiny.model()), savers(), Load(40, (2,), 2, 1), Limits(kv_bytes=64 << 20))
     run.run(random_prompts(tiny.VOCAB, 0))
-    assert not run.refused
-    assert [turn.setting for turn in run.turns] == [DENSE, *(setting.name for setting in savers())]
+    few = {"attend=tidal", "attend=tidal, neutral"}  # four layers are too few for its defaults
+    assert {*run.refused} <= few and all("none is left to read less" in reason for reason in run.refused.values())
+    names = [setting.name for setting in savers() if setting.name not in run.refused]
+    assert [turn.setting for turn in run.turns] == [DENSE, *names]
 
 
 # ---- what is measured

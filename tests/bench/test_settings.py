@@ -107,5 +107,7 @@ def test_by_default_everything_that_needs_nothing_is_tried() -> None:
         assert catalog.method(verb, name).needs == "nothing" and DEFAULTS.get(verb) != name
     run = Comparison(Bench(tiny.model()), untrained(), Limits(kv_bytes=64 << 20))
     list(run.run(1, shots))
+    few = run.refused.pop("attend=tidal")
+    assert "none is left to read less" in few, "four layers are too few for its defaults"
     assert set(run.refused) == {"draft=aded", "draft=retrieval"}, "datastores are made with a tokenizer: it has none"
     assert all("no tokenizer.json" in reason for reason in run.refused.values())

@@ -44,6 +44,8 @@ class DoubleSparsity:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "calibration"
     neutral: ClassVar[dict[str, object]] = {"k": 1 << 30}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 128})
+    untrained: ClassVar[dict[str, object]] = {"weights": "random:0"}
     tight: ClassVar[dict[str, object]] = {"channels": 4.0, "k": 12, "dense_layers": 0}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 

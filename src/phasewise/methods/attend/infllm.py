@@ -49,7 +49,13 @@ class InfLLM:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"topk": 1 << 30}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = (
+        {},
+        {"block": 16, "window": 128, "topk": 16, "dense_len": 512},
+        {"block": 16, "window": 128, "topk": 4, "dense_len": 512},
+    )
     tight: ClassVar[dict[str, object]] = {"block": 4, "init": 1, "window": 4, "topk": 1, "dense_len": 0}
+    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __post_init__(self) -> None:
         if self.block < 4 or self.block % 4:

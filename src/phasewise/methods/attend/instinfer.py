@@ -50,6 +50,7 @@ class InstInfer:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"r": 1.0, "k": 1.0}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"r": 0.25, "k": 0.25}, {})
     tight: ClassVar[dict[str, object]] = {"r": 3.0, "k": 12.0, "group": 4}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 

@@ -50,6 +50,7 @@ class Tidal:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"k": 1 << 30, "dense": 0}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 128})
     tight: ClassVar[dict[str, object]] = {"k": 6, "dense": 0, "second": 2, "every": 5}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 

@@ -46,6 +46,7 @@ class TokenSelect:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"k": 1 << 30}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 96, "first": 8, "local": 24})
     tight: ClassVar[dict[str, object]] = {"k": 6, "first": 2, "local": 4}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 

@@ -42,6 +42,7 @@ class H2O:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"heavy": 1 << 30}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"heavy": 0.25, "recent": 0.25}, {})
     tight: ClassVar[dict[str, object]] = {"heavy": 5, "recent": 4, "lot": 4}
     shares_prefix: ClassVar[bool] = False
 

@@ -53,6 +53,7 @@ class Keyformer:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": 1 << 30}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"keep": 0.3, "recent": 0.15})
     tight: ClassVar[dict[str, object]] = {"keep": 9, "lot": 4}
     shares_prefix: ClassVar[bool] = False
 

@@ -35,6 +35,7 @@ class Tova:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": 1 << 30}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"keep": 256})
     tight: ClassVar[dict[str, object]] = {"keep": 9, "lot": 4}
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ class ZipVL:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"tau": 1.0}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"tau": 0.9})
     tight: ClassVar[dict[str, object]] = {"tau": 0.6, "window": 4, "probes": 4}
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class Gear:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"bits": 16}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"bits": 4}, {})
     tight: ClassVar[dict[str, object]] = {"group": 4, "block": 8, "rank": 1, "sparse": 0.1}
 
     def __post_init__(self) -> None:

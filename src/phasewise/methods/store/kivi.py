@@ -37,6 +37,7 @@ class Kivi:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"bits": 16}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"bits": 4}, {})
     tight: ClassVar[dict[str, object]] = {"group": 4, "residual": 8}
 
     def __post_init__(self) -> None:
