@@ -43,7 +43,7 @@ class DoubleSparsity:
     paper: ClassVar[str] = "arXiv 2408.07092"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "calibration"
-    neutral: ClassVar[dict[str, object]] = {"k": 1 << 30}
+    neutral: ClassVar[dict[str, object]] = {"k": 1 << 30, "weights": "random:0"}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 128})
     untrained: ClassVar[dict[str, object]] = {"weights": "random:0"}
     tight: ClassVar[dict[str, object]] = {"channels": 4.0, "k": 12, "dense_layers": 0}

@@ -41,9 +41,9 @@ class H2O:
     paper: ClassVar[str] = "arXiv 2306.14048"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
-    neutral: ClassVar[dict[str, object]] = {"heavy": 1 << 30}
+    neutral: ClassVar[dict[str, object]] = {"heavy": float(1 << 30)}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({"heavy": 0.25, "recent": 0.25}, {})
-    tight: ClassVar[dict[str, object]] = {"heavy": 5, "recent": 4, "lot": 4}
+    tight: ClassVar[dict[str, object]] = {"heavy": 5.0, "recent": 4.0, "lot": 4}
     shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

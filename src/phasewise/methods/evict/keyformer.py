@@ -52,9 +52,9 @@ class Keyformer:
     paper: ClassVar[str] = "arXiv 2403.09054"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
-    neutral: ClassVar[dict[str, object]] = {"keep": 1 << 30}
+    neutral: ClassVar[dict[str, object]] = {"keep": float(1 << 30)}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"keep": 0.3, "recent": 0.15})
-    tight: ClassVar[dict[str, object]] = {"keep": 9, "lot": 4}
+    tight: ClassVar[dict[str, object]] = {"keep": 9.0, "lot": 4}
     shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

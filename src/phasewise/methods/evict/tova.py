@@ -34,9 +34,9 @@ class Tova:
     paper: ClassVar[str] = "arXiv 2401.06104"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
-    neutral: ClassVar[dict[str, object]] = {"keep": 1 << 30}
+    neutral: ClassVar[dict[str, object]] = {"keep": float(1 << 30)}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"keep": 256})
-    tight: ClassVar[dict[str, object]] = {"keep": 9, "lot": 4}
+    tight: ClassVar[dict[str, object]] = {"keep": 9.0, "lot": 4}
 
     def __post_init__(self) -> None:
         if not self.keep > 0:
