@@ -49,7 +49,12 @@ def test_rows_arrive_as_they_left(options: dict[str, str]) -> None:
     expected = landing(request.kv)
     kv, _ = unpack(header, tensors, store, "here")
     assert store.ledger.used == expected == kv.bytes
-    assert store.counters.kv_bytes_moved == request.kv.live_bytes == kv.live_bytes
+    live = kv.live_bytes
+    assert live == request.kv.live_bytes
+    if kv.sealed:  # rows that keys or values alone need as they were made are there for both, and travel with both
+        assert live <= store.counters.kv_bytes_moved <= live + 8 * store.row_bytes
+    else:
+        assert store.counters.kv_bytes_moved == live
     for ours, theirs in zip(request.kv.layers, kv.layers):
         assert len(ours.slabs) == len(theirs.slabs)
         for a, b in zip(ours.slabs, theirs.slabs):

@@ -44,7 +44,7 @@ def same_as_colocated(verbs: dict[str, str]) -> None:
     requests = together(placed, MIXED)
     finish(placed, requests)
     assert tiny.outs(requests) == expected
-    assert placed.counters.recomputed == placed.counters.restarts == 0
+    assert placed.counters.recomputed == tiny.corrected(PROMPTS, MIXED, verbs) and placed.counters.restarts == 0
 
 
 @pytest.mark.parametrize("schedule", [laws.options("schedule", name) for name in catalog.names("schedule")], ids=str)

@@ -90,7 +90,7 @@ class OwnershipTransfer:
         """Give a request's KV up for another worker to take."""
         kv = request.kv
         assert kv is not None
-        kv.settle()  # the values that it would have here: they change no more
+        kv.rewrite()  # the values that it would have here: they change no more
         kv.unshare()
         packed, tensors = pack_lent(request, self._layouts.of(request.recipe)[1], attempt)
         parcel = self.transfer_buffer.put(tensors)

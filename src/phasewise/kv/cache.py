@@ -145,6 +145,10 @@ class KV:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack
         finished blocks."""
         self.seal()
+        self.rewrite()
+
+    def rewrite(self) -> None:
+        """Give the rows of a prompt that is complete the values that would have arrived elsewhere."""
         if self.wire is None or not self.wire.fixed or self.rounded:
             return
         for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
