@@ -149,9 +149,10 @@ class Cluster:
             self._leave(self.flights[job.id])
         if begun is not None:
             member.stepping = True
-            if begun.next < begun.over:
-                self.world.at(begun.next, self._next, member)
-            self.world.at(begun.over, self._finish, member)
+            following, over = begun
+            if following < over:
+                self.world.at(following, self._next, member)
+            self.world.at(over, self._finish, member)
 
     def _next(self, member: Member) -> None:
         """Its first stage is free, while later ones are not."""
@@ -219,7 +220,7 @@ class Cluster:
     # ---- hand-offs
     def _send(self, member: Member) -> None:
         """What the step has computed of prompts that are pushed is on its way."""
-        for work, _ in member.station.under_way[0].works:
+        for work in member.station.under_way[0].works:
             flight = self.flights.get(work.job.id)
             if flight is None or not flight.pushed or flight.member is not member or not work.job.prefilling:
                 continue

@@ -39,15 +39,9 @@ class Engine:
 class UnderWay(NamedTuple):
     """A step that is not over. `prompts`: whether some of its works compute prompts."""
 
-    works: Sequence[tuple[Work, Any]]  # with the KV that each had: who was preempted meanwhile has another, or none
+    works: Sequence[Work]
+    kept: Sequence[Any] | None  # the KV that each had, where there are stages: who was preempted meanwhile has another
     prompts: bool
-
-
-class Begun(NamedTuple):
-    """When the next step may begin, and when this one is over: the same where there is one stage."""
-
-    next: float
-    over: float
 
 
 class Station:
@@ -117,12 +111,14 @@ class Station:
         return ROUND * self.engine.row_bytes * len(self.running)
 
     # ---- steps
-    def begin(self, now: float) -> Begun | None:
-        """Plan a step. None where there is nothing to do, or no room"""
+    def begin(self, now: float) -> tuple[float, float] | None:
+        """Plan a step. -> when the next one may begin, and when this one is over: the same where there is one stage;
+        None where there is nothing to do, or no room"""
         self.out = []
         if self.waiting:
             self._admit()
-        live = self.running if self.engine.stages == 1 else self._live()
+        one = self.engine.stages == 1
+        live = self.running if one else self._live()
         if not live:
             return None
         planned = self.room.reserve(self.schedule.plan(live, now))
@@ -130,7 +126,7 @@ class Station:
         if not works:
             return None
         step, prompts = self._step(works)
-        self.under_way.append(UnderWay([(work, work.job.kv) for work in works], prompts))
+        self.under_way.append(UnderWay(works, None if one else [work.job.kv for work in works], prompts))
         price = self.cost.price(step)
         seconds = (price.seconds + self.guesses * self.engine.drafts.seconds) * self.slower
         if self.beside:
@@ -138,25 +134,28 @@ class Station:
             seconds *= slowed(self.beside, self.path, self.others)
         if step.decode_rows:
             seconds += self.added
-        each = seconds / self.engine.stages
-        self.busy += each
         self.joules += price.joules
         self.money += price.money
         self.counters.steps += 1
-        return self._through(now, each)
+        if one:
+            self.busy += seconds
+            self.free[0] = over = now + seconds
+            return over, over
+        return self._through(now, seconds / self.engine.stages)
 
     def _live(self) -> list[Job]:
         """Who may join another step: nobody twice, and no more than leaves as many for each stage."""
-        busy = {id(work.job) for step in self.under_way for work, _ in step.works}
+        busy = {id(work.job) for step in self.under_way for work in step.works}
         most = -(-len(self.running) // self.engine.stages)
         return [job for job in self.running if id(job) not in busy][:most]
 
-    def _through(self, now: float, each: float) -> Begun:
+    def _through(self, now: float, each: float) -> tuple[float, float]:
         """A step goes through all stages, each as long, and waits where the one before it is still there."""
+        self.busy += each
         at = now
         for stage, free in enumerate(self.free):
             at = self.free[stage] = max(at, free) + each
-        return Begun(self.free[0], at)
+        return self.free[0], at
 
     def _admit(self) -> None:
         for job in list(self.waiting):
@@ -201,9 +200,10 @@ class Station:
         """The oldest step is over. -> the requests that got a token, or left; those whose prompt is done and that
         depart are among them, out of the queues and with their KV"""
         counters, self.out = self.counters, []
-        for work, kv in self.under_way.popleft().works:
+        works, kept, _ = self.under_way.popleft()
+        for i, work in enumerate(works):
             job: Job = work.job
-            if kv is None or job.kv is not kv:
+            if job.kv is None or (kept is not None and job.kv is not kept[i]):
                 continue  # preempted for another's rows, or cancelled
             was, before = job.prefilling, job.computed
             counters.rows += work.rows
