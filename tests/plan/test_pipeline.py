@@ -9,6 +9,7 @@ import pytest
 
 from phasewise.bench.workloads import Fixed, Lognormal
 from phasewise.errors import UserError
+from phasewise.kv.buffer import Ledger
 from phasewise.plan.arrivals import Load
 from phasewise.plan.cost import Step
 from phasewise.plan.device import device
@@ -18,9 +19,10 @@ from phasewise.plan.search import Choice, Space
 from phasewise.plan.setting import known
 from phasewise.plan.shape import Shape
 from phasewise.plan.simulate import run
+from phasewise.plan.station import Engine, Station
 from phasewise.plan.world import Link
 from phasewise.request.params import SLO
-from tests.plan.scenes import ROW, Linear, scene
+from tests.plan.scenes import ROW, Linear, scene, scheduler
 from tests.plan.test_simulate import ONE, PLACES, mean_ttft, prompts, settled
 
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
@@ -116,3 +118,16 @@ def test_more_stages_carry_a_higher_rate_of_prompts() -> None:
                 for stages in (1, 2))  # fmt: skip
     assert mean_ttft(one) > 5.0  # it cannot keep up
     assert mean_ttft(two) < 0.4
+
+
+def test_who_was_preempted_while_a_step_was_under_way_gets_nothing_from_it() -> None:
+    """Its memory is another one by then, in which the step's rows are not."""
+    station = Station(Engine(scheduler("sarathi"), ROW, 16, stages=2), Linear(1.0), Ledger(1 << 30))
+    job = Job("a", range(100), 4, 0.0)
+    assert station.add(job) and station.begin(0.0) == (0.5, 1.0)
+    job.release()
+    job.computed = 0
+    job.kv = station.store.open(job, 101)
+    assert station.finish(1.0) == [] and (job.computed, job.n_out) == (0, 0)
+    assert station.begin(1.0) == (1.5, 2.0)
+    assert station.finish(2.0) == [job] and (job.computed, job.n_out) == (100, 1)
