@@ -21,7 +21,7 @@ BUDGETS = {  # folders that share a budget ("" = the files at the root of the pa
     ("cluster",): 4000,
     ("serve",): 7250,
     ("ops",): 1460,
-    ("plan",): 3650,
+    ("plan",): 3750,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects
 

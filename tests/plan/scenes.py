@@ -47,7 +47,7 @@ def scheduler(text: str) -> Callable[[], Scheduler]:
 def scene(
     cost: Cost, place: str = "colocated", *, schedule: str = "sarathi", kv_bytes: int = 1 << 30, link: Link = LOCAL,
     layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None,
-    beside: Any = None, stages: int = 1, **more: Any,
+    beside: Any = None, shared: Any = None, stages: int = 1, **more: Any,
 ) -> Scene:  # fmt: skip
     made = catalog.build("place", place)
 
@@ -56,5 +56,5 @@ def scene(
 
     engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache, stages=stages)
     layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
-                    beside=lambda threads: beside or {})  # fmt: skip
+                    beside=lambda threads: beside or {}, shared=lambda threads: shared or {})  # fmt: skip
     return Scene(layout, policy, **more)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.plan.beside import Beside
-from phasewise.plan.neighbour import measure
+from phasewise.plan.neighbour import Neighbour, around, measure
 from phasewise.plan.profile import Grid, Held, Measured, Measuring, Profile
 from phasewise.plan.shape import Shape
 from phasewise.plan.stand import LONG, LONG_STEPS, STEPS, Size, Stand, sizes
@@ -120,15 +123,39 @@ def test_workers_of_one_machine_are_measured_beside_each_other(monkeypatch: pyte
     engine = bench.engine({}, Limits(kv_bytes=1 << 28))
     assert isinstance(engine, Engine)
     alone = Stand(engine, random_prompts(bench.model.config.vocab, 0))
-    table = measure(alone, ("pocket", "float32", {}, Limits(kv_bytes=1 << 28)), 1)
-    assert {(mine, theirs) for mine, row in table.items() for theirs in row} == {*product(small, small)}
-    assert all(factor >= 1.0 for row in table.values() for factor in row.values())
+    cores = os.sched_getaffinity(0)
+    for table in around(alone, Neighbour("pocket", "float32", {}, Limits(kv_bytes=1 << 28), 1), 1):
+        if len(cores) > 1:
+            assert {(mine, theirs) for mine, row in table.items() for theirs in row} == {*product(small, small)}
+        assert all(factor >= 1.0 for row in table.values() for factor in row.values())
+    assert os.sched_getaffinity(0) == cores  # of every thread, as it was
+
+
+def test_who_shares_a_core_has_it_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a neighbour is told of threads and cores, by how many threads the measured one has."""
+    asked = []
+
+    def measured(stand: Stand, neighbour: Neighbour, rounds: int, cores: Sequence[int] | None = None) -> Beside:
+        asked.append((neighbour.threads, neighbour.cores, cores))
+        return {}
+
+    monkeypatch.setattr("phasewise.plan.neighbour.measure", measured)
+    monkeypatch.setattr("phasewise.plan.neighbour.cores_here", lambda: [2, 3, 5, 7])
+    like = Neighbour("pocket", "float32", {}, Limits(), 1)
+    around(stand(), like, 1)
+    assert asked == [(1, None, None), (4, None, [7])]
+    asked.clear()
+    around(stand(), replace(like, threads=4), 1)
+    assert asked == [(1, [7], None)]
+    asked.clear()
+    around(stand(), replace(like, threads=3), 1)
+    assert asked == []
 
 
 def test_a_neighbour_that_does_not_come_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phasewise.plan.neighbour.SIZES", {"decode": (Size(0, 2, 32),)})
     with pytest.raises(UserError, match="has not started.*--alone"):
-        measure(stand(), ("no/such/model", "float32", {}, Limits()), 1)
+        measure(stand(), Neighbour("no/such/model", "float32", {}, Limits(), 1), 1)
 
 
 def made() -> Profile:
@@ -136,7 +163,8 @@ def made() -> Profile:
     run.run()
     lines, held = run.lines()
     beside: Beside = {"prefill": {"decode": 1.5}}
-    measured = [Measured("", n, {"store": "int8"}, lines, held, 128, beside if n == 1 else {}) for n in (1, 2)]
+    measured = [Measured("", n, {"store": "int8"}, lines, held, 128, beside if n == 1 else {}, beside if n == 2 else {})
+                for n in (1, 2)]  # fmt: skip
     return Profile(
         {"cpu": "abacus"}, {"name": "x", "hash": "12"}, Shape(2, 8, 2, 1, 4, 16, 64), {"flops": 1.0}, measured
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from phasewise.bench.latency import Served
 from phasewise.bench.prompts import random_prompts
 from phasewise.bench.workloads import Shot
 from phasewise.cli import main
-from phasewise.plan.beside import both
+from phasewise.plan.beside import both, over
 from phasewise.plan.cost import Step
 from phasewise.plan.profile import Grid, Profile
-from phasewise.plan.serving import PROMPTS, STREAMS, Asking, Serving, decodes, prompt
+from phasewise.plan.serving import AMONG, PROMPTS, ROUNDS, STREAMS, Asking, Serving, decodes, prompt, rising
 from phasewise.request.trace import Trace
 from tests.plan.scenes import Linear
 
@@ -61,16 +61,63 @@ def test_what_was_added_is_found_again() -> None:
     assert found.beside["decode"]["prefill"] == pytest.approx(DECODE, rel=0.02)
 
 
-def test_one_engine_has_nobody_beside_it() -> None:
-    numbers = Numbers()
-    found = Asking(numbers, random_prompts(64, 0), COST).measure(workers=False)
-    assert found.beside == {} and found.lag == pytest.approx(LAG)
-    assert numbers.asked == 4 + 6 * len(PROMPTS) + sum(STREAMS)
+@dataclass
+class Together:
+    """A server in closed form: whoever has come is in the next step, prompts whole, and every step takes what it costs
+    and what `served` adds to it."""
+
+    served: Serving
+    asked: int = 0
+
+    def __call__(self, shots: Sequence[Shot]) -> list[Served]:
+        self.asked += len(shots)
+        now, traces = 0.0, [Trace(shot.arrival) for shot in shots]
+        while left := [i for i, shot in enumerate(shots) if len(traces[i].tokens) < shot.new]:
+            there = [i for i in left if shots[i].arrival + self.served.lag <= now]
+            if not there:
+                now = min(shots[i].arrival for i in left) + self.served.lag
+                continue
+            step = Step()
+            for i in there:
+                if traces[i].tokens:
+                    step = replace(step, decode_rows=step.decode_rows + 1, context=step.context + 1)
+                else:
+                    step = replace(step, prefill_rows=step.prefill_rows + len(shots[i].prompt))
+            step = replace(step, emits=len(there))
+            now += COST.seconds(step) + self.served.added(step, sum(not traces[i].tokens for i in there))
+            for i in there:
+                traces[i].emitted(now, 1)
+        return [Served(trace, len(shot.prompt)) for trace, shot in zip(traces, shots, strict=True)]
+
+
+@pytest.mark.parametrize("served", [Serving(3e-3, 7e-4, 2e-4, 4e-3), Serving(0.0, 0.0, 1e-4, 1e-3), Serving(1e-3)])
+def test_one_engine_has_nobody_beside_it(served: Serving) -> None:
+    together = Together(served)
+    found = Asking(together, random_prompts(64, 0), COST).measure(workers=False)
+    assert found.beside == {} and found.lag == pytest.approx(served.lag, abs=1e-9)
+    assert (found.step, found.token) == (pytest.approx(served.step), pytest.approx(served.token))
+    assert found.request == pytest.approx(served.request, rel=0.05, abs=1e-4)
+    assert together.asked == 4 + ROUNDS * (6 * len(PROMPTS) + sum(STREAMS) + 4 + AMONG)
+
+
+def test_tokens_and_requests_delay_steps_with_decodes_alone() -> None:
+    served = Serving(1.0, 0.1, 0.01, 0.5)
+    assert served.added(Step(prefill_rows=8, emits=1), 1) == 0.0
+    assert served.added(Step(prefill_rows=8, decode_rows=3, emits=4), 1) == pytest.approx(0.1 + 0.04 + 0.5)
+
+
+def test_a_line_that_rises_has_no_part_below_zero() -> None:
+    assert rising([(1, 3.0, 1.0), (2, 5.0, 1.0), (4, 9.0, 1.0)]) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert rising([(1, 2.0, 1.0), (2, 1.0, 1.0)]) == (pytest.approx(1.5), 0.0)  # falls: the best flat one
+    assert rising([(1, 0.0, 1.0), (2, 2.0, 1.0)]) == (0.0, pytest.approx(0.8))  # through zero: the best steep one
+    assert rising([(1, -1.0, 1.0), (8, -2.0, 1.0)]) == (0.0, 0.0)
+    sure, unsure = rising([(1, 1.0, 1.0), (2, 2.0, 1.0), (3, 9.0, 1e6)]), rising([(1, 1.0, 1.0), (2, 2.0, 1.0)])
+    assert sure == (pytest.approx(unsure[0], abs=1e-6), pytest.approx(unsure[1], abs=1e-6))
 
 
 def test_a_server_that_is_faster_than_its_steps_adds_nothing() -> None:
     found = Asking(Numbers(lag=-1e-3, step=-1e-3), random_prompts(64, 0), COST).measure(workers=False)
-    assert found == Serving(0.0, 0.0, {})
+    assert found == Serving()
 
 
 def test_steps_that_are_asked_for_are_whole_prompts_and_decodes() -> None:
@@ -84,6 +131,16 @@ def test_factors_of_a_server_go_before_those_of_mere_neighbours() -> None:
         "prefill": {"prefill": 1.1, "decode": 2.0},
         "decode": {"decode": 1.3},
     }
+
+
+def test_who_shares_cores_in_a_server_bears_its_work_too() -> None:
+    shared: Any = {"prefill": {"decode": 1.9}, "decode": {"prefill": 1.1}}
+    alone: Any = {"prefill": {"decode": 1.1}}
+    served: Any = {"prefill": {"decode": 1.21}, "decode": {"prefill": 1.05}}
+    found = over(shared, served, alone)
+    assert found["prefill"]["decode"] == pytest.approx(1.9 * 1.1)
+    assert found["decode"]["prefill"] == pytest.approx(1.1 * 1.05)
+    assert over(shared, {}, alone) == shared  # nothing is known of a server: it makes nobody faster
 
 
 def test_profiles_ask_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,27 @@ def test_steps_take_longer_beside_busy_neighbours(
     assert outcome.jobs[1].ttft == pytest.approx(ttft)
 
 
+@pytest.mark.parametrize(
+    ("shared", "last", "ttft"),
+    [({}, 2.85, 1.9), ({"prefill": {"decode": 1.2}, "decode": {"prefill": 1.5}}, 2.35, 1.14)],
+)
+def test_who_shares_a_core_takes_turns_or_what_was_measured(
+    shared: dict[str, dict[str, float]], last: float, ttft: float
+) -> None:
+    """The same two requests where both workers have one core between them, and no memory to wait for besides."""
+    apart: Beside = {"prefill": {"decode": 7.0}, "decode": {"prefill": 7.0}}
+    made = scene(Linear(0.1, prompt=0.85 / 8), "semi_pd:window=1e9", cores=1, beside=apart, shared=shared)
+    outcome = run(made, [Job("a", range(8), 11, 0.0), Job("b", range(8), 1, 1.0)])
+    assert outcome.jobs[0].last_token == pytest.approx(last)
+    assert outcome.jobs[1].ttft == pytest.approx(ttft)
+
+
 def test_factors_of_neighbours_multiply_and_steps_of_both_phases_are_prompts() -> None:
     table: Beside = {"prefill": {"prefill": 2.0, "decode": 1.5}, "decode": {"prefill": 3.0}}
     assert slowed(table, "mixed", ["decode", "mixed", "prefill"]) == 1.5 * 2 * 2
     assert slowed(table, "decode", ["mixed", "decode"]) == 3.0
     assert slowed(table, "prefill", []) == slowed({}, "decode", ["prefill"]) == 1.0
+    assert slowed(table, "decode", ["prefill", "decode"], unknown=2.0) == 3.0 * 2
 
 
 def test_replicas_share_the_rate() -> None:

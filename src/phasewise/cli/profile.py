@@ -122,12 +122,12 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
     import torch
 
     from phasewise.bench.bandwidth import reading
-    from phasewise.bench.machine import cores, describe
+    from phasewise.bench.machine import describe
     from phasewise.bench.prompts import random_prompts
     from phasewise.engine.engine import Engine
     from phasewise.model.artefacts import fingerprint
     from phasewise.plan.beside import Beside
-    from phasewise.plan.neighbour import measure
+    from phasewise.plan.neighbour import Neighbour, around
     from phasewise.plan.profile import Measured, Measuring, Profile, flops
     from phasewise.plan.shape import Shape
     from phasewise.plan.stand import Stand
@@ -156,12 +156,14 @@ def _take(made: Bench, engine: EngineOptions, named: Mapping[str, Mapping[str, s
                 try:
                     run.run(one)
                     beside: Beside = {}
-                    if not how.alone and 2 * threads <= cores():
-                        beside = measure(run.stand, (engine.model, dtype, verbs, engine.limits()), grid.rounds)
+                    shared: Beside = {}
+                    if not how.alone:
+                        like = Neighbour(engine.model, dtype, verbs, engine.limits(), threads)
+                        beside, shared = around(run.stand, like, grid.rounds)
                 finally:
                     torch.set_num_threads(there)
                 lines, held = run.lines()
-                found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes, beside))
+                found.append(Measured(name, threads, dict(verbs), lines, held, placed.store.row_bytes, beside, shared))
     about = {"name": _name(engine.model), "hash": fingerprint(model), "dtype": dtype}
     width = model.weight_bytes / (Shape.of(model.config, 1.0).weight_bytes or 1.0)
     kv = found[0].row_bytes / Shape.of(model.config, kv_width=1.0).row_bytes
@@ -224,8 +226,14 @@ def _tell(taken: Profile, out: Path) -> None:
         for mine, factors in one.beside.items():
             said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
             print(f"{one.threads} thread(s), beside another such process: a {mine} takes {said} times as long")
+        whose = "another has one of its cores" if one.threads > 1 else "another has all cores, its own among them"
+        for mine, factors in one.shared.items():
+            said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
+            print(f"{one.threads} thread(s), while {whose}: a {mine} takes {said} times as long")
     for name, added in taken.served.items():
-        print(f"a server with {name} adds {1e3 * added.lag:.1f} ms to a request, {1e3 * added.step:.1f} ms to a decode")
+        print(f"a server with {name} adds {1e3 * added.lag:.1f} ms to a request; to a step with decodes "
+              f"{1e3 * added.step:.2f} ms, {1e3 * added.token:.2f} for each token and {1e3 * added.request:.1f} for "
+              "each prompt that it ends")  # fmt: skip
         for mine, factors in added.beside.items():
             said = " and ".join(f"{factor:.2f} beside {theirs}s" for theirs, factor in factors.items())
             print(f"a server with {name}, busy with both phases: a {mine} takes {said} times as long")

@@ -1,4 +1,5 @@
-"""Workers of one machine read the same memory: how much longer a step takes while others are busy."""
+"""Workers of one machine read the same memory, and some the same cores: how much longer a step takes while others are
+busy."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ def both(table: Beside, other: Beside) -> Beside:
     return {mine: {**table.get(mine, {}), **other.get(mine, {})} for mine in {**table, **other}}
 
 
-def slowed(table: Beside, mine: Path, others: Sequence[Path]) -> float:
+def over(table: Beside, served: Beside, alone: Beside) -> Beside:
+    """All factors, times what a server's own work adds to them: its factor over that of engines `alone`."""
+
+    def more(mine: Path, theirs: Path) -> float:
+        return served.get(mine, {}).get(theirs, 1.0) / alone.get(mine, {}).get(theirs, 1.0)
+
+    return {
+        mine: {theirs: factor * max(1.0, more(mine, theirs)) for theirs, factor in row.items()}
+        for mine, row in table.items()
+    }
+
+
+def slowed(table: Beside, mine: Path, others: Sequence[Path], unknown: float = 1.0) -> float:
     """How many times as long a step takes beside all of these. Steps of both phases count as prompts."""
     row = table.get("prefill" if mine == "mixed" else mine, {})
-    return prod(row.get("prefill" if other == "mixed" else other, 1.0) for other in others)
+    return prod(row.get("prefill" if other == "mixed" else other, unknown) for other in others)

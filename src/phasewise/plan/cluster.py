@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from phasewise.cluster.launcher import WorkerSpec
@@ -18,6 +18,7 @@ from phasewise.plan.cost import Cost
 from phasewise.plan.job import Job
 from phasewise.plan.member import Flight, Member
 from phasewise.plan.memory import Held
+from phasewise.plan.serving import Serving
 from phasewise.plan.station import Engine, Station
 from phasewise.plan.world import LOCAL, Link, World
 
@@ -28,7 +29,7 @@ ALONE = WorkerSpec("all", ("prefill", "decode"), 1.0)  # what runs where there i
 class Layout:
     """What a cluster is made of. `cost` is that of a role with so many threads (None: all there are), `budget` the
     bytes of KV of a worker; `revive`: seconds until a dead worker's successor is there; `beside`: how workers of so
-    many threads slow each other down; `step`: seconds that a step of decodes takes longer in a server."""
+    many threads slow each other down, `shared`: on the same cores; `served`: what a server adds to steps."""
 
     engine: Engine
     cost: Callable[[str, int | None], Cost]
@@ -36,7 +37,8 @@ class Layout:
     link: Link = LOCAL
     revive: float = 1.0
     beside: Callable[[int | None], Beside] = lambda threads: {}
-    step: float = 0.0
+    shared: Callable[[int | None], Beside] = lambda threads: {}
+    served: Serving = field(default_factory=Serving)
 
 
 class Cluster:
@@ -68,8 +70,12 @@ class Cluster:
             ledger = Ledger(self.layout.budget(spec))
         threads = len(spec.cores) if spec.cores is not None else spec.threads
         station = Station(self.layout.engine, self.layout.cost(spec.role, threads), ledger, not spec.decodes)
-        station.beside, station.added = self.layout.beside(threads), self.layout.step
+        station.served = self.layout.served
+        self._beside(station, threads)
         return Member(name, spec, station, self.world.now)
+
+    def _beside(self, station: Station, threads: int | None) -> None:
+        station.beside, station.shared = self.layout.beside(threads), self.layout.shared(threads)
 
     @property
     def stations(self) -> list[Station]:
@@ -140,10 +146,8 @@ class Cluster:
             return
         self._land(member)
         station = member.station
-        if member.cores is not None:
-            station.slower = self._slower(member)
-        if station.beside:
-            station.others = [m.station.path for m in self.members if m is not member and m.stepping]
+        if station.beside or member.cores is not None:
+            self._look_round(member)
         begun = station.begin(self.world.now)
         for job in station.out:  # found no room
             self._leave(self.flights[job.id])
@@ -331,19 +335,18 @@ class Cluster:
             if command["do"] == "cores":
                 member.cores = tuple(command["cores"])
                 member.station.cost = self.layout.cost(member.spec.role, command["threads"])
-                member.station.beside = self.layout.beside(command["threads"])
+                self._beside(member.station, command["threads"])
             elif command["do"] == "spare":
                 member.station.store.prefixes.shrink(command["bytes"])
 
-    def _slower(self, member: Member) -> float:
-        """How much longer a step takes because others are busy on some of its cores: its threads wait for each other,
-        so all for the one that has half a core."""
-        assert member.cores is not None
-        mine = set(member.cores)
-        shared = (
-            core for other in self.members if other is not member and other.stepping for core in other.cores or ()
-        )
-        return 1.0 if mine.isdisjoint(shared) else 2.0
+    def _look_round(self, member: Member) -> None:
+        """Who else is within a step: some on cores of the same machine, some on the very same cores."""
+        mine, station = set(member.cores or ()), member.station
+        station.others, station.sharers = [], []
+        for other in self.members:
+            if other is not member and other.stepping:
+                apart = mine.isdisjoint(other.cores or ())
+                (station.others if apart else station.sharers).append(other.station.path)
 
     # ---- the dead
     def kill(self, number: int) -> None:

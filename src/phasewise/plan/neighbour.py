@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Event
 
 import torch
 
+from phasewise.cluster.process import run_on
+from phasewise.cluster.shared_pool_policy import cores_here
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.plan.beside import Beside
@@ -25,16 +29,45 @@ LONG = 256  # steps that a neighbour makes before it sets up new requests
 PATIENCE = 300.0  # seconds for a neighbour to load its model
 
 
-def measure(stand: Stand, neighbour: tuple[str, str, Mapping[str, str], Limits], rounds: int) -> Beside:
-    """Steps alone, and beside another process with as many threads that runs steps of one kind without end: the
-    median over sizes of the ratios. `neighbour`: model, dtype, methods and limits of that process's engine.
+@dataclass(frozen=True)
+class Neighbour:
+    """Another process with an engine of its own: model, dtype, methods and limits, its number of threads, and the cores
+    that these may run on (None: all)."""
 
-    Raises UserError if it does not come up.
+    model: str
+    dtype: str
+    verbs: Mapping[str, str]
+    limits: Limits
+    threads: int
+    cores: Sequence[int] | None = None
+
+
+def around(stand: Stand, like: Neighbour, rounds: int) -> tuple[Beside, Beside]:
+    """How much longer steps of a stand take beside a neighbour `like` itself, where there are cores for both; and
+    beside one that shares a core, where one of the two has all cores and the other a single one of them, as at the ends
+    of semi-PD's scale. Nothing where neither can be."""
+    there, threads = cores_here(), like.threads
+    beside: Beside = {}
+    shared: Beside = {}
+    if 2 * threads <= len(there):
+        beside = measure(stand, like, rounds)
+    if len(there) > 1 and threads == len(there):
+        shared = measure(stand, replace(like, threads=1, cores=there[-1:]), rounds)
+    elif len(there) > 1 and threads == 1:
+        shared = measure(stand, replace(like, threads=len(there)), rounds, there[-1:])
+    return beside, shared
+
+
+def measure(stand: Stand, neighbour: Neighbour, rounds: int, cores: Sequence[int] | None = None) -> Beside:
+    """Steps alone, and beside another process that runs steps of one kind without end: the median over sizes of the
+    ratios. `cores`: those that the steps measured may run on meanwhile (None: all).
+
+    Raises UserError if the process does not come up.
     """
     alone = {mine: _seconds(stand, mine, rounds) for mine in SIZES}
     found: dict[Path, dict[Path, float]] = {mine: {} for mine in SIZES}
     for theirs in SIZES:
-        with _busy(neighbour, theirs):
+        with _busy(neighbour, theirs), _kept_on(cores):
             beside = {mine: _seconds(stand, mine, rounds) for mine in SIZES}
         for mine, seconds in beside.items():
             found[mine][theirs] = max(1.0, statistics.median(b / a for a, b in zip(alone[mine], seconds, strict=True)))
@@ -47,11 +80,25 @@ def _seconds(stand: Stand, kind: Path, rounds: int) -> list[float]:
 
 
 @contextmanager
-def _busy(neighbour: tuple[str, str, Mapping[str, str], Limits], kind: Path) -> Iterator[None]:
+def _kept_on(cores: Sequence[int] | None) -> Iterator[None]:
+    """This process computes on some cores alone meanwhile."""
+    if cores is None:
+        yield
+        return
+    threads, before = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+    run_on(cores, threads)
+    try:
+        yield
+    finally:
+        run_on(before, threads)
+
+
+@contextmanager
+def _busy(neighbour: Neighbour, kind: Path) -> Iterator[None]:
     """Another process computes steps of a kind meanwhile."""
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()
-    process = context.Process(target=_work, args=(neighbour, kind, torch.get_num_threads(), ready, stop), daemon=True)
+    process = context.Process(target=_work, args=(neighbour, kind, ready, stop), daemon=True)
     process.start()
     started = time.monotonic()
     try:
@@ -66,17 +113,14 @@ def _busy(neighbour: tuple[str, str, Mapping[str, str], Limits], kind: Path) -> 
         process.kill()
 
 
-def _work(
-    neighbour: tuple[str, str, Mapping[str, str], Limits], kind: Path, threads: int, ready: Event, stop: Event
-) -> None:
+def _work(neighbour: Neighbour, kind: Path, ready: Event, stop: Event) -> None:
     from phasewise.bench.drive import Bench
     from phasewise.bench.prompts import random_prompts
     from phasewise.engine.engine import Engine
 
-    model, dtype, verbs, limits = neighbour
-    torch.set_num_threads(threads)
-    made = Bench.load(model, dtype)
-    engine = made.engine(dict(verbs), limits)
+    run_on(neighbour.cores, neighbour.threads)
+    made = Bench.load(neighbour.model, neighbour.dtype)
+    engine = made.engine(dict(neighbour.verbs), neighbour.limits)
     assert isinstance(engine, Engine)
     stand = Stand(engine, random_prompts(made.model.config.vocab, 1))
     size = spared(SIZES[kind][-1], engine)

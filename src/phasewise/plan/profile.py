@@ -71,6 +71,7 @@ class Measured:
     held_out: Mapping[Kind, Held]
     row_bytes: int  # KV of a token
     beside: Beside = field(default_factory=dict)  # of a neighbour with as many threads
+    shared: Beside = field(default_factory=dict)  # one of the two has all cores, the other a single one of them
 
     @property
     def cost(self) -> Fitted:
@@ -144,7 +145,7 @@ def _measured(plain: Mapping[str, Any]) -> Measured:
     held: dict[Kind, Held] = {kind: Held(**plain["held_out"][kind]) for kind in PATHS if kind in plain["held_out"]}
     return Measured(
         str(plain["recipe"]), int(plain["threads"]), dict(plain["methods"]), lines, held, int(plain["row_bytes"]),
-        dict(plain.get("beside", {})),
+        dict(plain.get("beside", {})), dict(plain.get("shared", {})),
     )  # fmt: skip
 
 

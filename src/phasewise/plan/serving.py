@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phasewise.bench.latency import Served
 from phasewise.bench.prompts import Prompts
@@ -12,8 +12,10 @@ from phasewise.bench.workloads import Shot
 from phasewise.plan.beside import Beside
 from phasewise.plan.cost import Cost, Step
 
-PROMPTS, STREAMS = (32, 256), (1, 4, 8)  # tokens of prompts that come alone, and requests that decode together
+PROMPTS, STREAMS = (32, 256), (1, 4, 8, 16)  # tokens of prompts that come alone, and requests that decode together
 EACH = 6  # prompts of each size
+AMONG = 24  # short prompts that come while others decode
+ROUNDS = 3  # of everything: a median of them counts
 NEW = 96  # tokens of a stream
 SHORT = 16  # prompt tokens of a stream
 Ask = Callable[[Sequence[Shot]], Sequence[Served]]  # requests at their times -> how they were served
@@ -21,13 +23,21 @@ Ask = Callable[[Sequence[Shot]], Sequence[Served]]  # requests at their times ->
 
 @dataclass(frozen=True)
 class Serving:
-    """`lag`: seconds of a request outside of any step, on its way in and out. `step`: seconds that each step of decodes
-    takes longer than in an engine alone. `beside`: how much longer steps take while another worker is busy, with all
-    that the server does meanwhile."""
+    """What a server's own work takes. Server and clients want the same cores as the model's steps, so what they do
+    for each token and each request delays all that is being decoded. `lag`: seconds of a request outside of any step,
+    on its way in and out. `step`, `token`, `request`: seconds that a step with decodes takes longer than in an engine
+    alone, whatever it computes, for each token that comes of it, and for each prompt that is done with it. `beside`:
+    how much longer steps take while another worker is busy, with all that the server does meanwhile."""
 
     lag: float = 0.0
     step: float = 0.0
+    token: float = 0.0
+    request: float = 0.0
     beside: Beside = field(default_factory=dict)
+
+    def added(self, step: Step, done: int) -> float:
+        """Seconds that a step takes longer, with which so many prompts are `done`."""
+        return self.step + self.token * step.emits + self.request * done if step.decode_rows else 0.0
 
 
 def prompt(rows: int) -> Step:
@@ -50,15 +60,25 @@ class Asking:
     def measure(self, workers: bool) -> Serving:
         """`workers`: whether prompts and decodes are computed by different ones, at the same time."""
         self.ask([Shot(0.0, self.prompts(SHORT), 8) for _ in range(4)])  # warms up
-        lag = max(0.0, statistics.median(self._ttft(rows) - self.cost.seconds(prompt(rows)) for rows in PROMPTS))
-        step = max(0.0, statistics.median(self._tpot(n) - self._alone(n) for n in STREAMS))
+        late = [self._ttft(rows) - self.cost.seconds(prompt(rows)) for _ in range(ROUNDS) for rows in PROMPTS]
+        tpots = [[self._tpot(n) for n in STREAMS] for _ in range(ROUNDS)]
+        more = [statistics.median(of) - self._alone(n) for n, of in zip(STREAMS, zip(*tpots, strict=True), strict=True)]
+        step, token = rising([(n, seconds, self._alone(n)) for n, seconds in zip(STREAMS, more, strict=True)])
+        found = Serving(max(0.0, statistics.median(late)), step, token)
+        streams = STREAMS[1]
         if not workers:
-            return Serving(lag, step)
-        streams, rows = STREAMS[1], PROMPTS[-1]
-        ttft, tpot = self._both(streams, rows)
-        prefill = (ttft - lag) / self.cost.seconds(prompt(rows))
-        decode = tpot / (self._alone(streams) + step)
-        return Serving(lag, step, {"prefill": {"decode": max(1.0, prefill)}, "decode": {"prefill": max(1.0, decode)}})
+            request = statistics.median(self._request(streams, found) for _ in range(ROUNDS))
+            return replace(found, request=max(0.0, request))
+        return replace(found, beside=self._slower(streams, found))
+
+    def _slower(self, streams: int, known: Serving) -> Beside:
+        """How many times as long a prompt takes while another worker decodes, and a step of decodes meanwhile."""
+        rows = PROMPTS[-1]
+        both = [self._both(streams, rows) for _ in range(ROUNDS)]
+        prefill = (statistics.median(ttft for ttft, _ in both) - known.lag) / self.cost.seconds(prompt(rows))
+        alone = self._alone(streams) + known.added(decodes(streams, 1), 0)
+        decode = statistics.median(tpot for _, tpot in both) / alone
+        return {"prefill": {"decode": max(1.0, prefill)}, "decode": {"prefill": max(1.0, decode)}}
 
     def _ttft(self, rows: int) -> float:
         """Of prompts that come one after the other, each when the one before is long done."""
@@ -76,18 +96,61 @@ class Asking:
 
     def _both(self, streams: int, rows: int) -> tuple[float, float]:
         """TTFT and time between tokens while streams go on and prompts come so that one worker is always at one."""
-        each = self.cost.seconds(prompt(rows))
-        tokens = round(2 * EACH * each / self._alone(streams))
-        going = [Shot(0.0, self.prompts(SHORT), NEW + tokens) for _ in range(streams)]
-        first = streams * self.cost.seconds(prompt(SHORT)) + 20 * self._alone(streams)
-        coming = [Shot(first + 1.5 * each * i, self.prompts(rows), 1) for i in range(EACH)]
-        served = self.ask([*going, *coming])
-        ttfts = [one.trace.ttft or 0.0 for one in served[streams:]]
-        busy = [(one.trace.arrived, one.trace.arrived + (one.trace.ttft or 0.0)) for one in served[streams:]]
+        going, coming = self._among(streams, rows, EACH, 1.5 * self.cost.seconds(prompt(rows)))
+        busy = [(one.trace.arrived, one.trace.arrived + (one.trace.ttft or 0.0)) for one in coming]
         gaps = [
             later - earlier
-            for one in served[:streams]
+            for one in going
             for earlier, later in zip(one.trace.tokens, one.trace.tokens[1:])
             if any(start <= earlier and later <= end for start, end in busy)
         ]
-        return statistics.median(ttfts), statistics.fmean(gaps) if gaps else 0.0
+        ttft = statistics.median(one.trace.ttft or 0.0 for one in coming)
+        return ttft, statistics.fmean(gaps) if gaps else 0.0
+
+    def _request(self, streams: int, known: Serving) -> float:
+        """Seconds that streams wait longer for a prompt that comes into one of their steps than that step takes."""
+        rows = PROMPTS[0]
+        decode, mixed = decodes(streams, SHORT + NEW / 2), among(decodes(streams, SHORT + NEW / 2), rows)
+        alone = self.cost.seconds(decode) + known.added(decode, 0)
+        more = self.cost.seconds(mixed) + known.added(mixed, 1) - alone
+        going, coming = self._among(streams, rows, AMONG, 2 * self.cost.seconds(mixed))
+        start, end = coming[0].trace.arrived, max(one.trace.arrived + (one.trace.ttft or 0.0) for one in coming)
+        waited = []
+        for one in going:
+            tokens = [token for token in one.trace.tokens if start <= token <= end]
+            if len(tokens) > 1:  # steps that came with a prompt are among those of both
+                share = (tokens[-1] - tokens[0]) / (end - start)
+                waited.append(tokens[-1] - tokens[0] - (len(tokens) - 1) * alone - share * len(coming) * more)
+        return statistics.median(waited) / len(coming) if waited else 0.0
+
+    def _among(self, streams: int, rows: int, n: int, apart: float) -> tuple[Sequence[Served], Sequence[Served]]:
+        """Streams that go on, and so many prompts that come meanwhile, so many seconds apart."""
+        tokens = round((n + 2) * (apart + self.cost.seconds(prompt(rows))) / self._alone(streams))
+        first = streams * self.cost.seconds(prompt(SHORT)) + 20 * self._alone(streams)
+        going = [Shot(0.0, self.prompts(SHORT), NEW + tokens) for _ in range(streams)]
+        coming = [Shot(first + apart * i, self.prompts(rows), 1) for i in range(n)]
+        served = self.ask([*going, *coming])
+        return served[:streams], served[streams:]
+
+
+def among(step: Step, rows: int) -> Step:
+    """A step of decodes, and a whole prompt with it."""
+    alone = prompt(rows)
+    return replace(alone, decode_rows=step.decode_rows, context=step.context, emits=step.emits + 1)
+
+
+def rising(found: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """The line a + b n through (n, seconds, weight), seconds being the more uncertain the larger the weight; neither
+    part below zero."""
+    import numpy
+
+    n, seconds, weight = (numpy.array(column, dtype=float) for column in zip(*found, strict=True))
+
+    def off(a: float, b: float) -> float:
+        return float((((a + b * n - seconds) / weight) ** 2).sum())
+
+    both = numpy.linalg.lstsq(numpy.stack([1 / weight, n / weight], 1), seconds / weight, rcond=None)[0]
+    flat = float((seconds / weight**2).sum() / (1 / weight**2).sum())
+    steep = float((n * seconds / weight**2).sum() / (n**2 / weight**2).sum())
+    tried = [(float(both[0]), float(both[1])), (flat, 0.0), (0.0, steep), (0.0, 0.0)]
+    return min((one for one in tried if min(one) >= 0.0), key=lambda one: off(*one))

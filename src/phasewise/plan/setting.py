@@ -12,7 +12,7 @@ from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError, near
 from phasewise.options import DEFAULTS
-from phasewise.plan.beside import Beside, both
+from phasewise.plan.beside import Beside, both, over
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
@@ -31,9 +31,9 @@ from phasewise.verbs.schedule import Scheduler
 @dataclass(frozen=True)
 class Source:
     """Where costs come from. `cost`: of a role with so many threads; `kv_bytes`: what a role's worker has for KV, None
-    where that is the user's to say; `beside`: how workers of so many threads slow each other down; `served`: what a
-    server adds, by whether it has workers; `machine`: all workers of a server share one device, a machine's cores;
-    `stages`: in which a worker's steps follow each other through the layers."""
+    where that is the user's to say; `beside`: how workers of so many threads slow each other down, `shared`: on the
+    same cores; `served`: what a server adds, by whether it has workers; `machine`: all workers of a server share one
+    device, a machine's cores; `stages`: in which a worker's steps follow each other through the layers."""
 
     cost: Callable[[str, int | None], Cost]
     kv_bytes: Callable[[str], int | None]
@@ -41,6 +41,7 @@ class Source:
     layers: int
     cores: int
     beside: Callable[[int | None], Beside] = lambda threads: {}
+    shared: Callable[[int | None], Beside] = lambda threads: {}
     served: Callable[[bool], Serving] = lambda workers: Serving()
     machine: bool = False
     stages: int = 1
@@ -55,7 +56,7 @@ def measured(profile: Profile, recipe: str = "") -> Source:
     one = profile.of(recipe)
     return Source(
         cost, lambda role: None, one.row_bytes, profile.shape.layers, int(profile.machine.get("cores", 1)),
-        lambda threads: profile.of(recipe, threads).beside,
+        lambda threads: profile.of(recipe, threads).beside, lambda threads: profile.of(recipe, threads).shared,
         lambda workers: profile.served.get("workers" if workers else "engine", Serving()), machine=True,
     )  # fmt: skip
 
@@ -135,7 +136,8 @@ class Setting:
         served = source.served(made is not None)
         layout = Layout(
             engine, cache(source.cost), budget, self.link, self.revive,
-            lambda threads: both(source.beside(threads), served.beside), served.step,
+            lambda threads: both(source.beside(threads), served.beside),
+            lambda threads: over(source.shared(threads), served.beside, source.beside(threads)), served,
         )  # fmt: skip
         return Scene(layout, policy, replicas, deaths, seed, served.lag)
 

@@ -18,8 +18,11 @@ from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.fit import Path, path_of
 from phasewise.plan.job import Job
 from phasewise.plan.memory import NumberStore, Recipe
+from phasewise.plan.serving import Serving
 from phasewise.request.counters import Counters
 from phasewise.verbs.schedule import Scheduler, Work
+
+TURNS = 2.0  # two who share a core take turns; a worker's threads wait for each other, so all for the one with half
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class Station:
         self.room = Admission(self.recipes, self.queues, self.counters, self._no_room, engine.max_running)
         self.schedule = engine.schedule()
         self.busy = 0.0
-        self.slower = 1.0  # how much longer a step takes than its cost says: where cores are shared
-        self.beside: Beside = {}  # ... and memory is, with `others`: the kinds of steps that they are at
-        self.others: list[Path] = []
+        self.beside: Beside = {}  # how much longer a step takes where memory is shared ...
+        self.others: list[Path] = []  # ... with those who are at steps of these kinds
+        self.shared: Beside = {}  # ... and where cores are
+        self.sharers: list[Path] = []
         self.path: Path = "decode"  # of the step under way
-        self.added = 0.0  # seconds of a step with decodes that are its server's
+        self.served = Serving()  # what its server adds to its steps
         self.joules = self.money = 0.0
         self.out: list[Job] = []  # who got tokens in the last step, or left
         self.under_way: deque[UnderWay] = deque()  # steps, the oldest first
@@ -125,15 +129,15 @@ class Station:
         works = [work for work in planned if work.job.kv is not None]
         if not works:
             return None
-        step, prompts = self._step(works)
+        step, prompts, done = self._step(works)
         self.under_way.append(UnderWay(works, None if one else [work.job.kv for work in works], prompts))
         price = self.cost.price(step)
-        seconds = (price.seconds + self.guesses * self.engine.drafts.seconds) * self.slower
-        if self.beside:
+        seconds = price.seconds + self.guesses * self.engine.drafts.seconds
+        if self.beside or self.sharers:
             self.path = path_of(step)
             seconds *= slowed(self.beside, self.path, self.others)
-        if step.decode_rows:
-            seconds += self.added
+            seconds *= slowed(self.shared, self.path, self.sharers, TURNS)
+        seconds += self.served.added(step, done)
         self.joules += price.joules
         self.money += price.money
         self.counters.steps += 1
@@ -166,10 +170,10 @@ class Station:
             self.counters.prefix_hits += job.computed
             self.queues.move(cast(Any, job), self.queues.running)
 
-    def _step(self, works: Sequence[Work]) -> tuple[Step, bool]:
-        """What the works compute, and whether prompts are among it. A part of the depth counts as a part of the
-        rows."""
-        step, prompts = Step(), False
+    def _step(self, works: Sequence[Work]) -> tuple[Step, bool, int]:
+        """What the works compute, whether prompts are among it, and how many of them are done with it. A part of the
+        depth counts as a part of the rows."""
+        step, prompts, done = Step(), False, 0
         decodes = context = 0
         self.guesses = 0
         for work in works:
@@ -182,6 +186,7 @@ class Station:
                 step.prefixes += int((job.computed + rows) * share)
                 last = work.layers is None or work.layers[1] == self.engine.layers
                 if last and job.computed + rows >= job.prompt_len:
+                    done += 1
                     step.emits += 1
                     step.ended += job.prompt_len
             else:
@@ -194,7 +199,7 @@ class Station:
                     step.emits += guesses
                     step.pairs += job.computed * (rows - 1) + rows * (rows - 1) / 2
         step.decode_rows, step.context = decodes, context
-        return step, prompts
+        return step, prompts, done
 
     def finish(self, now: float) -> list[Job]:
         """The oldest step is over. -> the requests that got a token, or left; those whose prompt is done and that
