@@ -20,7 +20,7 @@ BUDGETS = {  # folders that share a budget ("" = the files at the root of the pa
     ("kv",): 3380,
     ("cluster",): 4000,
     ("serve",): 7250,
-    ("ops",): 1510,
+    ("ops",): 1560,
     ("plan",): 3650,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from phasewise.ops.native.sealing import Sealing, fits, seal
 from phasewise.ops.native.spans import Side, opens
 
 if TYPE_CHECKING:
@@ -97,6 +98,15 @@ def fill(tails: Sequence[Tail], side: int, start: int, stop: int) -> int:
         return 0
     size, blocks = first.codec.cuts[side].rows, slice(start, stop)
     rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
+    if first.packings is not None and fits(rows[0]):
+        packing, sealing = first.packings[side], list[Sealing]()
+        for (sealed, _, _), own in zip(tails, rows):
+            step, low, levels = sealed.buffers[side].planes
+            assert sealed.buffers[side].refs == 1 and stop <= sealed.buffers[side].cap, "room is made before a step"
+            sealing.append(Sealing(own, levels, step, low, start, size))
+            moved += sum(plane[:, blocks].nbytes for plane in (step, low, levels))
+        seal(sealing, side == 0, packing.bits, packing.group)
+        return moved
     for which, made in enumerate(first.codec.seal(side, torch.cat(rows))):
         moved += made.nbytes
         for (sealed, _, _), new in zip(tails, torch.split(made, first.shape.heads)):

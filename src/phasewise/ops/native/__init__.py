@@ -31,6 +31,7 @@ SIGNATURES = {
     "linear8": 1,
     "attend": 1,
     "attend_listed": 1,
+    "seal": 1,
     "choose_pages": 1,
     "prefill": 1,
     "stack": 1,

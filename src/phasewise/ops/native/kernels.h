@@ -70,6 +70,19 @@ struct Sides {
   Sealed keys, values;
 };
 
+struct Seal {  // rows of a layer's keys or values that become blocks
+  const uint16_t* rows;  // bfloat16 [heads, slots, dim], the first that does; slots of a head lie one after the other
+  int64_t row_head;
+  Sealed to;  // where its blocks begin; `slots` of them are packed
+};
+
+struct SealCall {
+  const Seal* seals;
+  int64_t count, heads, dim;
+  int64_t by_channel;  // as keys, else as values
+  int64_t threads;
+};
+
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
   void* out;

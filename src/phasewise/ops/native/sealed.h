@@ -83,23 +83,71 @@ inline int32_t most(I v) {
 #elif LANES == 4
   return vmaxvq_s32((int32x4_t)v);
 #else
-  int32_t m = v[0];
-  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-  return m;
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+#endif
+}
+
+inline float total(F v) {
+#if LANES == 8
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  return sum(v);
+#endif
+}
+
+// Whole numbers of two bytes, N registers of them, as upper and lower bytes: x = 256 upper + lower, both signed.
+constexpr int AT_ONCE = LANES == 4 ? 1 : 4;
+
+inline void split(const I (&x)[AT_ONCE], int8_t* upper, int8_t* lower) {
+#if LANES == 16
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // quarter by quarter
+  const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+  __m512i a = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), b = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+  auto above = [&](__m512i v) { return _mm512_srai_epi16(_mm512_add_epi16(v, half), 8); };
+  __m512i high = _mm512_packs_epi16(above(a), above(b));
+  __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+  store(upper, _mm512_permutexvar_epi32(order, high)), store(lower, _mm512_permutexvar_epi32(order, low));
+#elif LANES == 8
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), half = _mm256_set1_epi16(128);
+  const __m256i byte = _mm256_set1_epi16(255);
+  __m256i a = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), b = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+  auto above = [&](__m256i v) { return _mm256_srai_epi16(_mm256_add_epi16(v, half), 8); };
+  __m256i high = _mm256_packs_epi16(above(a), above(b));
+  __m256i low = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+  store(upper, _mm256_permutevar8x32_epi32(high, order)), store(lower, _mm256_permutevar8x32_epi32(low, order));
+#else
+  store_bytes((uint8_t*)upper, (x[0] + 128) >> 8), store_bytes((uint8_t*)lower, x[0]);
 #endif
 }
 
 // ---- levels
-// Lane i: byte i of four lines. Of each, `count` bytes are there, and those beyond are nought.
-inline I four_lines(const uint8_t* const (&lines)[4], long count) {
+// Lane i: byte i of four lines, `row` bytes apart. Of each, `count` bytes are there, and those beyond are nought; lines
+// beyond the last of `some` are the last.
+inline I four_lines(const uint8_t* p, long row, long count, long some) {
+  const uint8_t* lines[4];
+  for (long i = 0; i < 4; i++) lines[i] = p + (i < some ? i : some - 1) * row;
 #if LANES == 16
-  __mmask16 some = count < LANES ? (__mmask16)((1 << count) - 1) : 0xffff;
   const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i all = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(some, lines[0]));
-  all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(some, lines[1]), 1);
-  all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(some, lines[2]), 2);
-  all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(some, lines[3]), 3);
+  __m512i all;
+  if (count >= LANES && row == LANES && some >= 4) {
+    all = load<__m512i>(p);
+  } else if (count >= LANES) {
+    all = _mm512_castsi128_si512(load<__m128i>(lines[0]));
+    all = _mm512_inserti32x4(all, load<__m128i>(lines[1]), 1);
+    all = _mm512_inserti32x4(all, load<__m128i>(lines[2]), 2);
+    all = _mm512_inserti32x4(all, load<__m128i>(lines[3]), 3);
+  } else {
+    __mmask16 there = (__mmask16)((1 << count) - 1);
+    all = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(there, lines[0]));
+    all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(there, lines[1]), 1);
+    all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(there, lines[2]), 2);
+    all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(there, lines[3]), 3);
+  }
   return (I)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(words, all), _mm512_broadcast_i32x4(order));
 #elif LANES == 8
   uint64_t each[4] = {};
@@ -108,8 +156,8 @@ inline I four_lines(const uint8_t* const (&lines)[4], long count) {
     else memcpy(each + l, lines[l], count);
   const __m256i words = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m256i all = _mm256_permutevar8x32_epi32(load<__m256i>(each), words);
-  return (I)_mm256_shuffle_epi8(all, _mm256_broadcastsi128_si256(order));
+  __m256i all = _mm256_set_epi64x((long long)each[3], (long long)each[2], (long long)each[1], (long long)each[0]);
+  return (I)_mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(all, words), _mm256_broadcastsi128_si256(order));
 #else
   uint32_t each[4] = {};
   for (int l = 0; l < 4; l++)
@@ -141,11 +189,8 @@ struct Stripe {
     long count = end - byte < LANES ? end - byte : LANES, first = byte / of.group;
     lines = of.count, groups = (byte + count - 1) / of.group - first + 1;
     for (long x = 0; x < groups; x++) start[x] = (int32_t)((first + x) * of.group - byte);
-    for (long l = 0; l < lines; l += 4) {
-      const uint8_t* four[4];  // the last one stands in for those that there are not
-      for (long i = 0; i < 4; i++) four[i] = of.levels + (l + i < lines ? l + i : lines - 1) * of.bytes + byte;
-      words[l / 4] = four_lines(four, count);
-    }
+    const uint8_t* p = of.levels + byte;
+    for (long l = 0; l < lines; l += 4) words[l / 4] = four_lines(p + l * of.bytes, of.bytes, count, lines - l);
     spread(of.step, of.groups, first, step), spread(of.low, of.groups, first, low);
   }
 
@@ -191,7 +236,7 @@ struct Factors {
   alignas(64) int8_t high[LANES][MOST_DIM], low[LANES][MOST_DIM];
   float step[LANES], rest[LANES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
 
-  // x: [lines], and any finite numbers up to a whole register. All below 1e-30 are taken for nothing.
+  // x: [lines], and numbers up to a whole register; memory goes on for some. All below 1e-30 are taken for nothing.
   void take(const float* x, const Stripe& stripe) {
     for (long g = 0; g < stripe.groups; g++) {
       F lows = {};
@@ -205,11 +250,14 @@ struct Factors {
       float largest;
       memcpy(&largest, &bits, 4);
       float inverse = largest >= 1e-30f && largest <= 3.4e38f ? 32512 / largest : 0;
-      step[g] = largest <= 3.4e38f ? largest / 32512 : NAN, rest[g] = sum(lows);
-      for (long l = 0; l < stripe.lines; l += LANES) {
-        F share = load<F>(x + l) * load<F>(stripe.step[g] + l);
-        I whole = (I)(share * inverse + MAGIC) - (I)splat(MAGIC), upper = (whole + 128) >> 8;
-        store_bytes((uint8_t*)high[g] + l, upper & 255), store_bytes((uint8_t*)low[g] + l, (whole - (upper << 8)) & 255);
+      step[g] = largest <= 3.4e38f ? largest / 32512 : NAN, rest[g] = total(lows);
+      for (long l = 0; l < stripe.lines; l += AT_ONCE * LANES) {
+        I whole[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; i++) {  // of lines that there are not, whatever comes out meets nothing
+          F share = load<F>(x + l + i * LANES) * load<F>(stripe.step[g] + l + i * LANES);
+          whole[i] = (I)(share * inverse + MAGIC) - (I)splat(MAGIC);
+        }
+        split(whole, high[g] + l, low[g] + l);
       }
     }
   }
@@ -294,10 +342,15 @@ inline void contract(const Stripe& stripe, const float* x, long row, long first,
 template <int BITS, class Put>
 inline void contract(const PackedLines& lines, const float* x, long row, long queries, long from, long to, const Put& put) {
   constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
+  long passes = (queries + Q - 1) / Q, each = (queries + passes - 1) / passes;
   Stripe stripe;
   for (long byte = from; byte < to; byte += LANES) {
+    long at = (byte - from) * (8 / BITS);
     stripe.take(lines, byte, to);
-    contract<Q, BITS>(stripe, x, row, 0, queries, (byte - from) * (8 / BITS), put);
+    if (Q > 3 && each > 3) contract<Q, BITS>(stripe, x, row, 0, queries, at, put);
+    else if (Q > 2 && each > 2) contract<(Q < 3 ? Q : 3), BITS>(stripe, x, row, 0, queries, at, put);
+    else if (Q > 1 && each > 1) contract<(Q < 2 ? Q : 2), BITS>(stripe, x, row, 0, queries, at, put);
+    else contract<1, BITS>(stripe, x, row, 0, queries, at, put);
   }
 }
 
