@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 6300,
+    ("", "verbs", "engine", "step", "request"): 6450,
     ("speculation",): 1200,
-    ("kv",): 3150,
+    ("kv",): 3580,
     ("cluster",): 4000,
     ("serve",): 7250,
-    ("ops",): 1460,
+    ("ops",): 1560,
     ("plan",): 3750,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

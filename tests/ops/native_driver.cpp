@@ -187,6 +187,62 @@ static void common_case(Shape shape, int64_t kind) {
   require(a.out == before[0] && b.out == before[1], what, ": bits differ from those read apart");
 }
 
+// ---- attention over packed blocks
+// A multiple m / 16 as float16, |m| below 2048.
+static uint16_t sixteenths(int m) {
+  int power = 0;
+  while (m && abs(m) >> (power + 1)) power++;
+  return m ? (uint16_t)((m < 0) << 15 | (power - 4 + 15) << 10 | ((abs(m) << 10 >> power) & 1023)) : 0;
+}
+
+// One side's first slots, packed: whole sixteenths, so that bfloat16 holds what they stand for.
+struct PackedSide {
+  std::vector<uint8_t> levels;
+  std::vector<uint16_t> step, low;
+  Sealed words;
+
+  // Of lines [heads, lines, along]; `number(head, line, place)` is where a number stands in `x`.
+  template <class Where>
+  PackedSide(Numbers& x, long heads, long lines, long along, long bits, long group, const Where& number) {
+    levels.resize(heads * lines * along * bits / 8), step.resize(heads * lines * along / group), low = step;
+    for (long i = 0; i < heads * lines * along; i++) {
+      long place = i % along, byte = i * bits / 8;  // a line is of whole bytes
+      if (place % group == 0) {
+        each = (int)integer(0, 3), lowest = (int)integer(-20, 20);
+        step[i / group] = sixteenths(each), low[i / group] = sixteenths(lowest);
+      }
+      int level = (int)integer(0, (1 << bits) - 1);
+      levels[byte] |= level << i * bits % 8;
+      x.set(number(i / along / lines, i / along % lines, place), (level * each + lowest) / 16.0);
+    }
+    words = {levels.data(), step.data(), low.data(), lines * along * bits / 8, lines * along / group, 0, 8, bits, group};
+  }
+
+ private:
+  int lowest = 0, each = 0;
+};
+
+static void sealed_case(Shape shape, long bits, long group, long block, long n, long rows) {
+  std::string what = name("attention over %ld bits %ld/%ld x %ld, groups of %ld in %ld, %ld of %ld", bits, shape.heads_q,
+                          shape.heads, shape.dim, group, block, rows, n);
+  Sequence one(shape, n, rows, BFLOAT, false, false), other(shape, n + 70, 2, BFLOAT, false, false);
+  long dim = shape.dim, blocks = (n - rows) / block, slots = n - rows > block ? n - rows - block : 0;
+  PackedSide keys(one.k, shape.heads, blocks * dim, block, bits, group, [&](long head, long line, long place) {
+    return (head * n + line / dim * block + place) * dim + line % dim;
+  });
+  PackedSide values(one.v, shape.heads, slots, dim, bits, group < dim ? group : dim,
+                    [&](long head, long line, long place) { return (head * n + line) * dim + place; });
+  Sides sides = {keys.words, values.words};
+  sides.keys.slots = blocks * block, sides.keys.rows = block, sides.values.slots = slots;
+  Span span = one.span();
+  span.sealed = &sides;
+  run_attend(shape, BFLOAT, {span}, 0.2, 0, 1);
+  one.check(0.2, 0, what);
+  Numbers alone = one.out;
+  run_attend(shape, BFLOAT, {other.span(), span}, 0.2, 0, 3);
+  require(one.out == alone, what, ": mates and threads change bits");
+}
+
 // ---- attention of many rows
 static void run_prefill(Sequence& all, long from, long rows, int64_t threads) {
   long row = all.shape.heads_q * all.shape.dim, head = all.n * all.shape.dim;
@@ -266,6 +322,11 @@ int main() {
       common_case(shape, kind);
       const long rows[][2] = {{1, 1}, {2, 2}, {70, 5}, {64, 33}, {150, 76}};
       for (auto [n, some] : rows) prefill_case(shape, kind, some % 2 == 0, n, some);
+    }
+  for (Shape shape : {Shape{4, 2, 64}, Shape{9, 3, 32}, Shape{5, 1, 128}, Shape{20, 1, 96}})
+    for (long bits : {2, 4}) {
+      sealed_case(shape, bits, 32, 128, 1300, 1), sealed_case(shape, bits, 32, 64, 300, 3);
+      sealed_case(shape, bits, 4, 8, 90, 2), sealed_case(shape, bits, 16, 48, 40, 1), sealed_case(shape, bits, 8, 40, 1, 1);
     }
   for (int64_t kind : KINDS) sharp_case(kind);
   for (bool int8 : {false, true}) {

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import Buffer, Kind, KVShape, Ledger, Raw, entry_bytes
+from phasewise.kv.packed import packings
 
 if TYPE_CHECKING:
     from phasewise.verbs.store import Codec
@@ -106,11 +107,11 @@ class Sealed:
     """The sealed blocks of one layer, [keys, values]: `counts` of them in `buffers`, which are taken ahead, when room
     for rows is made. `active` once the prompt is complete. Forks share the buffers until either side makes room."""
 
-    __slots__ = ("active", "buffers", "codec", "counts", "ledger", "raw", "shape")
+    __slots__ = ("active", "buffers", "codec", "counts", "ledger", "packings", "raw", "shape")
 
     def __init__(self, codec: Blocks, shape: KVShape, ledger: Ledger, rows: int) -> None:
         self.codec, self.shape, self.ledger = codec, shape, ledger
-        self.raw = Raw()
+        self.raw, self.packings = Raw(), packings(codec, shape)
         self.active, self.counts = False, [0, 0]
         self.buffers = [self._buffer(side, codec.cuts[side].blocks(rows)) for side in SIDES]
 
@@ -249,7 +250,7 @@ class Sealed:
     def fork(self) -> Sealed:
         twin = object.__new__(Sealed)
         twin.codec, twin.shape, twin.ledger, twin.raw = self.codec, self.shape, self.ledger, self.raw
-        twin.active, twin.counts = self.active, list(self.counts)
+        twin.active, twin.counts, twin.packings = self.active, list(self.counts), self.packings
         twin.buffers = [buffer.share() for buffer in self.buffers]
         return twin
 

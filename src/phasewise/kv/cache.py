@@ -10,6 +10,7 @@ from torch import Tensor
 from phasewise.kv.contiguous import ContiguousView
 from phasewise.kv.dump import _by_layer, _fill
 from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.packed import seal_alike
 from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
@@ -106,6 +107,8 @@ class KV:
         ):
             flat.advance(written[:rows])
             self.spare -= rows
+            if self.sealed:
+                self.seal()
             return
         self._written = written
         self.spread()
@@ -137,9 +140,12 @@ class KV:
     def seal(self) -> None:
         """The prompt is complete and stays here: pack blocks of rows that are full by now, and as they fill later."""
         if self.seals:
+            moved = seal_alike(self.layers) if self.sealed else None
             self.sealed = True
-            self.counters.kv_bytes_moved += sum(layer.seal() for layer in self.layers)
-            self._measure()
+            if moved is None:
+                moved = sum(layer.seal() for layer in self.layers)
+                self._measure()
+            self.counters.kv_bytes_moved += moved
 
     def settle(self) -> None:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack

@@ -7,26 +7,29 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, words
 from phasewise.kv.pages import PageTable
 
 
 class ContiguousView:
     """The layers asked for hold equally many rows, whole heads, in one slab each, on the CPU, as the model made them or
-    rounded to int8 (`Codec.scaled`).
+    rounded to int8 (`Codec.scaled`); or the first of them in sealed blocks that native kernels read (kv/packed.py).
 
     `n`: committed rows. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
     differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row takes in
     all layers. `tables`: of page keys beside them, by whoever asked for them.
     """
 
-    __slots__ = ("_line", "_planes", "_slabs", "address", "gaps", "layers", "n", "row_bytes", "tables")
+    __slots__ = ("_line", "_planes", "_sealed", "_sides", "_slabs", "address", "gaps", "layers", "n", "row_bytes",
+                 "tables")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables = layers, dict[Hashable, PageTable]()
         self._slabs = [layer.slabs[0] for layer in layers]
-        self.n = self._slabs[0].n
+        self.n = layers[0].n
         self.gaps = any(slab.positions is not None for slab in self._slabs)
         self._line: tuple[int, int] | None = None
         dim = layers[0].shape.dim
@@ -39,8 +42,12 @@ class ContiguousView:
                 k, k_scale, v, v_scale = addresses
                 self._planes.extend((k, v, cap * dim, k_scale, v_scale, cap))
             else:
-                self._planes.extend((*addresses, cap * dim, 0, 0, 0))
+                gone = slab.base * dim * layers[0].shape.dtype.itemsize  # slot 0 would be so far before
+                self._planes.extend((*(address - gone for address in addresses), cap * dim, 0, 0, 0))
         self.address = self._planes.buffer_info()[0]
+        self._sealed = [(layer.sealed, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
+                        if layer.sealed is not None and layer.sealed.active]  # fmt: skip
+        self._sides = array("q", [word for sealed, _, _ in self._sealed for word in words(sealed)])
 
     @classmethod
     def of(cls, layers: Sequence[LayerKV]) -> ContiguousView | None:
@@ -48,14 +55,36 @@ class ContiguousView:
         first = layers[0]
         if not (isinstance(first.codec, Raw) or scaled(first.codec)) or first.shape.device != "cpu":
             return None
-        if any(layer.sealed is not None and layer.sealed.active for layer in layers):
+        sealed = [layer.sealed for layer in layers if layer.sealed is not None and layer.sealed.active]
+        if sealed and (len(sealed) < len(layers) or not alike(sealed)):
             return None
         n = first.n
         for layer in layers:
             slab = layer.slabs[0] if len(layer.slabs) == 1 else None
-            if slab is None or slab.n != n or slab.heads is not None or layer.fresh:
+            if slab is None or slab.base + slab.n != n or slab.heads is not None or layer.fresh:
                 return None
         return cls(layers)
+
+    @property
+    def cuts(self) -> tuple[BlockCut, BlockCut] | None:
+        """Of the blocks, if rows are sealed."""
+        return self._sealed[0][0].codec.cuts if self._sealed else None
+
+    def sides(self, upto: Sequence[int]) -> array[int]:
+        """Where the first `upto` [keys, values] rows lie packed in each layer, as StackSpan takes it; sealed now, or
+        `ahead`."""
+        found = self._sides[:]
+        for slot, rows in zip(SLOTS, upto):
+            found[slot::WORDS] = array("q", [rows]) * len(self.layers)
+        return found
+
+    def ahead(self, upto: Sequence[int]) -> None:
+        """Seal so many committed rows, as far as that has not been done, without counting them."""
+        ahead(self._sealed, upto)
+
+    def reads(self, upto: Sequence[int], n: int) -> int:
+        """What reading `n` rows costs in all layers with the first `upto` of them sealed."""
+        return self._sealed[0][0].read_bytes(upto, n) * len(self._sealed)
 
     def lined(self, first: int, position: int) -> bool:
         """Whether the committed rows are those of the first positions, `first` of them, and then consecutive ones right
@@ -82,4 +111,4 @@ class ContiguousView:
             if slab.positions is not None:
                 for slot, position in enumerate(positions, before):
                     slab.positions[:, slot] = position
-            slab.n = n
+            slab.n = n - slab.base

@@ -18,6 +18,7 @@ from torch import Tensor
 from phasewise.kv.beside import Beside, Derived, Wants
 from phasewise.kv.blocks import SLACK, Sealed
 from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
+from phasewise.kv.packed import lying
 from phasewise.kv.part import Part
 
 if TYPE_CHECKING:
@@ -194,9 +195,9 @@ class LayerKV:
         (s,), sealed = self.slabs, self.sealed
         whole = self._ids is None or self._ids == list(range(self.fresh))  # in pieces, say
         assert sealed is not None and s.positions is None and whole, "rows are sealed where all are alike"
-        planes = sealed.opened(s.buffer.planes, s.base, self.n + self.fresh)
+        planes, lie = lying(sealed, s.buffer.planes, s.base, (self.n, self.fresh))
         return Part(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
-                    self.beside)  # fmt: skip
+                    self.beside, packed=lie)  # fmt: skip
 
     def seal(self) -> int:
         """The prompt is complete: seal the blocks that its committed rows, and those since, fill. Returns bytes moved.

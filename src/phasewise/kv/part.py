@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from phasewise.kv.beside import Beside
+    from phasewise.kv.packed import Packed
     from phasewise.verbs.store import Codec
 
 
@@ -35,12 +36,14 @@ class Part:
     slab: int
     derived: Beside
     bytes: int | None = None  # of all rows, where some are sealed; they are opened here
+    packed: Packed | None = None  # where kernels find them packed; they are opened when `planes` are first looked at
     _whole: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     @property
     def size(self) -> tuple[int, int]:
         """(KV heads, rows)."""
-        return self.planes[0].shape[0], self.n + self.fresh
+        planes = self.planes if self.packed is None else self.packed.tail
+        return planes[0].shape[0], self.n + self.fresh
 
     @property
     def k(self) -> Tensor:

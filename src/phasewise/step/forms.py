@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from phasewise.kv.blocks import SIDES
+from phasewise.kv.packed import Later, ahead, packed
 from phasewise.kv.part import Part
+from phasewise.ops.native.stack import StackSpan
 from phasewise.step.span import Span
 
 if TYPE_CHECKING:
+    from phasewise.kv.blocks import BlockCut, Sealed
+    from phasewise.kv.contiguous import ContiguousView
     from phasewise.kv.layer_kv import LayerKV
 
 
@@ -64,15 +70,47 @@ def _part_of(span: Span, rows: Sequence[int]) -> Span:
     )
 
 
+def natively(span: Span, flat: ContiguousView, cuts: Sequence[BlockCut], whole: StackSpan) -> StackSpan | None:
+    """`whole`, of a span over sealed rows, as native steps take it: row by row where it has several. None where blocks
+    would hold rows of this very step."""
+    if span.first or span.block > 1:
+        return None
+    paths = _paths(span)
+    forms = [tuple(cut.sealed(flat.n + len(path)) for cut in cuts) for path in paths]
+    if max(map(max, forms)) > flat.n:
+        return None
+    flat.ahead([max(form[side] for form in forms) for side in SIDES])
+    tables = {form: flat.sides(form) for form in forms}
+    size = sum(flat.reads(form, whole.n) for form in tables)
+    if span.rows == 1:
+        return whole._replace(sealed=tables[forms[0]], size=size)
+    rows = []
+    for row, form in enumerate(forms):
+        sees = None if whole.sees is None else whole.sees[row : row + 1, : row + 1].contiguous()
+        seats = None if whole.seats is None else whole.seats[row : row + 1]
+        rows.append(whole._replace(n=flat.n + row + 1, rows=1, sees=sees, seats=seats, sealed=tables[form]))
+    return whole._replace(sealed=tables[forms[0]], size=size, pieces=tuple(rows))
+
+
 def parts(cache: LayerKV, found: Sequence[Group]) -> list[Part]:
-    """What each group reads of a layer. Blocks are opened once for all."""
+    """What each group reads of a layer. Blocks are opened once for all, and only where no kernel reads them packed."""
     (whole,), sealed = cache.read(), cache.sealed
     assert sealed is not None
     made = []
+    if whole.packed is not None:
+        tail, base = whole.packed.tail, whole.packed.base
+        most = [max([group.upto[side] for group in found if group.upto[side] <= whole.n], default=0) for side in SIDES]
+        ahead([(sealed, tail, base)], most)
     for group in found:
         after = [whole.n + fresh for fresh in group.path]
-        planes = [sealed.formed(side, whole.planes[side], group.upto[side], whole.n, after) for side in (0, 1)]
-        part = replace(whole, planes=planes)
+        part = replace(whole, planes=Later(partial(_formed, sealed, whole, group, after)))
+        if whole.packed is not None:
+            part.packed = packed(sealed, tail, base, whole.n, group.upto, after)
         part.bytes = sealed.read_bytes(group.upto, whole.size[1])
         made.append(part)
     return made
+
+
+def _formed(sealed: Sealed, whole: Part, group: Group, after: Sequence[int]) -> list[Tensor]:
+    """Keys and values as a group reads them, opened."""
+    return [sealed.formed(side, whole.planes[side], group.upto[side], whole.n, after) for side in SIDES]

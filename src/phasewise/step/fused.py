@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phasewise.ops.native.spans import Common
 from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan, Turns
+from phasewise.step import forms
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
@@ -86,6 +87,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
                 return None
     own = None if sees is None else sees.contiguous()
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
+    if flat.cuts is not None:
+        return forms.natively(span, flat, flat.cuts, whole) if phase.plain else None
     if phase.sight is not None and phase.sight.hides(span):
         return None if windows or span.first else phase.sight.natively(span, flat, whole)
     choice = phase.choice
@@ -159,8 +162,7 @@ class NativeStep:
         looking = [i for i, span in enumerate(spans) if parts[i].choice is None and span.phase.looks(span)]
         for i, span in enumerate(spans):
             if i not in looking:  # who looks counts for itself
-                choice = parts[i].choice
-                self.counters.kv_bytes_read += parts[i].reads * self._width(span) if choice is None else choice.bytes
+                self.counters.kv_bytes_read += self._reads(span, parts[i])
         if looking or self.taps or any(span.hidden is not None for span in spans):
             plain = [i for i in range(len(spans)) if i not in looking]
             rows = Rows(x, *self.room.between(batch.rows, *stack.heads))
@@ -192,6 +194,16 @@ class NativeStep:
         for common in commons:
             self.counters.kv_bytes_read -= common.saved * self._width(spans[common.members[0]])
         return commons
+
+    def _reads(self, span: Span, part: StackSpan) -> int:
+        """Bytes of KV, and of what is kept beside it, that the rows of a span read by themselves."""
+        if part.choice is not None:
+            return part.choice.bytes
+        if part.sealed is not None:
+            stack = self.model.stack_of(span.phase.walk)
+            assert stack is not None
+            return part.size * stack.reading // stack.count
+        return part.reads * self._width(span)
 
     def _width(self, span: Span) -> int:
         """Bytes of one row of its KV, in the layers whose attention runs."""

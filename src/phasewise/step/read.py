@@ -251,6 +251,11 @@ class Read:
         if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
             return None
         seen = native.Seen(0, block=self.span.block) if self.span.block > 1 else None
+        if part.packed is not None:
+            lie = part.packed
+            few = native.Few(self.q, lie.tail[0], lie.tail[1], sees, lie.base, seen=seen, sealed=lie.sides)
+            if native.fits(few):
+                return few
         if scaled(part.codec):
             k, k_scale, v, v_scale = (plane[:, start:] for plane in part.planes)
             few = native.Few(self.q, k, v, sees, start, (k_scale, v_scale), seen)

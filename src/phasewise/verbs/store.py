@@ -33,6 +33,9 @@ class Codec(Protocol):
             row rounded to the nearest level of its largest magnitude / 127: native kernels read and write these
         cuts: tuple[BlockCut, BlockCut]  -- of keys and of values, of a codec that extends `Raw`: finished
             blocks of rows are packed together, and it also has what `kv/blocks.py: Blocks` says
+        packings(dim: int) -> tuple[Packing, Packing] | None  -- beside `cuts`, of keys and of values, of heads of `dim`
+            numbers: how a block's planes lie, where they are levels and their ends alone (kv/packed.py). Native kernels
+            then read blocks as they are, and nothing is rounded to the rows' dtype; None: they are opened first
     """
 
     exactness: str  # true | quantised | predicted | sparse

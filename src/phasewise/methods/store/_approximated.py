@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import Kind, KVShape
+from phasewise.kv.packed import Packing
 from phasewise.methods.store._grouped import Grouped
 from phasewise.ops.packing import LARGEST
 
@@ -41,6 +42,10 @@ class Approximated(Grouped):
         found: list[Kind] = [((rows, self.rank), half), ((dim, self.rank), half)] if self.rank else []
         found += [((lines, 2 * k), half), ((lines, 2 * k), torch.int16)] if k else []
         return [*found, *super().kinds(side, shape)]
+
+    def packings(self, dim: int) -> tuple[Packing, Packing] | None:
+        """None where a block is more than its levels: it is opened then."""
+        return None if self.rank or self.sparse else super().packings(dim)
 
     def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
         x = x.float()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.blocks import BlockCut
+from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Kind, KVShape, Raw
+from phasewise.kv.packed import Packing
 from phasewise.ops.packing import by, dequantise, pack, packed, quantise, unpack
 
 
@@ -36,6 +37,12 @@ class Grouped(_Packed):
             raise UserError(f"group={self.group} does not divide the {along} numbers of a line: choose a divisor of it")
         ends = ((lines, along // each), torch.float16)
         return [ends, ends, ((lines, packed(along, self.bits)), torch.uint8)]
+
+    def packings(self, dim: int) -> tuple[Packing, Packing] | None:
+        if self.by_channel != (True, False):  # what kernels read
+            return None
+        keys, values = (Packing(self.bits, self.form(side, dim)[2]) for side in SIDES)
+        return keys, values
 
     def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
         return self.shrink(side, self.lines(side, x))

@@ -27,7 +27,8 @@ class Gear:
 
     16 bits = rows as they are. Left out: one product for all of a prompt, and fewer columns for what comes after it
     (every block has its own, which makes blocks functions of their rows alone); outliers across heads; products of
-    queries with the thin matrices, instead of opening blocks first, so that nothing is gained in time.
+    queries with the thin matrices: blocks are opened before rows read them, so that nothing is gained in time, but with
+    `rank=0,sparse=0`, whose blocks are levels alone (see `kivi`).
     """
 
     bits: Literal[2, 4, 16] = 2

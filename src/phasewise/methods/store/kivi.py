@@ -25,8 +25,9 @@ class Kivi:
 
     Prompts are computed from rows as they are. Then, and whenever `residual` of them are there, all keys of a block of
     `residual` rows are sealed at once; of the values all but the newest `residual`. 16 bits = rows as they are. A head
-    of fewer than `group` channels has one group per token. Left out: a kernel that multiplies packed numbers; blocks
-    are opened before rows read them, so that nothing is gained in time.
+    of fewer than `group` channels has one group per token. In bfloat16, native kernels multiply packed numbers as they
+    lie, and round no opened ones; they want heads of 32, 64 .. channels, groups of whole bytes and blocks of 8, 16 ..
+    rows. Elsewhere blocks are opened before rows read them.
     """
 
     bits: Literal[2, 4, 16] = 2

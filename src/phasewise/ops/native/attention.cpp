@@ -9,6 +9,7 @@
 #include "parts.h"
 #include "plan.h"
 #include "rows.h"
+#include "sealed.h"
 #include "softmax.h"
 
 typedef AttentionCall Call;
@@ -210,6 +211,61 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
 static void read_levels(const Call&, const Job&, long, long, const Lines&, State&) {}
 #endif
 
+// The block that starts at `slot`, of slots whose keys lie alike: it depends on that slot alone.
+static long block_end(const Sealed& keys, long slot, long to) {
+  long end = slot / KEYS * KEYS + KEYS, sealed = slot < keys.slots ? slot / keys.rows * keys.rows + keys.rows : end;
+  end = sealed < end ? sealed : end;
+  return to < end ? to : end;
+}
+
+// out[i][j] = query i . key j of `count` rows as they were made
+static void score_rows(const Call& call, const Job& job, const bf16* k, long row, long count, float (*out)[KEYS]) {
+  for (long j = 0; j < count; j += LANES) {
+    const bf16* rows[LANES];  // the last one stands in for those that there are not
+    for (long r = 0; r < LANES; r++) rows[r] = k + (j + r < count ? j + r : count - 1) * row;
+    for (long i = 0; i < job.count; i++) score(query<bf16>(call, job, i), rows, call.dim, out[i] + j);
+  }
+}
+
+// s += the values of `count` rows as they were made, under the weights from `from` on
+static void add_rows(const Call& call, const Job& job, const bf16* v, long row, long from, long count,
+                     const float (*all)[KEYS], State& s) {
+  Weight<bf16> weights[QUERIES][KEYS];
+  for (long i = 0; i < job.count; i++) {
+    float own[2 * KEYS] = {};
+    memcpy(own, all[i], KEYS * 4);
+    F values[KEYS / LANES];
+    for (long j = 0; j < KEYS / LANES; j++) values[j] = load<F>(own + from + j * LANES);
+    store_weights(weights[i], values);
+  }
+  add_all_values<bf16, MOST_QUERIES>(weights, v, row, count, call.dim, job.count, s.sum);
+}
+
+// The same over blocks that lie packed, as they are, and the rows behind them.
+static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
+  const Span& span = call.spans[job.span];
+  const Sealed &keys = span.sealed->keys, &values = span.sealed->values;
+  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS];
+  for (long i = 0; i < job.count; i++)
+    for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
+  Softcap cap(call.softcap, call.scale);
+  for (long slot = from, end; slot < to; slot = end) {
+    end = block_end(keys, slot, to);
+    long count = end - slot, packed = values.slots - slot < count ? values.slots - slot : count;
+    Lines here(call, job, slot);
+    if (slot < keys.slots) score_sealed(keys, job.head, slot, count, call.dim, job.count, queries, scores);
+    else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
+    for (long i = 0; i < job.count; i++) {
+      see(call, job, i, cap, slot, end, scores[i]);
+      weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
+    }
+    packed = packed < 0 ? 0 : packed;
+    if (packed) add_sealed(values, job.head, slot, packed, call.dim, job.count, scores, s.sum);
+    const bf16* v = (const bf16*)here.v + packed * span.v_row;
+    if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
+  }
+}
+
 template <class T> static void finish(const Call& call, const Job& job, const State& s) {
   const Span& span = call.spans[job.span];
   for (long i = 0; i < job.count; i++) {
@@ -246,7 +302,9 @@ template <class T> static void run_parts(const Call& call, const Plan& plan, lon
       begin(call, plan, job, part, s);
       const Part& next = plan.parts[first + p + 1 < plan.ends[stage] ? first + p + 1 : first + p];
       Lines then(call, plan.jobs[next.job], next.from);
-      if (call.spans[job.span].k_scale && by_levels<T>(call.dim)) read_levels(call, job, part.from, part.to, then, s);
+      const Span& span = call.spans[job.span];
+      if (span.sealed) read_sealed(call, job, part.from, part.to, s);
+      else if (span.k_scale && by_levels<T>(call.dim)) read_levels(call, job, part.from, part.to, then, s);
       else read_part<T>(call, job, part.from, part.to, then, s);
       if (job.rows) keep(call, plan, job, part, s);
       else if (job.parts == 1) finish<T>(call, job, s);

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 20;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 21;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -55,6 +55,34 @@ inline long own_seen(const Sight& sight, long rows, long row) {
   return end < rows ? end : rows;
 }
 
+// The keys or the values of a span's first `slots` slots, in lines of numbers of `bits` bits (2 or 4), the first of them in
+// the lowest of a byte; `group` consecutive ones share a step and a lowest number: one is level * step + low. Of keys a
+// line is what a block of `rows` slots (a multiple of 8) has of one channel, of values what a slot has of all.
+struct Sealed {
+  const uint8_t* levels;            // [heads, lines, bytes of a line]
+  const uint16_t *step, *low;       // float16 [heads, lines, groups of a line], of whole bytes each
+  int64_t levels_head, ends_head;   // strides count elements
+  int64_t slots, rows;
+  int64_t bits, group;
+};
+
+struct Sides {
+  Sealed keys, values;
+};
+
+struct Seal {  // rows of a layer's keys or values that become blocks
+  const uint16_t* rows;  // bfloat16 [heads, slots, dim], the first that does; slots of a head lie one after the other
+  int64_t row_head;
+  Sealed to;  // where its blocks begin; `slots` of them are packed
+};
+
+struct SealCall {
+  const Seal* seals;
+  int64_t count, heads, dim;
+  int64_t by_channel;  // as keys, else as values
+  int64_t threads;
+};
+
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
   void* out;
@@ -68,6 +96,8 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   int64_t k_scale_head, v_scale_head;
   Sight sight;  // with a window, none of its slots are read in common
   int64_t first;  // slots before its own that are of the same tree: rows that came earlier
+  // null, or where its first slots are instead, of bfloat16 [.., 32 n]; none of them is its own or read in common
+  const Sides* sealed;
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -191,6 +221,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   const int64_t* seats;
   int64_t block, first;
   const Choice* choice;  // or null; such a span has no window, nothing in common, and no layer a cap of its scores
+  const Sides* sealed;   // [layers], as in Span; or null
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,33 @@ class Seen(NamedTuple):
         return self.window, self.sinks, far, seats, self.block
 
 
+class Side(NamedTuple):
+    """Keys or values of the first `slots` slots, packed (ops/packing.py): `levels` uint8 [H, B, lines, bytes] of `bits`
+    each, of which `group` consecutive ones of a line share `step` and `low`, float16 [H, B, lines, groups].
+
+    Of keys a line is what a block of `rows` slots has of one channel, of values what a slot has of all.
+    """
+
+    levels: Tensor
+    step: Tensor
+    low: Tensor
+    slots: int
+    rows: int
+    bits: int
+    group: int
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """As the kernels take it (Sealed)."""
+        addresses = (x.data_ptr() for x in (self.levels, self.step, self.low))
+        return *addresses, self.levels.stride(0), self.step.stride(0), self.slots, self.rows, self.bits, self.group
+
+
+def opens(bits: int, group: int, rows: int, dim: int) -> bool:
+    """Whether the kernels read keys, or values, that lie packed like that, of heads of `dim` numbers."""
+    return bits in (2, 4) and group * bits % 8 == 0 and rows % 8 == 0 and dim % 32 == 0 and dim <= fit.MOST_DIM
+
+
 class Few(NamedTuple):
     """Rows q [R, Hq, D] that read k, v [H, N, D], the last R of the N being their own.
 
@@ -41,7 +68,8 @@ class Few(NamedTuple):
     None: as `seen` has it, else those before it, and itself. The N are the slots from `start` on, where those before
     are read from others (`Common`). With `scales` bfloat16 [H, N], keys and values are int8: a row's numbers are its
     levels times its scale, in q's dtype. A window of `seen` takes the place of the call's; such spans are no members of
-    commons.
+    commons, and neither are those whose first keys and values are `sealed` (bfloat16): these are read where they lie
+    packed, as numbers that nothing has rounded, and `start` is at most the number of either.
     """
 
     q: Tensor
@@ -51,6 +79,7 @@ class Few(NamedTuple):
     start: int = 0
     scales: tuple[Tensor, Tensor] | None = None
     seen: Seen | None = None
+    sealed: tuple[Side, Side] | None = None
 
 
 class Common(NamedTuple):
@@ -109,6 +138,8 @@ class Table:
 
 def fits(few: Few) -> bool:
     """Whether the kernel takes these rows."""
+    if few.sealed is not None and few.q.dtype != torch.bfloat16:
+        return False
     return fit.fits(few.q, few.k, few.v, few.scales) and library() is not None
 
 
@@ -133,8 +164,8 @@ def attend(
     out_at, lse_at = out.data_ptr(), 0 if lse is None else lse.data_ptr()
     out_row, lse_row = heads_q * dim * kind.itemsize, 0 if lse is None else heads_q * 4
     words: list[int] = []
-    kept: list[Tensor] = []  # copies that must outlive the call
-    for (q, k, v, sees, start, scales, seen), reach in zip(spans, reaches(commons, len(spans))):
+    kept: list[Any] = []  # copies that must outlive the call
+    for (q, k, v, sees, start, scales, seen, sealed), reach in zip(spans, reaches(commons, len(spans))):
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
             kept.append(q)
@@ -152,6 +183,11 @@ def attend(
             words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
         words += (0, 0, 0, 0, 0) if seen is None else seen.words
         words.append(0 if sees is None else sees.shape[1] - rows)
+        if sealed is None:
+            words.append(0)
+        else:
+            kept.append(sides := array("q", (*sealed[0].words, *sealed[1].words)))
+            words.append(sides.buffer_info()[0])
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

@@ -247,6 +247,7 @@ static void fill_spans(const StackCall& call, const Room& room) {
       void* far = own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim;
       span.sight = {own.window, own.sinks, far, own.seats, own.block};
       span.first = own.first;
+      span.sealed = own.sealed ? own.sealed + first_layer(call) + i : nullptr;
       row += own.rows;
     }
   }

@@ -100,7 +100,9 @@ class StackSpan(NamedTuple):
 
     With a `window`, rows see so many slots and the first `sinks` (see Seen), counted from `seats` where given. Rows
     seated from slot `beyond` on read the sinks as if they stood at place `near` of the turns; -1: all read them alike.
-    With a `choice`, which no layer's window or cap may meet, its row reads less.
+    With a `choice`, which no layer's window or cap may meet, its row reads less. `sealed` are the words of a Sides
+    (kernels.h) for every layer, where its first slots lie packed, and `size` the bytes of all it then reads. If these
+    are others for each of its rows, `pieces` are its rows. Such a span is a member of no common.
     """
 
     n: int
@@ -114,6 +116,9 @@ class StackSpan(NamedTuple):
     seats: array[int] | None = None
     block: int = 1
     choice: Chosen | None = None
+    sealed: array[int] | None = None
+    size: int = 0
+    pieces: tuple[StackSpan, ...] = ()
 
     @property
     def reads(self) -> int:
@@ -126,10 +131,11 @@ class StackSpan(NamedTuple):
         seats = 0 if self.seats is None else self.seats.buffer_info()[0]
         first = 0 if self.sees is None else self.sees.shape[1] - self.rows
         choice = 0 if self.choice is None else self.choice.address
-        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice
+        sealed = 0 if self.sealed is None else self.sealed.buffer_info()[0]
+        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed
 
 
-WORDS = 14  # of a span in the call
+WORDS = 15  # of a span in the call
 DONE = 5  # which of them says so
 
 
@@ -274,7 +280,8 @@ class Halves:
     others.
     """
 
-    __slots__ = ("_at", "_embedded", "_numbers", "_rows", "_shared", "_spans", "_stack", "_table", "_turns", "x")
+    __slots__ = ("_at", "_embedded", "_numbers", "_places", "_rows", "_shared", "_spans", "_stack", "_table", "_turns",
+                 "x")  # fmt: skip
 
     def __init__(
         self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: Rows,
@@ -283,10 +290,13 @@ class Halves:
         self.x, self._stack, self._numbers, self._turns = rows.x, stack, numbers, turns
         self._rows, self._embedded, self._at = rows, False, 0
         self._spans = spans  # whose seats the table has the addresses of
-        self._shared, self._table = Table(commons), array("q")
+        self._places, self._table = list[int](), array("q")  # of each span, its first line of the table
         for span, reach in zip(spans, reaches(commons, len(spans))):
-            sees = 0 if span.sees is None else span.sees.data_ptr()
-            self._table.extend((span.n, span.rows, sees, reach, span.planes, 0, *span.words))
+            self._places.append(len(self._table) // WORDS)
+            for one in span.pieces or (span,):
+                sees = 0 if one.sees is None else one.sees.data_ptr()
+                self._table.extend((one.n, one.rows, sees, reach, one.planes, 0, *one.words))
+        self._shared = Table([c._replace(members=tuple(self._places[m] for m in c.members)) for c in commons])
 
     @property
     def between(self) -> tuple[Tensor, Tensor]:
@@ -302,7 +312,7 @@ class Halves:
 
     def done(self, span: int) -> None:
         """Until the next stop."""
-        self._table[WORDS * span + DONE] = 1
+        self._table[WORDS * self._places[span] + DONE] = 1
 
     def upto(self, half: int) -> None:
         """Run the halves before `half` that have not run. Raises IndexError for a token that has no embedding."""

@@ -1,0 +1,182 @@
+"""Sealed blocks as native kernels read them: packed, where a codec says as data how its planes lie (`Packing`).
+
+Left out: float32, and what codecs keep beside levels and their ends (thin matrices, outliers): such blocks are opened
+in front of the kernels (`Sealed.opened`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, overload
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native.sealing import Sealing, fits, seal
+from phasewise.ops.native.spans import Side, opens
+
+if TYPE_CHECKING:
+    from phasewise.kv.blocks import Blocks, Sealed
+    from phasewise.kv.buffer import KVShape
+    from phasewise.kv.layer_kv import LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The planes of a side are step and low, float16 [h, blocks, lines, groups], and levels uint8 [h, blocks, lines,
+    bytes] as `ops/packing.py` makes them: of keys a line is what a block has of one channel, of values what it has of
+    one row."""
+
+    bits: int
+    group: int
+
+
+@dataclass(slots=True)
+class Packed:
+    """What a kernel reads of sealed blocks, and the rows as they were made, `tail` [h, R, D] each, that begin with row
+    `base`."""
+
+    sides: tuple[Side, Side]
+    tail: Sequence[Tensor]
+    base: int
+
+
+class Later(Sequence[Tensor]):
+    """Planes that are made when one of them is first looked at."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
+        self._make, self._made = make, list[Tensor]()
+
+    @overload
+    def __getitem__(self, which: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, which: int | slice) -> Tensor | Sequence[Tensor]:
+        self._made = self._made or list(self._make())
+        return self._made[which]
+
+    def __len__(self) -> int:
+        return len(self[:])
+
+
+def packings(codec: Blocks, shape: KVShape) -> tuple[Packing, Packing] | None:
+    """How the planes of keys and values lie, if native kernels read them like that."""
+    say = getattr(codec, "packings", None)
+    found: tuple[Packing, Packing] | None = None if say is None else say(shape.dim)
+    if found is None or shape.dtype != torch.bfloat16 or shape.device != "cpu":
+        return None
+    (keys, values), rows = found, codec.cuts[0].rows
+    fit = opens(keys.bits, keys.group, rows, shape.dim) and opens(values.bits, values.group, 8, shape.dim)
+    return found if fit else None
+
+
+def lying(
+    sealed: Sealed, planes: Sequence[Tensor], base: int, rows: tuple[int, int]
+) -> tuple[Sequence[Tensor], Packed | None]:
+    """What `rows`, (committed, of this step), read with the blocks that there are: opened when looked at, and packed.
+    `planes` hold those from row `base` on as they were made."""
+    n, fresh = rows
+    tail = [plane[:, : n + fresh - base] for plane in planes]
+    opened = Later(partial(sealed.opened, tail, base, n + fresh))
+    return opened, packed(sealed, tail, base, n, [sealed.rows(side) for side in range(len(tail))])
+
+
+Tail = tuple["Sealed", Sequence[Tensor], int]  # of a layer; its rows as they were made, from the last of these on
+
+
+def fill(tails: Sequence[Tail], side: int, start: int, stop: int) -> int:
+    """Seal the blocks `start` .. `stop` of layers that have sealed as many, in a call for all of them, as most of what
+    few rows take is the call. They are not counted yet. -> bytes moved"""
+    first, moved = tails[0][0], 0
+    if stop <= start:
+        return 0
+    size, blocks = first.codec.cuts[side].rows, slice(start, stop)
+    rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
+    if first.packings is not None and fits(rows[0]):
+        packing, sealing = first.packings[side], list[Sealing]()
+        for (sealed, _, _), own in zip(tails, rows):
+            step, low, levels = sealed.buffers[side].planes
+            assert sealed.buffers[side].refs == 1 and stop <= sealed.buffers[side].cap, "room is made before a step"
+            sealing.append(Sealing(own, levels, step, low, start, size))
+            moved += sum(plane[:, blocks].nbytes for plane in (step, low, levels))
+        seal(sealing, side == 0, packing.bits, packing.group)
+        return moved
+    for which, made in enumerate(first.codec.seal(side, torch.cat(rows))):
+        moved += made.nbytes
+        for (sealed, _, _), new in zip(tails, torch.split(made, first.shape.heads)):
+            buffer = sealed.buffers[side]
+            assert buffer.refs == 1 and stop <= buffer.cap, "room is made before a step"
+            buffer.planes[which][:, blocks] = new
+    return moved
+
+
+def ahead(tails: Sequence[Tail], upto: Sequence[int]) -> None:
+    """Seal the first `upto` [keys, values] rows, which are committed, without counting the blocks: rows of this step
+    may read more than is sealed. Room for what a step's rows fill was made with theirs."""
+    first = tails[0][0]
+    for side, cut in enumerate(first.codec.cuts):
+        fill(tails, side, first.counts[side], upto[side] // cut.rows)
+
+
+def packed(
+    sealed: Sealed, tail: Sequence[Tensor], base: int, n: int, upto: Sequence[int], after: Sequence[int] = ()
+) -> Packed | None:
+    """The first `upto` [keys, values] rows as if they were sealed, as they are or `ahead`: of the `n` committed ones,
+    and then of those at the slots `after`. None: blocks have to be opened."""
+    if sealed.packings is None:
+        return None
+    sides = []
+    for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.codec.cuts)):
+        planes: Sequence[Tensor] = sealed.buffers[side].planes
+        if upto[side] > n:
+            done = sealed.rows(side)
+            index = torch.tensor([*range(done, n), *after[: upto[side] - n]]) - base
+            more = sealed.codec.seal(side, tail[side][:, index])
+            planes = [torch.cat((p[:, : sealed.counts[side]], new), 1) for p, new in zip(planes, more)]
+        step, low, levels = planes
+        sides.append(Side(levels, step, low, upto[side], cut.rows, packing.bits, packing.group))
+    return Packed((sides[0], sides[1]), tail, base)
+
+
+def seal_alike(layers: Sequence[LayerKV]) -> int | None:
+    """Seal what committed rows fill, as `LayerKV.seal` of each layer does, where all have sealed blocks already,
+    equally many, and their codec only rounds groups. -> bytes moved; None: it is not so, and nothing was done."""
+    tails = [
+        (layer.sealed, layer.slabs[0].buffer.planes, layer.slabs[0].base)
+        for layer in layers
+        if layer.sealed is not None and len(layer.slabs) == 1
+    ]
+    if len(tails) < len(layers) or not alike([sealed for sealed, _, _ in tails]):
+        return None
+    n, (first, _, _), moved = layers[0].n, tails[0], 0
+    if any(layer.n != n for layer in layers):
+        return None
+    for side, cut in enumerate(first.codec.cuts):
+        moved += fill(tails, side, first.counts[side], cut.blocks(n))
+        for sealed, _, _ in tails:
+            sealed.counts[side] = max(sealed.counts[side], cut.blocks(n))
+    return moved
+
+
+def alike(layers: Sequence[Sealed]) -> bool:
+    """Whether all have sealed blocks, equally many, that native kernels read."""
+    return all(each.active and each.packings is not None and each.counts == layers[0].counts for each in layers)
+
+
+WORDS, SLOTS = 18, (5, 14)  # of a layer in a table; which of them say how many rows are sealed
+
+
+def words(sealed: Sealed) -> list[int]:
+    """What is sealed now, as native steps take it (Sides)."""
+    assert sealed.packings is not None
+    found = list[int]()
+    for side, (packing, cut, buffer) in enumerate(zip(sealed.packings, sealed.codec.cuts, sealed.buffers)):
+        (step, low, levels), sizes = buffer.addresses, [plane.stride(0) for plane in buffer.planes]
+        found += (levels, step, low, sizes[2], sizes[0], sealed.rows(side), cut.rows, packing.bits, packing.group)
+    return found

@@ -1,0 +1,390 @@
+// Sums over lines of numbers that lie packed: x . (level step + low) = (x step) . level + x . low, line by line.
+//
+// Levels meet the products of x and steps as they lie. Of a group these are whole numbers of two bytes, 1 / 32512 of the
+// largest apart, and their products with levels exact: sums do not depend on their order and become floats once.
+#pragma once
+#include "kernels.h"
+#include "softmax.h"
+
+// ---- what is packed
+struct PackedLines {  // of a head, from the first that is read on
+  const uint8_t* levels;
+  const uint16_t *step, *low;  // float16 [lines, groups]
+  long bytes, groups;          // of a line
+  long group;                  // bytes of a group
+  long count;
+
+  // Lines of `numbers` numbers, from number `first` of all lines of a head on.
+  PackedLines(const Sealed& side, long head, long first, long numbers, long count)
+      : bytes(numbers * side.bits / 8), groups(numbers / side.group), group(side.group * side.bits / 8), count(count) {
+    levels = side.levels + head * side.levels_head + first * bytes;
+    step = side.step + head * side.ends_head + first * groups;
+    low = side.low + head * side.ends_head + first * groups;
+  }
+};
+
+// ---- float16
+inline I load_halves(const uint16_t* p) {
+#if LANES == 4
+  return widen(load<uint16x4_t>(p));
+#else
+  return load_wide((const bf16*)p);
+#endif
+}
+
+// The float16 in the lower half of every lane; the upper half is nought.
+inline F from_halves(I halves) {
+#if LANES == 16
+  return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
+#else
+  I size = (halves & 0x7fff) << 13;
+  F finite = (F)size * 5.192296858534828e33f;  // 2^112, the difference of the exponents' zeros
+  I bits = size >= 0x0f800000 ? size | 0x7f800000 : (I)finite;
+  return (F)(bits | (halves & 0x8000) << 16);
+#endif
+}
+
+// ---- two registers and one another's numbers
+#if LANES == 16
+inline void zip(F& a, F& b) {  // a0 b0 a1 b1 ...
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  __m512 first = _mm512_permutex2var_ps((__m512)a, low, (__m512)b);
+  b = (F)_mm512_permutex2var_ps((__m512)a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), (__m512)b), a = (F)first;
+}
+inline void unzip(I& a, I& b) {  // a0 a2 ... b0 b2 ..., a1 a3 ... b1 b3 ...
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  __m512i first = _mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b);
+  b = (I)_mm512_permutex2var_epi32((__m512i)a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), (__m512i)b), a = (I)first;
+}
+#elif LANES == 8
+inline void zip(F& a, F& b) {
+  __m256 low = _mm256_unpacklo_ps((__m256)a, (__m256)b), high = _mm256_unpackhi_ps((__m256)a, (__m256)b);
+  a = (F)_mm256_permute2f128_ps(low, high, 0x20), b = (F)_mm256_permute2f128_ps(low, high, 0x31);
+}
+inline void unzip(I& a, I& b) {
+  auto halves = [](I x) { return _mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); };
+  __m256i x = halves(a), y = halves(b);
+  a = (I)_mm256_permute2x128_si256(x, y, 0x20), b = (I)_mm256_permute2x128_si256(x, y, 0x31);
+}
+#else
+inline void zip(F& a, F& b) {
+  float32x4_t x = (float32x4_t)a, y = (float32x4_t)b;
+  a = (F)vzip1q_f32(x, y), b = (F)vzip2q_f32(x, y);
+}
+inline void unzip(I& a, I& b) {
+  int32x4_t x = (int32x4_t)a, y = (int32x4_t)b;
+  a = (I)vuzp1q_s32(x, y), b = (I)vuzp2q_s32(x, y);
+}
+#endif
+
+inline int32_t most(I v) {
+#if LANES == 16
+  return _mm512_reduce_max_epi32((__m512i)v);
+#elif LANES == 4
+  return vmaxvq_s32((int32x4_t)v);
+#else
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+#endif
+}
+
+inline float total(F v) {
+#if LANES == 8
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  return sum(v);
+#endif
+}
+
+// Whole numbers of two bytes, N registers of them, as upper and lower bytes: x = 256 upper + lower, both signed.
+constexpr int AT_ONCE = LANES == 4 ? 1 : 4;
+
+inline void split(const I (&x)[AT_ONCE], int8_t* upper, int8_t* lower) {
+#if LANES == 16
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // quarter by quarter
+  const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+  __m512i a = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), b = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+  auto above = [&](__m512i v) { return _mm512_srai_epi16(_mm512_add_epi16(v, half), 8); };
+  __m512i high = _mm512_packs_epi16(above(a), above(b));
+  __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+  store(upper, _mm512_permutexvar_epi32(order, high)), store(lower, _mm512_permutexvar_epi32(order, low));
+#elif LANES == 8
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), half = _mm256_set1_epi16(128);
+  const __m256i byte = _mm256_set1_epi16(255);
+  __m256i a = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), b = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+  auto above = [&](__m256i v) { return _mm256_srai_epi16(_mm256_add_epi16(v, half), 8); };
+  __m256i high = _mm256_packs_epi16(above(a), above(b));
+  __m256i low = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+  store(upper, _mm256_permutevar8x32_epi32(high, order)), store(lower, _mm256_permutevar8x32_epi32(low, order));
+#else
+  store_bytes((uint8_t*)upper, (x[0] + 128) >> 8), store_bytes((uint8_t*)lower, x[0]);
+#endif
+}
+
+// ---- levels
+// Lane i: byte i of four lines, `row` bytes apart. Of each, `count` bytes are there, and those beyond are nought; lines
+// beyond the last of `some` are the last.
+inline I four_lines(const uint8_t* p, long row, long count, long some) {
+  const uint8_t* lines[4];
+  for (long i = 0; i < 4; i++) lines[i] = p + (i < some ? i : some - 1) * row;
+#if LANES == 16
+  const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i all;
+  if (count >= LANES && row == LANES && some >= 4) {
+    all = load<__m512i>(p);
+  } else if (count >= LANES) {
+    all = _mm512_castsi128_si512(load<__m128i>(lines[0]));
+    all = _mm512_inserti32x4(all, load<__m128i>(lines[1]), 1);
+    all = _mm512_inserti32x4(all, load<__m128i>(lines[2]), 2);
+    all = _mm512_inserti32x4(all, load<__m128i>(lines[3]), 3);
+  } else {
+    __mmask16 there = (__mmask16)((1 << count) - 1);
+    all = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(there, lines[0]));
+    all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(there, lines[1]), 1);
+    all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(there, lines[2]), 2);
+    all = _mm512_inserti32x4(all, _mm_maskz_loadu_epi8(there, lines[3]), 3);
+  }
+  return (I)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(words, all), _mm512_broadcast_i32x4(order));
+#elif LANES == 8
+  uint64_t each[4] = {};
+  for (int l = 0; l < 4; l++)
+    if (count >= LANES) memcpy(each + l, lines[l], LANES);
+    else memcpy(each + l, lines[l], count);
+  const __m256i words = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m256i all = _mm256_set_epi64x((long long)each[3], (long long)each[2], (long long)each[1], (long long)each[0]);
+  return (I)_mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(all, words), _mm256_broadcastsi128_si256(order));
+#else
+  uint32_t each[4] = {};
+  for (int l = 0; l < 4; l++)
+    if (count >= LANES) memcpy(each + l, lines[l], LANES);
+    else memcpy(each + l, lines[l], count);
+  const uint8x16_t order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  return (I)vqtbl1q_u8(load<uint8x16_t>(each), order);
+#endif
+}
+
+// acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (0 .. 15)
+inline I dot_levels(I acc, I w, I x) {
+#if LANES == 8
+  __m256i pairs = _mm256_maddubs_epi16((__m256i)x, (__m256i)w);
+  return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  return dot(acc, w, x);
+#endif
+}
+
+// A register's worth of bytes of every line, four lines together, and the ends of the groups these belong to.
+struct Stripe {
+  alignas(64) I words[MOST_DIM / 4];
+  alignas(64) float step[LANES][MOST_DIM], low[LANES][MOST_DIM];  // of lines that there are not: 0
+  long lines, groups;
+  int32_t start[LANES];  // the first lane of a group
+
+  void take(const PackedLines& of, long byte, long end) {
+    long count = end - byte < LANES ? end - byte : LANES, first = byte / of.group;
+    lines = of.count, groups = (byte + count - 1) / of.group - first + 1;
+    for (long x = 0; x < groups; x++) start[x] = (int32_t)((first + x) * of.group - byte);
+    const uint8_t* p = of.levels + byte;
+    for (long l = 0; l < lines; l += 4) words[l / 4] = four_lines(p + l * of.bytes, of.bytes, count, lines - l);
+    spread(of.step, of.groups, first, step), spread(of.low, of.groups, first, low);
+  }
+
+ private:
+  // `all` float16 of every line -> those from `first` on, each group's by itself
+  void spread(const uint16_t* ends, long all, long first, float (*to)[MOST_DIM]) const {
+    if (all == 1) spread<1>(ends, first, to);
+    else if (all == 2) spread<2>(ends, first, to);
+    else if (all == 4) spread<4>(ends, first, to);
+    else singly(ends, all, first, 0, to);
+  }
+
+  template <int ALL> void spread(const uint16_t* ends, long first, float (*to)[MOST_DIM]) const {
+    long l = 0;
+    for (; l + LANES <= lines; l += LANES) {
+      I pairs[2] = {};
+      if constexpr (ALL == 1) pairs[0] = load_halves(ends + l);
+      else pairs[0] = load<I>(ends + l * ALL);
+      if constexpr (ALL == 4) {
+        pairs[1] = load<I>(ends + l * ALL + 2 * LANES);
+        unzip(pairs[0], pairs[1]);
+      }
+      for (long x = 0; x < groups; x++) {
+        I pair = pairs[(first + x) / 2];
+        store(to[x] + l, from_halves(((first + x) % 2 ? pair >> 16 : pair) & 0xffff));
+      }
+    }
+    singly(ends, ALL, first, l, to);
+  }
+
+  void singly(const uint16_t* ends, long all, long first, long from, float (*to)[MOST_DIM]) const {
+    for (long x = 0; x < groups; x++)
+      for (long l = from; l < lines; l += LANES) {
+        I some = {};
+        for (long i = 0; i < LANES && l + i < lines; i++) some[i] = ends[(l + i) * all + first + x];
+        store(to[x] + l, from_halves(some));
+      }
+  }
+};
+
+// What the lines of a stripe are multiplied with for one query, by group.
+struct Factors {
+  alignas(64) int8_t high[LANES][MOST_DIM], low[LANES][MOST_DIM];
+  float step[LANES], rest[LANES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
+
+  // x: [lines], and numbers up to a whole register; memory goes on for some. All below 1e-30 are taken for nothing.
+  void take(const float* x, const Stripe& stripe) {
+    for (long g = 0; g < stripe.groups; g++) {
+      F lows = {};
+      I top = {};
+      for (long l = 0; l < stripe.lines; l += LANES) {
+        I size = (I)(load<F>(x + l) * load<F>(stripe.step[g] + l)) & 0x7fffffff;
+        top = size > top ? size : top;  // NaN is larger than all
+        lows += load<F>(x + l) * load<F>(stripe.low[g] + l);
+      }
+      int32_t bits = most(top);
+      float largest;
+      memcpy(&largest, &bits, 4);
+      float inverse = largest >= 1e-30f && largest <= 3.4e38f ? 32512 / largest : 0;
+      step[g] = largest <= 3.4e38f ? largest / 32512 : NAN, rest[g] = total(lows);
+      for (long l = 0; l < stripe.lines; l += AT_ONCE * LANES) {
+        I whole[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; i++) {  // of lines that there are not, whatever comes out meets nothing
+          F share = load<F>(x + l + i * LANES) * load<F>(stripe.step[g] + l + i * LANES);
+          whole[i] = (I)(share * inverse + MAGIC) - (I)splat(MAGIC);
+        }
+        split(whole, high[g] + l, low[g] + l);
+      }
+    }
+  }
+};
+
+// Of four lines, the factors that every lane's bytes meet. G groups if known beforehand, else 0.
+template <int G> inline I factors_of(const int8_t (*bytes)[MOST_DIM], const Stripe& stripe, I lane, long line) {
+  I found = splat(load<int32_t>(bytes[0] + line));
+  for (long g = 1; g < (G ? G : stripe.groups); g++)
+    found = lane >= stripe.start[g] ? splat(load<int32_t>(bytes[g] + line)) : found;
+  return found;
+}
+
+// found[q][s] = the sums of Q queries over the lines of a stripe: lane i, number s of byte i. They stay below 2^31:
+// 256 x 15 x 32512.
+template <int Q, int BITS, int G>
+inline void sum_lines(const Factors* factors, const Stripe& stripe, I (*found)[8 / BITS]) {
+  constexpr int S = 8 / BITS;
+  const I mask = splat(BITS == 2 ? 0x03030303 : 0x0f0f0f0f);
+  I high[Q][S], low[Q][S], lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int q = 0; q < Q; q++)
+    for (int s = 0; s < S; s++) high[q][s] = low[q][s] = I{};
+  for (long l = 0; l < stripe.lines; l += 4) {
+    I word = stripe.words[l / 4], levels[S];
+    for (int s = 0; s < S; s++) levels[s] = word >> s * BITS & mask;
+    for (int q = 0; q < Q; q++) {
+      I upper = factors_of<G>(factors[q].high, stripe, lane, l), lower = factors_of<G>(factors[q].low, stripe, lane, l);
+      for (int s = 0; s < S; s++) high[q][s] = dot_levels(high[q][s], upper, levels[s]);
+      for (int s = 0; s < S; s++) low[q][s] = dot_levels(low[q][s], lower, levels[s]);
+    }
+  }
+  for (int q = 0; q < Q; q++)
+    for (int s = 0; s < S; s++) found[q][s] = (high[q][s] << 8) + low[q][s];
+}
+
+template <int Q, int BITS> inline void sum_lines(const Factors* factors, const Stripe& stripe, I (*found)[8 / BITS]) {
+  if (stripe.groups == 1) sum_lines<Q, BITS, 1>(factors, stripe, found);
+  else if (stripe.groups == 2) sum_lines<Q, BITS, 2>(factors, stripe, found);
+  else sum_lines<Q, BITS, 0>(factors, stripe, found);
+}
+
+// Whole sums as the numbers they stand for, in the order in which they lie: not inlined, so that they are rounded alike
+// whatever else is read.
+template <int BITS>
+__attribute__((noinline)) void worth_of(const I (&found)[8 / BITS], const Factors& own, const Stripe& stripe,
+                                        F (&numbers)[8 / BITS]) {
+  constexpr int S = 8 / BITS;
+  F step = splat(own.step[0]), rest = splat(own.rest[0]);
+  I lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (long g = 1; g < stripe.groups; g++) {
+    I from = lane >= stripe.start[g];
+    step = select(from, splat(own.step[g]), step), rest = select(from, splat(own.rest[g]), rest);
+  }
+  for (int s = 0; s < S; s++) numbers[s] = __builtin_convertvector(found[s], F) * step + rest;
+  if constexpr (S == 4) {
+    zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
+    zip(numbers[0], numbers[1]), zip(numbers[2], numbers[3]);
+  } else {
+    zip(numbers[0], numbers[1]);
+  }
+}
+
+// put(query, number, register): what the queries x [queries, row] make of the numbers between two bytes of all lines
+template <int Q, int BITS, class Put>
+inline void contract(const Stripe& stripe, const float* x, long row, long first, long queries, long at, const Put& put) {
+  for (; queries - first >= Q; first += Q) {
+    Factors factors[Q];
+    I found[Q][8 / BITS];
+    for (int q = 0; q < Q; q++) factors[q].take(x + (first + q) * row, stripe);
+    sum_lines<Q, BITS>(factors, stripe, found);
+    for (int q = 0; q < Q; q++) {
+      F numbers[8 / BITS];
+      worth_of<BITS>(found[q], factors[q], stripe, numbers);
+      put(first + q, at, numbers);
+    }
+  }
+  if constexpr (Q > 1) contract<Q - 1, BITS>(stripe, x, row, first, queries, at, put);
+}
+
+template <int BITS, class Put>
+inline void contract(const PackedLines& lines, const float* x, long row, long queries, long from, long to, const Put& put) {
+  constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
+  long passes = (queries + Q - 1) / Q, each = (queries + passes - 1) / passes;
+  Stripe stripe;
+  for (long byte = from; byte < to; byte += LANES) {
+    long at = (byte - from) * (8 / BITS);
+    stripe.take(lines, byte, to);
+    if (Q > 3 && each > 3) contract<Q, BITS>(stripe, x, row, 0, queries, at, put);
+    else if (Q > 2 && each > 2) contract<(Q < 3 ? Q : 3), BITS>(stripe, x, row, 0, queries, at, put);
+    else if (Q > 1 && each > 1) contract<(Q < 2 ? Q : 2), BITS>(stripe, x, row, 0, queries, at, put);
+    else contract<1, BITS>(stripe, x, row, 0, queries, at, put);
+  }
+}
+
+// scores[i][..] = query i . the keys of `count` slots from `slot` on, which lie in one block
+inline void score_sealed(const Sealed& side, long head, long slot, long count, long dim, long queries,
+                         const float (*x)[MOST_DIM], float (*scores)[KEYS]) {
+  long block = slot / side.rows, from = slot % side.rows;
+  PackedLines lines(side, head, block * dim, side.rows, dim);
+  auto put = [&](long i, long at, const auto& numbers) {
+    for (const F& some : numbers) store(scores[i] + at, some), at += LANES;
+  };
+  from = from * side.bits / 8, count = (count * side.bits + 7) / 8;
+  if (side.bits == 2) contract<2>(lines, x[0], MOST_DIM, queries, from, from + count, put);
+  else contract<4>(lines, x[0], MOST_DIM, queries, from, from + count, put);
+}
+
+// sum[d], in the order that `place` tells, += a register's numbers from d on
+template <int N> inline void add_in_place(const F (&numbers)[N], long d, long dim, float* sum) {
+#if DOT_INSTRUCTIONS
+  for (int i = 0; i < N && d < dim; i += 2, d += 2 * LANES) {
+    __m512 a = (__m512)numbers[i], b = (__m512)numbers[i + 1];
+    store(sum + d, load<F>(sum + d) + (F)_mm512_shuffle_f32x4(a, b, 0x88));
+    store(sum + d + LANES, load<F>(sum + d + LANES) + (F)_mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+#else
+  for (int i = 0; i < N && d < dim; i++, d += LANES) store(sum + d, load<F>(sum + d) + numbers[i]);
+#endif
+}
+
+// sum[i] += the values of `count` slots from `slot` on under the weights of query i
+inline void add_sealed(const Sealed& side, long head, long slot, long count, long dim, long queries,
+                       const float (*weights)[KEYS], float (*sum)[MOST_DIM]) {
+  PackedLines lines(side, head, slot, dim, count);
+  auto put = [&](long i, long at, const auto& numbers) { add_in_place(numbers, at, dim, sum[i]); };
+  if (side.bits == 2) contract<2>(lines, weights[0], KEYS, queries, 0, lines.bytes, put);
+  else contract<4>(lines, weights[0], KEYS, queries, 0, lines.bytes, put);
+}

@@ -1,0 +1,293 @@
+"""Native attention over packed blocks and the rows behind them against exact sums, for every instruction set of this
+machine.
+
+How far off it may be follows from how queries and weights are rounded, group by group: see `bounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut
+from phasewise.kv.buffer import KVShape
+from phasewise.methods.store._grouped import Grouped
+from phasewise.ops import native
+from phasewise.ops.attention import attention
+from phasewise.ops.native import spans
+from phasewise.ops.native.spans import Few, Side
+from phasewise.ops.packing import unpack
+from phasewise.step.span import ancestors
+from tests.ops.targets import HERE
+
+SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
+FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
+SCALE = 0.2
+
+
+@pytest.fixture(params=HERE, scope="module")
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    patch = pytest.MonkeyPatch()
+    kernels = native.load(request.param)
+    assert kernels is not None
+    native._share_threads(kernels)
+    patch.setattr(spans, "library", lambda: kernels)
+    yield request.param
+    patch.undo()
+
+
+class Form(NamedTuple):
+    """Bits, numbers that share a step (or as many as a line of values has), slots of a block of keys, and how many of
+    the newest values lie as they were made."""
+
+    bits: int
+    group: int
+    rows: int
+    tail: int
+
+    def codec(self, dim: int) -> Grouped:
+        return Grouped(self.bits, self.group, (BlockCut(self.rows), BlockCut(1, self.tail)))
+
+    @property
+    def of_keys(self) -> int:
+        return min(self.group, self.rows)
+
+    def of_values(self, dim: int) -> int:
+        return min(self.group, dim)
+
+    def fits(self, dim: int) -> bool:
+        """Whether a codec packs heads like that, and the kernels read them."""
+        keys, values = self.of_keys, self.of_values(dim)
+        whole = self.rows % keys == 0 and dim % values == 0
+        return whole and spans.opens(self.bits, keys, self.rows, dim) and spans.opens(self.bits, values, 8, dim)
+
+
+class Kept(NamedTuple):
+    """A span as the kernel reads it; and as float64 [H, N, D]: what keys and values are."""
+
+    few: Few
+    k: Tensor
+    v: Tensor
+
+
+def make(
+    shape: tuple[int, int, int], form: Form, rows: int, n: int, seed: int, start: int | None = None, tree: bool = False
+) -> Kept:
+    """The first slots that are packed when n - rows are there. Rows before `start`, at most all that both sides have
+    packed, are in no memory."""
+    heads_q, heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
+    size = 10.0 ** torch.randint(-2, 2, (2, heads, 1, dim), generator=generator)  # of channels
+    made = [(torch.randn(heads, n, dim, generator=generator) * size[i] * 0.3).bfloat16() for i in range(2)]
+    codec, sides, found = form.codec(dim), list[Side](), list[Tensor]()
+    each = form.of_keys, form.of_values(dim)
+    for side in SIDES:
+        cut = codec.cuts[side]
+        count, raw = cut.sealed(n - rows), made[side]
+        room = cut.rows * (count // cut.rows + 2)
+        spare = torch.full((heads, room - count, dim), 7.0)
+        planes = codec.seal(side, torch.cat((raw[:, :count].float(), spare), 1))
+        whole = codec.open(side, [p[:, : count // cut.rows] for p in planes], KVShape(heads, dim, torch.float64))
+        found.append(torch.cat((whole, raw[:, count:].double()), 1))
+        step, low, levels = planes
+        sides.append(Side(levels, step, low, count, cut.rows, form.bits, each[side]))
+    base = min(side.slots for side in sides) if start is None else start
+    sees = ancestors([i // 2 - 1 if i < 2 else (i - 1) // 2 for i in range(rows)]) if tree else None
+    k, v = (x[:, base:].contiguous() for x in made)
+    return Kept(Few(q, k, v, sees, base, sealed=(sides[KEYS], sides[VALUES])), *found)
+
+
+def sight(few: Few, window: int | None) -> Tensor:
+    """bool [1, R, N]: causal, or the span's tree; within its window."""
+    rows, n = few.q.shape[0], few.start + few.k.shape[1]
+    own = torch.ones(rows, rows).tril().bool() if few.sees is None else few.sees
+    mask = torch.cat((torch.ones(rows, n - rows).bool(), own), 1)
+    if window is not None:
+        mask &= torch.arange(n) > torch.arange(n - rows, n)[:, None] - window
+    return mask[None]
+
+
+def levels_of(side: Side, numbers: int) -> tuple[Tensor, Tensor]:
+    """Levels, and the step of each: float64 [H, blocks, lines, numbers]."""
+    levels = unpack(side.levels, numbers, side.bits).double()
+    return levels, side.step.double().repeat_interleave(side.group, -1).expand_as(levels)
+
+
+def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, window: int | None = None) -> None:
+    """Against sums in float64, within `bounds`."""
+    few, k, v = kept
+    assert few.sealed is not None
+    keys, values = few.sealed
+    group, dim = few.q.shape[1] // k.shape[0], k.shape[2]
+    q, mask = few.q.double().transpose(0, 1), sight(few, window)  # [Hq, R, D]
+    wide = k.repeat_interleave(group, 0)
+    scores = q @ wide.mT * SCALE
+    # of a query's numbers times the steps of a group, each is 1 / 32512 of the largest apart
+    levels, steps = levels_of(keys, keys.rows)  # [H, blocks, D, rows]
+    levels, steps = [x[:, : keys.slots // keys.rows].transpose(2, 3).flatten(1, 2) for x in (levels, steps)]
+    wide_steps, sums = steps.repeat_interleave(group, 0), levels.sum(-1).repeat_interleave(group, 0)
+    largest = (q.abs()[:, :, None] * wide_steps[:, None]).amax(-1)  # [Hq, R, slots]
+    off = 4e-6 * (q.abs() @ wide.abs().mT)
+    lows = (wide[:, : keys.slots] - levels.repeat_interleave(group, 0) * wide_steps).abs() + wide_steps * 15
+    off[..., : keys.slots] = largest / 65024 * sums[:, None] + 4e-6 * (q.abs() @ lows.mT)
+    off *= SCALE
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    shares, most = scores.softmax(-1), off.masked_fill(~mask, 0).amax(-1)  # [Hq, R, N], [Hq, R]
+    want, want_lse = shares @ v.repeat_interleave(group, 0), scores.logsumexp(-1)
+    most = most + 2e-6 * (1 + want_lse.abs())
+    # shares of a sum move as scores do, twice; weights times steps are 1 / 32512 of a block's largest apart
+    bound = torch.expm1(2 * most)[..., None] * (shares @ v.abs().repeat_interleave(group, 0)) + want.abs() / 250
+    levels, steps = (x[:, : values.slots // values.rows].flatten(1, 2) for x in levels_of(values, dim))  # [H, slots, D]
+    for at in range(0, values.slots, 64):
+        some = slice(at, min(at + 64, values.slots))
+        worth = (shares[:, :, some, None] * steps[:, some].repeat_interleave(group, 0)[:, None]).amax(2)  # [Hq, R, D]
+        bound += 1.01 * worth / 65024 * levels[:, some].sum(1).repeat_interleave(group, 0)[:, None]
+    bound += shares[..., values.slots :] @ v[:, values.slots :].abs().repeat_interleave(group, 0) / 250
+    bound += 1e-5 * (shares @ v.abs().repeat_interleave(group, 0)) + 1e-5 * 15 * float(values.step.double().max())
+    assert bool(((got.double().transpose(0, 1) - want).abs() <= bound).all())
+    assert lse is None or bool(((lse.double().T - want_lse).abs() <= most + 1e-5).all())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.usefixtures("target")
+def test_near_exact_sums(shape: tuple[int, int, int], form: Any) -> None:
+    """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another."""
+    form = Form(*form)
+    if not form.fits(shape[2]):
+        pytest.skip("no codec packs heads like that")
+    cases = [(1, 1), (1, 9), (1, 65), (1, 130), (3, 200), (1, 300), (2, 517), (16, 1030), (1, 2500)]
+    batch = [make(shape, form, rows, n, seed) for seed, (rows, n) in enumerate(cases)]
+    batch += [make(shape, form, 7, 7, 90, tree=True), make(shape, form, 9, 400, 91, start=0, tree=True)]
+    out, lse = spans.attend([kept.few for kept in batch], SCALE, with_lse=True)
+    assert lse is not None
+    sizes = [kept.few.q.shape[0] for kept in batch]
+    for kept, rows, rows_lse in zip(batch, out.split(sizes), lse.split(sizes), strict=True):
+        check(rows, rows_lse, kept)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.usefixtures("target")
+def test_near_the_plain_twin(bits: int) -> None:
+    """Blocks opened, and attention over bfloat16: the two are as near as rounding opened blocks to it allows."""
+    kept = make((9, 3, 64), Form(bits, 32, 128, 128), 1, 900, 3)
+    twin = attention(kept.few.q, kept.k.bfloat16(), kept.v.bfloat16(), None, SCALE)
+    got, _ = spans.attend([kept.few], SCALE)
+    assert float((got.float() - twin.float()).norm() / twin.float().norm()) < 2e-2
+
+
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+@pytest.mark.usefixtures("target")
+def test_capped_scores(softcap: float) -> None:
+    kept = make((6, 2, 64), Form(2, 32, 64, 64), 3, 700, 5)
+    out, lse = spans.attend([kept.few], SCALE, with_lse=True, softcap=softcap)
+    check(out, lse, kept, softcap=softcap)
+
+
+@pytest.mark.parametrize("window", [3, 64, 300, 1100])
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[4]], ids=str)
+@pytest.mark.usefixtures("target")
+def test_windows(window: int, form: Any) -> None:
+    kept = make((9, 3, 96), Form(*form), 5, 1500, 7)
+    out, lse = spans.attend([kept.few], SCALE, window, with_lse=True)
+    check(out, lse, kept, window=window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([2, 4]),
+    group=st.sampled_from([4, 8, 12, 16, 32, 64]),
+    blocks=st.integers(1, 6), tail=st.integers(0, 150), heads=st.integers(1, 3), each=st.integers(1, 9),
+    dim=st.sampled_from([32, 64, 128, 192]), threads=st.integers(1, 3),
+)  # fmt: skip
+@pytest.mark.usefixtures("target")
+def test_mates_threads_and_cuts_change_no_bit(
+    seed: int, n: int, bits: int, group: int, blocks: int, tail: int, heads: int, each: int, dim: int, threads: int
+) -> None:
+    """Beside spans of other forms, and of rows as they were made; and rows of one span by themselves."""
+    form, shape = Form(bits, group, 2 * group * blocks, tail), (heads * each, heads, dim)
+    if not form.fits(dim):
+        return
+    batch = [make(shape, form, rows, n + extra, seed + rows) for rows, extra in ((1, 0), (4, 500), (12, 12))]
+    other = Form(6 - bits, 8, 16, 8)
+    mates = [make(shape, other, 2, 150, seed).few, _opened(make(shape, other, 3, 70, seed + 1))]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together, _ = spans.attend([*(kept.few for kept in batch), *mates], SCALE)
+    finally:
+        torch.set_num_threads(before)
+    parts = together.split([1, 4, 12, 2, 3])
+    for mate, got in zip(mates, parts[3:], strict=True):
+        assert torch.equal(spans.attend([mate], SCALE)[0], got)
+    for kept, got in zip(batch, parts[:3], strict=True):
+        few, rows = kept.few, kept.few.q.shape[0]
+        check(got, None, kept)
+        assert torch.equal(spans.attend([few], SCALE)[0], got)
+        for i in (0, rows - 1):
+            end = few.k.shape[1] - rows + i + 1
+            one = few._replace(q=few.q[i : i + 1], k=few.k[:, :end], v=few.v[:, :end])
+            assert torch.equal(spans.attend([one], SCALE)[0], got[i : i + 1])
+
+
+def _opened(kept: Kept) -> Few:
+    return Few(kept.few.q, kept.k.bfloat16(), kept.v.bfloat16())
+
+
+@pytest.mark.usefixtures("target")
+def test_what_is_packed_is_read_there_and_nothing_else_is() -> None:
+    """Rows that are packed as well may hold anything, and so may blocks beyond."""
+    form, shape = Form(2, 32, 128, 100), (4, 2, 64)
+    kept = make(shape, form, 2, 700, 3, start=0)
+    want = spans.attend([kept.few], SCALE)[0]
+    assert kept.few.sealed is not None
+    assert torch.equal(spans.attend([make(shape, form, 2, 700, 3).few], SCALE)[0], want)
+    for side, plane in zip(kept.few.sealed, (kept.few.k, kept.few.v)):
+        assert 0 < side.slots < 700
+        plane[:, : side.slots] = float("nan")
+        side.step[:, side.slots // side.rows :] = float("nan")
+        side.low[:, side.slots // side.rows :] = float("nan")
+    assert torch.equal(spans.attend([kept.few], SCALE)[0], want)
+
+
+@pytest.mark.usefixtures("target")
+def test_nothing_and_bad_numbers() -> None:
+    """Queries of zeros read the mean; what is not a number spoils those who read it, and no others."""
+    kept = make((4, 2, 64), Form(4, 32, 64, 64), 1, 300, 3)
+    nothing = kept._replace(few=kept.few._replace(q=torch.zeros_like(kept.few.q)))
+    check(*spans.attend([nothing.few], SCALE, with_lse=True), nothing)
+    sealed = kept.few.sealed
+    assert sealed is not None
+    for bad in (float("nan"), float("inf")):
+        q = kept.few.q.clone()
+        q[0, 1, 5] = bad
+        got = spans.attend([kept.few._replace(q=q)], SCALE)[0][0]
+        assert got[1].isnan().all() and got[[0, 2, 3]].isfinite().all()
+    for side in SIDES:
+        for name in ("step", "low"):
+            plane = getattr(sealed[side], name).clone()
+            plane[1, 0, 0, 0] = float("nan")
+            spoilt = list(sealed)
+            spoilt[side] = sealed[side]._replace(**{name: plane})
+            some = kept.few._replace(sealed=(spoilt[0], spoilt[1]))
+            out = spans.attend([some, kept.few], SCALE)[0]
+            hit = out[0, 2:] if side == KEYS else out[0, 2:, :32]
+            assert hit.isnan().all() and out[0, :2].isfinite().all() and out[1:].isfinite().all()
+
+
+def test_other_numbers_are_left_to_the_open_path() -> None:
+    kept = make((4, 2, 64), Form(4, 32, 64, 64), 1, 300, 3)
+    few = kept.few
+    assert spans.fits(few) == bool(HERE)
+    assert not spans.fits(few._replace(q=few.q.float(), k=few.k.float(), v=few.v.float()))
+    assert not spans.opens(3, 32, 128, 64) and not spans.opens(2, 2, 128, 64) and not spans.opens(2, 32, 12, 64)
+    assert not spans.opens(2, 4, 128, 48) and spans.opens(2, 4, 8, 32)

@@ -1,0 +1,207 @@
+"""Blocks that native kernels read packed: whole steps and drafts over them, beside the open path over opened ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.engine.engine import Engine
+from phasewise.kv.blocks import SIDES, BlockCut
+from phasewise.methods.store._approximated import Approximated
+from phasewise.methods.store.gear import Gear
+from phasewise.methods.store.kivi import Kivi
+from phasewise.model.model import Model
+from phasewise.ops import native
+from phasewise.ops.native import spans
+from phasewise.request.request import Request
+from phasewise.verbs.store import Codec
+from tests import tiny
+from tests.kv.harness import Walk
+from tests.watched import passes
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+PROMPT, WHOLE = 37, 90
+KIVI = Kivi(bits=2, group=4, residual=16).codec()
+WIDE = Kivi(bits=4, group=16, residual=32).codec()
+LEVELS = Gear(bits=4, group=8, block=16, rank=0, sparse=0).codec()  # GEAR without what mends its levels
+CODECS = pytest.mark.parametrize("codec", [KIVI, WIDE, LEVELS], ids=["kivi", "wide", "levels"])
+
+
+def model() -> Model:
+    return Model.load(tiny.checkpoint(hidden=128), dtype=torch.bfloat16)  # heads of 32 numbers
+
+
+def tokens() -> list[int]:
+    return tiny.prompts(WHOLE)[0]
+
+
+def fed(of: Model, codec: Codec, sizes: Sequence[int] = (1,)) -> tuple[Tensor, Walk]:
+    """Logits of the rows after a prompt, in steps of so many rows, over and over."""
+    every, found, at = tokens(), list[Tensor](), PROMPT
+    one = Walk(of, every[:PROMPT], codec=codec)
+    one.feed(every[:PROMPT])
+    while at < WHOLE:
+        some = every[at : at + sizes[len(found) % len(sizes)]]
+        found.append(one.feed(some))
+        at += len(some)
+    return torch.cat(found), one
+
+
+def plainly(of: Model, codec: Codec, patch: pytest.MonkeyPatch) -> tuple[Tensor, Walk]:
+    """`fed`, over blocks that are opened."""
+    with patch.context() as here:
+        here.setattr("phasewise.kv.blocks.packings", lambda codec, shape: None)
+        return fed(of, codec)
+
+
+def far(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+@CODECS
+def test_whole_steps_are_as_near_as_the_open_path(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = passes(monkeypatch)
+    got, one = fed(model(), codec)
+    assert [each.rows for each in made] == [PROMPT] + [1] * (WHOLE - PROMPT) and all(each.whole for each in made)
+    made.clear()
+    plain, other = plainly(model(), codec, monkeypatch)
+    assert [each.rows for each in made] == [PROMPT], "the twin was to open blocks"
+    exact, _ = fed(Model.load(tiny.checkpoint(hidden=128), dtype=torch.float32), codec)
+    assert far(got, exact) < 1.2 * far(plain, exact) + 1e-3
+    names = ("row_layers", "rows", "kv_bytes_read", "kv_bytes_written")
+    assert [getattr(one.counters, n) for n in names] == [getattr(other.counters, n) for n in names]
+    for layer, twin in zip(one.kv.layers, other.kv.layers):
+        assert layer.sealed is not None and twin.sealed is not None
+        assert layer.sealed.counts == twin.sealed.counts and layer.live_bytes == twin.live_bytes
+
+
+@CODECS
+def test_what_is_sealed_is_what_each_layer_seals_by_itself(codec: Codec) -> None:
+    """Blocks of all layers are sealed in one call."""
+    _, one = fed(model(), codec)
+    for layer in one.kv.layers:
+        assert layer.sealed is not None
+        for side in SIDES:
+            cut = layer.sealed.codec.cuts[side]
+            assert layer.sealed.counts[side] == cut.blocks(WHOLE)
+            last = slice(cut.sealed(WHOLE) - cut.rows, cut.sealed(WHOLE))
+            base = layer.slabs[0].base
+            if last.start < base:
+                continue
+            rows = layer.slabs[0].buffer.planes[side][:, last.start - base : last.stop - base]
+            for plane, new in zip(layer.sealed.buffers[side].planes, layer.sealed.codec.seal(side, rows)):
+                assert torch.equal(plane[:, layer.sealed.counts[side] - 1 :][:, :1], new)
+
+
+@CODECS
+@pytest.mark.parametrize("sizes", [[2], [5, 1, 3], [8]], ids=str)
+def test_drafts_read_bit_for_bit_what_single_rows_read(
+    codec: Codec, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for steps whose rows read one another from a block: these go the open path, which rounds differently."""
+    made, of = passes(monkeypatch), model()
+    want, _ = fed(of, codec)
+    made.clear()
+    got, _ = fed(of, codec, sizes)
+    exact, _ = fed(Model.load(tiny.checkpoint(hidden=128), dtype=torch.float32), codec)
+    assert far(got, exact) < 1.3 * far(want, exact) + 1e-3
+    keys, at, same = codec.cuts[0], PROMPT, 0  # type: ignore[attr-defined]
+    for turn in range(WHOLE):
+        rows = min(sizes[turn % len(sizes)], WHOLE - at)
+        if rows < 1:
+            break
+        crossing = keys.sealed(at + rows - 1) > at
+        if crossing:
+            break  # what comes after reads rows that differ by that rounding
+        here = slice(at - PROMPT, at - PROMPT + rows)
+        assert torch.equal(got[here], want[here])
+        at, same = at + rows, same + rows
+    assert same > 0 and len(made) > 1 and all(each.whole for each in made)
+
+
+@CODECS
+def test_trees_read_bit_for_bit_what_their_paths_read(codec: Codec) -> None:
+    every, of = tokens(), model()
+    want, _ = fed(of, codec)
+    one = Walk(of, every[:PROMPT], codec=codec)
+    one.feed(every[:PROMPT])
+    right = every[PROMPT : PROMPT + 3]
+    wrong = [3 + (token + 1) % 60 for token in right]
+    logits = one.try_([right[0], wrong[1], right[1], wrong[2], right[2]], [-1, 0, 0, 1, 2])
+    assert torch.equal(logits[[0, 2, 4]], want[:3])
+    one.commit([right[0], wrong[1], right[1], wrong[2], right[2]], [0, 2])
+    assert torch.equal(one.feed(every[PROMPT + 2 : PROMPT + 3]), want[2:3]), "what was rejected leaves no trace"
+
+
+def test_forks_and_dumps_in_between() -> None:
+    every, of = tokens(), model()
+    want, _ = fed(of, KIVI)
+    one = Walk(of, every[:PROMPT], codec=KIVI)
+    one.feed(every[:PROMPT])
+    found = []
+    for at in range(PROMPT, PROMPT + 24):
+        if at % 7 == 0:
+            twin = one.fork()
+            assert torch.equal(twin.feed([every[at]]), want[at - PROMPT : at - PROMPT + 1])
+            twin.feed([5])
+        if at % 10 == 0:
+            other = Walk(of, every[:PROMPT], codec=KIVI)
+            other.kv.load(one.kv.dump())
+            other.request.tokens, other.request.computed = list(one.request.tokens), one.request.computed
+            one = other
+        found.append(one.feed([every[at]]))
+    assert torch.equal(torch.cat(found), want[:24])
+
+
+@pytest.mark.parametrize("store", ["kivi:group=4,residual=8", "kivi:bits=4,group=16,residual=32"])
+@pytest.mark.parametrize("draft", [{}, {"draft": "prompt_lookup:k=3"}], ids=str)
+def test_mates_change_no_token_and_share_the_call(
+    store: str, draft: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, given = model(), {"schedule": "prefill_first", "store": store} | draft
+    prompts, params = tiny.prompts(33, 5, 64, 17, 50), tiny.greedy(40)
+    alone = [tiny.outs(tiny.run(tiny.engine(given, of=of), [prompt], params))[0] for prompt in prompts]
+    made = passes(monkeypatch)
+    engine = tiny.engine(given, of=of)
+    assert tiny.outs(tiny.run(engine, prompts, params)) == alone
+    assert isinstance(engine, Engine)
+    if not draft:
+        assert all(each.whole for each in made) and sum(each.rows for each in made) == engine.counters.rows
+        assert len(made) == engine.counters.forwards, "all requests share one call"
+
+
+def test_what_is_read_is_counted_packed() -> None:
+    """By closed form, as tests/store/test_kivi.py has it for the open path."""
+    bits, group, residual, prompt, new = 2, 4, 8, 50, 30
+    engine = tiny.engine(
+        {"store": f"kivi:bits={bits},group={group},residual={residual}"}, of=model(), prefix_cache=False
+    )
+    assert isinstance(engine, Engine)
+    request = Request(tiny.prompts(prompt)[0], tiny.greedy(new))
+    engine.add(request)
+    engine.step()
+    before, want = engine.counters.kv_bytes_read, 0.0
+    shape = request.kv.layers[0].shape  # type: ignore[union-attr]
+    while request.left is None:
+        engine.step()
+    for seen in range(prompt, prompt + new - 1):  # rows before a token's own
+        keys, values = seen // residual * residual, max(0, seen - residual)
+        tail = (seen + 1 - keys) + (seen + 1 - values)
+        want += 4 * shape.heads * shape.dim * ((keys + values) * (bits + 32 / group) / 8 + tail * 2)
+    assert engine.counters.kv_bytes_read - before == want
+
+
+def test_who_is_left_to_the_open_path() -> None:
+    """Heads of other widths, float32, blocks that are more than levels."""
+    assert KIVI.packings(32) is not None and KIVI.packings(32) == KIVI.packings(64)  # type: ignore[attr-defined]
+    cut = BlockCut(8)
+    assert Approximated(2, 4, (cut, cut), rank=1, sparse=0).packings(32) is None
+    assert Approximated(2, 4, (cut, cut), rank=0, sparse=0.1).packings(32) is None
+    assert Approximated(2, 4, (cut, cut), rank=0, sparse=0).packings(32) is not None
+    assert spans.opens(2, 4, 8, 32) and not spans.opens(2, 4, 8, 16)
+    for width, dtype in ((64, torch.bfloat16), (128, torch.float32)):
+        _, one = fed(Model.load(tiny.checkpoint(hidden=width), dtype=dtype), KIVI)
+        assert one.kv.flat() is None and one.kv.layers[0].read()[0].packed is None
