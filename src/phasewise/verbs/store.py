@@ -33,6 +33,8 @@ class Codec(Protocol):
             row rounded to the nearest level of its largest magnitude / 127: native kernels read and write these
         cuts: tuple[BlockCut, BlockCut]  -- of keys and of values, of a codec that extends `Raw`: finished
             blocks of rows are packed together, and it also has what `kv/blocks.py: Blocks` says
+        settled(side: int, shape: KVShape) -> list[Kind]  -- beside `cuts`: what a block becomes hangs on how much its
+            rows matter as well, and it has what `kv/blocks.py: Marked` says
     """
 
     exactness: str  # true | quantised | predicted | sparse
