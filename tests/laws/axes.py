@@ -22,7 +22,7 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 # Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
 # and not listed fails, and so does one that is listed and not refused.
 SEALED = ("store.kivi", "store.gear", "store.zipcache")
-PACKS = "packs finished rows in blocks"
+PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
 ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {
     **{
@@ -32,7 +32,7 @@ REFUSED: dict[frozenset[str], str] = {
     },
     frozenset(("attend.tidal", "decode.block_diffusion")): "finishes tokens in blocks",
     **{
-        frozenset((store, f"{verb}.{name}")): "also fills evict" if (store[6:], verb) == ("zipcache", "evict") else PACKS
+        frozenset((store, f"{verb}.{name}")): FILLS if (store, verb) == ("store.zipcache", "evict") else PACKS
         for store in SEALED
         for verb, plain in ASIDE.items()
         for name in catalog.names(verb)

@@ -78,8 +78,8 @@ Marks = Callable[[int, int], Tensor]
 
 
 class Marked(Blocks, Protocol):
-    """A codec whose blocks hang on more than their rows: on marks, which the evict method that comes with the store gives
-    these (`verbs/evict.py: saliency`), and on planes that are settled once, by the rows of the complete prompt.
+    """A codec whose blocks hang on more than their rows: on marks, which the evict method that comes with the store
+    gives these (`verbs/evict.py: saliency`), and on planes that are settled once, by the rows of the complete prompt.
 
     All heads of a layer are packed together: `kinds` is asked for one head of all their numbers. A block's marks are
     known when its last row is committed, so a step brings no rows on both sides of a border.
@@ -94,8 +94,8 @@ class Marked(Blocks, Protocol):
         ...
 
     def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        """In place of `seal`: rows [h, blocks * rows, D], their marks [blocks * rows] and the settled planes [1, 1, ...]
-        -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it.
+        """In place of `seal`: rows [h, blocks * rows, D], their marks [blocks * rows] and the settled planes
+        [1, 1, ...] -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it.
 
         `open` gets planes of blocks and, behind them, the settled ones.
         """
@@ -253,8 +253,8 @@ class Sealed:
 
     # ---- sealing
     def take(self, planes: Sequence[Tensor], base: int, n: int, marks: Marks | None = None) -> int:
-        """Seal what `n` rows fill; `planes` hold those from row `base` on as they were made, and the first time these are
-        all of the prompt. Returns bytes written."""
+        """Seal what `n` rows fill; `planes` hold those from row `base` on as they were made, and the first time these
+        are all of the prompt. Returns bytes written."""
         moved = 0 if self.active else self._settle(planes, n)
         self.active = True
         for side, cut in enumerate(self.codec.cuts):

@@ -20,9 +20,9 @@ class _Packed(Raw):
 
 @dataclass(frozen=True)
 class Classed(_Packed):
-    """Blocks of `rows` rows, of all heads of a layer together. Of those sealed together, `upper` for each block are kept in `high` bits a number
-    and the others in `low`: the ones with the largest marks, of equal ones the earlier. They lie in their class in the
-    order of the text, whichever block that puts them in, so that no place of a class stays empty.
+    """Blocks of `rows` rows, of all heads of a layer together. Of rows sealed together, `upper` for each block are kept
+    in `high` bits a number, the others in `low`: those with the largest marks, of equal ones the earlier. They lie in
+    their class in the order of the text, whichever block that puts them in, so that no place of a class stays empty.
 
     A row's levels lie evenly between its smallest and its largest number, once every channel has been divided by what
     is settled for it: the root of its largest magnitude in the prompt. Planes: which rows are in the upper class, a bit

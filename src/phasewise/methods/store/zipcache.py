@@ -35,16 +35,16 @@ SUMS, BLOCK = "zipcache", "zipcache block"  # drawers: of a prompt's slots; of t
 
 @dataclass(frozen=True)
 class ZipCache:
-    """The share `important` of rows is kept in `high` bits a number, the rest in `low`: the same rows for all heads of a
-    layer, by what a row gets of the attention of probe rows, divided by the number of those that see it: without that,
-    early rows would win because more see them. Probes are the last share `probes` of the prompt's rows, and as many of those
-    before, drawn without replacement by `seed` and the prompt's length alone.
+    """The share `important` of rows is kept in `high` bits a number, the rest in `low`: the same rows for all heads of
+    a layer, by what a row gets of the attention of probe rows, divided by the number of those that see it: without
+    that, early rows would win because more see them. Probes are the last share `probes` of the prompt's rows, and as
+    many of those before, drawn without replacement by `seed` and the prompt's length alone.
 
     Every channel is divided by the root of its largest magnitude in the prompt (`c`, fixed then), and each row of all
     heads, keys as well as values, is rounded between its own ends: 32 bits for a row, 16 for a channel, and one bit
-    that says the row's class. Rows are packed `gap` at a time, counted from the text's first, so a prompt's last rows wait
-    for their block to fill: in a prompt its classes are chosen among all its blocks together, later in each, by the
-    attention of its last row. Order is kept, and bytes are freed.
+    that says the row's class, so order is kept. Rows are packed `gap` at a time, counted from the text's first, so that
+    a prompt's last rows wait for their block to fill. In a prompt classes are chosen among all its blocks together,
+    later in each block, by the attention of its last row.
 
     A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. Left
     out: classes per KV head (a row's ends are those of all its channels), keys rounded channel by channel, and a kernel
@@ -140,7 +140,8 @@ class Saliency:
         fresh = span.seen(torch.tensor(rows), torch.arange(part.fresh))
         if span.trail is None:
             span.trail = {}
-        noted = span.trail.setdefault(BLOCK, {})[read.layer] = {}
+        noted: dict[int, Tensor] = {}
+        span.trail.setdefault(BLOCK, {})[read.layer] = noted
         for i, row in enumerate(rows):
             own = part.n + fresh[i].nonzero().flatten()
             noted[row] = weights[i, torch.cat((torch.arange(part.n), own))[-self.knobs.gap :].to(weights.device)]

@@ -114,8 +114,8 @@ SYSTEM = System(
     missing=("latency with a kernel that multiplies packed numbers",),
     counters=(
         Counter("KV bytes held before the last token",
-                "packed rows: 0.6 x 4 + 0.4 x 2 bits a number, 32 a row, one for its class, 16 a channel; the newest as "
-                "they are",
+                "packed rows: 0.6 x 4 + 0.4 x 2 bits a number, 32 a row, one for its class, 16 a channel; others "
+                "as they are",
                 lambda case: case.method.steps[-2].kv, held),
         Counter("KV bytes read while decoding", "for every token, what its rows take at its position; the last of a "
                 "block reads keys once more",
@@ -124,7 +124,8 @@ SYSTEM = System(
     savings=(Saving("KV bytes held before the last token", lambda case, run: run.steps[-2].kv, "baseline", 4.98),),
     quality=Quality(("recall@2k", "code"), allowed=0.1, examples=40, window=640),
     attempts=(
-        Attempt("claim", "rows that matter which a tenth of the rows finds", "over 10 points above chance, 60 %", found),
+        Attempt("claim", "rows that matter which a tenth of the rows finds", "over 10 points above chance (60 %)",
+                found),
         Attempt("claim", "error of rows at two bits", "less with channels at one scale, by a fifth", separable),
         Attempt("claim", "loss of code in four bits", f"at most {CLOSE} nats more", finer),
     ),
