@@ -343,10 +343,8 @@ class Engine:
             each.drafted += outcome.drafted
             each.accepted += outcome.accepted
             each.forced += len(span.sure)
-        if was_prefilling:
-            store = self.runtime(request).store
-            if before < store.shareable(request) <= request.computed:
-                store.remember(request)
+        if was_prefilling and before < (store := self.runtime(request).store).shareable(request) <= request.computed:
+            store.remember(request)
         if (evict := span.phase.evict) is not None and evict.due(request):
             for layer in range(len(span.kv.layers)):
                 index = evict.keep(request, layer)
