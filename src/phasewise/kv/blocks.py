@@ -102,12 +102,12 @@ class Marked(Blocks, Protocol):
         ...
 
 
-def marking(codec: Codec) -> Marked | None:
+def marking(codec: Codec | Blocks) -> Marked | None:
     """The codec, if its blocks want marks."""
     return codec if hasattr(codec, "settled") else None  # type: ignore[return-value]
 
 
-def packing(codec: Codec, shape: KVShape) -> KVShape:
+def packing(codec: Codec | Blocks, shape: KVShape) -> KVShape:
     """What blocks are made for: each head of a layer, or one that has the numbers of all."""
     return shape if marking(codec) is None else replace(shape, heads=1, dim=shape.heads * shape.dim)
 

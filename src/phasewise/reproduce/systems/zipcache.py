@@ -20,7 +20,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 
 HIGH, LOW, GAP, UPPER, NEW = 4, 2, 100, 60, 40
-METHOD = ZipCache(HIGH, LOW, UPPER / GAP, GAP)
+METHOD = ZipCache(important=UPPER / GAP, gap=GAP)  # four bits and two
 ON = Setting({"store": f"zipcache:high={HIGH},low={LOW},important={UPPER / GAP},gap={GAP}"})
 CLOSE, BETTER = 0.02, 0.1  # nats per token; share of the rows that matter, above chance
 
