@@ -17,7 +17,7 @@ SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
     ("", "verbs", "engine", "step", "request"): 6300,
     ("speculation",): 1200,
-    ("kv",): 3150,
+    ("kv",): 3240,
     ("cluster",): 4000,
     ("serve",): 7250,
     ("ops",): 1460,
