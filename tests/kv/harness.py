@@ -92,7 +92,7 @@ class Walk:
                 if index is not None:
                     self.kv.keep(layer, index)
         if not request.prefilling:
-            self.kv.settle()
+            self.kv.settle(self.phase.marks(request))
 
     @torch.inference_mode()
     def fork(self) -> Walk:

@@ -139,7 +139,7 @@ def bytes_of(kvs: Sequence[KV]) -> int:
     for kv in kvs:
         for layer in kv.layers:
             assert layer.sealed is not None
-            for buffer in (*layer.sealed.buffers, *(slab.buffer for slab in layer.slabs)):
+            for buffer in (*layer.sealed.held, *(slab.buffer for slab in layer.slabs)):
                 buffers[id(buffer)] = sum(plane.nbytes for plane in buffer.planes)
     return sum(buffers.values())
 

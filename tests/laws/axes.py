@@ -21,7 +21,8 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 
 # Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
 # and not listed fails, and so does one that is listed and not refused.
-SEALED = {"store.kivi": "packs finished rows in blocks", "store.gear": "packs finished rows in blocks"}
+SEALED = ("store.kivi", "store.gear", "store.zipcache")
+PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
 ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {
     **{
@@ -31,13 +32,14 @@ REFUSED: dict[frozenset[str], str] = {
     },
     frozenset(("attend.tidal", "decode.block_diffusion")): "finishes tokens in blocks",
     **{
-        frozenset((store, f"{verb}.{name}")): reason
-        for store, reason in SEALED.items()
+        frozenset((store, f"{verb}.{name}")): FILLS if (store, verb) == ("store.zipcache", "evict") else PACKS
+        for store in SEALED
         for verb, plain in ASIDE.items()
         for name in catalog.names(verb)
         if name != plain
     },
     frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
+    frozenset(("decode.block_diffusion", "store.zipcache")): "finishes tokens in blocks of its own",
     **{
         frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"
         for name in catalog.names("attend")

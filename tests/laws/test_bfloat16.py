@@ -43,6 +43,7 @@ PARAMS = {
         {"attend": "zero_tuning:gamma=20,weights=none"},
         {"store": "kivi:group=4,residual=8"},
         {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
+        {"store": "zipcache:gap=8,important=0.5"},
         {"decode": "block_diffusion:block=8"},
         {"decode": "block_diffusion:block=128,steps=4,selector=static"},
     ],

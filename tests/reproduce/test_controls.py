@@ -20,6 +20,7 @@ from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import ZipVL
 from phasewise.methods.skip.unified import Unified
+from phasewise.methods.store.zipcache import ZipCache
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
 from phasewise.options import parse
@@ -38,6 +39,7 @@ from phasewise.reproduce.controls import (
     RandomTokens,
 )
 from phasewise.reproduce.play import Entry, Run, play
+from phasewise.reproduce.shuffled import Shuffled
 from tests import tiny
 
 
@@ -125,6 +127,16 @@ def test_random_picks_read_as_many_rows_as_tidal() -> None:
     assert [(s.rows, s.read) for s in drawn.steps] == [(s.rows, s.read) for s in chosen.steps]
     assert drawn.work.recomputed == chosen.work.recomputed == 18
     assert run(entries, attend=RandomPicks(Tidal(k=500, dense=0, second=2))).outs == run(entries).outs
+
+
+def test_shuffled_rows_take_as_many_bytes_as_zipcaches_but_others() -> None:
+    entries, zipcache = lone(150, 30), ZipCache(gap=8, important=0.5)
+    ranked, drawn = run(entries, store=zipcache), run(entries, store=Shuffled(zipcache))
+    assert [(s.kv, s.read) for s in drawn.steps] == [(s.kv, s.read) for s in ranked.steps]
+    assert run(entries).outs != drawn.outs != ranked.outs
+    assert run(entries, store=Shuffled(zipcache)).outs == drawn.outs
+    alike = ZipCache(gap=8, low=4)
+    assert run(entries, store=Shuffled(alike)).outs == run(entries, store=alike).outs, "all in one class"
 
 
 def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:

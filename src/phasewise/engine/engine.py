@@ -143,7 +143,7 @@ class Engine:
         request.layers, request.ends = self.model.config.layers, self.model.config.eos
         if not request.prefilling:
             self._enter(request)
-            request.kv.seal()
+            request.kv.seal(self.runtime(request).phase(request).marks(request))
         self.queues.join(request, self.running)
 
     def cancel(self, request: Request) -> bool:
@@ -228,7 +228,7 @@ class Engine:
                 if under_way is None:
                     runtime = self.recipes[request.recipe]
                     phase = runtime.phase(request)
-                    request.until = None if phase.until is None else phase.until(request)
+                    request.until = runtime.until(request, phase)
                     request.rows = min(phase.decode.rows(request), runtime.bound(request))
                 else:
                     request.rows = under_way.rows
@@ -343,10 +343,8 @@ class Engine:
             each.drafted += outcome.drafted
             each.accepted += outcome.accepted
             each.forced += len(span.sure)
-        if was_prefilling:
-            store = self.runtime(request).store
-            if before < store.shareable(request) <= request.computed:
-                store.remember(request)
+        if was_prefilling and before < (store := self.runtime(request).store).shareable(request) <= request.computed:
+            store.remember(request)
         if (evict := span.phase.evict) is not None and evict.due(request):
             for layer in range(len(span.kv.layers)):
                 index = evict.keep(request, layer)
@@ -355,7 +353,9 @@ class Engine:
         if was_prefilling and not request.prefilling:
             self._enter(request)
             if not self._goes(request):
-                span.kv.settle()
+                span.kv.settle(span.phase.marks(request))
+        elif span.kv.sealed:
+            span.kv.seal(span.phase.marks(request))
 
     def _enter(self, request: Request) -> None:
         """A request goes on here after its prompt: KV that no row will read again is freed."""
@@ -390,7 +390,7 @@ class Engine:
         if request in self.departed and not self._departs:
             self._enter(request)
             if request.kv is not None:
-                request.kv.settle()
+                request.kv.settle(self.runtime(request).phase(request).marks(request))
             self.queues.move(request, self.running)
 
     def depart(self, request: Request) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from phasewise.engine.binding import Methods, label
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES, sealing
+from phasewise.kv.blocks import SIDES, marking, sealing
 from phasewise.kv.layer_kv import ROUND, rounded
 
 if TYPE_CHECKING:
@@ -79,16 +79,23 @@ def refuse_blocks(codec: Codec, methods: Methods, phases: Sequence[Phase], shape
                 blocks.kinds(side, shape)
     except UserError as error:
         raise UserError(f"{store}: {error}") from None
-    for verb, why in filter(None, map(_hinders, phases)):
+    own = "evict" in getattr(methods["store"], "slots", ())  # it gives nothing up
+    if marking(codec) is not None and any(getattr(phase.decode, "unit", 1) > 1 for phase in phases):
+        decode = label("decode", methods["decode"])
+        raise UserError(
+            f"{store} ranks rows as a block of them fills, and {decode} finishes tokens in blocks of its own. Choose "
+            "another decode method, or store int8"
+        )
+    for verb, why in filter(None, (_hinders(phase, own) for phase in phases)):
         raise UserError(
             f"{store} packs finished rows in blocks: {label(verb, methods[verb])} {why}. Leave out --{verb}, or choose "
             "store slab or int8"
         )
 
 
-def _hinders(phase: Phase) -> tuple[str, str] | None:
-    """The verb whose method does not go with sealed blocks, and why."""
-    if phase.evict is not None:
+def _hinders(phase: Phase, own: bool) -> tuple[str, str] | None:
+    """The verb whose method does not go with sealed blocks, and why. `own`: the evict method is the store's."""
+    if phase.evict is not None and not own:
         return "evict", "gives single rows up"
     if not getattr(phase.attend, "everything", False) or hasattr(phase.attend, "commons"):
         return "attend", "chooses among rows, or reads those of several requests at once, whose form changes"

@@ -68,8 +68,20 @@ class Runtime:
 
     def bound(self, request: Request) -> int:
         """Rows that a request may bring to the next step."""
-        most = self.most or ENDLESS
-        return min(most, LATE) if request.kv is not None and request.kv.seals and not request.prefilling else most
+        most, kv = self.most or ENDLESS, request.kv
+        if kv is None or not kv.seals or request.prefilling:
+            return most
+        border = kv.border(request.computed)
+        return min(most, LATE) if border is None else min(most, LATE, border - request.computed)
+
+    @staticmethod
+    def until(request: Request, phase: Phase) -> int | None:
+        """The position that drafts of the next step must not reach."""
+        until, kv = None if phase.until is None else phase.until(request), request.kv
+        if kv is None or not kv.seals or request.prefilling:
+            return until
+        ends = (until, kv.border(request.known - 1))
+        return min((end for end in ends if end is not None), default=None)
 
     def held(self, tokens: int) -> int:
         """Rows of KV that a request of `tokens` tokens holds at most."""

@@ -5,14 +5,16 @@ it sees have been there before it: so the form in which it reads depends on how 
 chunks, drafts, replays, prefix hits and hand-offs give the same numbers. Blocks are sealed when a prompt is complete,
 and then one by one as they fill; keys and values have cuts of their own.
 
+Where blocks hang on how much their rows matter as well (`Marked`), no step has rows on both sides of a border.
+
 Left out: eviction from sealed blocks, and heads or layers that keep different rows. Prefix blocks hold
 rows as they were made, and so does a prompt that leaves for another engine until it has arrived there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -72,16 +74,55 @@ def sealing(codec: Codec) -> Blocks | None:
     return codec if hasattr(codec, "cuts") else None  # type: ignore[return-value]
 
 
+Marks = Callable[[int, int], Tensor]
+"""(start, stop) -> how much the rows start .. stop - 1 of a layer matter, [stop - start]."""
+
+
+class Marked(Blocks, Protocol):
+    """A codec whose blocks hang on more than their rows: on marks, which the evict method that comes with the store
+    gives these (`verbs/evict.py: saliency`), and on planes that are settled once, by the rows of the complete prompt.
+
+    All heads of a layer are packed together: `kinds` is asked for one head of all their numbers. A block's marks are
+    known when its last row is committed, so a step brings no rows on both sides of a border.
+    """
+
+    def settled(self, side: int, shape: KVShape) -> list[Kind]:
+        """Per plane: the shape and dtype of what is settled."""
+        ...
+
+    def settle(self, side: int, x: Tensor) -> Sequence[Tensor]:
+        """Rows of a prompt [h, n, D] -> planes [1, ...]."""
+        ...
+
+    def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
+        """In place of `seal`: rows [h, blocks * rows, D], their marks [blocks * rows] and the settled planes
+        [1, 1, ...] -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it.
+
+        `open` gets planes of blocks and, behind them, the settled ones.
+        """
+        ...
+
+
+def marking(codec: Codec | Blocks) -> Marked | None:
+    """The codec, if its blocks want marks."""
+    return codec if hasattr(codec, "settled") else None  # type: ignore[return-value]
+
+
+def form_of(codec: Codec | Blocks, shape: KVShape) -> KVShape:
+    """What blocks are made for: each head of a layer, or one that has the numbers of all."""
+    return shape if marking(codec) is None else replace(shape, heads=1, dim=shape.heads * shape.dim)
+
+
 class _Side:
-    """The planes of a side's blocks, for a `Buffer` whose rows are blocks."""
+    """The planes of a side's blocks, for a `Buffer` whose rows are blocks; or its settled ones, for a buffer of one."""
 
     exactness = "quantised"
 
-    def __init__(self, codec: Blocks, side: int) -> None:
-        self.codec, self.side = codec, side
+    def __init__(self, kinds: Callable[[int, KVShape], list[Kind]], side: int) -> None:
+        self.kinds, self.side = kinds, side
 
     def planes(self, shape: KVShape) -> list[Kind]:
-        return self.codec.kinds(self.side, shape)
+        return self.kinds(self.side, shape)
 
     def encode(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         raise NotImplementedError("blocks are sealed, not encoded row by row")
@@ -92,7 +133,13 @@ class _Side:
 
 def block_bytes(codec: Blocks, shape: KVShape, side: int) -> int:
     """Of one block of one head."""
-    return entry_bytes(_Side(codec, side), shape)
+    return entry_bytes(_Side(codec.kinds, side), shape)
+
+
+def settled_bytes(codec: Blocks, shape: KVShape, side: int) -> int:
+    """Of what is settled of one head."""
+    marked = marking(codec)
+    return 0 if marked is None else entry_bytes(_Side(marked.settled, side), shape)
 
 
 def booked(codec: Codec, shape: KVShape, rows: int) -> int:
@@ -100,20 +147,28 @@ def booked(codec: Codec, shape: KVShape, rows: int) -> int:
     blocks = sealing(codec)
     if blocks is None:
         return 0
-    return sum(blocks.cuts[side].blocks(rows) * block_bytes(blocks, shape, side) for side in SIDES) * shape.heads
+    shape = form_of(codec, shape)
+    each = (blocks.cuts[side].blocks(rows) * block_bytes(blocks, shape, side) for side in SIDES)
+    return (sum(each) + sum(settled_bytes(blocks, shape, side) for side in SIDES)) * shape.heads
 
 
 class Sealed:
     """The sealed blocks of one layer, [keys, values]: `counts` of them in `buffers`, which are taken ahead, when room
-    for rows is made. `active` once the prompt is complete. Forks share the buffers until either side makes room."""
+    for rows is made, and for codecs with marks what is `settled`. `active` once the prompt is complete. Forks share the
+    buffers until either side makes room, and what is settled for good."""
 
-    __slots__ = ("active", "buffers", "codec", "counts", "ledger", "packings", "raw", "shape")
+    __slots__ = (
+        "active", "buffers", "codec", "counts", "form", "ledger", "marked", "packings", "raw", "settled", "shape",
+    )  # fmt: skip
 
     def __init__(self, codec: Blocks, shape: KVShape, ledger: Ledger, rows: int) -> None:
         self.codec, self.shape, self.ledger = codec, shape, ledger
-        self.raw, self.packings = Raw(), packings(codec, shape)
-        self.active, self.counts = False, [0, 0]
+        self.raw, self.form, self.packings = Raw(), form_of(codec, shape), packings(codec, shape)
+        self.active, self.counts, self.marked = False, [0, 0], marking(codec)
         self.buffers = [self._buffer(side, codec.cuts[side].blocks(rows)) for side in SIDES]
+        self.settled: list[Buffer] = []
+        if (marked := self.marked) is not None:
+            self.settled = [Buffer(_Side(marked.settled, side), self.form, 1, 1, ledger) for side in SIDES]
 
     @classmethod
     def of(cls, codec: Codec, shape: KVShape, ledger: Ledger, rows: int) -> Sealed | None:
@@ -122,7 +177,7 @@ class Sealed:
         return None if blocks is None else cls(blocks, shape, ledger, rows)
 
     def _buffer(self, side: int, blocks: int) -> Buffer:
-        return Buffer(_Side(self.codec, side), self.shape, self.shape.heads, blocks, self.ledger)
+        return Buffer(_Side(self.codec.kinds, side), self.form, self.form.heads, blocks, self.ledger)
 
     # ---- sizes
     def rows(self, side: int) -> int:
@@ -140,20 +195,27 @@ class Sealed:
         return max(cut.last(0) for cut in self.codec.cuts)
 
     @property
+    def held(self) -> list[Buffer]:
+        """All of them."""
+        return [*self.buffers, *self.settled]
+
+    @property
     def bytes(self) -> int:
-        return sum(buffer.bytes for buffer in self.buffers)
+        return sum(buffer.bytes for buffer in self.held)
 
     def live_bytes(self, n: int) -> int:
         """Of all `n` rows, sealed or not."""
-        return sum(self._bytes(side, self.rows(side), n) for side in SIDES)
+        return sum(self._bytes(side, self.rows(side), n, self.active) for side in SIDES)
 
     def read_bytes(self, upto: Sequence[int], n: int) -> int:
         """What reading `n` rows costs with the first `upto` [keys, values] of them sealed."""
-        return sum(self._bytes(side, upto[side], n) for side in SIDES)
+        return sum(self._bytes(side, upto[side], n, upto[side] > 0) for side in SIDES)
 
-    def _bytes(self, side: int, sealed: int, n: int) -> int:
-        blocks = sealed // self.codec.cuts[side].rows * block_bytes(self.codec, self.shape, side)
-        return self.shape.heads * (blocks + (n - sealed) * self.shape.dim * self.shape.dtype.itemsize)
+    def _bytes(self, side: int, sealed: int, n: int, settled: bool) -> int:
+        blocks = sealed // self.codec.cuts[side].rows * block_bytes(self.codec, self.form, side)
+        blocks += settled_bytes(self.codec, self.form, side) if settled else 0
+        raw = (n - sealed) * self.shape.dim * self.shape.dtype.itemsize
+        return self.form.heads * blocks + self.shape.heads * raw
 
     def spare(self, n: int) -> int:
         """Rows that may come after `n` before more room is needed."""
@@ -172,7 +234,7 @@ class Sealed:
         """Bytes that `reserve` would add to the ledger."""
         total = 0
         for side, blocks in self._wanted(n, roomy):
-            total += blocks * self.shape.heads * block_bytes(self.codec, self.shape, side)
+            total += blocks * self.form.heads * block_bytes(self.codec, self.form, side)
             total -= self.buffers[side].bytes if self.buffers[side].refs == 1 else 0
         return total
 
@@ -193,9 +255,11 @@ class Sealed:
         return sum(a[:, :count].nbytes for a in new.planes)
 
     # ---- sealing
-    def take(self, planes: Sequence[Tensor], base: int, n: int) -> int:
-        """Seal what `n` rows fill; `planes` hold those from row `base` on as they were made. Returns bytes written."""
-        self.active, moved = True, 0
+    def take(self, planes: Sequence[Tensor], base: int, n: int, marks: Marks | None = None) -> int:
+        """Seal what `n` rows fill; `planes` hold those from row `base` on as they were made, and the first time these
+        are all of the prompt. Returns bytes written."""
+        moved = 0 if self.active else self._settle(planes, n)
+        self.active = True
         for side, cut in enumerate(self.codec.cuts):
             start, stop = self.counts[side], cut.blocks(n)
             if start == stop:
@@ -203,11 +267,34 @@ class Sealed:
             buffer = self.buffers[side]
             assert buffer.refs == 1 and stop <= buffer.cap, "room is made before a step"
             rows = planes[side][:, start * cut.rows - base : stop * cut.rows - base]
-            for plane, new in zip(buffer.planes, self.codec.seal(side, rows)):
+            if self.marked is None:
+                made = self.codec.seal(side, rows)
+            else:
+                assert marks is not None, "who seals rows with marks gives them"
+                marked = marks(start * cut.rows, stop * cut.rows)
+                made = self.marked.classed(side, rows, marked, self.settled[side].planes)
+            for plane, new in zip(buffer.planes, made):
                 plane[:, start:stop] = new
                 moved += new.nbytes
             self.counts[side] = stop
         return moved
+
+    def _settle(self, planes: Sequence[Tensor], n: int) -> int:
+        """Forks that share what is settled have the same prompt. Returns bytes written."""
+        moved = 0
+        for side, buffer in enumerate(self.settled):
+            assert self.marked is not None
+            for plane, new in zip(buffer.planes, self.marked.settle(side, planes[side][:, :n])):
+                plane[:, 0] = new
+                moved += new.nbytes
+        return moved
+
+    def border(self, n: int) -> int | None:
+        """The position of the first row that finds other blocks than one at `n` does, where rows of one step must not;
+        None: they may."""
+        if self.marked is None:
+            return None
+        return min(cut.last(cut.blocks(n)) for cut in self.codec.cuts) + 1
 
     # ---- reading
     def opened(self, planes: Sequence[Tensor], base: int, n: int) -> list[Tensor]:
@@ -220,6 +307,7 @@ class Sealed:
                 continue
             whole = plane.new_empty((plane.shape[0], n, plane.shape[2]))
             packed = [p[:, : self.counts[side]] for p in buffer.planes]
+            packed += self.settled[side].planes if self.settled else []
             whole[:, :sealed] = self.codec.open(side, packed, self.shape)
             whole[:, sealed:] = plane[:, sealed - base : n - base]
             found.append(whole)
@@ -240,21 +328,27 @@ class Sealed:
     def dump(self) -> dict[str, object]:
         """What `load` takes: plain data and tensors."""
         kept = [[p[:, :count].clone() for p in b.planes] for b, count in zip(self.buffers, self.counts)]
-        return {"counts": list(self.counts), "planes": kept}
+        settled = [[p.clone() for p in buffer.planes] for buffer in self.settled]
+        return {"counts": list(self.counts), "planes": kept, "settled": settled}
 
-    def load(self, counts: Sequence[int], planes: Sequence[Sequence[Tensor]]) -> int:
+    def load(
+        self, counts: Sequence[int], planes: Sequence[Sequence[Tensor]], settled: Sequence[Sequence[Tensor]]
+    ) -> int:
         """Fill an empty one, which then is active. Returns bytes copied."""
         self.counts, self.active = list(counts), True
-        return sum(self._copy(self.buffers[side], planes[side], counts[side]) for side in SIDES)
+        moved = sum(self._copy(buffer, planes, 1) for buffer, planes in zip(self.settled, settled))
+        return moved + sum(self._copy(self.buffers[side], planes[side], counts[side]) for side in SIDES)
 
     def fork(self) -> Sealed:
         twin = object.__new__(Sealed)
         twin.codec, twin.shape, twin.ledger, twin.raw = self.codec, self.shape, self.ledger, self.raw
-        twin.active, twin.counts, twin.packings = self.active, list(self.counts), self.packings
+        twin.form, twin.packings, twin.marked = self.form, self.packings, self.marked
+        twin.active, twin.counts = self.active, list(self.counts)
         twin.buffers = [buffer.share() for buffer in self.buffers]
+        twin.settled = [buffer.share() for buffer in self.settled]
         return twin
 
     def close(self) -> None:
-        for buffer in self.buffers:
+        for buffer in self.held:
             buffer.drop()
-        self.buffers = []
+        self.buffers, self.settled = [], []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -118,8 +119,6 @@ class KV:
             moved += layer.commit(rows)
         self.counters.kv_bytes_moved += moved
         self.spare -= rows if isinstance(rows, int) else len(rows)
-        if self.sealed:
-            self.seal()
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
@@ -137,20 +136,26 @@ class KV:
             layer.drop_last(position)
         self._measure()
 
-    def seal(self) -> None:
-        """The prompt is complete and stays here: pack blocks of rows that are full by now, and as they fill later."""
+    def seal(self, marks: Callable[[int, int, int], Tensor] | None = None) -> None:
+        """The prompt is complete and stays here: pack blocks of rows that are full by now; to be called after every
+        later commit as well. `marks` (layer, start, stop): see `kv/blocks.py: Marks`."""
         if self.seals:
             moved = seal_alike(self.layers) if self.sealed else None
             self.sealed = True
             if moved is None:
-                moved = sum(layer.seal() for layer in self.layers)
+                own = [None if marks is None else partial(marks, i) for i in range(len(self.layers))]
+                moved = sum(layer.seal(of) for layer, of in zip(self.layers, own))
                 self._measure()
             self.counters.kv_bytes_moved += moved
 
-    def settle(self) -> None:
+    def border(self, n: int) -> int | None:
+        """The position that rows of a step must not reach, `n` of them being there; None: they may reach any."""
+        return next((layer.sealed.border(n) for layer in self.layers if layer.sealed is not None), None)
+
+    def settle(self, marks: Callable[[int, int, int], Tensor] | None = None) -> None:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack
         finished blocks."""
-        self.seal()
+        self.seal(marks)
         self.rewrite()
 
     def rewrite(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.beside import Beside, Derived, Wants
-from phasewise.kv.blocks import SLACK, Sealed
+from phasewise.kv.blocks import SLACK, Marks, Sealed
 from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
 from phasewise.kv.packed import lying
 from phasewise.kv.part import Part
@@ -199,7 +199,7 @@ class LayerKV:
         return Part(planes, sealed.raw, self.shape.dtype, self.n, self.fresh, None, None, None, self._pending, 0,
                     self.beside, packed=lie)  # fmt: skip
 
-    def seal(self) -> int:
+    def seal(self, marks: Marks | None = None) -> int:
         """The prompt is complete: seal the blocks that its committed rows, and those since, fill. Returns bytes moved.
 
         Room for them was made with the rows'. The first time, rows that are not needed as they were made are freed.
@@ -208,7 +208,7 @@ class LayerKV:
         if self.sealed is None or not self.slabs:
             return 0
         (s,), before = self.slabs, self.sealed.active
-        moved = self.sealed.take(s.buffer.planes, s.base, s.base + s.n)
+        moved = self.sealed.take(s.buffer.planes, s.base, s.base + s.n, marks)
         cap = rounded(self.sealed.longest + SLACK)
         if before or s.buffer.refs > 1 or cap >= s.buffer.cap:
             return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,6 +89,11 @@ class Phase:
         """Tell methods which rows of a span have been committed: the first so many, or a path."""
         for told in self.told:
             told(span, keep)
+
+    def marks(self, request: Request) -> Callable[[int, int, int], Tensor] | None:
+        """How much committed rows of a request matter, (layer, start, stop), where the evict method can say it."""
+        say = getattr(self.evict, "saliency", None)
+        return None if say is None else partial(say, request)
 
     def watches(self, span: Span) -> bool:
         """Whether the evict method acts there."""

@@ -284,8 +284,12 @@ class Read:
 
     def count_keys(self, entries: int) -> None:
         """Of `entries` (row, KV head) pairs the keys were read, and the values were not."""
-        layer = self.span.kv.layers[self.layer]
-        self.count_bytes(entries * entry_bytes(layer.codec, layer.shape) // 2)
+        if self.part.bytes is not None:  # keys and values of one form take as much
+            heads, rows = self.part.size
+            self.count_bytes(self.part.bytes * entries // (heads * rows) // 2)
+        else:
+            layer = self.span.kv.layers[self.layer]
+            self.count_bytes(entries * entry_bytes(layer.codec, layer.shape) // 2)
 
     def count_bytes(self, n: int) -> None:
         """`n` bytes of KV, or of what is kept beside it, were read."""

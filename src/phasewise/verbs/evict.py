@@ -33,6 +33,9 @@ class Evict(Protocol):
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)
         beside(layer: int, shape: KVShape, end: int) -> int  -- as of an attend method: bytes of what it keeps of a
             request's rows
+        saliency(request: Request, layer: int, start: int, stop: int) -> Tensor  -- of a method that comes with a store
+            whose codec ranks rows (`kv/blocks.py: Marked`): how much the committed rows start .. stop - 1 matter,
+            [stop - start]. Asked as a block is sealed: after `stayed`, all of the prompt's blocks at once
         whole: bool  -- True: what it does with a prompt needs all of its rows at once. Prompts then come in one piece,
             however few rows a scheduler gives them; decode methods that compute them in blocks are refused
     """

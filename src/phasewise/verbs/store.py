@@ -36,6 +36,8 @@ class Codec(Protocol):
         packings(dim: int) -> tuple[Packing, Packing] | None  -- beside `cuts`, of keys and of values, of heads of `dim`
             numbers: how a block's planes lie, where they are levels and their ends alone (kv/packed.py). Native kernels
             then read blocks as they are, and nothing is rounded to the rows' dtype; None: they are opened first
+        settled(side: int, shape: KVShape) -> list[Kind]  -- beside `cuts`: what a block becomes hangs on how much its
+            rows matter as well, and it has what `kv/blocks.py: Marked` says
     """
 
     exactness: str  # true | quantised | predicted | sparse

@@ -1,0 +1,84 @@
+"""Blocks of rows in two classes of so many bits, rounded row by row with the channels brought to one scale: what
+ZipCache makes of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.blocks import BlockCut
+from phasewise.kv.buffer import Kind, KVShape, Raw
+from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
+
+
+class _Packed(Raw):
+    exactness = "quantised"
+
+
+@dataclass(frozen=True)
+class Classed(_Packed):
+    """Blocks of `rows` rows, of all heads of a layer together. Of rows sealed together, `upper` for each block are kept
+    in `high` bits a number, the others in `low`: those with the largest marks, of equal ones the earlier. They lie in
+    their class in the order of the text, whichever block that puts them in, so that no place of a class stays empty.
+
+    A row's levels lie evenly between its smallest and its largest number, once every channel has been divided by what
+    is settled for it: the root of its largest magnitude in the prompt. Planes: which rows are in the upper class, a bit
+    each; then of either class steps and lowest levels float16, and levels.
+    """
+
+    high: int
+    low: int
+    rows: int
+    upper: int
+
+    @property
+    def cuts(self) -> tuple[BlockCut, BlockCut]:
+        return BlockCut(self.rows), BlockCut(self.rows)
+
+    @property
+    def classes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows of a block and bits of their numbers."""
+        return (self.upper, self.high), (self.rows - self.upper, self.low)
+
+    def kinds(self, side: int, shape: KVShape) -> list[Kind]:
+        found: list[Kind] = [((packed(self.rows, 1),), torch.uint8)]
+        for count, bits in self.classes:
+            ends = (count,), torch.float16
+            found += [ends, ends, ((count, packed(shape.dim, bits)), torch.uint8)]
+        return found
+
+    def settled(self, side: int, shape: KVShape) -> list[Kind]:
+        return [((shape.dim,), torch.float16)]
+
+    def settle(self, side: int, x: Tensor) -> Sequence[Tensor]:
+        root = x.abs().amax(1).float().sqrt().flatten()[None]
+        scale = root.where(root > 0, 1).clamp(torch.finfo(torch.float16).tiny, LARGEST)
+        return [scale.to(torch.float16)]
+
+    def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
+        raise NotImplementedError("what becomes of a row hangs on how much it matters: see `classed`")
+
+    def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
+        blocks = x.shape[1] // self.rows
+        even = x.transpose(0, 1).flatten(1).float() / settled[0][0].float()  # [n, h * D]
+        best = marks.sort(descending=True, stable=True).indices[: blocks * self.upper]
+        chosen = torch.zeros(len(marks), dtype=torch.bool, device=x.device).index_fill_(0, best, True)
+        planes = [pack(chosen.view(1, blocks, self.rows).to(torch.uint8), 1)]
+        for mine, (count, bits) in zip((chosen, ~chosen), self.classes):
+            levels, step, low = quantise(even[mine].view(1, blocks, count, even.shape[1]), bits)
+            planes += [step, low, pack(levels, bits)]
+        return planes
+
+    def open(self, side: int, planes: Sequence[Tensor], shape: KVShape) -> Tensor:
+        which, *each, scale = planes
+        chosen, width = unpack(which, self.rows, 1).bool().flatten(), shape.heads * shape.dim
+        wide = torch.promote_types(shape.dtype, torch.float32)
+        even = torch.empty((len(chosen), width), dtype=wide, device=which.device)
+        for at, (mine, (_, bits)) in enumerate(zip((chosen, ~chosen), self.classes)):
+            step, low, data = each[3 * at : 3 * at + 3]
+            even[mine] = dequantise(unpack(data, width, bits), step, low, wide).flatten(0, 2)
+        rows = (even * scale[0].to(wide)).to(shape.dtype)
+        return rows.view(len(chosen), shape.heads, shape.dim).transpose(0, 1)

@@ -1,0 +1,192 @@
+"""Rows that are looked at in more bits, the others in fewer (ZipCache, arXiv 2405.14256).
+
+Promises that a row is put in a class by how much of the attention of those rows it got that were asked and saw it, that
+no number is off by more than half a step of its row (and the rounding of the row's ends to 16 bits), that the newest
+rows are read as the model made them, and that what a row reads depends on the prompt and on how many rows it sees.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from random import Random
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape, Raw
+from phasewise.methods.store._classed import Classed
+from phasewise.model.config import AttentionSpec
+from phasewise.request.request import Request
+from phasewise.step.probe import probe, received
+from phasewise.step.read import Read, View
+from phasewise.step.span import Span
+from phasewise.step.trail import Trail
+from phasewise.verbs.host import Host
+from phasewise.verbs.store import Codec
+
+SUMS, BLOCK = "zipcache", "zipcache block"  # drawers: of a prompt's slots; of the rows of the last block that is full
+
+
+@dataclass(frozen=True)
+class ZipCache:
+    """The share `important` of rows is kept in `high` bits a number, the rest in `low`: the same rows for all heads of
+    a layer, by what a row gets of the attention of probe rows, divided by the number of those that see it: without
+    that, early rows would win because more see them. Probes are the last share `probes` of the prompt's rows, and as
+    many of those before, drawn without replacement by `seed` and the prompt's length alone.
+
+    Every channel is divided by the root of its largest magnitude in the prompt (`c`, fixed then), and each row of all
+    heads, keys as well as values, is rounded between its own ends: 32 bits for a row, 16 for a channel, and one bit
+    that says the row's class, so order is kept. Rows are packed `gap` at a time, counted from the text's first, so that
+    a prompt's last rows wait for their block to fill. In a prompt classes are chosen among all its blocks together,
+    later in each block, by the attention of its last row.
+
+    A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. Left
+    out: classes per KV head (a row's ends are those of all its channels), keys rounded channel by channel, and a kernel
+    that reads packed numbers: blocks are opened first, so no time is won.
+    """
+
+    high: Literal[2, 4, 8, 16] = 4
+    low: Literal[2, 4, 8, 16] = 2
+    important: float = 0.6
+    gap: int = 100
+    probes: float = 0.05
+    seed: int = 0
+
+    slots: ClassVar[tuple[str, ...]] = ("store", "evict")
+    shares_prefix: ClassVar[bool] = False
+    paper: ClassVar[str] = "arXiv 2405.14256"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {"high": 16, "low": 16}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"low": 4}, {}, {"important": 0.3})
+    tight: ClassVar[dict[str, object]] = {"gap": 8, "important": 0.5}
+
+    def __post_init__(self) -> None:
+        if (self.high == 16) != (self.low == 16) or self.low > self.high:
+            raise UserError(
+                f"zipcache: high={self.high} and low={self.low}: choose high at least as large as low, and 16 for both "
+                "or for neither (rows as they are)"
+            )
+        if not 0 <= self.important <= 1:
+            raise UserError(f"zipcache: important={self.important} must be between 0 and 1, a share of the rows")
+        if self.gap < 1:
+            raise UserError(f"zipcache: gap={self.gap} must be at least 1 (rows that are packed together)")
+        if not 0 < self.probes <= 1:
+            raise UserError(f"zipcache: probes={self.probes} must be above 0 and at most 1, a share of the prompt")
+
+    @property
+    def raw(self) -> bool:
+        return self.high == 16
+
+    def codec(self) -> Codec:
+        if self.raw:
+            return Raw()
+        return Classed(self.high, self.low, self.gap, round(self.important * self.gap))
+
+    def bind(self, host: Host) -> Saliency:
+        return Saliency(self, host.model.config.attention)
+
+
+class Saliency:
+    """The evict method beside the store, which gives no row up: it says how much rows matter.
+
+    A request's drawers hold, for each slot of a prompt, the sum of what probes gave it; and later, for the rows of a
+    block that has just filled, what its last row gave them. Both are noted along the path of rows that stay.
+    """
+
+    observes = 0
+
+    def __init__(self, knobs: ZipCache, attention: tuple[AttentionSpec, ...]) -> None:
+        self.knobs, self.attention = knobs, attention
+        self.trail = Trail(SUMS)
+
+    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+        return 0 if self.knobs.raw else 4 * end
+
+    def looks(self, span: Span) -> bool:
+        return bool(not self.knobs.raw and self._asked(span))
+
+    def _asked(self, span: Span) -> list[int]:
+        """The rows of a span that are asked what they attend to."""
+        if span.request.prefilling:
+            every, first = probed(span.request.prompt_len, self.knobs.probes, self.knobs.seed), span.positions[0]
+            mine = slice(bisect_left(every, first), bisect_right(every, span.positions[-1]))
+            return [position - first for position in every[mine]]
+        return [row for row, position in enumerate(span.positions) if (position + 1) % self.knobs.gap == 0]
+
+    def observe(self, read: Read) -> None:
+        span = read.span
+        if self.knobs.raw or not (rows := self._asked(span)):
+            return
+        assert read.rows is None, "all rows run this layer"
+        if not span.request.prefilling:
+            self._note(read, rows)
+            return
+        before, state = self.trail.before(read), received(read, rows).sum(0, keepdim=True)
+        if before is not None:
+            state[:, : before.shape[1]] += before
+        self.trail.note(read, [span.rows - 1], state[:, None])
+
+    def _note(self, read: Read, rows: Sequence[int]) -> None:
+        """What these rows, each the last of a block on its own path, give the rows of that block."""
+        span, part = read.span, read.part
+        weights = probe(read, rows).sum((0, 1))  # [r, N]
+        fresh = span.seen(torch.tensor(rows), torch.arange(part.fresh))
+        if span.trail is None:
+            span.trail = {}
+        noted: dict[int, Tensor] = {}
+        span.trail.setdefault(BLOCK, {})[read.layer] = noted
+        for i, row in enumerate(rows):
+            own = part.n + fresh[i].nonzero().flatten()
+            noted[row] = weights[i, torch.cat((torch.arange(part.n), own))[-self.knobs.gap :].to(weights.device)]
+
+    def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
+        request = span.request
+        if request.prefilling:
+            self.trail.stayed(span, keep)
+            return
+        request.state.pop(SUMS, None)  # its classes have been chosen
+        noted = (span.trail or {}).pop(BLOCK, {})
+        last = keep - 1 if isinstance(keep, int) else keep[-1] if keep else -1
+        found = {layer: weights[last] for layer, weights in noted.items() if last in weights}
+        if found:
+            request.state[BLOCK] = found
+
+    def saliency(self, request: Request, layer: int, start: int, stop: int) -> Tensor:
+        if stop > request.prompt_len:
+            later: Tensor = request.state[BLOCK][layer]
+            return later
+        sums = self.trail.layers(request)[layer]
+        assert isinstance(sums, Tensor)
+        return sums[0, start:stop] / self.seeing(request.prompt_len, layer)[start:stop].to(sums.device)
+
+    def seeing(self, n: int, layer: int) -> Tensor:
+        """How many of a prompt's probes see each of its rows, at least one: a layer's own window may hide some."""
+        at, rows = torch.tensor(probed(n, self.knobs.probes, self.knobs.seed)), torch.arange(n)
+        seeing = len(at) - torch.searchsorted(at, rows)
+        if (window := self.attention[layer].window) is not None:
+            seeing -= len(at) - torch.searchsorted(at, rows + window)
+        return seeing.clamp(min=1)
+
+    # ---- what an evict method is asked
+    def view(self, read: Read) -> View | None:
+        return None
+
+    def due(self, request: Request) -> bool:
+        return False
+
+    def keep(self, request: Request, layer: int) -> Tensor | None:
+        return None
+
+
+@lru_cache(maxsize=256)
+def probed(n: int, share: float, seed: int) -> tuple[int, ...]:
+    """The rows of a prompt of `n` tokens that are asked, increasing: its last ones, and others before them."""
+    older = n - ceil(share * n)
+    return (*sorted(Random(f"{seed} {n}").sample(range(older), min(older, ceil(share * n)))), *range(older, n))

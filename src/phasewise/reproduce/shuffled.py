@@ -1,0 +1,36 @@
+"""ZipCache without its idea: see `controls.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phasewise.methods.store.zipcache import Saliency, ZipCache
+from phasewise.reproduce.controls import Control, drawn
+from phasewise.request.request import Request
+from phasewise.verbs.host import Host
+from phasewise.verbs.store import Codec
+
+
+@dataclass(frozen=True)
+class Shuffled(Control):
+    """store, evict: as many rows in either class as ZipCache has, but how much they matter is shuffled among them."""
+
+    of: ZipCache
+    slots: ClassVar[tuple[str, ...]] = ZipCache.slots
+    shares_prefix: ClassVar[bool] = False
+
+    def codec(self) -> Codec:
+        return self.of.codec()
+
+    def bind(self, host: Host) -> _Shuffled:
+        return _Shuffled(self.of, host.model.config.attention)
+
+
+class _Shuffled(Saliency):
+    def saliency(self, request: Request, layer: int, start: int, stop: int) -> Tensor:
+        marks = super().saliency(request, layer, start, stop)
+        return marks[torch.randperm(len(marks), generator=drawn(request.prompt[-8:], layer, start)).to(marks.device)]

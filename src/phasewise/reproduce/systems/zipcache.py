@@ -1,0 +1,134 @@
+"""ZipCache: rows that are looked at in four bits, the others in two."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.blocks import SIDES
+from phasewise.kv.buffer import KVShape
+from phasewise.methods.store._classed import Classed
+from phasewise.methods.store.zipcache import SUMS, ZipCache, probed
+from phasewise.reproduce import loads
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.shuffled import Shuffled
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.systems import _blocks as blocks
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+
+HIGH, LOW, GAP, UPPER, NEW = 4, 2, 100, 60, 40
+METHOD = ZipCache(important=UPPER / GAP, gap=GAP)  # four bits and two
+ON = Setting({"store": f"zipcache:high={HIGH},low={LOW},important={UPPER / GAP},gap={GAP}"})
+CLOSE, BETTER = 0.02, 0.1  # nats per token; share of the rows that matter, above chance
+
+
+def taken(case: Case, seen: int, rows: int) -> int:
+    """Bytes of `rows` rows in all layers, of which those are packed that are with `seen` of them there, and of the
+    channels' scales where any are."""
+    numbers = case.config.kv_heads * case.config.head_dim  # of one side of a row
+    levels = UPPER * -(-numbers * HIGH // 8) + (GAP - UPPER) * -(-numbers * LOW // 8)
+    block = 2 * case.config.layers * (levels + 4 * GAP + -(-GAP // 8))
+    return seen // GAP * block + (rows - seen // GAP * GAP + (seen >= GAP)) * case.row_bytes
+
+
+def held(case: Case) -> int:
+    """Before the last token."""
+    rows = loads.prompt_rows(case) + NEW - 2
+    return taken(case, rows, rows)
+
+
+def read(case: Case) -> int:
+    """By the decoded tokens: each reads the rows before it, and its own; the last of a block reads keys once more."""
+    prompt, total = loads.prompt_rows(case), 0
+    for seen in range(prompt, prompt + NEW - 1):
+        once = taken(case, seen, seen + 1)
+        total += once + (once // 2 if (seen + 1) % GAP == 0 else 0)
+    return total
+
+
+@torch.inference_mode()
+def marks(lab: Lab, share: float, length: int = 1024) -> list[Tensor]:
+    """How much each row of some code matters by a share of it as probes, layer by layer; 1 = by all rows."""
+    with lab.engine(Setting({"store": f"zipcache:probes={share}"})) as engine:
+        request = Request(lab.asked("pocket").code(length), Params(max_tokens=4, ignore_eos=True))
+        engine.add(request)
+        while request.prefilling:
+            engine.step()
+        sums = {layer: each[0].clone() for layer, each in request.state[SUMS].items()}
+        engine.cancel(request)
+    at = torch.tensor(probed(length, share, METHOD.seed))
+    seeing = len(at) - torch.searchsorted(at, torch.arange(length))
+    return [sums[layer] / seeing for layer in sorted(sums)]
+
+
+def found(lab: Lab) -> Tried:
+    """How many of the rows that matter to all rows a tenth of them finds."""
+    shares = []
+    for few, every in zip(marks(lab, METHOD.probes), marks(lab, 1.0)):
+        number = round(len(every) * UPPER / GAP)
+        best = [set(each.topk(number).indices.tolist()) for each in (few, every)]
+        shares.append(len(best[0] & best[1]) / number)
+    share, chance = statistics.fmean(shares), UPPER / GAP
+    return Tried(share > chance + BETTER, f"{share:.1%} on average over layers, {min(shares):.1%} at least")
+
+
+def separable(lab: Lab) -> Tried:
+    """Errors of rows at two bits with channels at one scale, and as they are."""
+    codec = Classed(LOW, LOW, GAP, 0)
+    off: tuple[list[float], list[float]] = ([], [])
+    for layer in blocks.rows_of_a_prompt(lab):
+        for side, x in zip(SIDES, layer):
+            x = x[:, : x.shape[1] // GAP * GAP]
+            for scaled in (False, True):
+                settled = [plane[:, None] for plane in codec.settle(side, x)]
+                settled = settled if scaled else [torch.ones_like(plane) for plane in settled]
+                planes = codec.classed(side, x, torch.zeros(x.shape[1]), settled)
+                back = codec.open(side, [*planes, *settled], KVShape(x.shape[0], x.shape[2], x.dtype))
+                off[scaled].append(float((back - x).norm() / x.norm()))
+    plain, one = map(statistics.fmean, off)
+    return Tried(one < 0.8 * plain, f"{one:.3f} of their norm with channels at one scale, {plain:.3f} without")
+
+
+def finer(lab: Lab) -> Tried:
+    """Loss with four bits for all rows over that with rows as they are."""
+    more = blocks.loss(lab, Setting({"store": "zipcache:low=4"})) - blocks.loss(lab, Setting())
+    return Tried(more <= CLOSE, f"{more:+.4f} nats per token")
+
+
+SYSTEM = System(
+    title="ZipCache",
+    paper=Paper("ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification",
+                "2405.14256"),
+    claim="four bits for 60 % of the rows and two for the others, by normalised attention of 10 % probe rows, compress "
+    "KV 4.98 times and lose 0.38 points of accuracy.",
+    conditions=("Mistral-7B, with 1,024 numbers in a row's keys", "GSM8k with chains of thought",
+                "keys rounded channel by channel"),
+    method=ON,
+    baseline=Setting(),
+    control=Setting(objects={"store": Shuffled(METHOD)}),
+    control_is="as many rows in either class, which ones shuffled",
+    load=loads.lone(768, NEW),
+    missing=("latency with a kernel that multiplies packed numbers",),
+    counters=(
+        Counter("KV bytes held before the last token",
+                "packed rows: 0.6 x 4 + 0.4 x 2 bits a number, 32 a row, one for its class, 16 a channel; others "
+                "as they are",
+                lambda case: case.method.steps[-2].kv, held),
+        Counter("KV bytes read while decoding", "for every token, what its rows take at its position; the last of a "
+                "block reads keys once more",
+                lambda case: blocks.reads(case.method), read),
+    ),
+    savings=(Saving("KV bytes held before the last token", lambda case, run: run.steps[-2].kv, "baseline", 4.98),),
+    quality=Quality(("recall@2k", "code"), allowed=0.1, examples=40, window=640),
+    attempts=(
+        Attempt("claim", "rows that matter which a tenth of the rows finds", "over 10 points above chance (60 %)",
+                found),
+        Attempt("claim", "error of rows at two bits", "less with channels at one scale, by a fifth", separable),
+        Attempt("claim", "loss of code in four bits", f"at most {CLOSE} nats more", finer),
+    ),
+    timings=(Timing("time per token at 1,500 tokens, against rows as they are", tokens=1500, price=True),),
+    note="A row's two ends are shared by all numbers of its heads, so they weigh the more the fewer these are.",
+)  # fmt: skip
