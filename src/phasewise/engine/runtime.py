@@ -69,6 +69,8 @@ class Runtime:
     def bound(self, request: Request) -> int:
         """Rows that a request may bring to the next step."""
         most = self.most or ENDLESS
+        if not request.prefilling and any(phase.late is not None for phase in self.phases):
+            return 1  # what else has to run with a row, it says itself
         return min(most, LATE) if request.kv is not None and request.kv.seals and not request.prefilling else most
 
     def held(self, tokens: int) -> int:

@@ -68,6 +68,7 @@ class Store:
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
         self.row_bytes = sum(entry_bytes(codec, shape) * shape.heads for shape in self.shapes)  # of a token, all layers
 
+        self.level = False  # rows may come to a layer late: see KV
         self.wants: list[Wants | None] = [None] * len(self.shapes)  # beside the rows of each layer
 
     def book(self, keeps: Iterable[Keeps]) -> None:
@@ -86,6 +87,10 @@ class Store:
         for shape, wants in zip(self.shapes, self.wants):
             yield LayerKV(shape, self.codec, self.ledger, cap, wants)
 
+    def made(self, layers: Iterable[LayerKV]) -> KV:
+        """A KV of these layers."""
+        return KV(list(layers), self.counters, self.wire, self.level)
+
     def room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be, whoever's they are."""
         return self.prefixes.room(n_bytes)
@@ -102,7 +107,7 @@ class Store:
         except Exception:  # the machine has less memory than the budget says: nothing stays behind
             KV(layers, self.counters).close()
             raise
-        kv = KV(layers, self.counters, self.wire)
+        kv = self.made(layers)
         if self.tree is not None:
             kv.nodes = self.tree.match(request.tokens[: max(0, self._matched(request))])
             moved = self.tree.copy_into(kv.nodes, layers)
