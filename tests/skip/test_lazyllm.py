@@ -16,7 +16,7 @@ from phasewise.kv.beside import Wants
 from phasewise.kv.buffer import Raw, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.methods.skip.lazyllm import NAME, Lazy, LazyLLM
+from phasewise.methods.skip.lazyllm import NAME, Lazy, LazyLLM, going
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
@@ -75,7 +75,7 @@ class Slow:
                 continue
             weights = out[self.n - 1][1]  # by position, of all that the layer holds
             order = sorted(self.held[layer], key=lambda at: (at != self.n - 1, -weights[at], at))
-            needed = set(order[: max(1, ceil(shares[layer] * self.n))])
+            needed = set(order[: going(shares[layer], self.n)])
             for at in [at for at in x if at not in needed]:
                 self.waits[layer][at] = x.pop(at)
             if not prompt:
@@ -214,7 +214,7 @@ def test_pairs_are_the_closed_form_never_more_than_dense_and_never_twice() -> No
     want, here = 0, 80
     for layer in range(6):
         want += here
-        here = ceil(runtime.shares[layer] * 80) if layer in runtime.shares else here
+        here = going(runtime.shares[layer], 80) if layer in runtime.shares else here
     assert one.counters.row_layers == want < 80 * 6, "fewer at the first token"
     for done, token in enumerate(text[80:], 81):
         before = sum(layer.n for layer in one.kv.layers)
@@ -238,6 +238,8 @@ def test_layers_and_shares() -> None:
         for knobs in (LazyLLM(), LazyLLM(stages=7), LazyLLM(start=0.0, keep=0.01)):
             shares = list(knobs.shares(layers).values())
             assert shares == sorted(shares, reverse=True) and shares[-1] == pytest.approx(knobs.keep)
+            if len(shares) < knobs.stages:
+                continue  # several fall together
             drops = [1 - b / a for a, b in zip([1.0, *shares], shares)]
             assert drops == sorted(drops), "mild early, strong late"
 
@@ -386,7 +388,9 @@ def test_in_bfloat16_rows_do_not_depend_on_their_mates() -> None:
     alone = [tiny.outs(tiny.run(tiny.engine(VERBS, of=model), [p], tiny.greedy(20)))[0] for p in prompts]
     engine = tiny.engine(VERBS, of=model)
     assert tiny.outs(tiny.run(engine, prompts, tiny.greedy(20))) == alone
-    assert engine.counters.row_layers > 233 * 4 * 0.5 + 19 * 3 * 4, "nobody came back"
+    falls = LazyLLM(keep=0.3).shares(4)
+    first = sum(n + sum(going(falls[layer], n) for layer in range(3)) for n in (120, 80, 33))
+    assert engine.counters.row_layers > first + 19 * 3 * 4, "nobody came back"
 
 
 def test_scarce_memory_waits_and_loses_nothing() -> None:

@@ -77,6 +77,11 @@ class LazyLLM:
         return {} if layers < 2 or self.keep == 1 else found
 
 
+def going(share: float, known: int) -> int:
+    """How many of so many tokens go on; a millionth of one is none, for shares are rounded."""
+    return max(1, ceil(share * known - 1e-6))
+
+
 @dataclass(slots=True)
 class _Walk:
     """What a step makes of a request's rows: data, until they are committed."""
@@ -154,8 +159,7 @@ class Lazy:
         if share is None or not (prompt or self.knobs.revive):
             return
         known, slots = read.span.positions[-1] + 1, read.part.size[1]
-        count = min(max(1, ceil(share * known)), slots)
-        best = self.best(read, count)
+        best = self.best(read, min(going(share, known), slots))
         if prompt:
             assert read.span.rows == known == read.span.request.prompt_len, "prompts come in one piece"
             here = torch.arange(known, device=best.device) if walk.here is None else walk.here
@@ -167,10 +171,11 @@ class Lazy:
             walk.needed[read.part.positions[0, best]] = True
 
     def best(self, read: Read, count: int) -> Tensor:
-        """The `count` slots that go on, increasing: the last one, and those it attends to most."""
-        scores = self.scores(read)
+        """The `count` slots that go on, increasing: the last one, and those it attends to most; of equal ones the
+        earliest tokens."""
+        scores, order = self.scores(read), read.part.positions[0].argsort()
         scores[-1] = torch.inf
-        return scores.sort(stable=True, descending=True).indices[:count].sort().values
+        return order[scores[order].sort(stable=True, descending=True).indices[:count]].sort().values
 
     def scores(self, read: Read) -> Tensor:
         """The weights of the read's last row, averaged over its heads, float32 [N]."""
@@ -203,7 +208,7 @@ class Lazy:
         leave."""
         if not self.knobs.revive or not self.shares or layer != min(self.shares):
             return 0
-        return (end - max(1, ceil(min(self.shares.values()) * end))) * self.row_bytes
+        return (end - going(min(self.shares.values()), end)) * self.row_bytes
 
     # ---- what is known
     @staticmethod

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from random import Random
 from typing import ClassVar
 
 from torch import Tensor
 
 from phasewise.bench.stats import shares
-from phasewise.methods.skip.lazyllm import LazyLLM
+from phasewise.methods.skip.lazyllm import LazyLLM, going
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import ENDS
 from phasewise.reproduce.controls import RandomNeeds
@@ -36,7 +35,7 @@ def first(case: Case) -> int:
     falls, here, total = METHOD.shares(layers), rows, 0
     for layer in range(layers):
         total += here
-        here = ceil(falls[layer] * rows) if layer in falls else here
+        here = going(falls[layer], rows) if layer in falls else here
     return total
 
 
