@@ -203,7 +203,7 @@ def test_rows_that_come_back_have_the_dense_keys_and_values_in_the_next_layer(dt
             for a, b in pairs:
                 torch.testing.assert_close(a, b, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-4)
         apart.append(max(float((a - b).abs().max()) for a, b in pairs))
-    assert min(apart[3:]) > 1e-2, "deeper layers have read other rows"
+    assert min(apart[4:]) > 1e-2, "from there on they have read rows that had not read them"
 
 
 def test_pairs_are_the_closed_form_never_more_than_dense_and_never_twice() -> None:
@@ -225,7 +225,7 @@ def test_pairs_are_the_closed_form_never_more_than_dense_and_never_twice() -> No
         for layer in range(6):
             positions = one.positions(layer)
             assert len(positions) == len(set(positions)), "a pair twice"
-            assert positions[-1] == done - 1 and layer or positions == list(range(done))
+            assert (positions[-1] == done - 1 and layer) or positions == list(range(done))
     assert one.counters.row_layers == sum(layer.n for layer in one.kv.layers)
 
 
@@ -329,9 +329,16 @@ def test_prompts_come_whole_and_tokens_one_by_one() -> None:
     assert tiny.outs(tiny.run(tiny.engine(), prompts, tiny.greedy(12))) != want
 
 
-@pytest.mark.parametrize("more", [{"store": "int8"}, {"place": "disaggregated"}, {"schedule": "layered:rows_per_group=16"},
-                                  {"decode": "contrastive:amateur=tiny-draft"},
-                                  {"store": "cachegen:level=2", "place": "disaggregated"}], ids=str)  # fmt: skip
+MORE = [
+    {"store": "int8"},
+    {"place": "disaggregated"},
+    {"schedule": "layered:rows_per_group=16"},
+    {"decode": "contrastive:amateur=tiny-draft"},
+    {"store": "cachegen:level=2", "place": "disaggregated"},
+]
+
+
+@pytest.mark.parametrize("more", MORE, ids=str)
 def test_it_goes_with(more: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     double.everything(monkeypatch)
     prompts = tiny.prompts(70, 50)
@@ -358,7 +365,8 @@ def test_a_step_tried_twice_leaves_one_trace() -> None:
     for tokens in [text[:60], *([token] for token in text[60:])]:
         want = one.feed(tokens)
         twin.try_(tokens)
-        twin.kv.commit(0)  # it failed
+        with torch.inference_mode():
+            twin.kv.commit(0)  # it failed
         assert torch.equal(twin.feed(tokens), want)
         mine, theirs = (each.request.state.get(NAME, {}) for each in (one, twin))
         assert mine.keys() == theirs.keys()
@@ -414,8 +422,8 @@ def test_nothing_is_shared() -> None:
 
 # ---- what is refused
 @pytest.mark.parametrize(("knobs", "value"), [
-    ({"keep": 0.0}, "keep=0"), ({"keep": 1.1}, "keep=1.1"), ({"start": 1.0}, "start=1"), ({"start": -0.1}, "start=-0.1"),
-    ({"stages": 0}, "stages=0"),
+    ({"keep": 0.0}, "keep=0"), ({"keep": 1.1}, "keep=1.1"), ({"start": 1.0}, "start=1"),
+    ({"start": -0.1}, "start=-0.1"), ({"stages": 0}, "stages=0"),
 ])  # fmt: skip
 def test_bad_knobs_are_named(knobs: dict[str, Any], value: str) -> None:
     with pytest.raises(UserError, match=value):

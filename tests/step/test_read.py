@@ -78,7 +78,9 @@ def test_a_span_equals_its_rows_one_by_one(methods: str, model: str, skip: Any) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_a_prompt_that_leave_a_layer_out_need_no_mask(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_prompt_that_leave_a_layer_out_need_no_mask(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others are a prompt of their own there, for the kernels as well: in two slices, the same as by masks."""
     model = Model.load(tiny.checkpoint(hidden=64), dtype=dtype)
     tokens = tiny.prompts(240)[0]

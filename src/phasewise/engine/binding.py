@@ -166,7 +166,7 @@ class Bindings:
 
     @staticmethod
     def _refuse_pieces(methods: Methods, slots: Mapping[str, Any], runtime: Any) -> None:
-        """Raise UserError where prompts have to come whole, or later rows one by one, and the decode method's do not."""
+        """Raise UserError where prompts have to come whole, or later rows one by one, and the decode method's don't."""
         decode = label("decode", methods["decode"])
         if getattr(slots["skip"], "late", None) is not None and not getattr(runtime, "singly", False):
             raise UserError(

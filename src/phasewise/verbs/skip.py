@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from phasewise.step.late import Late
     from phasewise.step.span import Span
 
 
