@@ -171,7 +171,7 @@ class Bindings:
         if getattr(slots["skip"], "late", None) is not None and not getattr(runtime, "singly", False):
             raise UserError(
                 f"{label('skip', methods['skip'])} takes decoded tokens one at a time, and {decode} may bring several: "
-                "choose decode autoregressive, without drafts"
+                "choose one that decodes token by token, without drafts"
             )
         verb = next((verb for verb in SHARED if getattr(slots[verb], "whole", False)), None)
         if verb is not None and getattr(runtime, "unit", 1) > 1:

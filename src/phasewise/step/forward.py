@@ -185,7 +185,8 @@ class Step:
         x = x.index_copy(0, rows, self.model.layer(i, x[rows], self, self.deltas))
         at = count
         for span, each in late.items():
-            span.phase.skip.ran(i, span, x[at : at + len(each.positions)])  # type: ignore[union-attr]
+            assert span.phase.ran is not None
+            span.phase.ran(i, span, x[at : at + len(each.positions)])
             at += len(each.positions)
         return x[:count]
 

@@ -60,6 +60,7 @@ class Phase:
     until: Callable[[Request], int | None] | None = field(init=False)  # likewise
     whole: bool = field(init=False)  # prompts come in one piece, whatever a scheduler gives
     late: Callable[[int, Span], Late | None] | None = field(init=False)  # as the skip method says: verbs/skip.py
+    ran: Callable[[int, Span, Tensor], None] | None = field(init=False)  # likewise
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class Phase:
         slots = (self.attend, self.evict, self.skip)
         object.__setattr__(self, "whole", any(getattr(method, "whole", False) for method in slots))
         object.__setattr__(self, "late", getattr(self.skip, "late", None))
+        object.__setattr__(self, "ran", getattr(self.skip, "ran", None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
 
     def back(self, span: Span, outcome: Outcome) -> int:
