@@ -12,7 +12,7 @@ from torch import Tensor
 from phasewise.bench.stats import shares
 from phasewise.methods.skip.lazyllm import LazyLLM, going
 from phasewise.reproduce import loads
-from phasewise.reproduce.answers import ENDS
+from phasewise.reproduce.answers import ENDS, right
 from phasewise.reproduce.controls import RandomNeeds
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish
@@ -27,16 +27,20 @@ METHOD = LazyLLM(keep=0.1, start=0.125)
 KNOBS = f"lazyllm:keep={METHOD.keep},start={METHOD.start}"
 ON, STATIC = Setting({"skip": KNOBS}), Setting({"skip": f"{KNOBS},revive=false"})
 NEW, TOKENS = 32, 1000
+LADDER = (METHOD, LazyLLM(), LazyLLM(keep=0.3, start=0.5, stages=1), LazyLLM(keep=0.5, start=0.5, stages=1))
 
 
-def first(case: Case) -> int:
-    """(row, layer) pairs of the prompt."""
-    rows, layers = loads.prompt_rows(case), case.config.layers
-    falls, here, total = METHOD.shares(layers), rows, 0
+def pairs(method: LazyLLM, rows: int, layers: int) -> int:
+    """(row, layer) pairs of a prompt of so many rows."""
+    falls, here, total = method.shares(layers), rows, 0
     for layer in range(layers):
         total += here
         here = going(falls[layer], rows) if layer in falls else here
     return total
+
+
+def first(case: Case) -> int:
+    return pairs(METHOD, loads.prompt_rows(case), case.config.layers)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,18 @@ def seconds(lab: Lab, setting: Setting, n: int) -> list[float]:
     return grades
 
 
+def over_pairs(lab: Lab) -> Tried:
+    """Recall at several settings, by the share of a prompt's (row, layer) pairs that they run."""
+    n, layers = lab.scale.examples or (6 if lab.scale.quick else 40), lab.model("pocket").config.layers
+    said = list[str]()
+    found = list[float]()
+    for each in LADDER:
+        setting = Setting({"skip": f"lazyllm:keep={each.keep},start={each.start},stages={each.stages}"})
+        found.append(sum(right(lab, setting, "recall@1k", n)) / n)
+        said.append(f"{found[-1]:.0%} with {pairs(each, 1000, layers) / 1000 / layers:.0%}")
+    return Tried(found[-1] >= found[0], f"{', '.join(said)}, of {n}")
+
+
 def with_and_without(lab: Lab) -> Tried:
     """Second questions with revival, less without it."""
     n = lab.scale.examples or (6 if lab.scale.quick else 60)
@@ -127,7 +143,10 @@ SYSTEM = System(
     attempts=(
         Attempt("control", "second question about the same 1,000 tokens, with revival less without it",
                 "all of it above 0", with_and_without),
+        Attempt("quality", "recall@1k over the share of the prompt's pairs that run", "no worse with the most than with "
+                "the least", over_pairs),
     ),
     timings=(Timing("time to the first token of 1,900 tokens", 1.0, lambda run: run.requests[0].trace.ttft or 0.0,
                     load=loads.lone(1900, 2)),),
+    note="The control runs as many pairs of a prompt; how many come back later depends on whom the tokens need.",
 )  # fmt: skip
