@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 6300,
+    ("", "verbs", "engine", "step", "request"): 6420,
     ("speculation",): 1200,
-    ("kv",): 3150,
+    ("kv",): 3260,
     ("cluster",): 4000,
     ("serve",): 7250,
     ("ops",): 1460,

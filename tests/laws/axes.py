@@ -45,6 +45,13 @@ REFUSED: dict[frozenset[str], str] = {
         if name != DEFAULTS["attend"]
     },
     **{
+        frozenset(("decode.pie", f"{verb}.{name}")): "takes rows of prompts from other requests"
+        for verb in ("attend", "evict", "skip")
+        for name in catalog.names(verb)
+        if name not in (DEFAULTS[verb], "hydragen")
+        and "prefill" in getattr(catalog.method(verb, name), "phases", ("prefill",))
+    },
+    **{
         frozenset((f"{verb}.{name}", LATE)): f"also fills {verb}"
         for verb in ("attend", "evict")
         for name in catalog.names(verb)

@@ -158,6 +158,8 @@ class Bindings:
         if getattr(slots["attend"], "again", None) is not None:
             self._refuse_again(methods, slots, getattr(runtime, "unit", 1))
         self._refuse_pieces(methods, slots, runtime)
+        if phase == "prefill" and hasattr(runtime, "given"):
+            self._refuse_given(methods, slots)
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:
             made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase))
@@ -180,6 +182,18 @@ class Bindings:
                 f"{label(home, methods[verb])} takes prompts whole, and {decode} computes them in blocks: leave one of "
                 "them out"
             )
+
+    @staticmethod
+    def _refuse_given(methods: Methods, slots: Mapping[str, Any]) -> None:
+        """Raise UserError where a method has to see the rows of prompts as they are computed: some are not."""
+        for verb in SHARED:
+            idle = getattr(slots[verb], "everything", False) if verb == "attend" else slots[verb] is None
+            if not idle:
+                home = getattr(methods[verb], "slots", (verb,))[0]
+                raise UserError(
+                    f"{label('decode', methods['decode'])} takes rows of prompts from other requests, and "
+                    f"{label(home, methods[verb])} is not shown them: leave one of them out"
+                )
 
     @staticmethod
     def _refuse_again(methods: Methods, slots: Mapping[str, Any], unit: int) -> None:

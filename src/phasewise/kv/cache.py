@@ -14,6 +14,7 @@ from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
+    from phasewise.kv.left import Given
     from phasewise.kv.prefix import Node
 
 
@@ -29,6 +30,7 @@ class KV:
         self.level = level
         self.wire = wire  # in what form the rows travel; None = as they are
         self.rounded = False  # rows have been through a lossy wire; none goes through one twice
+        self.foreign = False  # some rows are not what computing their tokens would have given
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
         self.spare = 0  # rows that there is room for
@@ -133,6 +135,16 @@ class KV:
         if self.sealed:
             self.seal()
 
+    def bring(self, given: Given, start: int) -> int:
+        """Rows that were computed elsewhere, for the positions from `start` on, which there is room for. -> how many"""
+        count = given.rows[0][0].shape[1]
+        for layer, (k, v) in zip(self.layers, given.rows):
+            layer.append(k, v, range(start, start + count))
+        self.counters.kv_bytes_moved += sum(k.nbytes + v.nbytes for k, v in given.rows)
+        self.commit(count)
+        self.foreign |= not given.true
+        return count
+
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
         self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
@@ -174,6 +186,7 @@ class KV:
     def fork(self) -> KV:
         """Copy-on-write twin."""
         twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire, self.level)
+        twin.foreign = self.foreign
         twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
         self.spare = 0  # the next write of either side makes its own copy

@@ -12,6 +12,7 @@ from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.left import Left
 from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
@@ -126,13 +127,30 @@ class Store:
             return 0
         return most if params.prompt_logprobs is None else min(most, params.scored_from - 1)
 
+    def leave(self, request: Request) -> None:
+        """Keep the request's KV for others, if it is plain, and what it shares with nobody: a row for every token, in
+        the form that this store has."""
+        kv, upto = request.kv, request.computed
+        assert kv is not None
+        plain = (len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == upto for layer in kv.layers)
+        if self.wire is not None or not all(plain) or kv.shared:
+            return
+        for node in kv.nodes:
+            node.release()
+        kv.nodes, request.kv = [], None
+        self.prefixes.left.put(request.id, Left(request.tokens[:upto], kv, self))
+
+    def left(self, name: str) -> Left | None:
+        """What a request of this store has left, if that is still kept."""
+        return self.prefixes.left.find(name, self)
+
     def shareable(self, request: Request) -> int:
         """How many rows of its prompt others could reuse: those of whole units."""
         return request.prompt_len // self.sharing.unit * self.sharing.unit
 
     def remember(self, request: Request) -> None:
         """Keep the request's computed prompt for others, as far as the budget allows."""
-        if self.tree is None or request.kv is None or request.kv.rounded:
+        if self.tree is None or request.kv is None or request.kv.rounded or request.kv.foreign:
             return
         if any(len(layer.slabs) != 1 or layer.slabs[0].positions is not None for layer in request.kv.layers):
             return  # rewritten rows are private
