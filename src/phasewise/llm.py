@@ -43,7 +43,7 @@ FIELDS = tuple(field.name for field in fields(Params) if field.init)
 @dataclass(frozen=True)
 class Output:
     """What one request gave: `tokens` (an end token included), their `text` up to a stop string, how it left, and
-    log-probabilities where they were asked for."""
+    log-probabilities where they were asked for. `id` is its name, for requests that go on from its KV."""
 
     tokens: list[int]
     text: str
@@ -51,6 +51,8 @@ class Output:
     trace: Trace
     logprobs: list[Score] | None = None  # one per token, where logprobs or provenance are asked for
     prompt_logprobs: list[Score | None] | None = None  # one per token of the prompt; None before `scored_from`
+    id: str = ""
+    recalled: int = 0  # prompt tokens whose KV was taken from what an earlier request had left
 
 
 class LLM:
@@ -350,6 +352,7 @@ class LLM:
             request.out, written, request.left, request.trace,
             [scores[at] for at in range(request.prompt_len, request.known)] if params.tells else None,
             None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
+            request.id, request.recalled,
         )  # fmt: skip
 
 

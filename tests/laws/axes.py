@@ -23,6 +23,7 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 # and not listed fails, and so does one that is listed and not refused.
 SEALED = ("store.kivi", "store.gear", "store.zipcache")
 PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
+LATE = "skip.lazyllm"  # has rows run late, each with a single new one
 ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {
     **{
@@ -45,7 +46,31 @@ REFUSED: dict[frozenset[str], str] = {
         for name in catalog.names("attend")
         if name != DEFAULTS["attend"]
     },
-}
+    **{
+        frozenset(("decode.pie", f"{verb}.{name}")): "takes rows of prompts from other requests"
+        for verb in ("attend", "evict", "skip")
+        for name in catalog.names(verb)
+        if name not in (DEFAULTS[verb], "hydragen")
+        and "prefill" in getattr(catalog.method(verb, name), "phases", ("prefill",))
+    },
+    **{
+        frozenset((f"{verb}.{name}", LATE)): f"also fills {verb}"
+        for verb in ("attend", "evict")
+        for name in catalog.names(verb)
+        if name != DEFAULTS[verb]
+    },
+    **{frozenset((store, LATE)): FILLS if store == "store.zipcache" else PACKS for store in SEALED},
+    **{
+        frozenset((name, LATE)): "may bring several"
+        for name in (
+            *(f"draft.{name}" for name in catalog.names("draft")),
+            *(f"verify.{name} draft.draft_model" for name in catalog.names("verify")),
+            "decode.block_diffusion", "chain", "tree",
+        )
+        if not name.startswith(f"verify.{DEFAULTS['verify']} ")
+        and not (name.startswith("verify") and guarantee("verify", name.split(" ")[0][7:]) == "lossy")
+    },
+}  # fmt: skip
 
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 Test = TypeVar("Test", bound=Callable[..., Any])

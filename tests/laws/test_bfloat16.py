@@ -41,6 +41,7 @@ PARAMS = {
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
         {"attend": "tidal:k=8,dense=0,second=2,every=5"},
         {"attend": "zero_tuning:gamma=20,weights=none"},
+        {"skip": "lazyllm:keep=0.3"},
         {"store": "kivi:group=4,residual=8"},
         {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
         {"store": "zipcache:gap=8,important=0.5"},

@@ -19,6 +19,7 @@ from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import ZipVL
+from phasewise.methods.skip.lazyllm import LazyLLM
 from phasewise.methods.skip.unified import Unified
 from phasewise.methods.store.zipcache import ZipCache
 from phasewise.methods.verify.match import Match
@@ -32,6 +33,7 @@ from phasewise.reproduce.controls import (
     RandomBlocks,
     RandomGuess,
     RandomImportant,
+    RandomNeeds,
     RandomPages,
     RandomPicks,
     RandomRows,
@@ -83,6 +85,17 @@ def test_random_running_holds_as_much_but_others(method: Any) -> None:
     assert [s.read for s in chosen.decoding] == [s.read for s in drawn.decoding]
     assert run(entries).outs != drawn.outs != chosen.outs
     assert drawn.outs != run(entries, evict=replace(control, seed=1)).outs
+
+
+def test_random_needs_run_as_many_pairs_for_a_prompt_as_lazyllm() -> None:
+    entries, method = lone(150, 1), LazyLLM(keep=0.2)
+    chosen, drawn = run(entries, skip=method), run(entries, skip=RandomNeeds(method))
+    assert chosen.work.row_layers == drawn.work.row_layers < 150 * 4
+    assert [s.kv for s in chosen.steps] == [s.kv for s in drawn.steps]
+    longer = lone(150, 20)
+    assert run(longer).outs != run(longer, skip=RandomNeeds(method)).outs != run(longer, skip=method).outs
+    everything = run(longer, skip=RandomNeeds(LazyLLM(keep=1.0)))
+    assert everything.outs == run(longer).outs and everything.work.row_layers == (150 + 19) * 4
 
 
 def test_random_rows_that_keep_everything_change_nothing() -> None:

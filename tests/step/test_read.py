@@ -77,6 +77,30 @@ def test_a_span_equals_its_rows_one_by_one(methods: str, model: str, skip: Any) 
         torch.testing.assert_close(other.feed(TOKENS[:4]), alone.feed(TOKENS[:4]), **CLOSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_a_prompt_that_leave_a_layer_out_need_no_mask(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are a prompt of their own there, for the kernels as well: in two slices, the same as by masks."""
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=dtype)
+    tokens = tiny.prompts(240)[0]
+
+    def run() -> Tensor:
+        one = Walk(model, tokens, skip=SomeRows())
+        one.plain = one.phase
+        return torch.cat([one.feed(tokens[:130]), one.feed(tokens[130:])])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Read, "_causal", lambda *_: False)
+        want = run()
+    monkeypatch.setattr(Read, "_build", lambda *_: pytest.fail("a mask"))
+    got = run()
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, want, **CLOSE)
+    else:
+        assert (got - want).abs().max() < 0.2 * want.abs().max()
+
+
 class Look:
     """Dense attention that keeps its reads."""
 

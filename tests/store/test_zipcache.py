@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut, packing
+from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut, form_of
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.methods.store._classed import Classed
 from phasewise.methods.store._grouped import Grouped
@@ -103,7 +103,7 @@ def test_mean_bits_from_tensors(gap: int, important: float) -> None:
     x = torch.randn(heads, blocks * gap, dim)
     settled = [plane[:, None] for plane in codec.settle(KEYS, x)]
     planes = codec.classed(KEYS, x, torch.rand(blocks * gap), settled)
-    kinds = codec.kinds(KEYS, packing(codec, shape))
+    kinds = codec.kinds(KEYS, form_of(codec, shape))
     assert [(tuple(p.shape[2:]), p.dtype) for p in planes] == [(tuple(tail), dtype) for tail, dtype in kinds]
     bits = 8 * sum(plane.nbytes for plane in planes) / (blocks * gap * heads * dim)
     mean = upper / gap * 4 + (1 - upper / gap) * 2

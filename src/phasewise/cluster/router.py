@@ -307,6 +307,7 @@ class Router:
         if caller.trace.admitted is None and event["queued"] is not None:
             caller.trace.admitted = caller.trace.arrived + event["queued"]
             caller.trace.by["admitted"] = handle.name
+        caller.recalled = max(caller.recalled, event["recalled"])
         try:
             for at, *plain in event.get("scores", ()):
                 caller.scores.setdefault(at, Score.of(plain))

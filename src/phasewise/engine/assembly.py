@@ -63,6 +63,7 @@ class Assembly:
         looking: list[Any] = [method for phase in phases for method in (phase.attend, phase.evict)]
         keeping = {id(method): method for method in looking if hasattr(method, "beside")}.values()
         store.book(method.beside for method in keeping)
+        store.level = any(phase.late is not None for phase in phases)
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
 
     def _of(self, sample: Any) -> Bindings:

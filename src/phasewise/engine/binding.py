@@ -157,15 +157,43 @@ class Bindings:
             slots[verb] = runtime.bring(verb, None if chosen == self.defaults[verb] else slots[verb])
         if getattr(slots["attend"], "again", None) is not None:
             self._refuse_again(methods, slots, getattr(runtime, "unit", 1))
-        if getattr(slots["evict"], "whole", False) and getattr(runtime, "unit", 1) > 1:
-            evict = label("evict", methods["evict"])
-            raise UserError(f"{evict} takes prompts whole, and {label('decode', decode)} computes them in blocks: "
-                            "leave one of them out")  # fmt: skip
+        self._refuse_pieces(methods, slots, runtime)
+        if phase == "prefill" and hasattr(runtime, "given"):
+            self._refuse_given(methods, slots)
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
         if key not in self._phases:
             made = Phase(phase, runtime, slots["attend"], slots["evict"], slots["skip"], HOLDS.get(phase))
             self._phases[key] = made
         return self._phases[key]
+
+    @staticmethod
+    def _refuse_pieces(methods: Methods, slots: Mapping[str, Any], runtime: Any) -> None:
+        """Raise UserError where prompts have to come whole, or later rows one by one, and the decode method's don't."""
+        decode = label("decode", methods["decode"])
+        if getattr(slots["skip"], "late", None) is not None and not getattr(runtime, "singly", False):
+            raise UserError(
+                f"{label('skip', methods['skip'])} takes decoded tokens one at a time, and {decode} may bring several: "
+                "choose one that decodes token by token, without drafts"
+            )
+        verb = next((verb for verb in SHARED if getattr(slots[verb], "whole", False)), None)
+        if verb is not None and getattr(runtime, "unit", 1) > 1:
+            home = getattr(methods[verb], "slots", (verb,))[0]
+            raise UserError(
+                f"{label(home, methods[verb])} takes prompts whole, and {decode} computes them in blocks: leave one of "
+                "them out"
+            )
+
+    @staticmethod
+    def _refuse_given(methods: Methods, slots: Mapping[str, Any]) -> None:
+        """Raise UserError where a method has to see the rows of prompts as they are computed: some are not."""
+        for verb in SHARED:
+            idle = getattr(slots[verb], "everything", False) if verb == "attend" else slots[verb] is None
+            if not idle:
+                home = getattr(methods[verb], "slots", (verb,))[0]
+                raise UserError(
+                    f"{label('decode', methods['decode'])} takes rows of prompts from other requests, and "
+                    f"{label(home, methods[verb])} is not shown them: leave one of them out"
+                )
 
     @staticmethod
     def _refuse_again(methods: Methods, slots: Mapping[str, Any], unit: int) -> None:

@@ -204,11 +204,10 @@ class Engine:
             if not self.room.open(tokens, runtime):
                 return
             try:
-                request.kv = runtime.store.open(request, runtime.held(tokens))
+                runtime.open(request, tokens)
             except Exception as error:
                 self._fail(request, error)
                 continue
-            runtime.counters.prefix_hits += request.computed
             self._start(request)
 
     def _may_fork(self, parent: Request) -> bool:
@@ -336,6 +335,7 @@ class Engine:
         if before < request.high_water:
             own.recomputed += (again := min(request.computed, request.high_water) - before)
             counters.recomputed += again
+        self.recipes[request.recipe].bring(request)
         request.high_water = max(request.high_water, request.computed)
         if back := span.phase.back(span, outcome):
             request.step_back(back)
@@ -380,6 +380,7 @@ class Engine:
         request.left = left
         request.trace.left = self.parts.clock()
         self.queues.drop(request)
+        self.runtime(request).leave(request)
         request.release()
         if request not in self._progressed:
             self._progressed.append(request)

@@ -48,6 +48,11 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
             never |= {*params.stop_tokens, *(() if params.ignore_eos else eos)}
         if never >= set(params.allowed_token_ids):
             raise UserError("allowed_token_ids are all forbidden by bad_words or, as ends, by min_tokens: allow others")
+    if any(phase.late is not None for phase in runtime.phases):
+        for name in ("prompt_logprobs", "pooling"):
+            if getattr(params, name) is not None:
+                raise UserError(f"{name} asks about rows of the prompt, and not all of them run all layers here: leave "
+                                "it out, or choose another skip method")  # fmt: skip
     scored = any(each is not None for each in (params.logprobs, params.prompt_logprobs, params.pooling))
     if scored or any(len(word) > 1 for word in params.bad_words):
         for phase in runtime.phases:
@@ -95,12 +100,12 @@ def refuse_blocks(codec: Codec, methods: Methods, phases: Sequence[Phase], shape
 
 def _hinders(phase: Phase, own: bool) -> tuple[str, str] | None:
     """The verb whose method does not go with sealed blocks, and why. `own`: the evict method is the store's."""
+    if phase.skip is not None and phase.walk is None:
+        return "skip", "lets single rows pass layers by"
     if phase.evict is not None and not own:
         return "evict", "gives single rows up"
     if not getattr(phase.attend, "everything", False) or hasattr(phase.attend, "commons"):
         return "attend", "chooses among rows, or reads those of several requests at once, whose form changes"
-    if phase.skip is not None and phase.walk is None:
-        return "skip", "lets single rows pass layers by"
     return None
 
 

@@ -54,6 +54,29 @@ class Runtime:
             if not params.ask.keys().isdisjoint(method.asks):
                 method.check(params)
 
+    def open(self, request: Request, tokens: int) -> None:
+        """Give a request the KV that it needs for so many tokens, with all that is there of its prompt."""
+        request.kv = self.store.open(request, self.held(tokens))
+        self.counters.prefix_hits += request.computed
+        self.bring(request)
+
+    def bring(self, request: Request) -> None:
+        """Give it rows that come next and that its decode method need not have computed."""
+        given = getattr(self.phases[0].decode, "given", None) if request.prefilling else None
+        if given is None or request.kv is None:
+            return
+        while (rows := given(request, self.store.left)) is not None:
+            count = request.kv.bring(rows, request.computed)
+            request.computed += count
+            self.store.counters.recalled += count
+
+    def leave(self, request: Request) -> None:
+        """If it has finished, and requests may come that have a use for its KV, keep that."""
+        if request.kv is None or request.left is None or request.left.how != "finished":
+            return
+        if self.phases[0].name == "prefill" and hasattr(self.phases[0].decode, "given"):  # where prompts are computed
+            self.store.leave(request)
+
     def phase(self, request: Request) -> Phase:
         """The phase that the request is in. There must be one: who is past the last phase has departed."""
         for phase in self.phases:
@@ -69,6 +92,8 @@ class Runtime:
     def bound(self, request: Request) -> int:
         """Rows that a request may bring to the next step."""
         most, kv = self.most or ENDLESS, request.kv
+        if not request.prefilling and any(phase.late is not None for phase in self.phases):
+            return 1  # what else has to run with a row, it says itself
         if kv is None or not kv.seals or request.prefilling:
             return most
         border = kv.border(request.computed)

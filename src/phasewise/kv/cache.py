@@ -16,25 +16,32 @@ from phasewise.kv.wire import Dump, Wire
 from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
+    from phasewise.kv.left import Given
     from phasewise.kv.prefix import Node
 
 
 class KV:
     """The cached rows of one request, all layers. Room is made once per step, by `reserve`, never inside a layer."""
 
-    def __init__(self, layers: list[LayerKV], counters: Counters, wire: Wire | None = None) -> None:
+    def __init__(
+        self, layers: list[LayerKV], counters: Counters, wire: Wire | None = None, level: bool = False
+    ) -> None:
+        """`level`: rows may come to a layer late, so each has room for as many as the layer that holds most."""
         self.layers = layers
         self.counters = counters
+        self.level = level
         self.wire = wire  # in what form the rows travel; None = as they are
         self.rounded = False  # rows have been through a lossy wire; none goes through one twice
+        self.foreign = False  # some rows are not what computing their tokens would have given
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
-        self.spare = min((layer.spare for layer in layers), default=0)  # rows that there is room for
+        self.spare = 0  # rows that there is room for
         self.seals = any(layer.sealed is not None for layer in layers)  # finished blocks of rows are packed
         self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in layers)  # some are
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
+        self._measure()
 
     def flat(self, walk: tuple[int, ...] | None = None) -> ContiguousView | None:
         """Where a native kernel finds the rows of all layers, or of some; None if they lie in another way."""
@@ -85,17 +92,27 @@ class KV:
 
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would take from the budget."""
-        return 0 if rows <= self.spare else sum(layer.growth(rows) for layer in self.layers)
+        if rows <= self.spare:
+            return 0
+        return sum(layer.growth(rows + lag) for layer, lag in zip(self.layers, self._lags()))
 
     def reserve(self, rows: int) -> None:
         if rows > self.spare:
-            self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer in self.layers)
+            pairs = zip(self.layers, self._lags())
+            self.counters.kv_bytes_moved += sum(layer.reserve(rows + lag) for layer, lag in pairs)
             self._measure()
 
     def _measure(self) -> None:
         """Buffers have changed."""
         self._flat = None
-        self.spare = min((layer.spare for layer in self.layers), default=0)
+        self.spare = min((layer.spare - lag for layer, lag in zip(self.layers, self._lags())), default=0)
+
+    def _lags(self) -> list[int]:
+        """How many rows each layer may still get besides those to come."""
+        if not self.level:
+            return [0] * len(self.layers)
+        most = max((layer.n for layer in self.layers), default=0)
+        return [most - layer.n for layer in self.layers]
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """End the step: keep the first `rows` rows of the span, or the rows of a path; drop the others."""
@@ -119,6 +136,16 @@ class KV:
             moved += layer.commit(rows)
         self.counters.kv_bytes_moved += moved
         self.spare -= rows if isinstance(rows, int) else len(rows)
+
+    def bring(self, given: Given, start: int) -> int:
+        """Rows that were computed elsewhere, for the positions from `start` on, which there is room for. -> how many"""
+        count = given.rows[0][0].shape[1]
+        for layer, (k, v) in zip(self.layers, given.rows):
+            layer.append(k, v, range(start, start + count))
+        self.counters.kv_bytes_moved += sum(k.nbytes + v.nbytes for k, v in given.rows)
+        self.commit(count)
+        self.foreign |= not given.true
+        return count
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
@@ -169,7 +196,8 @@ class KV:
 
     def fork(self) -> KV:
         """Copy-on-write twin."""
-        twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire)
+        twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire, self.level)
+        twin.foreign = self.foreign
         twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
         self.spare = 0  # the next write of either side makes its own copy

@@ -172,7 +172,7 @@ def unpack(header: Header, tensors: Sequence[Tensor], store: Store, layout: str)
     lossy, wire = header["rounded"], store.wire
     if header["wire"] and wire is None:
         raise Misfit("the rows have travelled in a form that is not known here")
-    kv = KV(list(store.layers(0)), store.counters, wire)
+    kv = store.made(store.layers(0))
     kv.rounded = lossy
     try:
         content = _decode(header["kv"], tensors)

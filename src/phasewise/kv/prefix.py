@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import Ledger
 from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.left import Remains
 
 BLOCK = 32  # rows per node, or the smallest multiple of the decode method's unit
 
@@ -160,11 +161,12 @@ class PrefixTree:
 
 class PrefixCache:
     """All that is cached of prompts under one ledger: a tree per key, and whoever needs room may have unused blocks of
-    any of them."""
+    any of them; then what requests have `left`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.trees: dict[str, PrefixTree] = {}
+        self.left = Remains()
         self._ticks = itertools.count()
 
     def tree(self, key: str, unit: int = 1) -> PrefixTree:
@@ -176,14 +178,16 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        return sum(tree.bytes for tree in self.trees.values())
+        return sum(tree.bytes for tree in self.trees.values()) + self.left.bytes
 
     def room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` can be had now, giving up unused blocks for them if need be."""
         if self.ledger.room(n_bytes):
             return True
         self.shrink(n_bytes - self.ledger.free)
-        return self.ledger.room(n_bytes)
+        while not (room := self.ledger.room(n_bytes)) and self.left.give_up():
+            pass
+        return room
 
     def shrink(self, n_bytes: int) -> int:
         """Give back at least `n_bytes` if unheld blocks allow it, least recently used leaves first. -> bytes."""
@@ -199,5 +203,6 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Forget every block nobody holds."""
+        """Forget every block nobody holds, and what requests have left."""
+        self.left.clear()
         self.shrink(self.bytes)

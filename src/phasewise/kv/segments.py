@@ -173,7 +173,7 @@ class Landing:
         for layer in self.layers:
             layer.slabs[0].n = rows
         layers, self.layers = self.layers, []
-        return KV(layers, self.store.counters, self.store.wire)
+        return self.store.made(layers)
 
     def close(self) -> None:
         """Give the room back; nothing happens if there is none."""

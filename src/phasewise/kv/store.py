@@ -12,6 +12,7 @@ from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
 from phasewise.kv.cache import KV
 from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.left import Left
 from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.wire import Wire
 from phasewise.request.counters import Counters
@@ -68,6 +69,7 @@ class Store:
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
         self.row_bytes = sum(entry_bytes(codec, shape) * shape.heads for shape in self.shapes)  # of a token, all layers
 
+        self.level = False  # rows may come to a layer late: see KV
         self.wants: list[Wants | None] = [None] * len(self.shapes)  # beside the rows of each layer
 
     def book(self, keeps: Iterable[Keeps]) -> None:
@@ -86,6 +88,10 @@ class Store:
         for shape, wants in zip(self.shapes, self.wants):
             yield LayerKV(shape, self.codec, self.ledger, cap, wants)
 
+    def made(self, layers: Iterable[LayerKV]) -> KV:
+        """A KV of these layers."""
+        return KV(list(layers), self.counters, self.wire, self.level)
+
     def room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be, whoever's they are."""
         return self.prefixes.room(n_bytes)
@@ -102,7 +108,7 @@ class Store:
         except Exception:  # the machine has less memory than the budget says: nothing stays behind
             KV(layers, self.counters).close()
             raise
-        kv = KV(layers, self.counters, self.wire)
+        kv = self.made(layers)
         if self.tree is not None:
             kv.nodes = self.tree.match(request.tokens[: max(0, self._matched(request))])
             moved = self.tree.copy_into(kv.nodes, layers)
@@ -121,13 +127,30 @@ class Store:
             return 0
         return most if params.prompt_logprobs is None else min(most, params.scored_from - 1)
 
+    def leave(self, request: Request) -> None:
+        """Keep the request's KV for others, if it is plain, and what it shares with nobody: a row for every token, in
+        the form that this store has."""
+        kv, upto = request.kv, request.computed
+        assert kv is not None
+        plain = (len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == upto for layer in kv.layers)
+        if self.wire is not None or not all(plain) or kv.shared:
+            return
+        for node in kv.nodes:
+            node.release()
+        kv.nodes, request.kv = [], None
+        self.prefixes.left.put(request.id, Left(request.tokens[:upto], kv, self))
+
+    def left(self, name: str) -> Left | None:
+        """What a request of this store has left, if that is still kept."""
+        return self.prefixes.left.find(name, self)
+
     def shareable(self, request: Request) -> int:
         """How many rows of its prompt others could reuse: those of whole units."""
         return request.prompt_len // self.sharing.unit * self.sharing.unit
 
     def remember(self, request: Request) -> None:
         """Keep the request's computed prompt for others, as far as the budget allows."""
-        if self.tree is None or request.kv is None or request.kv.rounded:
+        if self.tree is None or request.kv is None or request.kv.rounded or request.kv.foreign:
             return
         if any(len(layer.slabs) != 1 or layer.slabs[0].positions is not None for layer in request.kv.layers):
             return  # rewritten rows are private

@@ -12,7 +12,7 @@ from phasewise.bench.forced import Forced
 from phasewise.bench.quality import CODE_LOSS, Row, mean, proportion
 from phasewise.bench.stats import Difference
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import finish
+from phasewise.reproduce.play import finish, going_on
 from phasewise.reproduce.system import Quality, Setting
 from phasewise.reproduce.verdict import Check
 from phasewise.reproduce.workload import code_ids, examples, pocket_text
@@ -23,6 +23,7 @@ Tell = Callable[[str], object]
 ENDS = 8  # tokens beyond the right answer that a reply may have
 FEWEST = 6  # examples of a quick run
 GIVEN = 16  # tokens of a stretch of code that are its prompt
+JUDGED = 64  # tokens of an edited one that are judged
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,14 @@ def graded(lab: Lab, quality: Quality, settings: Mapping[str, Setting], tell: Te
     for role, setting in settings.items():
         tell(f"quality: {role}")
         grades[role] = {
-            task: losses(lab, setting, quality, n) if task == CODE_LOSS else right(lab, setting, task, n)
+            task: _code(lab, setting, quality, n) if task == CODE_LOSS else right(lab, setting, task, n)
             for task in quality.tasks
         }
     return Graded(grades)
+
+
+def _code(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
+    return (edited if quality.edited else losses)(lab, setting, quality, n)
 
 
 def right(lab: Lab, setting: Setting, task: str, n: int) -> list[float]:
@@ -87,6 +92,28 @@ def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     with lab.engine(setting, sample=forced) as engine:
         finish(engine, requests)
     return [-statistics.fmean(forced.nats[request.id].values()) for request in requests]
+
+
+def edited(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
+    """Minus the loss of the last tokens of each of n stretches of code, of which the engine has met another version:
+    there, half as many other tokens stood in the place of those that are new now."""
+    rng, ids, forced = Random(f"{lab.scale.seed} edited"), list(code_ids()), Forced()
+    grades = []
+    with lab.engine(setting, sample=forced) as engine:
+        for _ in range(n):
+            start, other = (rng.randrange(len(ids) - quality.window) for _ in range(2))
+            text, at = ids[start : start + quality.window], rng.randrange(quality.window // 8, quality.window // 2)
+            prompt = text[: quality.window - JUDGED]
+            instead = ids[other : other + quality.edited // 2]
+            before = Request(
+                prompt[:at] + instead + prompt[at + quality.edited :], Params(max_tokens=1, ignore_eos=True)
+            )
+            now = going_on(engine, Params(max_tokens=JUDGED, ignore_eos=True), before)
+            for request, said in ((before, [*before.prompt, 0]), (after := Request(prompt, now), text)):
+                forced.scripts[request.id], forced.nats[request.id] = said, {}
+                finish(engine, [request])
+            grades.append(-statistics.fmean(forced.nats[after.id].values()))
+    return grades
 
 
 def quality_checks(quality: Quality, found: Graded) -> list[Check]:

@@ -26,6 +26,7 @@ from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.keyformer import Keyformer
 from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import Zipped, ZipVL
+from phasewise.methods.skip.lazyllm import Lazy, LazyLLM
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
@@ -187,6 +188,24 @@ class RandomImportant(Control):
 class _RandomImportant(Zipped):
     def ranked(self, normalised: Tensor, read: Read) -> Tensor:
         return torch.rand(len(normalised), generator=drawn(read.span.request.prompt[-8:], len(normalised), read.layer))
+
+
+@dataclass(frozen=True)
+class RandomNeeds(Control):
+    """skip, evict, attend: after the same layers as many tokens go on, and as many come back, as LazyLLM needs: any."""
+
+    of: LazyLLM
+    slots: ClassVar[tuple[str, ...]] = LazyLLM.slots
+    shares_prefix: ClassVar[bool] = False
+
+    def bind(self, host: Host) -> _RandomNeeds:
+        return _RandomNeeds(self.of, host.model.config, host.model.dtype)
+
+
+class _RandomNeeds(Lazy):
+    def scores(self, read: Read) -> Tensor:
+        about = (read.span.request.prompt[-8:], read.span.positions[-1], read.layer)
+        return torch.rand(read.part.size[1], generator=drawn(*about))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,8 @@ class Entry:
     """A request that is made once the first one has emitted `after` tokens; the end token is ignored. At a
     temperature each request of a load draws by a seed of its own.
 
-    The first `shared` tokens of its prompt have been asked for before.
+    The first `shared` tokens of its prompt have been asked for before. `edits` numbers an entry whose KV it may go on
+    from, where the methods can; the others compute its prompt.
     """
 
     prompt: list[int]
@@ -31,6 +32,7 @@ class Entry:
     after: int = 0
     shared: int = 0
     temperature: float = 0.0
+    edits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,12 @@ class Run:
 def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int = 200_000) -> Run:
     """Run all of them to their end. Raises UserError if one of them fails."""
     _ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
-    requests = [
-        Request(entry.prompt, Params(entry.new, entry.temperature, seed=seed, ignore_eos=True))
-        for seed, entry in enumerate(entries)
-    ]
+    requests: list[Request] = []
+    for seed, entry in enumerate(entries):
+        params = Params(entry.new, entry.temperature, seed=seed, ignore_eos=True)
+        if entry.edits is not None:
+            params = going_on(engine, params, requests[entry.edits])
+        requests.append(Request(entry.prompt, params))
     before, peak, steps = copy.copy(engine.counters), 0, list[Step]()
     pending = sorted(zip(entries, requests), key=lambda pair: pair[0].after)
     start = time.perf_counter()
@@ -114,6 +118,16 @@ def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int
             raise UserError(f"a request did not finish: {request.left and request.left.reason}")
     settle(engine)
     return Run(entries, requests, engine.counters - before, seconds, peak, steps)
+
+
+def going_on(engine: Placed, params: Params, other: Request) -> Params:
+    """The same, asking for the KV that another request leaves, where that can be asked for."""
+    asking = replace(params, ask={"after": other.id})
+    try:
+        engine.prepare(asking, "")
+    except UserError:
+        return params
+    return asking
 
 
 def _watched(engine: Placed, requests: Sequence[Request]) -> Step:

@@ -17,6 +17,7 @@ from phasewise.step.batch import Batch
 from phasewise.step.forms import Group, groups, parts
 from phasewise.step.fused import NativeStep, Scratch, natively
 from phasewise.step.inside import Inside
+from phasewise.step.late import Late
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import Read
 from phasewise.step.reads import answered
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Entry:
-    """A span at one layer: the rows of the layer's input it occupies and, if some skip, which of its rows they are."""
+    """A span at one layer: the rows of the layer's input it occupies and, if some skip, which of its rows they are.
+
+    Of rows that run `late`, which come first, that is the row they run with.
+    """
 
     span: Span
     at: slice
     positions: Sequence[int]
     ids: list[int] | None = None
+    late: Sequence[int] = ()
 
 
 class Step:
@@ -103,7 +108,7 @@ class Step:
             if part.heads is not None:  # [R, Hq, D] -> the query heads of these KV heads
                 rows = q.view(q.shape[0], cache.shape.heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
             read = Read(self.inside, layer, entry.span, rows, part)
-            read.at, read.rows = entry.at, entry.ids
+            read.at, read.rows, read.late = entry.at, entry.ids, entry.late
             reads.append(read)
         return reads
 
@@ -161,36 +166,68 @@ class Step:
 
     def _layer_for_some(self, i: int, x: Tensor) -> Tensor:
         """Run layer i for the rows whose span and skip method want it; the others pass through unchanged."""
-        entries, index = self._active(i, x)
-        total = len(index)
+        late = self._late(i)
+        entries, index = self._active(i, x, late)
+        total, count = len(index), x.shape[0]
         self.counters.row_layers += total
-        if total == x.shape[0]:
+        if total == count and not late:
             self._use(self._all, self._rotary)
             return self.model.layer(i, x, self, self.deltas)
         if total == 0:
             return x
-        rows = torch.tensor(index, device=x.device)
-        self._use(entries, self._rotary.take(rows))
-        out = self.model.layer(i, x[rows], self, self.deltas)
-        return x.index_copy(0, rows, out)
+        rows, rotary = torch.tensor(index, device=x.device), self._rotary
+        if late:  # behind the others
+            known = [position for each in late.values() for position in each.positions]
+            positions = torch.cat((self.batch.positions, torch.tensor(known, device=x.device)))
+            rotary = self.model.rotary(positions, self.batch.end)
+            x = torch.cat((x, *(each.x for each in late.values())))
+        self._use(entries, rotary.take(rows))
+        x = x.index_copy(0, rows, self.model.layer(i, x[rows], self, self.deltas))
+        at = count
+        for span, each in late.items():
+            assert span.phase.ran is not None
+            span.phase.ran(i, span, x[at : at + len(each.positions)])
+            at += len(each.positions)
+        return x[:count]
 
-    def _active(self, i: int, x: Tensor) -> tuple[list[_Entry], list[int]]:
+    def _late(self, i: int) -> dict[Span, Late]:
+        """Rows known before that run layer i now, by the span that they run with."""
+        found: dict[Span, Late] = {}
+        for span in self.batch.spans:
+            if span.phase.late is None or (span.layers is not None and not span.layers[0] <= i < span.layers[1]):
+                continue
+            late = span.phase.late(i, span)
+            if late is not None and len(late.positions):
+                assert span.rows == 1, "rows run late with a single other one"
+                found[span] = late
+        return found
+
+    def _active(self, i: int, x: Tensor, late: dict[Span, Late]) -> tuple[list[_Entry], list[int]]:
         entries: list[_Entry] = []
         index: list[int] = []
+        behind = x.shape[0]  # where the next rows that run late lie
         for span in self.batch.spans:
             if span.layers is not None and not span.layers[0] <= i < span.layers[1]:
                 continue
             local = None if span.phase.skip is None else span.phase.skip.rows(i, span, x[span.slice])
             ids = None if local is None else local.tolist()
             rows = range(span.rows) if ids is None else ids
+            if (after := late.get(span)) is not None:
+                assert len(rows), "rows run late with one that runs"
+                at = slice(len(index), len(index) + len(after.positions) + 1)
+                index.extend((*range(behind, behind + len(after.positions)), span.start))
+                behind += len(after.positions)
+                positions = [*after.positions, *span.positions]
+                entries.append(_Entry(span, at, positions, [0] * len(positions), after.positions))
+                continue
             if not len(rows):
                 continue
             if ids is not None and len(ids) == span.rows:
                 ids = None
             at = slice(len(index), len(index) + len(rows))
             index.extend(span.start + r for r in rows)
-            positions = span.positions if ids is None else [span.positions[r] for r in ids]
-            entries.append(_Entry(span, at, positions, ids))
+            own = span.positions if ids is None else [span.positions[r] for r in ids]
+            entries.append(_Entry(span, at, own, ids))
         return entries, index
 
 

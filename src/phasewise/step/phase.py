@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
     from phasewise.request.request import Request
     from phasewise.step.choice import PageChoice
+    from phasewise.step.late import Late
     from phasewise.step.sight import Sight
     from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
@@ -58,6 +59,9 @@ class Phase:
     told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
     again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
     until: Callable[[Request], int | None] | None = field(init=False)  # likewise
+    whole: bool = field(init=False)  # prompts come in one piece, whatever a scheduler gives
+    late: Callable[[int, Span], Late | None] | None = field(init=False)  # as the skip method says: verbs/skip.py
+    ran: Callable[[int, Span, Tensor], None] | None = field(init=False)  # likewise
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
 
     def __post_init__(self) -> None:
@@ -71,6 +75,10 @@ class Phase:
         object.__setattr__(self, "told", tuple(each for each in told if each is not None))
         object.__setattr__(self, "again", getattr(self.attend, "again", None))
         object.__setattr__(self, "until", getattr(self.attend, "until", None))
+        slots = (self.attend, self.evict, self.skip)
+        object.__setattr__(self, "whole", any(getattr(method, "whole", False) for method in slots))
+        object.__setattr__(self, "late", getattr(self.skip, "late", None))
+        object.__setattr__(self, "ran", getattr(self.skip, "ran", None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
 
     def back(self, span: Span, outcome: Outcome) -> int:

@@ -37,7 +37,7 @@ class View:
 class Read:
     """Rows q [R, hq, D] of one span against k, v [h, N, D] of its KV at one layer (all heads, or those of one slab)."""
 
-    __slots__ = ("at", "layer", "part", "q", "rows", "span", "step", "view")
+    __slots__ = ("at", "late", "layer", "part", "q", "rows", "span", "step", "view")
 
     def __init__(self, step: Inside, layer: int, span: Span, q: Tensor, part: Part) -> None:
         self.step = step
@@ -46,6 +46,7 @@ class Read:
         self.q = q
         self.part = part
         self.rows: list[int] | None = None  # local rows, when some skip this layer
+        self.late: Sequence[int] = ()  # positions of rows before the span's own that were known before and run late
         self.at: slice | Tensor = slice(0, 0)  # rows of the layer's input they come from
         self.view: View | None = None
 
@@ -59,7 +60,7 @@ class Read:
         """int64 [R]."""
         positions = self.span.positions
         if self.rows is not None:
-            positions = [positions[r] for r in self.rows]
+            positions = [*self.late, *(positions[r] for r in self.rows[len(self.late) :])]
         elif isinstance(positions, range):
             return torch.arange(positions.start, positions.stop, positions.step, device=self.q.device)
         return torch.tensor(positions, device=self.q.device)
@@ -111,8 +112,11 @@ class Read:
         if some is not None:
             rows, positions = rows[some], positions[some]
         ids = torch.arange(part.fresh, device=device) if part.ids is None else part.ids
-        fresh = self.span.seen(rows, ids)
-        mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
+        if self.late:  # among rows that are there some come after these
+            mask = part.positions[:, None, :] <= positions[:, None]
+        else:
+            fresh = self.span.seen(rows, ids)
+            mask = torch.cat((fresh.new_ones(len(rows), part.n), fresh), 1)[None]
         if window is not None:
             distance = positions[None, :, None] - part.positions[:, None, :]
             if self._moved:  # far rows that are read as if they were near
@@ -233,8 +237,13 @@ class Read:
 
     def _causal(self, softcap: float | None, window: int | None) -> bool:
         """Whether the rows simply see everything before them, and what comes later of their block."""
-        plain = self.span.sees is None and self.rows is None and self.part.ids is None and softcap is None
-        return plain and self.q.shape[0] > 1 and (window is None or max(self.span.positions) < window)
+        if self.span.sees is not None or softcap is not None or self.q.shape[0] < 2:
+            return False
+        if self.rows is not None:  # rows that others have left alone with this layer: all of them, in order
+            alone = self.part.fresh == len(self.rows) and self.span.block == 1 and not self.late
+        else:
+            alone = self.part.ids is None
+        return alone and (window is None or max(self.span.positions) < window)
 
     def few(self, start: int = 0, most: int = FEW) -> native.Few | None:
         """What the native kernel needs, if it can do this read: a tree, or at most so many rows that see all before

@@ -29,6 +29,7 @@ class Attend(Protocol):
             a request's rows of this layer while their positions lie below `end`: booked in the KV budget with the rows
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told which rows of a span are committed, as an evict
             method is
+        whole: bool  -- as of an evict method: prompts come in one piece
         again(request: Request, computed: int) -> int  -- of a runtime that acts on decoded rows: how many of the last
             rows are given up and computed once more, now that those below `computed` are there and before the new
             tokens are known; the rows come back as a replay does. None: never

@@ -43,6 +43,13 @@ class Decode(Protocol):
 
     Optional:
         unit: int  -- rows of a block, where rows see later rows of their own block: prefixes are shared in whole blocks
+        singly: bool  -- of a runtime that brings one row at a time, once a prompt is computed, if it is given no more:
+            what `skip` methods with rows that run late need
+        given(request: Request, left: Callable[[str], Left | None]) -> Given | None  -- of a runtime: asked while a
+            prompt is not complete, before its first row and after each step: finished keys and values of the tokens
+            that come next, never of the last. `left` finds KV that a request has left, by its id; with such a method
+            requests that finish leave theirs (kv/left.py). Methods that look at a prompt's rows, or drop some, are
+            refused beside it
         margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
             where these may be more than 64: who could not find room for them in the KV budget is refused at once
         scattered: bool  -- of a runtime that draws tokens before those in front of them are known: requests that ask
@@ -72,11 +79,11 @@ class Decode(Protocol):
 
 def slice_span(request: Request, rows: int, phase: Phase) -> Span:
     """The next known tokens that are not computed yet, at most `rows` of them and never across the prompt's end; a
-    prompt whose evict method says `whole` to its end."""
+    prompt of which a method needs the `whole` to its end."""
     assert request.kv is not None
     start = request.computed
     if request.prefilling:
-        end = request.prompt_len if getattr(phase.evict, "whole", False) else min(start + rows, request.prompt_len)
+        end = request.prompt_len if phase.whole else min(start + rows, request.prompt_len)
     else:
         end = min(start + rows, request.known)
     return Span(request, request.kv, phase, request.tokens[start:end], range(start, end))

@@ -21,6 +21,13 @@ class Skip(Protocol):
         walk: tuple  -- the layers that all rows of its phases run, increasing, where they are known beforehand: such
             steps are native, unless there is a delta
         delta: Delta  -- low-rank weights (model/lowrank.py) that the rows of its phases, and no others, run with
+        whole: bool  -- as of an evict method: prompts come in one piece
+        late(layer: int, span: Span) -> Late | None  -- asked before `rows`: tokens known before that have not run this
+            layer and run it now, beside the only row of the span. Each sees what this layer holds of positions up to
+            its own. They stay if that row stays. With such a method tokens are computed one at a time after the prompt,
+            replays too, and decode methods that bring more (no `singly`) are refused, as are requests that ask about
+            rows of the prompt other than its last
+        ran(layer: int, span: Span, x: Tensor) -> None  -- beside `late`: what the layer has made of them, [r, d]
     """
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:

@@ -30,6 +30,8 @@ class Autoregressive:
 
 
 class _Autoregressive:
+    singly = True
+
     def __init__(self, host: Host) -> None:
         self.host = host
 

@@ -64,6 +64,7 @@ class Contrastive:
 
 
 class _Contrastive:
+    singly = True
     rows = staticmethod(pending)
     propose = staticmethod(slices)
 

@@ -1,0 +1,196 @@
+"""Goes on from, or edits, KV that an earlier request left; what follows an edit moves, unread (PIE, arXiv 2407.03157).
+
+Promises that only new tokens are computed, once, each against all before it, and the last token again: rows m + 1 for m
+new ones, however much follows them. Rows before the first edit stay as they are; the keys of those after it are turned
+by as many positions as they have moved, and so have the right place and what they had read before. A request that asks
+for nothing is decoded plainly and exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.kv.cache import KV
+from phasewise.kv.left import Given, Left
+from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.model.model import Model
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.step.phase import Hidden, Phase
+from phasewise.step.span import Span
+from phasewise.verbs.decode import Outcome, slice_span
+from phasewise.verbs.host import ENDLESS, Host
+
+NAME = "pie"
+
+
+@dataclass(frozen=True)
+class Pie:
+    """A request with `ask={"after": ID}` (in Python, `after=ID`) gives its whole text as the prompt. It takes what its
+    prompt has in common with the text of the request ID, from the left: runs of at least `least` tokens. All else is
+    computed, from the left as well, and so are the first `repair` tokens after each edit, where what is unread weighs
+    most: with enough of them all is dense. `Output.recalled` says how many rows were taken; 0 where that KV is no
+    longer kept, or was another recipe's, or another engine's: then the prompt is computed from its tokens.
+
+    Rows that moved are approximate: the prompt's are never shared as a prefix. KV that was edited may be edited again;
+    keys are turned again then, and rounded. A request that is preempted starts again from what is left then.
+    Left out: decoding with drafts; keys that are turned when they are read, instead of once.
+    """
+
+    repair: int = 0
+    least: int = 16
+
+    asks: ClassVar[tuple[str, ...]] = ("after",)
+    paper: ClassVar[str] = "arXiv 2407.03157"
+    guarantee: ClassVar[str] = "exact"
+    needs: ClassVar[str] = "nothing"
+    neutral: ClassVar[dict[str, object]] = {}
+    plain_prompts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.repair < 0:
+            raise UserError(f"pie: repair={self.repair} must be at least 0, a number of tokens")
+        if self.least < 1:
+            raise UserError(f"pie: least={self.least} must be at least 1, a number of tokens")
+
+    def bind(self, host: Host) -> Editing:
+        lengths = sorted({rope.scheme for rope in host.model.config.ropes if not rope.fixed})
+        if lengths:
+            raise UserError(f"pie: this model's rope scaling {', '.join(lengths)!r} depends on the length of the text, "
+                            "so keys cannot be turned by a distance: choose another decode method")  # fmt: skip
+        return Editing(self, host)
+
+
+class Piece(NamedTuple):
+    """Tokens start .. stop-1 of a prompt, that stood `shift` places earlier in a text; `after` an edit."""
+
+    start: int
+    stop: int
+    shift: int
+    after: bool
+
+
+class Plan:
+    """What a request will take, from the left, and where it lies: KV that nobody can take away meanwhile."""
+
+    def __init__(self, source: KV | None, pieces: Sequence[Piece]) -> None:
+        self.source, self.pieces = source, pieces
+
+    def fork(self) -> Plan:
+        return Plan(None, ())  # siblings fork when the prompt is complete
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()
+        self.source = None
+
+
+class Editing:
+    """A request's drawer holds its plan until its prompt is complete."""
+
+    singly = True
+
+    def __init__(self, knobs: Pie, host: Host) -> None:
+        self.knobs, self.model, self.plain = knobs, host.model, Autoregressive().bind(host)
+        self.asks = knobs.asks
+
+    def check(self, params: Params) -> None:
+        after = (params.ask or {}).get("after")
+        if not isinstance(after, str):
+            raise UserError(f"after={after!r} must be the id of an earlier request, a text")
+
+    # ---- what is taken
+    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+        after = (request.params.ask or {}).get("after")
+        if after is None:
+            return None
+        plan = request.state.get(NAME)
+        if plan is None:
+            plan = request.state[NAME] = self._plan(request, left(after))
+            request.recalled = 0
+        at = request.computed
+        piece = next((piece for piece in plan.pieces if piece.start <= at < piece.stop), None)
+        if piece is None:
+            if plan.pieces and at >= plan.pieces[-1].stop:
+                plan.close()
+            return None
+        assert plan.source is not None
+        request.recalled += piece.stop - at
+        rows = [self.moved(*each, piece.shift) for each in _between(plan.source, at - piece.shift, piece)]
+        return Given(rows, not (piece.after or plan.source.foreign))
+
+    def moved(self, layer: int, k: Tensor, v: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, `shift` places later."""
+        return turned(self.model, layer, k, shift), v
+
+    def _plan(self, request: Request, left: Left | None) -> Plan:
+        if left is None:
+            return Plan(None, ())
+        found = pieces(left.tokens, request.prompt, self.knobs.least, self.knobs.repair)
+        return Plan(left.kv.fork(), found) if found else Plan(None, ())
+
+    # ---- decode
+    def rows(self, request: Request) -> int:
+        upto = self._upto(request)
+        return self.plain.rows(request) if upto is None else upto - request.computed
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans = []
+        for request, budget in zip(requests, budgets):
+            upto = self._upto(request)
+            if upto is None:
+                spans += self.plain.propose([request], [budget], phase)
+            else:
+                spans.append(slice_span(request, min(budget, upto - request.computed), phase))
+        return spans
+
+    @staticmethod
+    def _upto(request: Request) -> int | None:
+        """Where the next rows that need not be computed begin; None: none are to come."""
+        plan = request.state.get(NAME) if request.prefilling else None
+        return None if plan is None else next((p.start for p in plan.pieces if p.start > request.computed), None)
+
+    def reach(self, context: int) -> int:
+        return ENDLESS
+
+    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        return self.plain.accept(spans, hidden)
+
+
+def turned(model: Model, layer: int, k: Tensor, shift: int) -> Tensor:
+    """Keys [H, r, D] that lie `shift` places later."""
+    return model.rotate(layer, k, shift) if shift else k
+
+
+def _between(source: KV, start: int, piece: Piece) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Layer, keys and values of the rows from `start` on that a piece takes, as the model made them."""
+    for i, layer in enumerate(source.layers):
+        (part,) = layer.read()
+        yield i, *part.between(start, piece.stop - piece.shift)
+
+
+def pieces(old: Sequence[int], new: Sequence[int], least: int, repair: int) -> list[Piece]:
+    """Runs of tokens that a prompt has in common with a text, without the prompt's last token and the first `repair`
+    tokens after an edit."""
+    old, new = list(old), list(new)
+    most = min(len(old), len(new))
+    head = next((i for i in range(most) if old[i] != new[i]), most)
+    tail = next((i for i in range(most - head) if old[-1 - i] != new[-1 - i]), most - head)
+    between = SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
+    runs = [(0, 0, head)]
+    runs += [(head + a, head + b, size) for a, b, size in between.get_matching_blocks()]
+    runs.append((len(old) - tail, len(new) - tail, tail))
+    found: list[Piece] = []
+    after = False
+    for at, to, size in runs:
+        after = after or (at, to) != (0, 0)
+        start, stop = to + (repair if after else 0), min(to + size, len(new) - 1)
+        if size >= least and start < stop:
+            found.append(Piece(start, stop, to - at, after))
+    return found
