@@ -1,7 +1,7 @@
 """phasewise's planner held against aiconfigurator's search, on the same costs of steps.
 
     make silicon
-    python scripts/against_aiconfigurator.py [--cases 1,2,12] [--precision 0.05] [--out FILE.json]
+    python scripts/against_aiconfigurator.py [--cases 1,2,12] [--precision 0.02] [--out FILE.json]
 
 Both plan for H100s from the same measured tables (TensorRT-LLM), for models of which there is only a config.json, with
 lengths of published workloads: is one engine that does both phases (aggregated) or a pool for each (disaggregated)
@@ -56,7 +56,8 @@ TARGETS = {  # milliseconds of TTFT and TPOT
 }
 DEGREES = {"llama-3.1-8b": (1, 2, 4), "qwen3-30b-a3b": (1, 2, 4), "llama-3.1-70b": (2, 4, 8)}
 SIZES = ((1, 2), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1))  # workers for prompts and for tokens
-BUDGETS = (512, 2048, 8192)
+BUDGETS = (512, 2048, 8192, 1024, 4096, 256)  # rows of a step of one engine, the likeliest first
+PROMPTS_EACH = 2048  # ... and of a worker for prompts
 LINK = Link(4.5e11, 1e-5)  # NVLink of one H100, each way
 SLOWER = {"prefill": 1.1, "decode": 1.08}  # steps in pools, as theirs has it
 RUNNING = 512  # requests that may share a step, of both
@@ -250,10 +251,10 @@ def question(case: Case, plan: Plan, guess: float, cv: float, precision: float) 
     )
 
 
-def ours(case: Case, plan: Plan, guess: float, cv: float = 1.0, precision: float = 0.05) -> float:
+def ours(case: Case, plan: Plan, guess: float, cv: float = 1.0, precision: float = 0.02) -> float:
     """Requests/s per device within the targets for 90 %, with the best of our budgets; 0: at no rate."""
     best = 0.0
-    for budget in BUDGETS if not plan.prompts else BUDGETS[1:2]:
+    for budget in BUDGETS if not plan.prompts else (PROMPTS_EACH,):
         choice = Choice(plan.place, f"sarathi:budget={budget}", "", plan.ways)
         asked = question(case, plan, max(best, guess), cv, precision)
         few = replace(asked, load=replace(asked.load, requests=4))
@@ -320,7 +321,7 @@ def replayed(case: Case, them: Theirs) -> str:
     choice = Choice(plan.place, f"sarathi:budget={int(row['ctx_tokens'])}", "", plan.ways)
     said = []
     for name, cv in (("steady", STEADY), ("Poisson", 1.0)):
-        asked = question(case, plan, them.of(plan), cv, 0.05)
+        asked = question(case, plan, them.of(plan), cv, 0.02)
         found = asked.at(choice, them.of(plan) * plan.devices).numbers(case.slo)
         said.append(f"{1e3 * found['tpot_p90_s']:.0f} ms ({name})")
     return f"its one engine, budget {row['ctx_tokens']:.0f}, TPOT {row['tpot']:.0f} ms: simulated {', '.join(said)}"
@@ -358,7 +359,7 @@ def table(found: Sequence[Verdict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=lambda text: [int(part) for part in text.split(",")], help="From 1 on.")
-    parser.add_argument("--precision", type=float, default=0.05)
+    parser.add_argument("--precision", type=float, default=0.02)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")

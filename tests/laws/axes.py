@@ -53,6 +53,7 @@ REFUSED: dict[frozenset[str], str] = {
         if name not in (DEFAULTS[verb], "hydragen")
         and "prefill" in getattr(catalog.method(verb, name), "phases", ("prefill",))
     },
+    frozenset(("decode.pie", "store.zipcache")): "takes rows of prompts from other requests",
     **{
         frozenset((f"{verb}.{name}", LATE)): f"also fills {verb}"
         for verb in ("attend", "evict")
