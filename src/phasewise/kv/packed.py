@@ -104,7 +104,7 @@ def fill(tails: Sequence[Tail], side: int, start: int, stop: int) -> int:
             step, low, levels = sealed.buffers[side].planes
             assert sealed.buffers[side].refs == 1 and stop <= sealed.buffers[side].cap, "room is made before a step"
             sealing.append(Sealing(own, levels, step, low, start, size))
-            moved += sum(plane[:, blocks].nbytes for plane in (step, low, levels))
+        moved = len(tails) * sum(plane[:, blocks].nbytes for plane in (step, low, levels))
         seal(sealing, side == 0, packing.bits, packing.group)
         return moved
     for which, made in enumerate(first.codec.seal(side, torch.cat(rows))):
