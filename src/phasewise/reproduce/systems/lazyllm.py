@@ -143,7 +143,7 @@ SYSTEM = System(
     attempts=(
         Attempt("control", "second question about the same 1,000 tokens, with revival less without it",
                 "all of it above 0", with_and_without),
-        Attempt("quality", "recall@1k over the share of the prompt's pairs that run", "no worse with the most than with "
+        Attempt("quality", "recall@1k over the share of a prompt's pairs that run", "no worse with the most than with "
                 "the least", over_pairs),
     ),
     timings=(Timing("time to the first token of 1,900 tokens", 1.0, lambda run: run.requests[0].trace.ttft or 0.0,
