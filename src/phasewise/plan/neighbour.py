@@ -45,7 +45,7 @@ class Neighbour:
 def around(stand: Stand, like: Neighbour, rounds: int) -> tuple[Beside, Beside]:
     """How much longer steps of a stand take beside a neighbour `like` itself, where there are cores for both; and
     beside one that shares a core, where one of the two has all cores and the other a single one of them, as at the ends
-    of semi-PD's scale. Nothing where neither can be."""
+    of the scale along which a placement moves cores. Nothing where neither can be."""
     there, threads = cores_here(), like.threads
     beside: Beside = {}
     shared: Beside = {}
