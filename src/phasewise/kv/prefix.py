@@ -185,12 +185,11 @@ class PrefixCache:
         if self.ledger.room(n_bytes):
             return True
         self.shrink(n_bytes - self.ledger.free)
-        while not (room := self.ledger.room(n_bytes)) and self.left.give_up():
-            pass
-        return room
+        return self.ledger.room(n_bytes)
 
     def shrink(self, n_bytes: int) -> int:
-        """Give back at least `n_bytes` if unheld blocks allow it, least recently used leaves first. -> bytes."""
+        """Give back at least `n_bytes` if unheld blocks, and then what requests have left, allow it: each the least
+        recently used first. -> bytes."""
         freed = 0
         while freed < n_bytes:
             leaves = [(tree, node) for tree in self.trees.values() for node in tree.unheld()]
@@ -200,7 +199,10 @@ class PrefixCache:
                 freed += tree.remove(node)
                 if freed >= n_bytes:
                     break
-        return freed
+        before = self.ledger.used + freed
+        while before - self.ledger.used < n_bytes and self.left.give_up():
+            pass
+        return before - self.ledger.used
 
     def clear(self) -> None:
         """Forget every block nobody holds, and what requests have left."""
