@@ -48,7 +48,7 @@ class Pie:
 
     asks: ClassVar[tuple[str, ...]] = ("after",)
     paper: ClassVar[str] = "arXiv 2407.03157"
-    guarantee: ClassVar[str] = "exact"
+    guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
     plain_prompts: ClassVar[bool] = True
