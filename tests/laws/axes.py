@@ -60,7 +60,7 @@ REFUSED: dict[frozenset[str], str] = {
         for name in catalog.names(verb)
         if name != DEFAULTS[verb]
     },
-    **{frozenset((store, LATE)): FILLS if store == "store.zipcache" else PACKS for store in SEALED},
+    **{frozenset((store, LATE)): "both fill evict" if store == "store.zipcache" else PACKS for store in SEALED},
     **{
         frozenset((name, LATE)): "may bring several"
         for name in (
