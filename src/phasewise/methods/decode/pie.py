@@ -40,8 +40,8 @@ class Pie:
 
     Rows that moved are approximate: the prompt's are never shared as a prefix. KV that was edited may be edited again;
     keys are turned again then, and rounded. A request that is preempted starts again from what is left then.
-    Left out: decoding with drafts; keys that are turned when they are read, instead of once; a refusal of `after` where a
-    server promises exact answers: who asks for it wants what it gives.
+    Left out: decoding with drafts; keys that are turned when they are read, instead of once; a refusal of `after` where
+    a server promises exact answers: who asks for it wants what it gives.
     """
 
     repair: int = 0
