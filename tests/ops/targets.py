@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
 import torch
 
 from phasewise.ops import native
 
 HERE = [target for target in native.TARGETS if native.load(target) is not None]
+
+
+@contextmanager
+def running(target: str, *modules: ModuleType) -> Iterator[str]:
+    """These modules call the kernels of an instruction set meanwhile."""
+    kernels = native.load(target)
+    assert kernels is not None
+    native._share_threads(kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "library", lambda: kernels)
+        yield target
 
 
 def by_levels(target: str, dim: int, kind: torch.dtype) -> bool:

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phasewise.methods.store.int8 import Int8
-from phasewise.ops import native
 from phasewise.ops.native import listed, spans
 from phasewise.ops.native.listed import Listed
 from phasewise.ops.native.spans import Common, Few, Seen
 from phasewise.step.span import ancestors
-from tests.ops.targets import HERE, by_levels
+from tests.ops.targets import HERE, by_levels, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (3, 1, 20)]  # heads_q, heads, dim
 CODEC = Int8().codec()
@@ -30,14 +29,8 @@ SCALE = 0.2
 
 @pytest.fixture(params=HERE, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    patch = pytest.MonkeyPatch()
-    kernels = native.load(request.param)
-    assert kernels is not None
-    native._share_threads(kernels)
-    patch.setattr(spans, "library", lambda: kernels)
-    patch.setattr(listed, "library", lambda: kernels)
-    yield request.param
-    patch.undo()
+    with running(request.param, spans, listed) as target:
+        yield target
 
 
 def make(shape: tuple[int, int, int], rows: int, n: int, seed: int, tree: bool = False) -> Few:

@@ -11,21 +11,15 @@ from hypothesis import strategies as st
 
 from phasewise.kv.blocks import KEYS, SIDES, BlockCut
 from phasewise.methods.store._grouped import Grouped
-from phasewise.ops import native
 from phasewise.ops.native import sealing
 from phasewise.ops.native.sealing import Sealing
-from tests.ops.targets import HERE
+from tests.ops.targets import HERE, running
 
 
 @pytest.fixture(params=HERE, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    patch = pytest.MonkeyPatch()
-    kernels = native.load(request.param)
-    assert kernels is not None
-    native._share_threads(kernels)
-    patch.setattr(sealing, "library", lambda: kernels)
-    yield request.param
-    patch.undo()
+    with running(request.param, sealing) as target:
+        yield target
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,12 +10,14 @@ from phasewise import catalog
 from phasewise.cluster.policy import Policy
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.serving import Serving
 from phasewise.plan.simulate import Scene
 from phasewise.plan.station import Engine
 from phasewise.plan.world import LOCAL, Link
 from phasewise.verbs.schedule import Scheduler
 
 ROW = 1024  # bytes of KV per token
+NOTHING = Serving()  # that a server adds
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def scheduler(text: str) -> Callable[[], Scheduler]:
 def scene(
     cost: Cost, place: str = "colocated", *, schedule: str = "sarathi", kv_bytes: int = 1 << 30, link: Link = LOCAL,
     layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None,
-    beside: Any = None, shared: Any = None, stages: int = 1, **more: Any,
+    beside: Any = None, shared: Any = None, served: Serving = NOTHING, stages: int = 1, **more: Any,
 ) -> Scene:  # fmt: skip
     made = catalog.build("place", place)
 
@@ -56,5 +58,6 @@ def scene(
 
     engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache, stages=stages)
     layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
-                    beside=lambda threads: beside or {}, shared=lambda threads: shared or {})  # fmt: skip
+                    beside=lambda threads: beside or {}, shared=lambda threads: shared or {},
+                    served=served)  # fmt: skip
     return Scene(layout, policy, **more)

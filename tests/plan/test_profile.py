@@ -21,6 +21,8 @@ from phasewise.errors import UserError
 from phasewise.plan.beside import Beside
 from phasewise.plan.neighbour import Neighbour, around, measure
 from phasewise.plan.profile import Grid, Held, Measured, Measuring, Profile
+from phasewise.plan.serving import Serving
+from phasewise.plan.setting import Setting, measured
 from phasewise.plan.shape import Shape
 from phasewise.plan.stand import LONG, LONG_STEPS, STEPS, Size, Stand, sizes
 from tests import tiny
@@ -182,6 +184,16 @@ def test_profiles_come_back_from_their_files(tmp_path: Path) -> None:
         again.of(threads=8)
     with pytest.raises(UserError, match="does not know the recipe 'fsat'"):
         again.of("fsat")
+
+
+def test_all_that_was_measured_reaches_the_simulator() -> None:
+    workers = Serving(0.5, 0.25, 0.125, 0.0625, {"prefill": {"decode": 3.0}})
+    profile = replace(made(), machine={"cpu": "abacus", "cores": 2}, served={"workers": workers})
+    layout = Setting(place="semi_pd").scene(measured(profile), 1, (), 0).layout
+    assert layout.served == workers
+    assert layout.beside(1)["prefill"]["decode"] == 3.0
+    assert layout.shared(2)["prefill"]["decode"] == 1.5 * 3.0  # of a neighbour, times what the server makes of it
+    assert layout.shared(1) == {}
 
 
 @pytest.mark.parametrize(

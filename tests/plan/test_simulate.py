@@ -21,6 +21,7 @@ from phasewise.plan.arrivals import Load
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Price, Step
 from phasewise.plan.job import Job
+from phasewise.plan.serving import Serving
 from phasewise.plan.simulate import Outcome, goodput, run
 from phasewise.plan.world import Link
 from phasewise.request.params import SLO
@@ -88,6 +89,16 @@ def test_who_shares_a_core_takes_turns_or_what_was_measured(
     outcome = run(made, [Job("a", range(8), 11, 0.0), Job("b", range(8), 1, 1.0)])
     assert outcome.jobs[0].last_token == pytest.approx(last)
     assert outcome.jobs[1].ttft == pytest.approx(ttft)
+
+
+def test_a_servers_own_work_delays_who_decodes() -> None:
+    """Five tokens of 0.1 s, each 0.03 s later for the step and its token; a prompt of another comes into the second of
+    these steps, and delays it by its token and itself: 0.42 s. Who is alone with a prompt waits for nobody."""
+    made = scene(Linear(0.1), served=Serving(step=0.01, token=0.02, request=0.4))
+    outcome = run(made, [Job("a", range(8), 6, 0.0), Job("b", range(8), 1, 0.15)])
+    assert outcome.jobs[0].ttft == pytest.approx(0.1)
+    assert outcome.jobs[0].last_token == pytest.approx(0.1 + 5 * 0.13 + 0.42)
+    assert outcome.jobs[1].ttft == pytest.approx(0.23 + 0.13 + 0.42 - 0.15)
 
 
 def test_factors_of_neighbours_multiply_and_steps_of_both_phases_are_prompts() -> None:

@@ -199,9 +199,8 @@ class Bindings:
     def _refuse_again(methods: Methods, slots: Mapping[str, Any], unit: int) -> None:
         """Raise UserError where rows cannot be computed once more: they need all before them, one after another."""
         what = f"{label('attend', methods['attend'])} has decoded rows computed once more"
-        if slots["evict"] is not None and "store" not in getattr(
-            methods["evict"], "slots", ()
-        ):  # a store's own keeps all
+        keeps = "store" in getattr(methods["evict"], "slots", ())  # what comes with a store gives nothing up
+        if slots["evict"] is not None and not keeps:
             evict = label("evict", methods["evict"])
             raise UserError(f"{what}, and {evict} gives up rows they need: choose one that is done with the prompt")
         if unit > 1:
