@@ -40,7 +40,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     )
     if name == "layered":  # its prompt crosses in several steps, and then tokens are native again
         assert 0 < whole == len(made) < steps
-    elif name == "zipvl" or hasattr(engine.parts.store.codec, "cuts"):  # layers keep other rows, or blocks are opened
+    elif hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
         looked = verb == "evict" or "evict" in getattr(method, "slots", ())  # at the prompt: its step is halved
         assert len(made) == 1 and whole == (not looked)  # the prompt alone is native
     elif not phase.walks:  # which rows run a layer is decided on the way, or they run with weights of their own
@@ -84,11 +84,14 @@ def written(
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 @pytest.mark.parametrize("store", ["slab", "int8"])
-def test_rows_with_gaps_are_read_as_the_open_path_reads_them(store: str) -> None:
-    """After an eviction, slots are no positions, and layers and heads hold other rows. The prompt takes the open path,
-    so that no rounding decides which rows stay."""
+@pytest.mark.parametrize("spread", ["", "layers=pyramid", "heads=ada", "layers=pyramid,heads=ada"])
+def test_rows_with_gaps_are_read_as_the_open_path_reads_them(
+    store: str, spread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an eviction, slots are no positions, and layers and heads hold other rows, or other numbers of them. The
+    prompt takes the open path, so that no rounding decides which rows stay."""
     model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
-    stack = model.stack
+    stack, made, method = model.stack, passes(monkeypatch), f"snapkv:keep=8,window=4,{spread}".rstrip(",")
 
     def logits(natively: bool, evict: str) -> tuple[Tensor, int]:
         model.stack = None
@@ -97,8 +100,9 @@ def test_rows_with_gaps_are_read_as_the_open_path_reads_them(store: str) -> None
 
     (whole, read), (opened, same), (dense, all_of_it) = (
         logits(natively, evict)
-        for natively, evict in ((True, "snapkv:keep=8,window=4"), (False, "snapkv:keep=8,window=4"), (True, "none"))
+        for natively, evict in ((True, method), (False, method), (True, "none"))
     )
+    assert len(made) == 2 * 49 and all(each.whole for each in made), "a token took the open path"
     assert read == same < all_of_it / 2
     assert (whole - opened).abs().mean() < 0.05 * (whole - dense).abs().mean(), "more than bfloat16's rounding"
 

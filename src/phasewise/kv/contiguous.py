@@ -12,31 +12,34 @@ from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, words
 from phasewise.kv.pages import PageTable
+from phasewise.kv.unequal import Unequal, unequal
 
 
 class ContiguousView:
-    """The layers asked for hold equally many rows, whole heads, in one slab each, on the CPU, as the model made them or
-    rounded to int8 (`Codec.scaled`); or the first of them in sealed blocks that native kernels read (kv/packed.py).
+    """The rows of the layers asked for, on the CPU, as the model made them or rounded to int8 (`Codec.scaled`); or the
+    first of them in sealed blocks that native kernels read (kv/packed.py). Without such blocks, layers and heads may hold
+    unequally many: then `unequal` says where they lie, and `address` nothing.
 
-    `n`: committed rows. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
+    `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
     differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row takes in
     all layers. `tables`: of page keys beside them, by whoever asked for them.
     """
 
     __slots__ = ("_line", "_planes", "_sealed", "_sides", "_slabs", "address", "gaps", "layers", "n", "row_bytes",
-                 "tables")  # fmt: skip
+                 "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables = layers, dict[Hashable, PageTable]()
-        self._slabs = [layer.slabs[0] for layer in layers]
-        self.n = layers[0].n
+        self._slabs = [slab for layer in layers for slab in layer.slabs]
+        self.n = max(layer.n for layer in layers)
+        self.unequal = Unequal(layers, self.n) if unequal(layers) else None
         self.gaps = any(slab.positions is not None for slab in self._slabs)
         self._line: tuple[int, int] | None = None
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
         self._planes = array("q")
-        for slab in self._slabs:
+        for slab in self._slabs if self.unequal is None else ():
             cap, addresses = slab.buffer.cap, slab.buffer.addresses
             if rounded:
                 k, k_scale, v, v_scale = addresses
@@ -58,6 +61,8 @@ class ContiguousView:
         sealed = [layer.sealed for layer in layers if layer.sealed is not None and layer.sealed.active]
         if sealed and (len(sealed) < len(layers) or not alike(sealed)):
             return None
+        if not sealed and unequal(layers):
+            return cls(layers)
         n = first.n
         for layer in layers:
             slab = layer.slabs[0] if len(layer.slabs) == 1 else None
@@ -90,6 +95,8 @@ class ContiguousView:
         """Whether the committed rows are those of the first positions, `first` of them, and then consecutive ones right
         before `position`, in all layers and heads."""
         lost = position - self.n
+        if self.unequal is not None:
+            return False
         if not self.gaps:
             return lost == 0
         if self._line != (first, lost):  # rows that came after it was asked continue them: others change `lost`
@@ -105,10 +112,9 @@ class ContiguousView:
 
     def advance(self, positions: range) -> None:
         """Rows of these positions that were written behind them are committed, in all layers."""
-        before = self.n
-        self.n = n = before + len(positions)
+        self.n += len(positions)
         for slab in self._slabs:
             if slab.positions is not None:
-                for slot, position in enumerate(positions, before):
+                for slot, position in enumerate(positions, slab.n):
                     slab.positions[:, slot] = position
-            slab.n = n - slab.base
+            slab.n += len(positions)

@@ -169,8 +169,8 @@ class LayerKV:
         self.fresh += rows
 
     def appended(self, positions: Sequence[int]) -> None:
-        """A native kernel has written this step's rows behind the committed ones of the only slab."""
-        assert not self.fresh and len(self.slabs) == 1
+        """A native kernel has written this step's rows behind the committed ones."""
+        assert not self.fresh
         self.fresh, self._pending, self._ids = len(positions), positions, None
 
     def read(self, written: Sequence[int] = ()) -> list[Part]:

@@ -20,6 +20,7 @@ from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
 
 if TYPE_CHECKING:
+    from phasewise.kv.unequal import Unequal
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
     from phasewise.step.span import Span
@@ -76,6 +77,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     flat = span.kv.flat(phase.walk)
     if flat is None:
         return None
+    if flat.unequal is not None and not _takes(flat.unequal, span, stack):
+        return None
     end = flat.n + span.first + span.rows
     seats = None
     if windows:  # they are counted in positions, where slots are meant
@@ -87,6 +90,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
                 return None
     own = None if sees is None else sees.contiguous()
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
+    if flat.unequal is not None:
+        whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if flat.cuts is not None:
         return forms.natively(span, flat, flat.cuts, whole) if phase.plain else None
     if phase.sight is not None and phase.sight.hides(span):
@@ -95,6 +100,13 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     if choice is None or not choice.acts(span) or stack.capped or any(w < end for w in windows) or phase.watches(span):
         return whole
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
+
+
+def _takes(unequal: Unequal, span: Span, stack: Stack) -> bool:
+    """Whether a native step reads a span's unequal heads: not for slices of prompts, nor where a method is to look at
+    all heads of a layer as one, nor where some layers' attention is left out."""
+    few = span.rows <= SLICE or span.sees is not None
+    return few and stack.reading == stack.count and not (unequal.split and span.phase.looks(span))
 
 
 def _windows(model: Model) -> list[int]:
@@ -203,7 +215,7 @@ class NativeStep:
             stack = self.model.stack_of(span.phase.walk)
             assert stack is not None
             return part.size * stack.reading // stack.count
-        return part.reads * self._width(span)
+        return part.reads * self._width(span) - part.missing
 
     def _width(self, span: Span) -> int:
         """Bytes of one row of its KV, in the layers whose attention runs."""

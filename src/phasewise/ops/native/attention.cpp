@@ -75,6 +75,10 @@ struct Lines {
     v = (const char*)span.v + job.head * span.v_head * size + slot * v_row;
     k_worth = span.k_scale ? span.k_scale + job.head * span.k_scale_head + slot : nullptr;
     v_worth = span.v_scale ? span.v_scale + job.head * span.v_scale_head + slot : nullptr;
+    if (!span.heads) return;
+    const Head& head = span.heads[job.head];
+    k = (const char*)head.k + slot * k_row, v = (const char*)head.v + slot * v_row;
+    k_worth = head.k_scale ? head.k_scale + slot : nullptr, v_worth = head.v_scale ? head.v_scale + slot : nullptr;
   }
 };
 

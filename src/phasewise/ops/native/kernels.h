@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 21;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 22;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -83,6 +83,12 @@ struct SealCall {
   int64_t threads;
 };
 
+struct Head {  // of a span whose KV heads hold unequally many rows: as if they all held `n`, which end at the same slot
+  const void *k, *v;                  // where its slot 0 would be
+  const uint16_t *k_scale, *v_scale;  // likewise; null as in a Span
+  int64_t begin;                      // the first slot that there is
+};
+
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
   void* out;
@@ -98,6 +104,7 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   int64_t first;  // slots before its own that are of the same tree: rows that came earlier
   // null, or where its first slots are instead, of bfloat16 [.., 32 n]; none of them is its own or read in common
   const Sides* sealed;
+  const Head* heads;  // [heads], where each lies; null: at k and v. Such a span has no window and nothing in common
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -222,6 +229,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t block, first;
   const Choice* choice;  // or null; such a span has no window, nothing in common, and no layer a cap of its scores
   const Sides* sealed;   // [layers], as in Span; or null
+  const Head* unequal;   // [layers, heads], as in Span; or null. No slice, and without a choice
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive

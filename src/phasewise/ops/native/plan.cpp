@@ -68,6 +68,7 @@ static void add_own(const AttentionCall& call, Plan& plan, long b, long first_pa
     for (long first = 0; first < span.rows * group(call); first += QUERIES) {
       long left = span.rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
       long last = (first + some - 1) / group(call), from = first_block(call, span, first / group(call), last);
+      if (span.heads && span.heads[head].begin > from) from = span.heads[head].begin;
       long to = limit(span, last), begin = from / PART * PART;
       Job job = {b, head, first, some, plan.part_count - first_part, 0, nullptr, from};
       if (sinks(span) && from) {

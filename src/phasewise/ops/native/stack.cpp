@@ -63,6 +63,15 @@ static void place_far(const StackCall& call, const Layer& layer, const StackSpan
     turn_at(call, layer, seat >= own.beyond ? own.near : call.positions[row], far + h * call.dim);
 }
 
+// Where a KV head of a span lies.
+static Head head_of(const Span& span, long h) {
+  if (span.heads) return span.heads[h];
+  if (span.k_scale)
+    return {(int8_t*)span.k + h * span.k_head, (int8_t*)span.v + h * span.v_head, span.k_scale + h * span.k_scale_head,
+            span.v_scale + h * span.v_scale_head, 0};
+  return {(bf16*)span.k + h * span.k_head, (bf16*)span.v + h * span.v_head, nullptr, nullptr, 0};
+}
+
 // One row's queries and keys normed and turned, its keys and values put into their slots.
 static void place(const StackCall& call, const Layer& layer, const Room& room, const Span* spans, long row) {
   long b = 0, local = row;
@@ -81,14 +90,14 @@ static void place(const StackCall& call, const Layer& layer, const Room& room, c
     place_far(call, layer, call.spans[b], qkv, local, row, room.far + row * call.heads_q * dim);
   for (long h = 0; h < turned && layer.turn >= 0; h++) turn_at(call, layer, call.positions[row], qkv + h * dim);
   for (long h = 0; h < call.heads; h++) {
-    long k = h * span.k_head + slot * span.k_row, v = h * span.v_head + slot * span.v_row;
+    Head head = head_of(span, h);
     const bf16 *key = qkv + (call.heads_q + h) * dim, *value = qkv + (turned + h) * dim;
-    if (span.k_scale) {
-      ((bf16*)span.k_scale)[h * span.k_scale_head + slot] = round_to_bytes(key, dim, (int8_t*)span.k + k);
-      ((bf16*)span.v_scale)[h * span.v_scale_head + slot] = round_to_bytes(value, dim, (int8_t*)span.v + v);
+    if (head.k_scale) {
+      ((bf16*)head.k_scale)[slot] = round_to_bytes(key, dim, (int8_t*)head.k + slot * span.k_row);
+      ((bf16*)head.v_scale)[slot] = round_to_bytes(value, dim, (int8_t*)head.v + slot * span.v_row);
     } else {
-      memcpy((bf16*)span.k + k, key, dim * 2);
-      memcpy((bf16*)span.v + v, value, dim * 2);
+      memcpy((bf16*)head.k + slot * span.k_row, key, dim * 2);
+      memcpy((bf16*)head.v + slot * span.v_row, value, dim * 2);
     }
   }
 }
@@ -226,13 +235,14 @@ static void run_second_half(const Stage& stage, long index) {
 // Spans of the call's layers: where the queries lie, and the planes of that layer: addresses of keys and values,
 // numbers between two heads, addresses of their scales (null: they are bfloat16), scales between two heads.
 static void fill_spans(const StackCall& call, const Room& room) {
+  static const int64_t nowhere[6] = {};
   long wide = (call.heads_q + 2 * call.heads) * call.dim;
   for (long i = 0; i < layer_count(call); i++) {
     long row = 0;
     for (long b = 0; b < call.span_count; b++) {
       Span& span = room.spans[i * call.span_count + b];
       const StackSpan& own = call.spans[b];
-      const int64_t* planes = own.planes + (first_layer(call) + i) * 6;
+      const int64_t* planes = own.unequal ? nowhere : own.planes + (first_layer(call) + i) * 6;
       span = {};
       span.n = own.n;
       bool elsewhere = is_slice(own) || own.done || chooses(own, first_layer(call) + i);  // its rows are read
@@ -248,6 +258,10 @@ static void fill_spans(const StackCall& call, const Room& room) {
       span.sight = {own.window, own.sinks, far, own.seats, own.block};
       span.first = own.first;
       span.sealed = own.sealed ? own.sealed + first_layer(call) + i : nullptr;
+      if (own.unequal) {
+        span.heads = own.unequal + (first_layer(call) + i) * call.heads;
+        span.k_scale = span.heads->k_scale, span.v_scale = span.heads->v_scale;  // whether there are any
+      }
       row += own.rows;
     }
   }
@@ -315,9 +329,15 @@ API int64_t stack(const StackCall* call) {
 
   long sizes = room.choosing ? choosing_plans(*room.choosing) : 0;
   auto spans = [&](long i) { return room.spans + i * call->span_count; };
-  auto same_as = [&](long i) {  // layers of one window, in which the same spans read, share one plan
+  auto begin_alike = [&](const Head* one, const Head* other) {
+    for (long h = 0; one && h < call->heads; h++)
+      if (one[h].begin != other[h].begin) return false;
+    return true;
+  };
+  auto same_as = [&](long i) {  // layers of one window, in which the same spans read the same slots, share one plan
     for (long j = 0; j < i; j++) {
       bool same = layers[j].window == layers[i].window;
+      for (long b = 0; same && b < call->span_count; b++) same = begin_alike(spans(j)[b].heads, spans(i)[b].heads);
       for (long b = 0; room.choosing && b < call->span_count; b++) same = same && spans(j)[b].rows == spans(i)[b].rows;
       if (same) return j;
     }

@@ -102,7 +102,9 @@ class StackSpan(NamedTuple):
     seated from slot `beyond` on read the sinks as if they stood at place `near` of the turns; -1: all read them alike.
     With a `choice`, which no layer's window or cap may meet, its row reads less. `sealed` are the words of a Sides
     (kernels.h) for every layer, where its first slots lie packed, and `size` the bytes of all it then reads. If these
-    are others for each of its rows, `pieces` are its rows. Such a span is a member of no common.
+    are others for each of its rows, `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
+    (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each;
+    such a span is no slice, and has neither window nor choice. All these are members of no common.
     """
 
     n: int
@@ -119,6 +121,8 @@ class StackSpan(NamedTuple):
     sealed: array[int] | None = None
     size: int = 0
     pieces: tuple[StackSpan, ...] = ()
+    unequal: int = 0
+    missing: int = 0
 
     @property
     def reads(self) -> int:
@@ -132,10 +136,10 @@ class StackSpan(NamedTuple):
         first = 0 if self.sees is None else self.sees.shape[1] - self.rows
         choice = 0 if self.choice is None else self.choice.address
         sealed = 0 if self.sealed is None else self.sealed.buffer_info()[0]
-        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed
+        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed, self.unequal
 
 
-WORDS = 15  # of a span in the call
+WORDS = 16  # of a span in the call
 DONE = 5  # which of them says so
 
 
