@@ -99,12 +99,32 @@ def test_rows_with_gaps_are_read_as_the_open_path_reads_them(
         return written(model, {"evict": evict, "store": store}, text, then)
 
     (whole, read), (opened, same), (dense, all_of_it) = (
-        logits(natively, evict)
-        for natively, evict in ((True, method), (False, method), (True, "none"))
+        logits(natively, evict) for natively, evict in ((True, method), (False, method), (True, "none"))
     )
     assert len(made) == 2 * 49 and all(each.whole for each in made), "a token took the open path"
     assert read == same < all_of_it / 2
     assert (whole - opened).abs().mean() < 0.05 * (whole - dense).abs().mean(), "more than bfloat16's rounding"
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
+@pytest.mark.parametrize("spread", ["layers=pyramid", "heads=ada"])
+def test_who_looks_at_heads_of_unequal_length_halves_the_step(spread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more is given up after the prompt, so that no rounding decides which rows stay."""
+    model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
+    stack, made, method = model.stack, passes(monkeypatch), f"h2o:heavy=20.0,recent=20.0,lot=4096,{spread}"
+
+    def logits(natively: bool, evict: str) -> tuple[Tensor, int]:
+        model.stack = None
+        then = (lambda: setattr(model, "stack", stack)) if natively else None
+        return written(model, {"evict": evict}, text, then)
+
+    (halves, read), (opened, same), (dense, _) = (
+        logits(*each) for each in ((True, method), (False, method), (True, "none"))
+    )
+    layers = model.config.layers
+    assert [each.stops for each in made[:49]] == [[*range(1, 2 * layers, 2), 2 * layers]] * 49
+    assert read == same
+    assert (halves - opened).abs().mean() < 0.2 * (halves - dense).abs().mean(), "more than bfloat16's rounding"
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")

@@ -17,12 +17,12 @@ from phasewise.kv.unequal import Unequal, unequal
 
 class ContiguousView:
     """The rows of the layers asked for, on the CPU, as the model made them or rounded to int8 (`Codec.scaled`); or the
-    first of them in sealed blocks that native kernels read (kv/packed.py). Without such blocks, layers and heads may hold
-    unequally many: then `unequal` says where they lie, and `address` nothing.
+    first of them in sealed blocks that native kernels read (kv/packed.py). Without such blocks, layers and heads may
+    hold unequally many: then `unequal` says where they lie, and `address` nothing.
 
-    `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given up; which they are may
-    differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it. `row_bytes`: what a row takes in
-    all layers. `tables`: of page keys beside them, by whoever asked for them.
+    `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
+    up; which they are may differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it.
+    `row_bytes`: what a row takes in all layers. `tables`: of page keys beside them, by whoever asked for them.
     """
 
     __slots__ = ("_line", "_planes", "_sealed", "_sides", "_slabs", "address", "gaps", "layers", "n", "row_bytes",

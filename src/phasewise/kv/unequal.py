@@ -12,16 +12,15 @@ from phasewise.kv.layer_kv import LayerKV, Slab
 
 class Unequal:
     """`address`: of Head (kernels.h) [layers, heads]. `missing`: bytes that reading the longest head's rows of all
-    heads would take, and that reading those which there are does not. `split`: heads of one layer differ.
+    heads would take, and that reading those which there are does not.
 
     Rows of one step make all heads longer by as many, so this holds until rows are given up or buffers move.
     """
 
-    __slots__ = ("_words", "address", "missing", "split")
+    __slots__ = ("_words", "address", "missing")
 
     def __init__(self, layers: Sequence[LayerKV], longest: int) -> None:
         self._words, self.missing = array("q"), 0
-        self.split = any(len(layer.slabs) > 1 for layer in layers)
         for layer in layers:
             each = entry_bytes(layer.codec, layer.shape)
             lies: dict[int, tuple[int, ...]] = {}

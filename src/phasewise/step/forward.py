@@ -20,7 +20,7 @@ from phasewise.step.inside import Inside
 from phasewise.step.late import Late
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import Read
-from phasewise.step.reads import answered
+from phasewise.step.reads import answered, put, queries_of
 from phasewise.step.span import Span
 
 if TYPE_CHECKING:
@@ -91,11 +91,7 @@ class Step:
                     phase.evict.observe(read)
                     read.view = phase.evict.view(read)
             for read, result in zip(reads, answered(reads, phase.attend(reads))):
-                if read.part.heads is None:
-                    out[read.at] = result
-                else:
-                    grouped = out[read.at].view(q[read.at].shape[0], k.shape[0], -1, q.shape[2])
-                    grouped[:, read.part.heads] = result.view(grouped.shape[0], len(read.part.heads), -1, q.shape[2])
+                put(out, read, result, k.shape[0])
         return out
 
     def _reads(self, layer: int, entry: _Entry, q: Tensor) -> list[Read]:
@@ -104,10 +100,7 @@ class Step:
         if cache.sealed is not None and cache.sealed.active:
             return self._sealed_reads(layer, entry, q)
         for part in cache.read():
-            rows = q
-            if part.heads is not None:  # [R, Hq, D] -> the query heads of these KV heads
-                rows = q.view(q.shape[0], cache.shape.heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
-            read = Read(self.inside, layer, entry.span, rows, part)
+            read = Read(self.inside, layer, entry.span, queries_of(part, q, cache.shape.heads), part)
             read.at, read.rows, read.late = entry.at, entry.ids, entry.late
             reads.append(read)
         return reads

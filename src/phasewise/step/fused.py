@@ -20,7 +20,6 @@ from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
 
 if TYPE_CHECKING:
-    from phasewise.kv.unequal import Unequal
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
     from phasewise.step.span import Span
@@ -77,7 +76,7 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     flat = span.kv.flat(phase.walk)
     if flat is None:
         return None
-    if flat.unequal is not None and not _takes(flat.unequal, span, stack):
+    if flat.unequal is not None and not _takes_unequal(span, stack):
         return None
     end = flat.n + span.first + span.rows
     seats = None
@@ -102,11 +101,10 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
 
 
-def _takes(unequal: Unequal, span: Span, stack: Stack) -> bool:
-    """Whether a native step reads a span's unequal heads: not for slices of prompts, nor where a method is to look at
-    all heads of a layer as one, nor where some layers' attention is left out."""
-    few = span.rows <= SLICE or span.sees is not None
-    return few and stack.reading == stack.count and not (unequal.split and span.phase.looks(span))
+def _takes_unequal(span: Span, stack: Stack) -> bool:
+    """Whether a native step reads heads that hold unequally many rows: not for slices of prompts, nor where some
+    layers' attention is left out."""
+    return (span.rows <= SLICE or span.sees is not None) and stack.reading == stack.count
 
 
 def _windows(model: Model) -> list[int]:

@@ -15,12 +15,13 @@ from phasewise.ops.native.stack import Halves
 from phasewise.step.inside import Inside
 from phasewise.step.phase import Phase
 from phasewise.step.read import Read
-from phasewise.step.reads import answered
+from phasewise.step.reads import answered, put, queries_of
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
     from phasewise.step.batch import Batch
+    from phasewise.step.span import Span
 
 Group = tuple[Phase, list[int]]  # spans by number whose phases read alike
 
@@ -72,23 +73,40 @@ def _look(batch: Batch, groups: Sequence[Group], layer: int, inside: Inside, hal
     queries, out = halves.between
     done: list[int] = []
     for phase, members in groups:
-        dense, asked = getattr(phase.attend, "everything", False), list[tuple[int, Read]]()
+        dense, asked = getattr(phase.attend, "everything", False), dict[int, list[Read]]()
         for i in members:
-            span = batch.spans[i]
-            (part,) = span.kv.layers[layer].read(span.positions)
-            read = Read(inside, layer, span, queries[span.slice], part)
-            read.at = span.slice
+            reads = _reads(batch.spans[i], layer, inside, queries)
             if phase.evict is not None:
-                phase.evict.observe(read)
-                read.view = phase.evict.view(read)
-            if dense and read.view is None:
-                read.count(part.size[1])
+                for read in reads:
+                    phase.evict.observe(read)
+                    read.view = phase.evict.view(read)
+            if dense and all(read.view is None for read in reads):
+                _count(reads)
             else:
-                asked.append((i, read))
-        for (i, read), answer in zip(asked, phase.attend([read for _, read in asked]) if asked else ()):
-            if answer is None and read.view is None:
-                read.count(read.part.size[1])
-            else:
-                [out[read.at]] = answered([read], [answer])
-                done.append(i)
+                asked[i] = reads
+        answers = iter(phase.attend([read for reads in asked.values() for read in reads]) if asked else ())
+        for i, reads in asked.items():
+            mine = [next(answers) for _ in reads]
+            if all(answer is None and read.view is None for read, answer in zip(reads, mine)):
+                _count(reads)
+                continue
+            for read, result in zip(reads, answered(reads, mine)):
+                put(out, read, result, batch.spans[i].kv.layers[layer].shape.heads)
+            done.append(i)
     return done
+
+
+def _reads(span: Span, layer: int, inside: Inside, queries: Tensor) -> list[Read]:
+    """A span's reads at a layer, head group by head group (usually one)."""
+    cache, reads = span.kv.layers[layer], list[Read]()
+    for part in cache.read(span.positions):
+        read = Read(inside, layer, span, queries_of(part, queries[span.slice], cache.shape.heads), part)
+        read.at = span.slice
+        reads.append(read)
+    return reads
+
+
+def _count(reads: Sequence[Read]) -> None:
+    """Of a span whose attention is still to come."""
+    for read in reads:
+        read.count(read.part.size[1])

@@ -13,6 +13,7 @@ from phasewise.ops.native import listed
 from phasewise.ops.native import spans as native
 
 if TYPE_CHECKING:
+    from phasewise.kv.part import Part
     from phasewise.step.read import Read
 
 
@@ -74,6 +75,20 @@ def _plainly(read: Read) -> tuple[Tensor, Tensor]:
     """The plain twin of one read."""
     mask = read.mask()
     return ops.weigh(read.scores(), read.part.v, mask)
+
+
+def queries_of(part: Part, q: Tensor, heads: int) -> Tensor:
+    """The queries of a part's KV heads, of those of all `heads`: [R, Hq, D] -> [R, hq, D]."""
+    return q if part.heads is None else q.view(q.shape[0], heads, -1, q.shape[2])[:, part.heads].flatten(1, 2)
+
+
+def put(out: Tensor, read: Read, result: Tensor, heads: int) -> None:
+    """What a read has found, into the rows of all heads [T, Hq, D]."""
+    if read.part.heads is None:
+        out[read.at] = result
+    else:
+        grouped = out[read.at].view(result.shape[0], heads, -1, result.shape[2])
+        grouped[:, read.part.heads] = result.view(result.shape[0], len(read.part.heads), -1, result.shape[2])
 
 
 def answered(reads: Sequence[Read], answers: Sequence[Tensor | None]) -> list[Tensor]:
