@@ -161,7 +161,7 @@ class _RandomRunning(Running):
 
     def __init__(self, of: Running, seed: int) -> None:
         way = replace(of.way, name="random_running", sums=False, mean=False, shaped=self._drawn)
-        super().__init__(way, of.layers)
+        super().__init__(way, of.config)
         self.budget, self.seed = of.budget, seed  # type: ignore[method-assign]
 
     def _drawn(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:

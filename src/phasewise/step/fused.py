@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan, Turns
+from phasewise.ops.native.stack import MOST_SHARING, SLICE, Halves, Rows, Stack, StackSpan, Turns, Weighed
 from phasewise.step import forms
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
@@ -93,6 +93,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if flat.cuts is not None:
         return forms.natively(span, flat, flat.cuts, whole) if phase.plain else None
+    if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, whole, stack)):
+        return whole._replace(weighed=weighed)
     if phase.sight is not None and phase.sight.hides(span):
         return None if windows or span.first else phase.sight.natively(span, flat, whole)
     choice = phase.choice
@@ -105,6 +107,15 @@ def _takes_unequal(span: Span, stack: Stack) -> bool:
     """Whether a native step reads heads that hold unequally many rows: not for slices of prompts, nor where some
     layers' attention is left out."""
     return (span.rows <= SLICE or span.sees is not None) and stack.reading == stack.count
+
+
+def _weighed(span: Span, whole: StackSpan, stack: Stack) -> Weighed | None:
+    """How a native step finds what the row of a span attends to, if its evict method wants nothing else."""
+    heads_q, heads, _ = stack.heads
+    if span.rows > 1 or whole.sees is not None or whole.unequal or span.phase.weighs is None:
+        return None
+    found = span.phase.weighs(span) if heads_q <= MOST_SHARING * heads else None
+    return None if found is None else Weighed(found[0], heads, heads_q, found[1])
 
 
 def _windows(model: Model) -> list[int]:
@@ -132,6 +143,8 @@ class NativeStep:
         for span, part in zip(spans, parts):
             if part.choice is not None:
                 part.choice.done()
+            if part.weighed is not None:
+                part.weighed.done()
             span.kv.written(span.positions)
             self.counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
             self.counters.kv_bytes_written += span.rows * self._width(span)
@@ -169,7 +182,7 @@ class NativeStep:
     def _through(self, stack: Stack, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
         spans = batch.spans
         turns, numbers, parts = self._turned(batch, parts)
-        looking = [i for i, span in enumerate(spans) if parts[i].choice is None and span.phase.looks(span)]
+        looking = [i for i, span in enumerate(spans) if not parts[i].alone and span.phase.looks(span)]
         for i, span in enumerate(spans):
             if i not in looking:  # who looks counts for itself
                 self.counters.kv_bytes_read += self._reads(span, parts[i])
@@ -197,7 +210,7 @@ class NativeStep:
 
     def _commons(self, spans: Sequence[Span], parts: Sequence[StackSpan], some: Sequence[int]) -> Sequence[Common]:
         """What `some` of the spans, which read by themselves, read in common; it is counted once."""
-        some = [i for i in some if not parts[i].window and parts[i].choice is None]
+        some = [i for i in some if not parts[i].window and not parts[i].alone]
         if len(some) < 2:
             return ()
         commons = _commons(spans, some, max([parts[i].n for i in some]), self.windows)

@@ -60,6 +60,9 @@ class Phase:
     again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
     until: Callable[[Request], int | None] | None = field(init=False)  # likewise
     whole: bool = field(init=False)  # prompts come in one piece, whatever a scheduler gives
+    weighs: Callable[[Span], tuple[Tensor, Callable[[Tensor], None]] | None] | None = field(
+        init=False
+    )  # see verbs/evict
     late: Callable[[int, Span], Late | None] | None = field(init=False)  # as the skip method says: verbs/skip.py
     ran: Callable[[int, Span, Tensor], None] | None = field(init=False)  # likewise
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
@@ -77,6 +80,7 @@ class Phase:
         object.__setattr__(self, "until", getattr(self.attend, "until", None))
         slots = (self.attend, self.evict, self.skip)
         object.__setattr__(self, "whole", any(getattr(method, "whole", False) for method in slots))
+        object.__setattr__(self, "weighs", getattr(self.evict, "weighs", None) if dense and self.skip is None else None)
         object.__setattr__(self, "late", getattr(self.skip, "late", None))
         object.__setattr__(self, "ran", getattr(self.skip, "ran", None))
         object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
@@ -26,6 +28,10 @@ from phasewise.step.probe import Shaped, logits, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.step.trail import State, Trail, ends
+from phasewise.verbs.evict import Weighs
+
+if TYPE_CHECKING:
+    from phasewise.model.config import ModelConfig
 
 GONE = float("-inf")  # the score of a slot that was given up, or is not on a row's path
 
@@ -67,8 +73,8 @@ class Running:
 
     observes = 1
 
-    def __init__(self, way: Way, layers: int) -> None:
-        self.way, self.layers = way, layers
+    def __init__(self, way: Way, config: ModelConfig) -> None:
+        self.way, self.config, self.layers = way, config, config.layers
         self.trail = Trail(way.name)
         self.stayed = self.trail.stayed
 
@@ -161,20 +167,36 @@ class Running:
         recent = self.budget(read.span.request.prompt_len).recent
         positions, at = read.part.positions[:, None], at[:, None]
         rivals = alive & (positions <= at - recent)
-        ranks = self._ranks(scores, positions, at)
-        order = torch.arange(scores.shape[-1], device=scores.device)
-        while bool(over.any()):  # once, but where rows of a block have come together
-            left = ranks.masked_fill(~rivals, float("inf"))
-            lowest = (left == left.amin(-1, keepdim=True)) & rivals
-            leaves = (order == (lowest * order).amax(-1, keepdim=True)) & over[..., None]
-            rivals = rivals & ~leaves
-            scores = scores.masked_fill(leaves, GONE)
-            over = (scores > GONE).sum(-1) > limits
-        return scores
+        return _without_lowest(scores, self._ranks(scores, positions, at), rivals, limits)
 
     def _ranks(self, scores: Tensor, positions: Tensor, at: Tensor | int) -> Tensor:
         """What rows are ranked by after a row at `at`."""
         return scores / (at + 1 - positions).clamp_min(1) if self.way.mean else scores
+
+    # ---- a single row, in a native step that finds the weights on its way
+    def weighs(self, span: Span) -> Weighs | None:
+        """As the verb has it: of methods that take weights as they are, where all layers and heads hold equally many
+        rows."""
+        request = span.request
+        spread = self.way.spread
+        odd = self.way.mean or self.way.shaped is not None or (spread.layers, spread.heads) != ("uniform", "uniform")
+        if odd or request.prefilling or not self.looks(span):
+            return None
+        state = self.trail.alike(request, self.layers)
+        return None if state is None else (state == GONE, partial(self._weighed, span, state))
+
+    def _weighed(self, span: Span, state: Tensor, weights: Tensor) -> None:
+        """State [layers, h, n] before the row and the weights [layers, H, n + 1] that it gave."""
+        alive, prompt = pad(state > GONE, (0, 1), value=True), span.request.prompt_len
+        got = weights.sum(1, keepdim=True) / self.config.heads if self.way.together else weights
+        scores = pad(state, (0, 1)) + got if self.way.sums else got.masked_fill(~alive, GONE)
+        rows, recent = self.budget(prompt)
+        limits = torch.tensor([[rows]])
+        if bool((alive.sum(-1) > limits).any()):
+            rivals = alive.clone()
+            rivals[:, :, max(0, scores.shape[-1] - recent) :] = False  # nobody has given up any of the last ones
+            scores = _without_lowest(scores, scores, rivals, limits)
+        self.trail.note_alike(span, scores)
 
     # ---- what is really dropped
     def due(self, request: Request) -> bool:
@@ -215,6 +237,21 @@ class Running:
             slots = slots[0]
         self.trail.kept(request, layer, slots)
         return slots
+
+
+def _without_lowest(scores: Tensor, ranks: Tensor, rivals: Tensor, limits: Tensor) -> Tensor:
+    """Scores [.., N] of which the rivals with the lowest ranks are gone, until no more are left than the limits [.., 1]
+    say; of equal ones the later leaves."""
+    order = torch.arange(scores.shape[-1], device=scores.device)
+    over = (scores > GONE).sum(-1) > limits
+    while bool(over.any()):  # once, but where rows of a block have come together
+        left = ranks.masked_fill(~rivals, float("inf"))
+        lowest = (left == left.amin(-1, keepdim=True)) & rivals
+        leaves = (order == (lowest * order).amax(-1, keepdim=True)) & over[..., None]
+        rivals = rivals & ~leaves
+        scores = scores.masked_fill(leaves, GONE)
+        over = (scores > GONE).sum(-1) > limits
+    return scores
 
 
 class _Level(NamedTuple):

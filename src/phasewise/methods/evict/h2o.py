@@ -12,6 +12,7 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.model.config import ModelConfig
 from phasewise.verbs.host import Host
 
 
@@ -24,9 +25,9 @@ class H2O:
     Both up to 1 are shares of the prompt, above 1 numbers of rows. Rows that have been there for long have had more
     queries; `mean` divides a score by how many could have seen the row. Budgets are means: with layers "pyramid" early
     layers keep more heavy rows, with heads "ada" the heads of a layer compete for them when the prompt is complete, and
-    then keep what they got. A prompt's scores are a second product of all its queries and keys, and every later row
-    reads its keys twice. A prompt's rows are of use to nobody else, as all its queries must be seen. `lot` rows are
-    dropped together, which changes no token. Left out: scores from the attention kernel itself.
+    then keep what they got. A prompt's scores are a second product of all its queries and keys, and later rows read
+    keys twice but where native steps find a token's weights on their way (docs/methods.md, `weighs`). A prompt's rows
+    are of use to nobody else, as all its queries must be seen. `lot` rows are dropped together, which changes no token.
     """
 
     heavy: float = 0.1
@@ -60,12 +61,12 @@ class H2O:
         return Spread(self.layers, self.heads, self.beta, self.least)
 
     def bind(self, host: Host) -> _H2O:
-        return _H2O(self, host.model.config.layers)
+        return _H2O(self, host.model.config)
 
 
 class _H2O(Running):
-    def __init__(self, knobs: H2O, layers: int) -> None:
-        super().__init__(Way("h2o", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread), layers)
+    def __init__(self, knobs: H2O, config: ModelConfig) -> None:
+        super().__init__(Way("h2o", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread), config)
         self.knobs = knobs
 
     def budget(self, prompt: int) -> Budget:

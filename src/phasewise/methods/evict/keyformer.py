@@ -17,6 +17,7 @@ from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.model.config import ModelConfig
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 
@@ -74,15 +75,15 @@ class Keyformer:
         return Spread(self.layers, self.heads, self.beta, self.least)
 
     def bind(self, host: Host) -> _Keyformer:
-        return _Keyformer(self, host.model.config.layers)
+        return _Keyformer(self, host.model.config)
 
 
 class _Keyformer(Running):
-    def __init__(self, knobs: Keyformer, layers: int) -> None:
+    def __init__(self, knobs: Keyformer, config: ModelConfig) -> None:
         plain = not knobs.noise and knobs.tau == 1 and knobs.tau_step == 0
         shaped = None if plain else self._tempered
         way = Way("keyformer", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread, shaped=shaped)
-        super().__init__(way, layers)
+        super().__init__(way, config)
         self.knobs = knobs
 
     def budget(self, prompt: int) -> Budget:

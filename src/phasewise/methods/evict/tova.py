@@ -12,6 +12,7 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.model.config import ModelConfig
 from phasewise.verbs.host import Host
 
 
@@ -22,8 +23,9 @@ class Tova:
     candidate like any other: nothing is protected for being recent.
 
     `keep` up to 1 is a share of the prompt, above 1 a number of rows; with layers "pyramid" it is a mean, and early
-    layers keep more. Each row's keys are read twice, once for its weights. `lot` rows are dropped together, which
-    changes no token. Left out: heads of different rows, which is the method's own choice.
+    layers keep more. Keys are read twice but where native steps find a token's weights on their way (docs/methods.md,
+    `weighs`). `lot` rows are dropped together, which changes no token. Left out: heads of different rows, which is the
+    method's own choice.
     """
 
     keep: float = 512
@@ -51,12 +53,12 @@ class Tova:
         return Spread(self.layers, "uniform", self.beta)
 
     def bind(self, host: Host) -> _Tova:
-        return _Tova(self, host.model.config.layers)
+        return _Tova(self, host.model.config)
 
 
 class _Tova(Running):
-    def __init__(self, knobs: Tova, layers: int) -> None:
-        super().__init__(Way("tova", sums=False, together=True, lot=knobs.lot, spread=knobs.spread), layers)
+    def __init__(self, knobs: Tova, config: ModelConfig) -> None:
+        super().__init__(Way("tova", sums=False, together=True, lot=knobs.lot, spread=knobs.spread), config)
         self.keeps = knobs.keep
 
     def budget(self, prompt: int) -> Budget:

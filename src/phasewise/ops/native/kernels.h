@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 22;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 23;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -89,6 +89,13 @@ struct Head {  // of a span whose KV heads hold unequally many rows: as if they 
   int64_t begin;                      // the first slot that there is
 };
 
+struct Tally {  // of a span with a single row, and at most QUERIES query heads to a KV head
+  const uint8_t* gone;  // [heads, room], not 0: the row does not see the slot
+  float* weights;       // [heads, room]: what each slot gets of the row, summed over the query heads of a KV head
+  float* scores;        // [heads_q, room], to work with
+  int64_t room;         // a multiple of 16, and more slots than there are
+};
+
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
   const void *q, *k, *v;
   void* out;
@@ -105,6 +112,7 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   // null, or where its first slots are instead, of bfloat16 [.., 32 n]; none of them is its own or read in common
   const Sides* sealed;
   const Head* heads;  // [heads], where each lies; null: at k and v. Such a span has no window and nothing in common
+  const Tally* tally;  // or null. Such a span has nothing sealed or in common, and no `heads`
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -230,6 +238,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   const Choice* choice;  // or null; such a span has no window, nothing in common, and no layer a cap of its scores
   const Sides* sealed;   // [layers], as in Span; or null
   const Head* unequal;   // [layers, heads], as in Span; or null. No slice, and without a choice
+  const Tally* tally;    // [layers], as in Span; or null
 };
 
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive

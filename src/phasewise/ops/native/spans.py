@@ -188,7 +188,7 @@ def attend(
         else:
             kept.append(sides := array("q", (*sealed[0].words, *sealed[1].words)))
             words.append(sides.buffer_info()[0])
-        words.append(0)  # all heads hold equally many rows
+        words += (0, 0)  # all heads hold equally many rows, and nobody asks for weights
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

@@ -258,6 +258,7 @@ static void fill_spans(const StackCall& call, const Room& room) {
       span.sight = {own.window, own.sinks, far, own.seats, own.block};
       span.first = own.first;
       span.sealed = own.sealed ? own.sealed + first_layer(call) + i : nullptr;
+      span.tally = own.tally ? own.tally + first_layer(call) + i : nullptr;
       if (own.unequal) {
         span.heads = own.unequal + (first_layer(call) + i) * call.heads;
         span.k_scale = span.heads->k_scale, span.v_scale = span.heads->v_scale;  // whether there are any

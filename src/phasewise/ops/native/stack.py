@@ -6,6 +6,7 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,31 @@ class Chosen:
         self.address, self.bytes, self.done = self._words.buffer_info()[0], read, done
 
 
+MOST_SHARING = 16  # query heads of a KV head whose row can be weighed (QUERIES)
+
+
+class Weighed:
+    """What a single row attends to in every layer, as a native step finds it on its way: `weights` float32 [layers, H,
+    n], summed over the query heads that share a KV head, n counting its own slot. `gone` bool [layers, h, n - 1] (h of
+    1: alike in all heads) are slots before it that it does not see. `done`: to be called after the step."""
+
+    __slots__ = ("_kept", "_words", "address", "done", "weights")
+
+    def __init__(self, gone: Tensor, heads: int, heads_q: int, done: Callable[[Tensor], None]) -> None:
+        layers, _, before = gone.shape
+        room = -(-(before + 1) // 16) * 16 + 16
+        hidden = torch.zeros((layers, heads, room), dtype=torch.uint8)
+        hidden[:, :, :before] = gone
+        weights, scores = torch.empty((layers, heads, room)), torch.empty((heads_q, room))
+        self._kept, self._words, size = (hidden, scores), array("q"), heads * room
+        for layer in range(layers):
+            at = layer * size
+            self._words.extend((hidden.data_ptr() + at, weights.data_ptr() + 4 * at, scores.data_ptr(), room))
+        self.address = self._words.buffer_info()[0]
+        self.weights = weights[:, :, : before + 1]
+        self.done = partial(done, self.weights)
+
+
 class StackSpan(NamedTuple):
     """`rows` rows that end at slot `n`; `sees` as in Few, `block` as in Seen.
 
@@ -104,7 +130,8 @@ class StackSpan(NamedTuple):
     (kernels.h) for every layer, where its first slots lie packed, and `size` the bytes of all it then reads. If these
     are others for each of its rows, `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each;
-    such a span is no slice, and has neither window nor choice. All these are members of no common.
+    such a span is no slice, and has neither window nor choice. With a `weighed` its only row, of plain KV, does not see
+    all, and says what it attends to. All these are members of no common.
     """
 
     n: int
@@ -123,6 +150,12 @@ class StackSpan(NamedTuple):
     pieces: tuple[StackSpan, ...] = ()
     unequal: int = 0
     missing: int = 0
+    weighed: Weighed | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether what its row reads, or says of that, is its own matter within the call."""
+        return self.choice is not None or self.weighed is not None
 
     @property
     def reads(self) -> int:
@@ -136,10 +169,12 @@ class StackSpan(NamedTuple):
         first = 0 if self.sees is None else self.sees.shape[1] - self.rows
         choice = 0 if self.choice is None else self.choice.address
         sealed = 0 if self.sealed is None else self.sealed.buffer_info()[0]
-        return self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed, self.unequal
+        tally = 0 if self.weighed is None else self.weighed.address
+        return (self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed, self.unequal,
+                tally)  # fmt: skip
 
 
-WORDS = 16  # of a span in the call
+WORDS = 17  # of a span in the call
 DONE = 5  # which of them says so
 
 

@@ -1,0 +1,124 @@
+"""What single rows attend to, as native steps find it on their way, and rows that they do not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise import catalog
+from phasewise.kv.buffer import Raw
+from phasewise.methods.store.int8 import Int8
+from phasewise.model.model import Model
+from phasewise.ops import native
+from phasewise.step.phase import Phase
+from phasewise.step.probe import probe
+from phasewise.step.read import Read, View
+from phasewise.step.span import Span
+from phasewise.verbs.store import Codec
+from tests import tiny
+from tests.model.families import FAMILIES
+from tests.model.reference import save_random
+from tests.ops.test_native_unequal import Runner, prompt
+from tests.watched import passes
+
+CODECS: dict[str, Codec] = {"raw": Raw(), "int8": Int8().codec()}
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+
+
+class Watches:
+    """evict: rows that a test names are not seen, and what the others get of each row is written down."""
+
+    observes = 1
+
+    def __init__(self, gone: Tensor, natively: bool) -> None:
+        self.gone, self.got = gone, list[Tensor]()  # bool [layers, h, n]; [layers, H, n + 1] of each row
+        self.layers, self.looks = list[Tensor](), cast(Callable[[Span], bool], lambda span: True)
+        if natively:
+            self.weighs = lambda span: (self._now(span.positions[0]), lambda weights: self.got.append(weights.clone()))
+
+    def _now(self, n: int) -> Tensor:
+        more = n - self.gone.shape[2]
+        return torch.nn.functional.pad(self.gone, (0, more))
+
+    def observe(self, read: Read) -> None:
+        pass
+
+    def view(self, read: Read) -> View:
+        sees = ~torch.nn.functional.pad(self._now(read.part.n)[read.layer], (0, 1))
+        read.view = View(sees.expand(read.part.size[0], -1)[:, None])
+        self.layers.append(probe(read, [0]).sum((1, 2)))
+        if len(self.layers) == len(self.gone):
+            self.got.append(torch.stack(self.layers))
+            self.layers.clear()
+        return read.view
+
+
+class Watched(Runner):
+    """A `Runner` whose tokens are watched."""
+
+    evict: Any = None
+
+    def step(self, rows: dict[int, Sequence[int]], trees: Sequence[int] = ()) -> dict[int, Tensor]:
+        plain = Phase("decode", None, catalog.build("attend", "dense"), self.evict, None)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.ops.test_native_unequal.PLAIN", plain)
+            return super().step(rows, trees)
+
+
+def gone(model: Model, n: int, heads: int, share: float = 0.4) -> Tensor:
+    drawn = torch.rand(model.config.layers, heads, n, generator=torch.Generator().manual_seed(n)) < share
+    drawn[:, :, 3] = False
+    return drawn
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("length", [5, 130, 1100])
+def test_weights_are_those_of_the_plain_twin(
+    name: str, length: int, codec: str, together: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With caps of scores, several parts of a plan, rounded KV; and what is not seen gets nothing."""
+    config = FAMILIES[name]()
+    config.max_position_embeddings = config.sliding_window = 2048
+    save_random(config, tmp_path)
+    half, full = (Model.load(tmp_path, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    hidden, made = gone(half, length, 1 if together else half.config.kv_heads), passes(monkeypatch)
+    found = []
+    for model, natively in ((half, True), (half, False), (full, False)):
+        runner = Watched(model, CODECS[codec], natively)
+        runner.step({0: prompt(length)})
+        runner.evict = Watches(hidden, natively)
+        made.clear()
+        rows = torch.cat([runner.step({0: [token]})[0] for token in (5, 6)])
+        found.append((rows.float(), runner.evict.got))
+        assert not natively or [each.whole for each in made] == [True, True]
+    (ours, weights), (opened, theirs), (wanted, exact) = found
+    assert (ours - wanted).norm() < 1.5 * (opened - wanted).norm() + 1e-3 * wanted.norm()
+    for one, other, true in zip(weights, theirs, exact, strict=True):
+        assert one.shape == true.shape and (one - true).norm() < 1.5 * (other - true).norm() + 1e-3 * true.norm()
+        assert torch.allclose(one.sum(-1), torch.tensor(half.config.heads / half.config.kv_heads), atol=1e-3)
+        assert not one[:, :, :length][hidden.expand(-1, one.shape[1], -1)].any()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    runners = [Watched(model, CODECS[codec], True) for _ in range(3)]
+    for runner in runners:
+        runner.step({0: prompt(90), 1: prompt(40, 1)})
+    hidden, results = gone(model, 90, model.config.kv_heads), []
+    for runner, rows in zip(runners, ({1: [7], 0: [5]}, {0: [5]}, {1: [7]}), strict=True):
+        watches = runner.evict = Watches(hidden, True)
+        watches.looks = lambda span: span.positions[0] == 90
+        weighs: Callable[[Span], Any] = watches.weighs
+        watches.weighs = lambda span, weighs=weighs, looks=watches.looks: weighs(span) if looks(span) else None
+        results.append((runner.step(rows), watches.got))
+    (both, (weights,)), (one, (same,)), (other, none) = results
+    assert torch.equal(both[0], one[0]) and torch.equal(weights, same)
+    assert torch.equal(both[1], other[1]) and not none, "a mate that nobody watches reads all"
