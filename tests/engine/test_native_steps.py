@@ -129,9 +129,11 @@ def test_who_looks_at_heads_of_unequal_length_halves_the_step(spread: str, monke
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 @pytest.mark.parametrize("speedup", [1.5, 2.0])
-def test_a_walk_known_beforehand_is_walked_as_the_open_path_does(speedup: float) -> None:
+@pytest.mark.parametrize("weights", ["none", "random:3"])
+def test_a_walk_known_beforehand_is_walked_as_the_open_path_does(speedup: float, weights: str) -> None:
+    """With low-rank weights beside the model's own, too."""
     model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
-    stack, skip = model.stack, f"unified:speedup={speedup},weights=none"
+    stack, skip = model.stack, f"unified:speedup={speedup},weights={weights}"
     whole, read = written(model, {"skip": skip}, text)
     assert model._walks, "it was no native step"
     dense, all_of_it = written(model, {}, text)

@@ -5,6 +5,7 @@ The rows of everybody else in the batch are computed as if there were none.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from phasewise.model.config import ModelConfig
 from phasewise.ops.linear import Linear
+
+LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 def shapes(config: ModelConfig, layers: Iterable[int], rank: int) -> dict[str, tuple[int, ...]]:
@@ -40,6 +43,19 @@ class Delta:
             name: tuple(Linear(tensors[f"{name}.{part}"].to(device, dtype).contiguous()) for part in "ab")
             for name in sorted(names)
         }
+        self._tables: dict[tuple[int, ...], array[int] | None] = {}
+
+    def table(self, layers: Sequence[int]) -> array[int] | None:
+        """Of these layers and their four linears, where native steps find both halves (LowRank of kernels.h) or 0, 0;
+        None where they are not packed for those."""
+        key = tuple(layers)
+        if key not in self._tables:
+            pairs = [self._pairs.get(f"{layer}.{name}") for layer in key for name in LINEARS]
+            packed = [None if pair is None else [half.native for half in pair] for pair in pairs]
+            words = [0 if half is None else half.address for pair in packed for half in pair or (None, None)]
+            native = all(half is not None for pair in packed if pair is not None for half in pair)
+            self._tables[key] = array("q", words) if native else None
+        return self._tables[key]
 
     def __call__(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
         """What is added to a linear layer's output, [T, in] -> [T, out]; None = nothing there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phasewise.ops import native
 from phasewise.reproduce.play import Entry, Run
 from phasewise.reproduce.system import Case, Load
 from phasewise.reproduce.workload import Asked
@@ -56,6 +57,12 @@ def answering(*rows: str, n: int) -> Load:
 def prompt_rows(case: Case) -> int:
     """Of all requests."""
     return sum(len(entry.prompt) for entry in case.entries)
+
+
+def halves_read() -> int:
+    """How often a token's scores and its attention together read keys or values: native steps find weights on their
+    way, else keys are read once more."""
+    return 3 if native.library() is None else 2
 
 
 def paused(case: Case) -> int:

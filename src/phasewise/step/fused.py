@@ -78,6 +78,9 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
         return None
     if flat.unequal is not None and not _takes_unequal(span, stack):
         return None
+    tuned = None if phase.delta is None else phase.delta.table(phase.walk or range(stack.count))
+    if phase.delta is not None and tuned is None:
+        return None
     end = flat.n + span.first + span.rows
     seats = None
     if windows:  # they are counted in positions, where slots are meant
@@ -89,6 +92,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
                 return None
     own = None if sees is None else sees.contiguous()
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
+    if tuned is not None:
+        whole = whole._replace(tuned=tuned.buffer_info()[0])
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if flat.cuts is not None:

@@ -53,7 +53,7 @@ class Phase:
     holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
     delta: Delta | None = field(init=False)  # low-rank weights that the rows of this phase, and no others, run with
     walk: tuple[int, ...] | None = field(init=False)  # the layers that its rows run, where that is known; None = all
-    walks: bool = field(init=False)  # rows run `walk` with the model's own weights: who acts does so within attention
+    walks: bool = field(init=False)  # rows run `walk`: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
     choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
     told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
@@ -71,7 +71,7 @@ class Phase:
         dense = getattr(self.attend, "everything", False)
         object.__setattr__(self, "delta", getattr(self.skip, "delta", None))
         object.__setattr__(self, "walk", getattr(self.skip, "walk", None))
-        object.__setattr__(self, "walks", self.skip is None or (self.walk is not None and self.delta is None))
+        object.__setattr__(self, "walks", self.skip is None or self.walk is not None)
         object.__setattr__(self, "sight", getattr(self.evict, "sight", None))
         object.__setattr__(self, "choice", getattr(self.attend, "choice", None))
         told = dict.fromkeys(getattr(method, "stayed", None) for method in (self.attend, self.evict))

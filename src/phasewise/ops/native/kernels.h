@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 23;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 24;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -241,6 +241,15 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   const Tally* tally;    // [layers], as in Span; or null
 };
 
+struct LowRank {  // of a linear layer, bfloat16: y += (x down^T) up^T; null: there is nothing
+  const Weights *down, *up;
+};
+
+struct Tuned {  // rows `from` .. `to` - 1 run with these beside the model's own weights
+  int64_t from, to;
+  const LowRank* layers;  // [layers of the stack, 4]: qkv, o, gate_up, down
+};
+
 // x [rows, hidden] bfloat16: the tokens' embeddings after all layers; keys and values go to slots. Or some consecutive
 // halves of layers: half 2 i, layer i's queries, keys and values from x; half 2 i + 1, the rest of it.
 struct StackCall {
@@ -258,6 +267,8 @@ struct StackCall {
   int64_t from, to;       // halves
   uint16_t *qkv, *read;   // bfloat16 [rows, heads_q + 2 heads, dim], [rows, heads_q, dim]: kept between calls, or null
   uint16_t* far;          // bfloat16 [rows, heads_q, dim]: as those, for spans that have a `near`
+  const Tuned* tuned;     // of rows that no two of them have
+  int64_t tuned_count;
 };
 
 struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the index of the largest per row

@@ -9,37 +9,7 @@
 #include "experts.h"
 #include "parts.h"
 #include "rows.h"
-
-// The threads' common memory for one call.
-struct Room {
-  bf16 *normed, *qkv, *read, *gate_up, *gated;
-  bf16* far;       // queries of sinks; null: none of the spans has any
-  Span* spans;     // [layers of the call, spans]
-  Shares* shares;  // [layers of the call, 4 + stages + 2 slices]: products, the stages of attention, the slices' two
-  long stages, slices;
-  char* packed;    // keys and values of all slices
-  void* inputs;    // of a product, rounded
-  void* mixing;    // what experts need
-  Choosing* choosing;  // or null
-};
-
-struct Stage {
-  const StackCall& call;
-  const Room& room;
-  Plan* const* plans;  // [layers]
-  int thread, all;
-
-  template <class Work> void rows(const Work& work) const {
-    for (long r = thread; r < call.rows; r += all) work(r);
-    wait_for_all(all);
-  }
-
-  void product(const Layer& layer, const Weights* w, bf16* x, long width, bf16* add, bf16* y, Shares* shares) const {
-    LinearCall linear = {w, {x, width, BFLOAT}, {add, w->outputs, BFLOAT}, {y, w->outputs, BFLOAT}, call.rows, 0};
-    (layer.int8 ? linear8_part : linear_part)(linear, room.inputs, shares, thread, all);
-    wait_for_all(all);
-  }
-};
+#include "stage.h"
 
 constexpr long LONG = 64;  // rows from which on a span is a slice
 
@@ -163,10 +133,6 @@ static void embed(const StackCall& call, long row) {
   for (long i = 0; i < hidden; i++) x[i] = narrow(widen(x[i]) * (float)table.scale);
 }
 
-static Shares* shares_of(const Room& room, long index) {
-  return room.shares + index * (4 + room.stages + 2 * room.slices);
-}
-
 // -> the rows normed, or as they are
 static bf16* norm(const Stage& stage, const Norm& n) {
   long hidden = stage.call.hidden;
@@ -184,11 +150,10 @@ static void add_norm(const Stage& stage, const Norm& n) {
 }
 
 // x += a product, or what a norm makes of it
-static void add_product(const Stage& stage, const Layer& layer, const Weights* w, bf16* in, const Norm& after,
-                        Shares* shares) {
+static void add_product(const Stage& stage, long index, int which, const Weights* w, bf16* in, const Norm& after) {
   bf16* x = stage.call.x;
-  if (!after.weight) return stage.product(layer, w, in, w->inputs, x, x, shares);
-  stage.product(layer, w, in, w->inputs, nullptr, stage.room.normed, shares);
+  if (!after.weight) return stage.product(index, which, w, in, x, x);
+  stage.product(index, which, w, in, nullptr, stage.room.normed);
   add_norm(stage, after);
 }
 
@@ -205,7 +170,7 @@ static void run_first_half(const Stage& stage, long index) {
   const Room& room = stage.room;
   const Span* spans = room.spans + index * call.span_count;
   bf16* in = norm(stage, layer.before_attention);
-  stage.product(layer, layer.qkv, in, call.hidden, nullptr, room.qkv, shares_of(room, index));
+  stage.product(index, 0, layer.qkv, in, nullptr, room.qkv);
   stage.rows([&](long r) { place(call, layer, room, spans, r); });
 }
 
@@ -216,7 +181,7 @@ static void run_second_half(const Stage& stage, long index) {
   Shares* shares = shares_of(room, index);
   if (layer.qkv) {
     attend(stage, index, room.spans + index * call.span_count, shares + 4);
-    add_product(stage, layer, layer.o, room.read, layer.after_attention, shares + 1);
+    add_product(stage, index, 1, layer.o, room.read, layer.after_attention);
   }
   if (!layer.down && !layer.experts) return;
   bf16* in = norm(stage, layer.before_mlp);
@@ -226,10 +191,10 @@ static void run_second_half(const Stage& stage, long index) {
     if (layer.after_mlp.weight) add_norm(stage, layer.after_mlp);
     return;
   }
-  stage.product(layer, layer.gate_up, in, call.hidden, nullptr, room.gate_up, shares + 2);
+  stage.product(index, 2, layer.gate_up, in, nullptr, room.gate_up);
   gate_rows(layer.activation, room.gate_up, call.rows, layer.down->inputs, room.gated, stage.thread, stage.all);
   wait_for_all(stage.all);
-  add_product(stage, layer, layer.down, room.gated, layer.after_mlp, shares + 3);
+  add_product(stage, index, 3, layer.down, room.gated, layer.after_mlp);
 }
 
 // Spans of the call's layers: where the queries lie, and the planes of that layer: addresses of keys and values,
@@ -286,6 +251,13 @@ static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   }
   long inputs = inner, widths[] = {call.hidden, call.heads_q * call.dim};
   for (long width : widths) inputs = width > inputs ? width : inputs;
+  room.low_width = 0;
+  for (long t = 0; t < call.tuned_count; t++)
+    for (long i = first_layer(call) * 4; i < (first_layer(call) + layer_count(call)) * 4; i++) {
+      const Weights* down = call.tuned[t].layers[i].down;
+      if (down && down->outputs > room.low_width) room.low_width = down->outputs;
+    }
+  inputs = room.low_width > inputs ? room.low_width : inputs;
   room.normed = (bf16*)take(at, rows * call.hidden * 2);
   room.qkv = call.qkv ? call.qkv : (bf16*)take(at, rows * (call.heads_q + 2 * call.heads) * call.dim * 2);
   room.read = call.read ? call.read : (bf16*)take(at, rows * call.heads_q * call.dim * 2);
@@ -296,7 +268,10 @@ static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   room.gated = (bf16*)take(at, rows * inner * 2);
   room.spans = (Span*)take(at, layer_count(call) * call.span_count * sizeof(Span));
   room.shares = (Shares*)take(at, layer_count(call) * (4 + room.stages + 2 * room.slices) * sizeof(Shares));
-  room.inputs = take(at, rows * (inputs + 4) * 4);
+  room.input = (inputs + 4) * 4;
+  room.inputs = take(at, rows * room.input);
+  room.low = (bf16*)take(at, rows * room.low_width * 2);
+  room.tuned = (Shares*)take(at, layer_count(call) * call.tuned_count * 8 * sizeof(Shares));
   room.mixing = take(at, mixing);
   long choosing = choosing_room(call, first_layer(call), layer_count(call), threads);
   room.choosing = choosing ? (Choosing*)take(at, choosing) : nullptr;
@@ -357,6 +332,12 @@ API int64_t stack(const StackCall* call) {
     Shares* shares = shares_of(room, i);
     for (int p = 0; p < 4; p++)
       if (products[p]) shares[p] = Shares(panels(products[p]->outputs), threads);
+    for (long t = 0; t < call->tuned_count; t++)
+      for (long which = 0; which < 4; which++) {
+        const LowRank& pair = call->tuned[t].layers[(first_layer(*call) + i) * 4 + which];
+        Shares* own = room.tuned + ((i * call->tuned_count + t) * 4 + which) * 2;
+        if (pair.down) own[0] = Shares(panels(pair.down->outputs), threads), own[1] = Shares(panels(pair.up->outputs), threads);
+      }
     share_out(plans[i], threads, shares + 4);
     slices(*call, layers[i], spans(i), nullptr, [&](const PrefillCall& slice, long s, char*) {
       shares[4 + room.stages + 2 * s] = prefill_packs(slice, threads);

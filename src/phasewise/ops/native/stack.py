@@ -16,7 +16,7 @@ from phasewise.ops.native import library
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
-PER_CALL = struct.Struct("=12q")  # the end of StackCall
+PER_CALL = struct.Struct("=14q")  # the end of StackCall
 SLICE = 64  # a span of more rows is a slice of a prompt, unless it is a tree (LONG in stack.cpp)
 
 
@@ -131,7 +131,8 @@ class StackSpan(NamedTuple):
     are others for each of its rows, `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each;
     such a span is no slice, and has neither window nor choice. With a `weighed` its only row, of plain KV, does not see
-    all, and says what it attends to. All these are members of no common.
+    all, and says what it attends to. All these are members of no common. `tuned`: the address of LowRank (kernels.h)
+    [layers, 4], low-rank weights that its rows run with.
     """
 
     n: int
@@ -151,6 +152,7 @@ class StackSpan(NamedTuple):
     unequal: int = 0
     missing: int = 0
     weighed: Weighed | None = None
+    tuned: int = 0
 
     @property
     def alone(self) -> bool:
@@ -319,14 +321,15 @@ class Halves:
     others.
     """
 
-    __slots__ = ("_at", "_embedded", "_numbers", "_places", "_rows", "_shared", "_spans", "_stack", "_table", "_turns",
-                 "x")  # fmt: skip
+    __slots__ = ("_at", "_embedded", "_numbers", "_places", "_rows", "_shared", "_spans", "_stack", "_table", "_tuned",
+                 "_turns", "x")  # fmt: skip
 
     def __init__(
         self, stack: Stack, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], rows: Rows,
         commons: Sequence[Common] = (),
     ) -> None:  # fmt: skip
         self.x, self._stack, self._numbers, self._turns = rows.x, stack, numbers, turns
+        self._tuned = _tuned(spans)
         self._rows, self._embedded, self._at = rows, False, 0
         self._spans = spans  # whose seats the table has the addresses of
         self._places, self._table = list[int](), array("q")  # of each span, its first line of the table
@@ -361,9 +364,10 @@ class Halves:
         given = self._at > 0 or self._embedded
         room = [0 if each is None else each.data_ptr() for each in self._rows[1:]]
         count = len(self._table) // WORDS
+        tuned = self._tuned.buffer_info()[0], len(self._tuned) // 3
         ran = self._stack.run(
             self.x, self._turns.address, 0 if given else tokens, tokens + 4 * words, self._table.buffer_info()[0],
-            count, self._shared.address, self._shared.count, self._at, half, *room,
+            count, self._shared.address, self._shared.count, self._at, half, *room, *tuned,
         )  # fmt: skip
         if not ran:
             wrong = self._numbers[: words // 2].tolist()
@@ -371,3 +375,15 @@ class Halves:
         self._at = half
         if room[0]:
             self._table[DONE::WORDS] = array("q", bytes(8 * count))
+
+
+def _tuned(spans: Sequence[StackSpan]) -> array[int]:
+    """Which rows run with which low-rank weights (Tuned)."""
+    found, at = array("q"), 0
+    for span in spans:
+        if span.tuned and found and found[-2:].tolist() == [at, span.tuned]:
+            found[-2] += span.rows
+        elif span.tuned:
+            found.extend((at, at + span.rows, span.tuned))
+        at += span.rows
+    return found
