@@ -38,9 +38,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     looks = (verb == "evict" and name != DEFAULTS[verb] and phase.sight is None) or (
         verb == "attend" and not getattr(method, "everything", False) and phase.choice is None
     )
-    if name == "layered":  # its prompt crosses in several steps, and then tokens are native again
-        assert 0 < whole == len(made) < steps
-    elif hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
+    if hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
         looked = verb == "evict" or "evict" in getattr(method, "slots", ())  # at the prompt: its step is halved
         assert len(made) == 1 and whole == (not looked)  # the prompt alone is native
     elif not phase.walks:  # which rows run a layer is decided on the way, or they run with weights of their own
@@ -141,3 +139,12 @@ def test_a_walk_known_beforehand_is_walked_as_the_open_path_does(speedup: float,
     opened, same = written(model, {"skip": skip}, text)
     assert stack is not None and read == same < all_of_it
     assert (whole - opened).abs().mean() < 0.05 * (whole - dense).abs().mean(), "more than bfloat16's rounding"
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
+def test_a_prompt_that_crosses_in_groups_of_layers_has_the_bits_of_one_that_crosses_at_once() -> None:
+    model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
+    grouped, read = written(model, {"schedule": "layered:rows_per_group=30"}, text)
+    at_once, same = written(model, {}, text)
+    assert model._walks, "it was no native step"
+    assert torch.equal(grouped, at_once) and read == same

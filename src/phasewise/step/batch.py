@@ -41,5 +41,19 @@ class Batch:
         """int64 [T]"""
         return self._tensor()[self.rows :]
 
+    def carry(self, x: Tensor, kept: dict[int, Tensor]) -> None:
+        """After a step with rows `x` [T, d] and taps `kept`: slices that run part of the depth take their state and
+        their taps along from step to step."""
+        for span in self.spans:
+            if span.layers is None:
+                continue
+            for i in kept:
+                if i >= span.layers[0]:
+                    span.taps[i] = kept[i][span.slice]
+                else:
+                    kept[i] = kept[i].clone()  # layers may share one tensor
+                    kept[i][span.slice] = span.taps[i]
+            span.hidden = x[span.slice].clone()
+
     def _tensor(self) -> Tensor:
         return torch.frombuffer(self.numbers, dtype=torch.int64).to(self._device)  # holds on to the array

@@ -140,22 +140,8 @@ class Step:
                 x = self._layer_for_some(i, x)
             if i in self.taps:
                 kept[i] = x
-        if not plain:
-            self._carry(x, kept)
+        self.batch.carry(x, kept)
         return Hidden(x, self.batch.rows, kept)
-
-    def _carry(self, x: Tensor, kept: dict[int, Tensor]) -> None:
-        """Slices that run part of the depth take their state and their taps along from step to step."""
-        for span in self.batch.spans:
-            if span.layers is None:
-                continue
-            for i in kept:
-                if i >= span.layers[0]:
-                    span.taps[i] = kept[i][span.slice]
-                else:
-                    kept[i] = kept[i].clone()  # layers may share one tensor
-                    kept[i][span.slice] = span.taps[i]
-            span.hidden = x[span.slice]
 
     def _layer_for_some(self, i: int, x: Tensor) -> Tensor:
         """Run layer i for the rows whose span and skip method want it; the others pass through unchanged."""

@@ -69,16 +69,16 @@ def natively(model: Model, spans: Sequence[Span]) -> list[StackSpan | None]:
 
 def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | None:
     phase, sees = span.phase, span.sees
-    if not phase.walks or span.layers is not None:
+    if not phase.walks or (span.layers is not None and not (phase.plain and phase.walk is None)):
         return None
     if span.first and (not phase.plain or any(layer.fresh for layer in span.kv.layers)):
         return None
-    flat = span.kv.flat(phase.walk)
+    flat = span.kv.flat(span.walk)
     if flat is None:
         return None
     if flat.unequal is not None and not _takes_unequal(span, stack):
         return None
-    tuned = None if phase.delta is None else phase.delta.table(phase.walk or range(stack.count))
+    tuned = None if phase.delta is None else phase.delta.table(span.walk or range(stack.count))
     if phase.delta is not None and tuned is None:
         return None
     end = flat.n + span.first + span.rows
@@ -140,26 +140,30 @@ class NativeStep:
         """The rows after all layers [T, d], their keys and values appended; `parts` as `natively` has them."""
         spans, stack = batch.spans, self.model.stack
         assert stack is not None
-        x, walk = self.room.take(batch.rows, stack.hidden), spans[0].phase.walk
-        if all(span.phase.walk == walk for span in spans):
+        x, walk = self.room.take(batch.rows, stack.hidden), spans[0].walk
+        if all(span.walk == walk for span in spans):
             kept = self._run(batch, x, parts)
         else:
             kept = self._by_walk(batch, x, parts)
         for span, part in zip(spans, parts):
+            width = self._width(span)
             if part.choice is not None:
                 part.choice.done()
             if part.weighed is not None:
                 part.weighed.done()
             span.kv.written(span.positions)
-            self.counters.row_layers += span.rows * len(span.phase.walk or span.kv.layers)
-            self.counters.kv_bytes_written += span.rows * self._width(span)
+            if span.layers is not None:  # other layers will have their rows later
+                span.kv.spread()
+            self.counters.row_layers += span.rows * len(span.walk or span.kv.layers)
+            self.counters.kv_bytes_written += span.rows * width
+        batch.carry(x, kept)
         return Hidden(x, batch.rows, kept)
 
     def _by_walk(self, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
         """Spans that run the same layers together, one after the other: each walk reads its weights."""
         groups: dict[tuple[int, ...] | None, list[int]] = {}
         for i, span in enumerate(batch.spans):
-            groups.setdefault(span.phase.walk, []).append(i)
+            groups.setdefault(span.walk, []).append(i)
         places, kept = [span.slice for span in batch.spans], {tap: torch.empty_like(x) for tap in self.taps}
         for members in groups.values():
             own = Batch([batch.spans[i] for i in members])
@@ -177,7 +181,7 @@ class NativeStep:
 
     def _run(self, batch: Batch, x: Tensor, parts: Sequence[StackSpan]) -> dict[int, Tensor]:
         """Spans that all run the same layers. -> the rows after every layer that is tapped"""
-        stack = self.model.stack_of(batch.spans[0].phase.walk)
+        stack = self.model.stack_of(batch.spans[0].walk)
         assert stack is not None
         try:
             return self._through(stack, batch, x, parts)
@@ -228,14 +232,14 @@ class NativeStep:
         if part.choice is not None:
             return part.choice.bytes
         if part.sealed is not None:
-            stack = self.model.stack_of(span.phase.walk)
+            stack = self.model.stack_of(span.walk)
             assert stack is not None
             return part.size * stack.reading // stack.count
         return part.reads * self._width(span) - part.missing
 
     def _width(self, span: Span) -> int:
         """Bytes of one row of its KV, in the layers whose attention runs."""
-        flat, stack = span.kv.flat(span.phase.walk), self.model.stack_of(span.phase.walk)
+        flat, stack = span.kv.flat(span.walk), self.model.stack_of(span.walk)
         assert flat is not None and stack is not None, "a span that was natively done a moment ago"
         return flat.row_bytes * stack.reading // stack.count
 
@@ -291,7 +295,7 @@ def _commons(spans: Sequence[Span], some: Sequence[int], longest: int, windows: 
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i in some:
         span = spans[i]
-        flat = span.kv.flat(span.phase.walk)
+        flat = span.kv.flat(span.walk)
         few = span.rows <= SLICE or span.sees is not None
         if hasattr(span.phase.attend, "commons") and few and flat is not None and not flat.gaps:
             groups.setdefault(id(span.phase.attend), (span.phase.attend, []))[1].append(i)

@@ -30,7 +30,7 @@ def run_halves(
     model: Model, batch: Batch, halves: Halves, looking: Sequence[int], counters: Counters, taps: set[int]
 ) -> dict[int, Tensor]:
     """Run all layers of the spans' walk; spans `looking` are asked in each. -> the rows after every layer of `taps`"""
-    walk = batch.spans[0].phase.walk
+    walk = batch.spans[0].walk
     layers = range(model.config.layers) if walk is None else walk
     inside, groups, kept = Inside(model, counters), _groups(batch, looking), dict[int, Tensor]()
     early = [tap for tap in taps if tap < layers[0]]

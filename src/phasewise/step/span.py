@@ -53,6 +53,11 @@ class Span:
         self.rows = len(self.tokens)
 
     @property
+    def walk(self) -> tuple[int, ...] | None:
+        """The layers that run, where that is known beforehand; None = all."""
+        return self.phase.walk if self.layers is None else tuple(range(*self.layers))
+
+    @property
     def slice(self) -> slice:
         return slice(self.start, self.start + self.rows)
 
