@@ -34,6 +34,8 @@ PARAMS = {
         {"evict": "tova:keep=12,lot=4"},
         {"evict": "keyformer:keep=12,lot=4"},
         {"evict": "streaming:sinks=3,window=20"},
+        {"evict": "longgen:sinks=3,window=20,weights=random:0"},
+        {"evict": "longgen:sinks=3,window=20,weights=none"},
         {"attend": "quest:page=4,budget=12,dense_layers=1"},
         {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0"},
         {"attend": "token_select:k=6,first=2,local=4"},
