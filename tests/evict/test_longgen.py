@@ -115,7 +115,7 @@ def test_draft_trees_equal_their_paths(knobs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("full", ["middle", "ends", "none"])
 def test_rows_held_are_the_closed_form(full: Any) -> None:
-    """(n / 3) L + (2 n / 3) (S + W) rows at length L, and at most EVERY that wait to be dropped; memory really falls."""
+    """(n / 3) L + (2 n / 3) (S + W) rows at length L, and fewer than EVERY that wait to be dropped; memory falls."""
     one = Walk(model(), text(4), evict=longgen(full=full, **WINDOW))
     many, held = full_layers(LAYERS, full), 20
     for at, token in enumerate(text(400), 1):

@@ -1,4 +1,4 @@
-"""A third of the layers keep everything, the others sinks and a window: half a cache, trained (LongGen, arXiv 2410.01485).
+"""A third of the layers keeps everything, the others sinks and a window, trained for it (LongGen, arXiv 2410.01485).
 
 Promises that a layer which is not full holds `sinks` + `window` rows, however long the text, and that every row of a
 prompt saw no more there than a row of the answer would. Another architecture than the model's: it needs weights that
@@ -20,7 +20,6 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
-from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 RANK = 16  # of the low-rank weights of every linear layer
