@@ -42,6 +42,8 @@ PARAMS = {
         {"attend": "instinfer:r=3,k=12"},
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
         {"attend": "tidal:k=8,dense=0,second=2,every=5"},
+        {"attend": "power:block=3,window=2,sinks=1,weights=random:0"},
+        {"attend": "power:block=3,window=2,sinks=1,weights=none"},
         {"attend": "zero_tuning:gamma=20,weights=none"},
         {"skip": "lazyllm:keep=0.3"},
         {"store": "kivi:group=4,residual=8"},

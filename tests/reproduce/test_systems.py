@@ -25,11 +25,14 @@ WANTED = {
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
-    "zipcache", "lazyllm", "pie", "longgen",
+    "zipcache", "lazyllm", "pie", "longgen", "power",
 }  # fmt: skip
 
 
-UNTRAINED = {"longgen": "evict"}  # no weights ship with the package: what they are does not matter to counters
+UNTRAINED = {
+    "longgen": "evict",
+    "power": "attend",
+}  # no weights ship with the package: what they are does not matter to counters
 
 
 def test_every_system_is_found() -> None:

@@ -1,8 +1,9 @@
-"""Training under masks: the twin sees what the engine shows, the loss falls, and what is saved serves its knobs alone."""
+"""Training under masks: the twin sees what the engine shows, the loss falls, and what is saved serves its knobs."""
 
 from __future__ import annotations
 
 import csv
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from torch.nn import functional as F
 
 from phasewise.cli.app import main
 from phasewise.errors import UserError
+from phasewise.methods.attend.power import Power
+from phasewise.methods.evict._windows import Window
 from phasewise.methods.evict.longgen import LongGen
 from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.train import dense, masked
-from phasewise.train.artefacts import Job, evict_longgen
-from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.artefacts import Job, attend_power, evict_longgen
+from phasewise.train.dense import Block, Dense, Shape, losses
 from phasewise.train.lowrank import LowRank
 from phasewise.train.masked import Mask, masked_loss
 from phasewise.train.mixture import Mixture, Stage
@@ -36,6 +39,7 @@ LONGGEN: dict[str, Any] = {"sinks": 2, "window": 6}
 METHODS: dict[str, Any] = {
     "evict.longgen": lambda **more: LongGen(**LONGGEN, **more),
     "evict.longgen strided": lambda **more: LongGen(0, 5, 3, 4, **more),
+    "attend.power": lambda **more: Power(2, 1, 0, **more),
 }
 EVERY = pytest.mark.parametrize("name", METHODS)
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -50,7 +54,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mask_of(name: str, model: Model) -> Mask:
-    return evict_longgen.mask(METHODS[name](), model.config)
+    module: Any = attend_power if name == "attend.power" else evict_longgen
+    mask: Mask = module.mask(METHODS[name](), model.config)
+    return mask
 
 
 def served(model: Model, name: str, weights: str, tokens: list[int]) -> torch.Tensor:
@@ -161,6 +167,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
 
 COMMANDS = {
     "evict.longgen:sinks=2,window=6": ("evict.longgen-sinks2-window6-fullmiddle.safetensors", "longgen:window=7"),
+    "attend.power:block=2,window=1": ("attend.power-block2-window1-sinks1.safetensors", "power:block=2,window=2"),
 }
 
 
@@ -187,6 +194,36 @@ def test_the_command_trains_what_the_engine_then_finds(
 
 
 def test_nothing_hidden_is_nothing_to_train(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["train", "artefact", "evict.longgen:window=508", "--model", str(base), "--out", str(tmp_path)])
-    assert left.value.code == 2 and "there is nothing to train" in capsys.readouterr().err
+    for setting in ("evict.longgen:window=508", "attend.power:block=128"):
+        with pytest.raises(SystemExit) as left:
+            main(["train", "artefact", setting, "--model", str(base), "--out", str(tmp_path)])
+        assert left.value.code == 2 and "there is nothing to train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "learns"), [("power", True), ("window", False)])
+def test_from_scratch_copying_over_distance_is_learned_beyond_the_windows_reach(name: str, learns: bool) -> None:
+    """Twelve tokens back, in two layers: two hops of powers of two, 8 and 4; a window of the same degree ends at 10."""
+    distance, length, vocab, degree = 12, 24, 12, 6
+    power, at = Power(1, 1, 0), torch.arange(24)
+    assert int(power.seen(at[:, None], at[None]).tril().sum(1).max()) == degree
+    mask = Mask(range(2), power.seen if name == "power" else Window("test", 0, degree).seen)
+    torch.manual_seed(0)
+    model = Dense(Shape(vocab, 64, 2, 4, 4, 64, head_dim=16, max_position_embeddings=64))
+    for each, parameter in model.named_parameters():
+        if each.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.normal_(parameter, std=0.05)
+    torch.nn.init.ones_(model.norm.weight)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    last = 0.0
+    for _ in range(140):
+        ids = torch.randint(vocab, (32, length))
+        targets = ids.roll(distance, 1)
+        targets[:, :distance] = -1
+        block = Block.of(ids, targets)
+        (each_loss,) = losses(model, [block], Pass(sees=mask.over([block])))
+        optimizer.zero_grad()
+        each_loss.mean().backward()
+        optimizer.step()
+        last = float(each_loss.detach().mean())
+    chance = math.log(vocab)
+    assert last < 0.1 * chance if learns else last > 0.97 * chance

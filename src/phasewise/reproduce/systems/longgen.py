@@ -67,6 +67,6 @@ SYSTEM = System(
                     tokens=8192, settings={"method": DRAWN}),
              Timing("seconds per prompt of 1,792 tokens (random weights)", 1.0, seconds=loads.per_token,
                     load=loads.lone(1792, 1), settings={"method": DRAWN})),
-    note="The window is 252 rows of the pocket model's 2,048, and rows of three layers in eight are all there: a third, "
-    "rounded. Steps with low-rank weights go operator by operator, which the clock shows.",
+    note="The window is 252 rows of the pocket model's 2,048, and three layers of eight are full: a third, rounded. "
+    "Steps with low-rank weights go operator by operator, which the clock shows.",
 )  # fmt: skip
