@@ -29,10 +29,7 @@ WANTED = {
 }  # fmt: skip
 
 
-UNTRAINED = {
-    "longgen": "evict",
-    "power": "attend",
-}  # no weights ship with the package: what they are does not matter to counters
+UNTRAINED = {"longgen": "evict", "power": "attend"}  # no weights ship for these; counters do not care what they are
 
 
 def test_every_system_is_found() -> None:

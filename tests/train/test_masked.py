@@ -64,6 +64,7 @@ def served(model: Model, name: str, weights: str, tokens: list[int]) -> torch.Te
     verb = name.partition(".")[0]
     host = Host(model, None, Counters(), None, None)  # type: ignore[arg-type]
     walk = Walk(model, tokens[:1], **{verb: METHODS[name](weights=weights).bind(host)})
+    walk.plain = walk.phase  # prompts run like everything else
     return torch.cat([walk.feed(piece) for piece in cuts(tokens, [1, 30, 7, 1])])
 
 
