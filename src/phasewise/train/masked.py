@@ -23,7 +23,7 @@ from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
 from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
 
-TOKENS = 3_000_000  # padding included
+TOKENS = 2_400_000  # padding included
 RATE = 3e-3
 STAGES = (
     Stage(0.4, 512, 4096, code=0.4, long=0.3, copies=0.2),
