@@ -130,7 +130,7 @@ def test_switches_and_globals_are_found(tmp_path: Path) -> None:
 ORDINARY = {
     "all", "none",  # words
     "dense", "match", "slab", "standard",  # models, regular expressions, memory and libraries are such as well
-    "int8", "slo", "transfer",  # a type of weights, targets of requests, and what carries KV
+    "int8", "slo", "transfer", "power",  # types of weights, targets of requests, what carries KV, of two and in watts
 }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from phasewise.errors import UserError
-from phasewise.methods.evict.streaming import EVERY, Streaming
+from phasewise.methods.evict._windows import EVERY
+from phasewise.methods.evict.streaming import Streaming
 from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host

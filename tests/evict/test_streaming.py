@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.errors import UserError
-from phasewise.methods.evict.streaming import EVERY, Streaming
+from phasewise.methods.evict._windows import EVERY
+from phasewise.methods.evict.streaming import Streaming
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
 from phasewise.step.read import Read

@@ -23,6 +23,7 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 # and not listed fails, and so does one that is listed and not refused.
 SEALED = ("store.kivi", "store.gear", "store.zipcache")
 PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
+TUNED = ("skip.unified", "evict.longgen", "attend.power")  # bring low-rank weights of their own
 LATE = "skip.lazyllm"  # has rows run late, each with a single new one
 ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {
@@ -40,6 +41,7 @@ REFUSED: dict[frozenset[str], str] = {
         if name != plain
     },
     frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
+    **{frozenset(pair): "both bring low-rank weights" for pair in combinations(TUNED, 2)},
     frozenset(("decode.block_diffusion", "store.zipcache")): "finishes tokens in blocks of its own",
     **{
         frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"

@@ -23,6 +23,8 @@ H2O = {"evict": "h2o:heavy=8,recent=5,lot=4"}
 H2O_ADA = {"evict": "h2o:heavy=0.2,recent=3,lot=3,heads=ada,layers=pyramid,beta=3"}
 TOVA = {"evict": "tova:keep=14,lot=4"}
 KEYFORMER = {"evict": "keyformer:keep=14,lot=4"}
+LONGGEN = {"evict": "longgen:sinks=3,window=17,weights=random:0"}
+POWER = {"attend": "power:block=3,window=2,sinks=1,weights=random:0"}
 TIDAL = {"attend": "tidal:k=8,dense=0,second=2,every=5"}
 LIFTED = {"attend": "zero_tuning:gamma=20,weights=none"}
 INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2,weights=none"}
@@ -33,6 +35,12 @@ METHODS = {
     "quest": QUEST,
     "streaming": STREAMING,
     "streaming text": {"evict": "streaming:sinks=3,window=23,positions=text"},
+    "longgen": LONGGEN,
+    "longgen quest int8": LONGGEN | QUEST | INT8,
+    "longgen strided": {"evict": "longgen:sinks=0,window=9,stride=3,block=4,weights=none"},
+    "power": POWER,
+    "power streaming": POWER | STREAMING,
+    "power snapkv int8": POWER | SNAPKV | INT8,
     "snapkv": SNAPKV,
     "int8": INT8,
     "unified": UNIFIED,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise import catalog
@@ -19,12 +17,12 @@ from phasewise.cli.options import EngineOptions
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
-from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.request import Request
 from tests import oracle, tiny
 from tests.kv.harness import drafting
+from tests.merged import merged
 
 LAYERS = 8
 N = 14
@@ -105,28 +103,12 @@ def test_equals_a_model_of_the_kept_layers_over_the_prompts_kv(speedup: float) -
     assert got != [oracle.greedy(model(), prompt, N)[0] for prompt in prompts]
 
 
-def merged(folder: Path, speedup: float, seed: int) -> Model:
-    """A checkpoint whose matrices have `random:seed` added to them."""
-    wanted = Unified(speedup).artefact(model().config)
-    delta = artefacts.random(wanted, str(seed))
-    tensors = load_file(tiny.checkpoint(layers=LAYERS) / "model.safetensors")
-    parts = {"qkv": ("self_attn.q", "self_attn.k", "self_attn.v"), "o": ("self_attn.o",),
-             "gate_up": ("mlp.gate", "mlp.up"), "down": ("mlp.down",)}  # fmt: skip
-    for name in {name.rpartition(".")[0] for name in delta}:
-        layer, _, linear = name.partition(".")
-        names = [f"model.layers.{layer}.{part}_proj.weight" for part in parts[linear]]
-        change = delta[f"{name}.b"] @ delta[f"{name}.a"]
-        for part, more in zip(names, change.split([len(tensors[part]) for part in names])):
-            tensors[part] = tensors[part] + more
-    shutil.copytree(tiny.checkpoint(layers=LAYERS), folder)
-    save_file(tensors, folder / "model.safetensors")
-    return Model.load(folder)
-
-
 @pytest.mark.parametrize("speedup", [1.5, 2, 100])
 def test_tuned_rows_equal_a_model_with_the_low_rank_weights_merged_in(speedup: float, tmp_path: Path) -> None:
     """Prompts by the base model, tokens by another one: the delta is for decoded rows only, and for all of them."""
-    prompts, decoder = tiny.prompts(33, 7), merged(tmp_path / "merged", speedup, 4)
+    wanted = Unified(speedup).artefact(model().config)
+    decoder = merged(tiny.checkpoint(layers=LAYERS), tmp_path / "merged", wanted, 4)
+    prompts = tiny.prompts(33, 7)
     placed = tiny.engine({"skip": f"unified:speedup={speedup},weights=random:4"}, of=model())
     got = tiny.outs(tiny.run(placed, prompts, tiny.greedy(N)))
     assert got == [shallow(prompt, N, kept(LAYERS, speedup), decoder) for prompt in prompts]

@@ -158,6 +158,7 @@ class Bindings:
         if getattr(slots["attend"], "again", None) is not None:
             self._refuse_again(methods, slots, getattr(runtime, "unit", 1))
         self._refuse_pieces(methods, slots, runtime)
+        self._refuse_deltas(methods, slots)
         if phase == "prefill" and hasattr(runtime, "given"):
             self._refuse_given(methods, slots)
         key = phase, id(runtime), id(slots["attend"]), id(slots["evict"]), id(slots["skip"])
@@ -181,6 +182,19 @@ class Bindings:
             raise UserError(
                 f"{label(home, methods[verb])} takes prompts whole, and {decode} computes them in blocks: leave one of "
                 "them out"
+            )
+
+    @staticmethod
+    def _refuse_deltas(methods: Methods, slots: Mapping[str, Any]) -> None:
+        """Raise UserError where rows would run with the low-rank weights of two methods."""
+        homes: dict[int, str] = {}  # {weights: the verb whose method brings them}
+        for verb in SHARED:
+            if (delta := getattr(slots[verb], "delta", None)) is not None:
+                homes.setdefault(id(delta), getattr(methods[verb], "slots", (verb,))[0])
+        if len(homes) > 1:
+            who = " and ".join(label(home, methods[home]) for home in homes.values())
+            raise UserError(
+                f"{who} both bring low-rank weights, and neither was trained with the other's: leave one of them out"
             )
 
     @staticmethod

@@ -69,7 +69,8 @@ class Phase:
 
     def __post_init__(self) -> None:
         dense = getattr(self.attend, "everything", False)
-        object.__setattr__(self, "delta", getattr(self.skip, "delta", None))
+        deltas = (getattr(method, "delta", None) for method in (self.skip, self.attend, self.evict))
+        object.__setattr__(self, "delta", next((delta for delta in deltas if delta is not None), None))
         object.__setattr__(self, "walk", getattr(self.skip, "walk", None))
         object.__setattr__(self, "walks", self.skip is None or self.walk is not None)
         object.__setattr__(self, "sight", getattr(self.evict, "sight", None))

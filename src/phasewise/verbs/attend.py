@@ -30,6 +30,8 @@ class Attend(Protocol):
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told which rows of a span are committed, as an evict
             method is
         whole: bool  -- as of an evict method: prompts come in one piece
+        delta: Delta  -- as of a skip method: low-rank weights that the rows of its phases, and no others, run with. Of
+            the methods of a phase one may bring some
         again(request: Request, computed: int) -> int  -- of a runtime that acts on decoded rows: how many of the last
             rows are given up and computed once more, now that those below `computed` are there and before the new
             tokens are known; the rows come back as a replay does. None: never

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.request.request import Request
+from phasewise.methods.evict._windows import EVERY, Window
 from phasewise.step.read import Read, View
 from phasewise.step.sight import Sight
 from phasewise.verbs.host import ENDLESS, Host
-
-EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
 
 
 @dataclass(frozen=True)
@@ -55,45 +52,29 @@ class _Streaming:
     observes = 0
 
     def __init__(self, knobs: Streaming) -> None:
-        self.sinks, self.window = knobs.sinks, knobs.window
+        self.window = Window("streaming", knobs.sinks, knobs.window)
         self.shifts = knobs.positions == "cache" and knobs.sinks > 0
-        self.sight = Sight(self.sinks, self.window, self.shifts)
+        self.sight = Sight(knobs.sinks, knobs.window, self.shifts)
+        self.due, self.keep = self.window.due, self.window.keep
 
     def observe(self, read: Read) -> None:
         """Needs no scores."""
 
     def view(self, read: Read) -> View | None:
-        if max(read.span.positions) < self.sinks + self.window:
+        if not self.window.hides(read.span):
             return None
         at = read.q_positions[:, None]  # [R, 1]
         rows = read.part.positions[:, None]  # [1 | h, 1, N]
-        mask = (rows < self.sinks) | (rows > at - self.window)  # [1 | h, R, N]
+        mask = self.window.seen(at, rows)  # [1 | h, R, N]
         if not self.shifts:
             return View(mask)
-        beyond = (at[:, 0] - (self.sinks + self.window - 1)).clamp_min(0)  # [R]: rows given up before this one
-        return View(mask, (torch.nonzero(rows[0, 0] < self.sinks)[:, 0], beyond))
+        beyond = (at[:, 0] - (self.window.rows - 1)).clamp_min(0)  # [R]: rows given up before this one
+        return View(mask, (torch.nonzero(rows[0, 0] < self.window.sinks)[:, 0], beyond))
 
     def most(self, total: int) -> int:
-        return self.sinks + self.window + EVERY
+        return self.window.rows + EVERY
 
     def reach(self, context: int) -> int:
         """No row sees another as further away than the window is long."""
-        near = self.shifts or not self.sinks
-        return ENDLESS if near and self.sinks + self.window <= context else context
-
-    def due(self, request: Request) -> bool:
-        return self._first(request) - int(request.state.get("streaming", self.sinks)) >= EVERY
-
-    def keep(self, request: Request, layer: int) -> Tensor | None:
-        assert request.kv is not None
-        first = self._first(request)
-        request.state["streaming"] = first
-        parts = request.kv.layers[layer].read()
-        if not parts:
-            return None  # a layer that no row will run again
-        rows = parts[0].positions[0]  # the same for all heads
-        return torch.nonzero((rows < self.sinks) | (rows >= first))[:, 0]
-
-    def _first(self, request: Request) -> int:
-        """The first position behind the sinks that the next row will still see."""
-        return request.computed - self.window + 1
+        near = self.shifts or not self.window.sinks
+        return ENDLESS if near and self.window.rows <= context else context

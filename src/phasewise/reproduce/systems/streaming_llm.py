@@ -6,7 +6,7 @@ import statistics
 from dataclasses import replace
 
 from phasewise.bench.forced import STRETCH, Forced, write
-from phasewise.methods.evict.streaming import EVERY
+from phasewise.methods.evict._windows import EVERY
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, play

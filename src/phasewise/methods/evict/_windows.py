@@ -1,0 +1,66 @@
+"""What evict methods of sinks and a window share: who sees what, from positions, and which rows may go.
+
+A row at position t sees the first `sinks` positions and the last `window` ones, its own included; with a `stride`, also
+every stride-th block of `block` positions, counted from the first one: a block that has left the window without being
+one of those never comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phasewise.request.request import Request
+from phasewise.step.span import Span
+
+EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
+
+
+@dataclass(frozen=True)
+class Window:
+    """`name`: of the drawer that says which rows a request has dropped."""
+
+    name: str
+    sinks: int
+    window: int
+    stride: int = 0  # 0: no blocks
+    block: int = 1
+
+    @property
+    def rows(self) -> int:
+        """As many rows are seen whole, however they lie."""
+        return self.sinks + self.window
+
+    def hides(self, span: Span) -> bool:
+        """Whether a row of the span does not see all before it."""
+        return max(span.positions) >= self.rows
+
+    def seen(self, at: Tensor, rows: Tensor) -> Tensor:
+        """Whether the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""
+        return self._stays(rows) | (rows > at - self.window)
+
+    def due(self, request: Request) -> bool:
+        """Whether enough rows have left the window since some were dropped."""
+        return self._first(request) - int(request.state.get(self.name, self.sinks)) >= EVERY
+
+    def keep(self, request: Request, layer: int) -> Tensor | None:
+        """The slots of the layer's rows that rows to come may see; they are noted as all that is left."""
+        assert request.kv is not None
+        first = self._first(request)
+        request.state[self.name] = first
+        parts = request.kv.layers[layer].read()
+        if not parts:
+            return None  # a layer that no row will run again
+        rows = parts[0].positions[0]  # the same for all heads
+        return torch.nonzero(self._stays(rows) | (rows >= first))[:, 0]
+
+    def _stays(self, rows: Tensor) -> Tensor:
+        """Whether they are seen from anywhere."""
+        stays = rows < self.sinks
+        return stays | (rows // self.block % self.stride == 0) if self.stride else stays
+
+    def _first(self, request: Request) -> int:
+        """The first position of the window of the next row."""
+        return request.computed - self.window + 1
