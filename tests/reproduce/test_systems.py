@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from phasewise import catalog
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.options import parse
 from phasewise.reproduce import index
@@ -25,8 +25,11 @@ WANTED = {
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
-    "zipcache", "lazyllm", "pie",
+    "zipcache", "lazyllm", "pie", "kv_prediction",
 }  # fmt: skip
+
+
+UNTRAINED = {"kv_prediction": "decode"}  # no weights ship with the package: what they are does not matter to counters
 
 
 def test_every_system_is_found() -> None:
@@ -86,10 +89,29 @@ def counting(system: System) -> System:
     )  # fmt: skip
 
 
+def drawn(setting: Setting, verb: str) -> Setting:
+    """With weights from which nothing was learned."""
+    method = setting.verbs[verb]
+    return replace(setting, verbs={verb: method + (",weights" if ":" in method else ":weights") + "=random:0"})
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_what_is_not_trained_is_not_tried(lab: Lab, name: str) -> None:
+    """By itself it stops, and says what to train; among others it has failed. The control has its own weights, or none."""
+    system = counting(index.system(name))
+    assert index.system(name).quality
+    with pytest.raises(Untrained, match=f"phasewise train artefact {UNTRAINED[name]}.{name}"):
+        reproduce(name, system, lab)
+    (check,) = reproduce(name, system, lab, among=True).checks
+    assert not check.passed and "phasewise train artefact" in check.measured
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_counters_are_their_closed_forms(lab: Lab, name: str) -> None:
     """On small loads; the tokens of exact systems are compared as well, and no control saves what its method saves."""
     system = counting(index.system(name))
+    if name in UNTRAINED:
+        system = replace(system, method=drawn(system.method, UNTRAINED[name]))
     report = reproduce(name, system, lab)
     wrong = [str(c) for c in report.checks if c.part in ("exact", "counter", "control") and not c.passed]
     assert not wrong
