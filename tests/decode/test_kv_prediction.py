@@ -1,4 +1,4 @@
-"""decode.kv_prediction: a prompt's rows against maps worked out row by row, what is computed of it, and who is refused."""
+"""decode.kv_prediction: a prompt's rows against maps worked out row by row, what is computed of it, refusals."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 # and not listed fails, and so does one that is listed and not refused.
 SEALED = ("store.kivi", "store.gear", "store.zipcache")
 PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
-TAKES, GIVEN = ("pie", "kv_prediction"), "takes rows of prompts from elsewhere"
+TAKES, GIVEN = ("pie", "kv_prediction", "c2c"), "takes rows of prompts from elsewhere"
 LATE = "skip.lazyllm"  # has rows run late, each with a single new one
 ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {

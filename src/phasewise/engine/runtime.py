@@ -66,6 +66,8 @@ class Runtime:
         if given is None or request.kv is None:
             return
         while (rows := given(request, self.store.left)) is not None:
+            if rows.start is not None:  # what is there is what computing gives, and may be of use to others
+                self.store.remember(request)
             start, count = request.kv.bring(rows, request.computed)
             request.computed = start + count
             self.store.counters.recalled += count

@@ -143,6 +143,9 @@ class KV:
         start, count = n if given.start is None else given.start, given.rows[0][0].shape[1]
         if start < n:
             self.drop_last(start)
+            for node in self.nodes:  # whose rows these are no longer
+                node.release()
+            self.nodes = []
         for layer, (k, v) in zip(self.layers, given.rows):
             layer.append(k, v, range(start, start + count))
         self.counters.kv_bytes_moved += sum(k.nbytes + v.nbytes for k, v in given.rows)

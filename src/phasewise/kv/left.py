@@ -1,5 +1,5 @@
-"""Finished rows that a request is given, and the KV that requests have left for those that go on from it or edit it: kept
-within the budget, the least recently used goes first, and not before unused prefix blocks have gone."""
+"""Finished rows that a request is given, and the KV that requests have left for those that go on from it or edit it:
+kept within the budget, the least recently used goes first, and not before unused prefix blocks have gone."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def reproduce(
 ) -> Report:  # fmt: skip
     """Everything that `system` declares, measured; `tell` hears of each stage before it starts.
 
-    What cannot run here (an extra that is not installed, say) fails a check that says so. Raises Untrained where weights
-    are missing, unless it is one `among` others.
+    What cannot run here (an extra that is not installed, say) fails a check that says so. Raises Untrained where
+    weights are missing, unless it is one `among` others.
     """
     found = Found()
     try:

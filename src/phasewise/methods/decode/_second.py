@@ -1,4 +1,4 @@
-"""What methods share that make a prompt's KV of a second model's: which models go together, and how it reads prompts."""
+"""What methods share that make a prompt's KV of a second model's: what goes together, and how prompts are read."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ class Reader:
     def ahead(self, request: Request) -> int:
         """How many tokens it has read."""
         return request.prompt_len - self.companion.lag(request)
+
+    def follow(self, request: Request, upto: int) -> None:
+        """Read what pieces end at `upto` or before."""
+        while (ahead := self.ahead(request)) + self.piece <= upto or ahead < upto == request.prompt_len - 1:
+            self.read(request)
 
     def read(self, request: Request) -> int:
         """One more piece. -> how many tokens it has read"""

@@ -64,7 +64,7 @@ class KVPrediction:
     def __post_init__(self) -> None:
         for knob, low in (("least", 2), ("piece", 1)):
             if getattr(self, knob) < low:
-                raise UserError(f"kv_prediction: {knob}={getattr(self, knob)} must be at least {low}, a number of tokens")
+                raise UserError(f"kv_prediction: {knob}={getattr(self, knob)} must be at least {low} tokens")
 
     def artefact(self, config: ModelConfig, aux: ModelConfig | None = None, partner: str = "") -> Artefact:
         """A map of keys and one of values for each layer, and what is added to the auxiliary's weights."""
@@ -83,8 +83,8 @@ class KVPrediction:
         for each in (aux, host.model):
             lengths = sorted({rope.scheme for rope in each.config.ropes if not rope.fixed})
             if lengths:
-                raise UserError(f"kv_prediction: the rope scaling {', '.join(lengths)!r} of {each.files.path} depends on "
-                                "the length of the text, so keys cannot be turned: choose another model")  # fmt: skip
+                raise UserError(f"kv_prediction: the rope scaling {', '.join(lengths)!r} of {each.files.path} depends "
+                                "on the length of the text, so keys cannot be turned: choose another one")  # fmt: skip
         wanted = self.artefact(host.model.config, aux.config, fingerprint(aux))
         return Predicting(self, host, aux, host.artefact(wanted, self.weights))
 
@@ -113,8 +113,7 @@ class Maps:
         self.model, self.aux = model, aux
         self.of = layer_map(model.config.layers, aux.config.layers)
         self.parts = {
-            name: tensors[name].to(model.device, torch.float32)
-            for name in ("k.weight", "k.bias", "v.weight", "v.bias")
+            name: tensors[name].to(model.device, torch.float32) for name in ("k.weight", "k.bias", "v.weight", "v.bias")
         }
 
     def __call__(self, rows: Rows, start: int) -> Rows:

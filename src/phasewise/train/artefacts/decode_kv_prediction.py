@@ -1,14 +1,14 @@
-"""Maps for decode.kv_prediction (arXiv 2410.08391, section on training): the base reads predicted keys and values in the
-place of its own. Learned are the maps and what is added to the auxiliary; the base stays frozen.
+"""Maps for decode.kv_prediction (arXiv 2410.08391, section on training): the base reads predicted keys and values in
+the place of its own. Learned are the maps and what is added to the auxiliary; the base stays frozen.
 
 The loss is the base's cross-entropy over what was predicted, the auxiliary's own, and how far predictions are from the
-base's true keys and values, layer by layer. It begins with maps of least squares, which the paper does not, and so needs
-far fewer tokens. Left out: the paper's z-loss, and tuning all of the auxiliary's weights.
+base's true keys and values, layer by layer. It begins with maps of least squares, which the paper does not, and so
+needs far fewer tokens. Left out: the paper's z-loss, and tuning all of the auxiliary's weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -140,11 +140,14 @@ def predicted(
     out = []
     for block, past in zip(blocks, kept, strict=True):
         flat = {j: (_back(aux, k, block).flatten(1), v.flatten(0, 1).flatten(1)) for j, (k, v) in past.layers.items()}
-        out.append({
-            layer: (learns.mapped("k", layer, flat[j][0]).view(shape), learns.mapped("v", layer, flat[j][1]).view(shape))
-            for layer, j in enumerate(of)
-        })  # fmt: skip
+        pairs = {layer: zip("kv", flat[j], strict=True) for layer, j in enumerate(of)}
+        out.append({i: _two(learns.mapped(side, i, x).view(shape) for side, x in pair) for i, pair in pairs.items()})
     return out
+
+
+def _two(pair: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    k, v = pair
+    return k, v
 
 
 def placed(
