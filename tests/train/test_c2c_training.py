@@ -124,7 +124,7 @@ def taught(shape: Shape, keys: list[int], seed: int) -> Dense:
     for _ in range(200):
         ids = torch.tensor([p + r for p, r in facts(keys, gen, 32)])
         targets = torch.full_like(ids, -1)
-        targets[:, -2] = ids[:, -1]
+        targets[:, 3:-1] = ids[:, -1:]  # from the key on, so that what it means is in the cache
         torch.cat(dense.losses(model, [Block.of(ids, targets)])).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,9 +156,9 @@ def test_a_trained_fuser_lets_the_receiver_say_what_the_sharer_knows() -> None:
     """Of facts that it was not trained on: more than by itself, and no more than that if the sharer's rows are those of
     other prompts."""
     receiver = taught(replace(BASE, num_hidden_layers=3), list(range(3, 3 + KEYS)), 0)
-    sharer = taught(replace(SMALL, num_key_value_heads=3), OF_SHARER, 1)
+    sharer = taught(replace(SMALL, num_hidden_layers=3, num_key_value_heads=3), OF_SHARER, 1)
     config = [engines.model(layers=layers, hidden=hidden, heads=heads, kv_heads=kv).config
-              for layers, hidden, heads, kv in ((3, 64, 4, 2), (2, 48, 3, 3))]  # fmt: skip
+              for layers, hidden, heads, kv in ((3, 64, 4, 2), (3, 48, 3, 3))]  # fmt: skip
     torch.manual_seed(2)
     run, gen = start(Fuser(C2C("small", width=32).artefact(*config))), torch.Generator().manual_seed(3)
     run.optimizers[0].param_groups[0]["lr"] = 4e-3
