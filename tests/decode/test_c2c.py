@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.decode import c2c as module
 from phasewise.methods.decode._fuser import layer_map
@@ -20,6 +22,7 @@ from phasewise.model import artefacts
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.options import parse
 from phasewise.reproduce.systems.c2c import Reversed, Shuffled
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -291,12 +294,9 @@ def test_in_bfloat16_all_steps_are_native_and_mates_change_nothing(monkeypatch: 
 
 
 def test_controls_fuse_as_much_and_something_else() -> None:
-    from phasewise.builder import Builder
-    from phasewise.engine.limits import Limits
-
     method, outs = C2C("tiny-draft", weights="random:0", piece=16), []
     for decode in (method, Shuffled(method), Reversed(method)):
-        engine = Builder(tiny.model(), {"decode": decode}, Limits(64 << 20), load=tiny.load).build()
+        engine = Builder(tiny.model(), {**parse({}), "decode": decode}, Limits(64 << 20), load=tiny.load).build()
         request = serve(engine, TEXT)
         assert request.recalled == len(TEXT) - 1
         outs.append(tuple(request.out))
