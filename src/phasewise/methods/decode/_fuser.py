@@ -46,4 +46,5 @@ def added(weights: Mapping[str, Tensor], side: str, layer: int, own: Tensor, oth
     trunk = block("trunk", F.linear(torch.cat((other, own), -1), of("in"), of("in.bias")))
     content = F.linear(block("content", trunk), of("out"), of("out.bias"))
     share = F.linear(block("share", trunk), of("head"), of("head.bias")).sigmoid()  # [r, H]
-    return (content.unflatten(-1, (share.shape[-1], -1)) * share.unsqueeze(-1)).flatten(-2)
+    parts = content.reshape(*share.shape, -1) * share.unsqueeze(-1)
+    return parts.reshape(content.shape)

@@ -20,7 +20,7 @@ AUX = KVPrediction().model
 METHOD, ALONE = Setting({"decode": "kv_prediction"}), Setting(model=AUX)
 DRAWN = Setting({"decode": "kv_prediction:weights=random:0"})
 TASKS = ("recall@1k", "passkey@1k")
-CODE = Quality(("code",), allowed=0.1, examples=24, window=512, given=384)
+CODE = Quality(("code",), allowed=0.05, examples=24, window=512, given=384)
 EACH = 30  # examples of a task
 
 

@@ -8,6 +8,7 @@ the fuser adds nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from phasewise.train.passes import Pass, Past
 from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
 
 TOKENS = 1_500_000  # prompts and padding included
-RATE = 1e-3
+RATE = 3e-3
 STAGES = (
     Stage(0.7, 512, 4096, code=0.4, long=0.2, copies=0.3),
     Stage(1.0, 1024, 6144, code=0.35, long=0.25, copies=0.3),
@@ -54,7 +55,7 @@ def _start(name: str, shape: tuple[int, ...]) -> Tensor:
     if name.endswith("norm"):
         return torch.ones(shape)
     if name.endswith((".in", "up", "down", "head")):
-        return torch.randn(shape) * shape[-1] ** -0.5
+        return torch.randn(shape) / sqrt(shape[-1])
     return torch.zeros(shape)
 
 
