@@ -15,6 +15,7 @@ from phasewise.builder import Builder
 from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
+from phasewise.kv import handoff
 from phasewise.methods.decode import c2c as module
 from phasewise.methods.decode._fuser import layer_map
 from phasewise.methods.decode.c2c import C2C, Fuser
@@ -271,6 +272,18 @@ def test_with_hand_off_rows_are_fused_where_they_are_computed(place: str) -> Non
     placed = tiny.engine(VERBS | {"place": place})
     request = serve(placed, TEXT)
     assert request.out == serve(built(), TEXT).out and request.recalled == len(TEXT) - 1
+
+
+@pytest.mark.parametrize(("verbs", "again"), [(VERBS, False), ({}, True)], ids=["c2c", "plain"])
+def test_whoever_takes_fused_rows_over_may_not_compute_some_of_them_again(verbs: dict[str, str], again: bool) -> None:
+    """A wire that sends the first rows alone would have the others computed, and not fused."""
+    engine = built(verbs)
+    request = Request(TEXT, tiny.greedy(N))
+    engine.add(request)
+    while not request.n_out:
+        engine.step()
+    assert handoff._origin(request, False).may_stop is again
+    engine.cancel(request)
 
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
