@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
     ("", "verbs", "engine", "step", "request"): 6530,
-    ("speculation",): 1200,
-    ("kv",): 3580,
+    ("speculation",): 1210,
+    ("kv",): 3590,
     ("cluster",): 4000,
     ("serve",): 7250,
     ("ops",): 1560,

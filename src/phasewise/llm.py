@@ -52,7 +52,7 @@ class Output:
     logprobs: list[Score] | None = None  # one per token, where logprobs or provenance are asked for
     prompt_logprobs: list[Score | None] | None = None  # one per token of the prompt; None before `scored_from`
     id: str = ""
-    recalled: int = 0  # prompt tokens whose KV was taken from what an earlier request had left
+    recalled: int = 0  # prompt tokens whose KV was given: an earlier request's, or made of another model's
 
 
 class LLM:

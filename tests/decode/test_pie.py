@@ -447,8 +447,8 @@ def test_ropes_that_depend_on_the_length_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("more", "said"), [
-    ({"evict": "snapkv"}, "decode pie takes rows of prompts from other requests, and evict snapkv is not shown them"),
-    ({"skip": "lazyllm"}, "decode pie takes rows of prompts from other requests, and skip lazyllm is not shown them"),
+    ({"evict": "snapkv"}, "decode pie takes rows of prompts from elsewhere, and evict snapkv is not shown them"),
+    ({"skip": "lazyllm"}, "decode pie takes rows of prompts from elsewhere, and skip lazyllm is not shown them"),
 ])  # fmt: skip
 def test_who_has_to_see_prompts_is_refused_by_name(more: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):

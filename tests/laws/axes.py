@@ -24,6 +24,7 @@ DRIVING = ("schedule", "place")  # verbs whose methods change only when and wher
 SEALED = ("store.kivi", "store.gear", "store.zipcache")
 PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
 TUNED = ("skip.unified", "evict.longgen", "attend.power")  # bring low-rank weights of their own
+TAKES, GIVEN = ("pie", "kv_prediction", "c2c"), "takes rows of prompts from elsewhere"
 LATE = "skip.lazyllm"  # has rows run late, each with a single new one
 ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
 REFUSED: dict[frozenset[str], str] = {
@@ -49,13 +50,14 @@ REFUSED: dict[frozenset[str], str] = {
         if name != DEFAULTS["attend"]
     },
     **{
-        frozenset(("decode.pie", f"{verb}.{name}")): "takes rows of prompts from other requests"
+        frozenset((f"decode.{decode}", f"{verb}.{name}")): GIVEN
+        for decode in TAKES
         for verb in ("attend", "evict", "skip")
         for name in catalog.names(verb)
         if name not in (DEFAULTS[verb], "hydragen")
         and "prefill" in getattr(catalog.method(verb, name), "phases", ("prefill",))
     },
-    frozenset(("decode.pie", "store.zipcache")): "takes rows of prompts from other requests",
+    **{frozenset((f"decode.{decode}", "store.zipcache")): GIVEN for decode in TAKES},
     **{
         frozenset((f"{verb}.{name}", LATE)): f"also fills {verb}"
         for verb in ("attend", "evict")

@@ -205,7 +205,7 @@ class Bindings:
             if not idle:
                 home = getattr(methods[verb], "slots", (verb,))[0]
                 raise UserError(
-                    f"{label('decode', methods['decode'])} takes rows of prompts from other requests, and "
+                    f"{label('decode', methods['decode'])} takes rows of prompts from elsewhere, and "
                     f"{label(home, methods[verb])} is not shown them: leave one of them out"
                 )
 

@@ -48,11 +48,12 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
             never |= {*params.stop_tokens, *(() if params.ignore_eos else eos)}
         if never >= set(params.allowed_token_ids):
             raise UserError("allowed_token_ids are all forbidden by bad_words or, as ends, by min_tokens: allow others")
-    if any(phase.late is not None for phase in runtime.phases):
+    late = any(phase.late is not None for phase in runtime.phases)
+    if late or any(getattr(phase.decode, "sparing", False) for phase in runtime.phases):
         for name in ("prompt_logprobs", "pooling"):
             if getattr(params, name) is not None:
                 raise UserError(f"{name} asks about rows of the prompt, and not all of them run all layers here: leave "
-                                "it out, or choose another skip method")  # fmt: skip
+                                f"it out, or choose another {'skip' if late else 'decode'} method")  # fmt: skip
     scored = any(each is not None for each in (params.logprobs, params.prompt_logprobs, params.pooling))
     if scored or any(len(word) > 1 for word in params.bad_words):
         for phase in runtime.phases:

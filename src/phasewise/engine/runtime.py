@@ -66,16 +66,19 @@ class Runtime:
         if given is None or request.kv is None:
             return
         while (rows := given(request, self.store.left)) is not None:
-            count = request.kv.bring(rows, request.computed)
-            request.computed += count
+            if rows.start is not None:  # what is there is what computing gives, and may be of use to others
+                self.store.remember(request)
+            start, count = request.kv.bring(rows, request.computed)
+            request.computed = start + count
             self.store.counters.recalled += count
 
     def leave(self, request: Request) -> None:
         """If it has finished, and requests may come that have a use for its KV, keep that."""
         if request.kv is None or request.left is None or request.left.how != "finished":
             return
-        if self.phases[0].name == "prefill" and hasattr(self.phases[0].decode, "given"):  # where prompts are computed
-            self.store.leave(request)
+        decode = self.phases[0].decode
+        if self.phases[0].name == "prefill" and hasattr(decode, "given") and getattr(decode, "leaves", True):
+            self.store.leave(request)  # where prompts are computed
 
     def phase(self, request: Request) -> Phase:
         """The phase that the request is in. There must be one: who is past the last phase has departed."""

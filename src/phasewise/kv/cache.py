@@ -137,15 +137,21 @@ class KV:
         self.counters.kv_bytes_moved += moved
         self.spare -= rows if isinstance(rows, int) else len(rows)
 
-    def bring(self, given: Given, start: int) -> int:
-        """Rows that were computed elsewhere, for the positions from `start` on, which there is room for. -> how many"""
-        count = given.rows[0][0].shape[1]
+    def bring(self, given: Given, n: int) -> tuple[int, int]:
+        """Rows that were computed elsewhere, behind the first `n` or in the place of some of these, which there is room
+        for. -> where they begin, and how many they are"""
+        start, count = n if given.start is None else given.start, given.rows[0][0].shape[1]
+        if start < n:
+            self.drop_last(start)
+            for node in self.nodes:  # whose rows these are no longer
+                node.release()
+            self.nodes = []
         for layer, (k, v) in zip(self.layers, given.rows):
             layer.append(k, v, range(start, start + count))
         self.counters.kv_bytes_moved += sum(k.nbytes + v.nbytes for k, v in given.rows)
         self.commit(count)
         self.foreign |= not given.true
-        return count
+        return start, count
 
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""

@@ -1,5 +1,5 @@
-"""KV that requests have left, for those that go on from it or edit it: kept within the budget, the least recently used
-goes first, and not before unused prefix blocks have gone."""
+"""Finished rows that a request is given, and the KV that requests have left for those that go on from it or edit it:
+kept within the budget, the least recently used goes first, and not before unused prefix blocks have gone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 class Given(NamedTuple):
     """Keys and values [H, r, D] of the tokens that come next, layer by layer; `true`: they are what computing these
-    tokens would have given."""
+    tokens would have given. `start`: instead of the tokens that come next, those from this position on, in the place of
+    all rows that are there."""
 
     rows: Sequence[tuple[Tensor, Tensor]]
     true: bool
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,6 +44,7 @@ class Artefact:
     shapes: Mapping[str, tuple[int, ...]]
     knobs: Mapping[str, int | float | str] = field(default_factory=dict)
     without: str = ""  # what else the user may do; ends the error about a missing one
+    partner: str = ""  # the fingerprint of a second model that it goes with, if there is one
 
     @property
     def setting(self) -> str:
@@ -53,7 +54,8 @@ class Artefact:
 
     @property
     def file(self) -> str:
-        return "-".join([self.kind, *(f"{knob}{_short(value)}" for knob, value in self.knobs.items())]) + ".safetensors"
+        words = (f"{knob}{_short(value).rpartition('/')[2]}" for knob, value in self.knobs.items())
+        return "-".join([self.kind, *words]) + ".safetensors"
 
     def command(self, model: str) -> str:
         """What trains it for the model of this name or directory."""
@@ -105,6 +107,8 @@ def save(path: Path, made: Artefact, tensors: Mapping[str, Tensor], base: str, c
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == dict(made.shapes)
     about = {"format": "pt", "kind": made.kind, "base": base, "knobs": json.dumps(dict(made.knobs)),
              "command": command, "phasewise": __version__}  # fmt: skip
+    if made.partner:
+        about["partner"] = made.partner
     stored = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(stored, path, metadata=about)
@@ -147,6 +151,9 @@ def _read(path: Path, model: Model, wanted: Artefact) -> dict[str, Tensor]:
     if about["base"] != mine:
         raise UserError(f"{path} was trained for another base model ({about['base']}) than the one in "
                         f"{model.files.path} ({mine}). {train}")  # fmt: skip
+    if wanted.partner and about.get("partner") != wanted.partner:
+        raise UserError(f"{path} was trained with another second model ({about.get('partner')}) than this one "
+                        f"({wanted.partner}). {train}")  # fmt: skip
     if json.loads(about["knobs"]) != dict(wanted.knobs):
         raise UserError(f"{path} was trained for {about['knobs']}, not for {json.dumps(dict(wanted.knobs))}. {train}")
     with safe_open(path, framework="pt") as file:

@@ -17,11 +17,13 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from phasewise.errors import UserError, WeightsError
+from phasewise.model.config import ModelConfig
 from phasewise.model.directory import Directory
 from phasewise.model.fingerprint import fingerprint
 from phasewise.model.layout import layout
 from phasewise.model.parse import parse_config
 from phasewise.model.raw import RawConfig
+from phasewise.model.weights import Tensors
 from phasewise.version import __version__
 
 FILE = "delta.safetensors"
@@ -56,35 +58,25 @@ class Tuned:
         return self.base.stamp() + self.own.stamp()
 
 
-class Merged:
-    """The base's tensors with what was learned added, in the dtype they would have been read in.
+class Added:
+    """A checkpoint's tensors with low-rank weights added, in the dtype they would have been read in.
 
-    Raises WeightsError for a file that is for other weights than the base's, or of other shapes.
+    `delta`: a [rank, in] and b [out, rank] of `<layer>.<linear>`, which must fit the model.
     """
 
-    def __init__(self, base: Directory, path: Path) -> None:
-        self.tensors, self.path = base.tensors(), path
-        self.where = self.tensors.where
-        config = parse_config(base.settings())
+    def __init__(self, tensors: Tensors, config: ModelConfig, delta: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        self.tensors, self._delta = tensors, delta
+        self.where = tensors.where
         self._parts: dict[str, tuple[str, int]] = {}  # a matrix -> what changes it, and from which row on
         for key, parts in layout(config).items():
             row = 0
             for name, shape in parts:
                 self._parts[name] = (key, row)
                 row += shape[0]
-        wanted, found = about(path).get("base"), fingerprint(config, self.tensors)
-        if wanted != found:
-            raise WeightsError(f"{path} was made for other weights ({wanted}) than those in {base.path} ({found}).")
-        self._delta = _read(path)
-        sizes = {key: (sum(s[0] for _, s in parts), parts[0][1][-1]) for key, parts in layout(config).items()}
-        for key, (a, b) in self._delta.items():
-            if key not in sizes or (b.shape[0], a.shape[1]) != sizes[key] or a.shape[0] != b.shape[1]:
-                raise WeightsError(f"{path}: {key} does not fit the model in {base.path}: {list(b.shape)} by "
-                                   f"{list(a.shape)}, wanted {sizes.get(key, 'nothing')}.")  # fmt: skip
 
     @property
     def directory(self) -> Path:
-        return self.path.parent
+        return self.tensors.directory
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors.shape(name)
@@ -103,6 +95,31 @@ class Merged:
 
     def let_go(self, tensor: Tensor) -> None:
         self.tensors.let_go(tensor)
+
+
+class Merged(Added):
+    """The base's tensors with what was learned added.
+
+    Raises WeightsError for a file that is for other weights than the base's, or of other shapes.
+    """
+
+    def __init__(self, base: Directory, path: Path) -> None:
+        self.path = path
+        tensors, config = base.tensors(), parse_config(base.settings())
+        wanted, found = about(path).get("base"), fingerprint(config, tensors)
+        if wanted != found:
+            raise WeightsError(f"{path} was made for other weights ({wanted}) than those in {base.path} ({found}).")
+        delta = _read(path)
+        sizes = {key: (sum(s[0] for _, s in parts), parts[0][1][-1]) for key, parts in layout(config).items()}
+        for key, (a, b) in delta.items():
+            if key not in sizes or (b.shape[0], a.shape[1]) != sizes[key] or a.shape[0] != b.shape[1]:
+                raise WeightsError(f"{path}: {key} does not fit the model in {base.path}: {list(b.shape)} by "
+                                   f"{list(a.shape)}, wanted {sizes.get(key, 'nothing')}.")  # fmt: skip
+        super().__init__(tensors, config, delta)
+
+    @property
+    def directory(self) -> Path:
+        return self.path.parent
 
 
 def save(path: Path, delta: Mapping[str, Tensor], told: Mapping[str, str]) -> None:

@@ -22,7 +22,6 @@ from phasewise.request.request import Request
 Tell = Callable[[str], object]
 ENDS = 8  # tokens beyond the right answer that a reply may have
 FEWEST = 6  # examples of a quick run
-GIVEN = 16  # tokens of a stretch of code that are its prompt
 JUDGED = 64  # tokens of an edited one that are judged
 
 
@@ -87,7 +86,8 @@ def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     for _ in range(n):
         start = rng.randrange(len(ids) - quality.window)
         text = ids[start : start + quality.window]
-        requests.append(Request(text[:GIVEN], Params(max_tokens=quality.window - GIVEN, ignore_eos=True)))
+        room = Params(max_tokens=quality.window - quality.given, ignore_eos=True)
+        requests.append(Request(text[: quality.given], room))
         forced.scripts[requests[-1].id], forced.nats[requests[-1].id] = text, {}
     with lab.engine(setting, sample=forced) as engine:
         finish(engine, requests)

@@ -117,6 +117,7 @@ class Quality:
     allowed: float  # share of right answers; for the loss on code, nats per token
     examples: int  # of each task
     window: int = 0  # tokens of a stretch of code
+    given: int = 16  # its tokens that are the prompt; the others are judged
     edited: int = 0  # its tokens that are new in a text known so far; what stands at its end is then judged
     baseline: Setting | None = None  # where the answers are to be compared with somebody else's
 

@@ -27,7 +27,7 @@ class Counters:
     forced: int = 0  # of both, tokens that were sure beforehand (`Sample.sure`)
     expert_loads: int = 0  # distinct experts used, summed over (forward, layer)
     prefix_hits: int = 0  # prompt rows taken from the prefix cache
-    recalled: int = 0  # prompt rows taken from KV that earlier requests left
+    recalled: int = 0  # prompt rows that were given: from KV that earlier requests left, or another model's
     recomputed: int = 0  # rows computed again after a preemption or a lost hand-off
     preemptions: int = 0
     handoffs: int = 0

@@ -80,10 +80,13 @@ class Companion:
         self.rough: Model | None = None
         self.calibrated = False
         self.text: Callable[[Request], list[int]] = lambda request: request.tokens
+        self.done: Callable[[Request], bool] = lambda request: False  # it follows a request no further
 
     # ---- memory
     def growth(self, request: Request, rows: int) -> int:
         """Bytes that following it until it has `rows` tokens would take from the budget."""
+        if self.done(request):
+            return 0
         follower, rows = self._held(request), self._read(request, rows)
         return self.store.cost(rows) if follower is None else follower.kv.growth(max(1, rows - follower.rows))
 
@@ -156,6 +159,18 @@ class Companion:
             spans.append(self._span(request, follower, start, text[start:end]))
             follower.base, follower.tail = end, []
         self._committed(spans)
+
+    def between(self, request: Request, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [H, r, D] of every layer, of tokens of its text that were computed here."""
+        follower: Follower = request.state[self.name]
+        parts = [layer.read()[0] for layer in follower.kv.layers]
+        return [part.between(start, stop) for part in parts]
+
+    def forget(self, request: Request) -> None:
+        """Give back what is held of a request, which has no more use for it."""
+        follower: Follower | None = request.state.pop(self.name, None)
+        if follower is not None:
+            follower.close()
 
     def _span(self, request: Request, follower: Follower, start: int, tokens: Sequence[int]) -> Span:
         """`tokens` at positions `start` and on; rows of other tokens there are dropped."""

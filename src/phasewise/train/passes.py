@@ -42,7 +42,8 @@ class Pass:
     `past`: one per block. `gates`: per layer, whether it runs: for everybody, or bool [tokens]; rows that do not run it
     pass unchanged and leave no keys there. `delta`: low-rank weights, for the rows of `tuned` (bool [tokens]; None =
     all). `taps`: the outputs of the layers that are its keys, filled in. `kept`: one per block, given the keys and
-    values of every layer that runs.
+    values of every layer that runs. `instead`: one per block, keys and values that its rows read in the place of their
+    own.
     """
 
     sees: Callable[[int, int], Tensor | None] | None = None
@@ -52,6 +53,7 @@ class Pass:
     tuned: Tensor | None = None
     taps: dict[int, Tensor] = field(default_factory=dict)
     kept: Sequence[Past] | None = None
+    instead: Sequence[Past] | None = None
 
     def gate(self, layer: int) -> bool | Tensor:
         return True if self.gates is None else self.gates[layer]
@@ -84,6 +86,8 @@ class Scene:
         past + length] of it; None = causal."""
         if self.how.kept is not None:
             self.how.kept[block].layers[self.layer] = (k, v)
+        if self.how.instead is not None:
+            k, v = self.how.instead[block].layers[self.layer]
         sees = None if self.how.sees is None else self.how.sees(self.layer, block)
         if sees is None and self.how.past is None and self.rows is None:
             return k, v, None

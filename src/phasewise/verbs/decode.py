@@ -47,9 +47,12 @@ class Decode(Protocol):
             what `skip` methods with rows that run late need
         given(request: Request, left: Callable[[str], Left | None]) -> Given | None  -- of a runtime: asked while a
             prompt is not complete, before its first row and after each step: finished keys and values of the tokens
-            that come next, never of the last. `left` finds KV that a request has left, by its id; with such a method
-            requests that finish leave theirs (kv/left.py). Methods that look at a prompt's rows, or drop some, are
-            refused beside it
+            that come next, never of the last, or in the place of rows that are there. `left` finds KV that a request
+            has left, by its id; with such a method requests that finish leave theirs (kv/left.py). Methods that look at
+            a prompt's rows, or drop some, are refused beside it
+        leaves: bool  -- of such a runtime, False: it takes nothing from other requests, and they leave it nothing
+        sparing: bool  -- of such a runtime, True: most rows of every prompt are never computed, and requests that ask
+            about them (`prompt_logprobs`, `pooling`) are refused
         margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
             where these may be more than 64: who could not find room for them in the KV budget is refused at once
         scattered: bool  -- of a runtime that draws tokens before those in front of them are known: requests that ask

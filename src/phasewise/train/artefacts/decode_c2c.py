@@ -1,0 +1,145 @@
+"""The fuser for decode.c2c (arXiv 2510.03215, section on training): prompts are read by both models, replies by the
+receiver over what was fused, and the loss is that of the replies. Both models stay frozen.
+
+Gates are soft and noisy while they are learned (Gumbel-sigmoid), ever harder, and in the end open or closed. At first
+the fuser adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from phasewise.load import load_model, model_path
+from phasewise.methods.decode._fuser import SIDES, added, layer_map
+from phasewise.methods.decode.c2c import C2C
+from phasewise.model.artefacts import Artefact, fingerprint
+from phasewise.train import dense
+from phasewise.train.artefacts import Job
+from phasewise.train.dense import Dense, losses
+from phasewise.train.exchanges import Exchange, Exchanges, Pair
+from phasewise.train.mixture import Stage
+from phasewise.train.passes import Pass, Past
+from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
+
+TOKENS = 1_500_000  # prompts and padding included
+RATE = 3e-3
+STAGES = (
+    Stage(0.7, 512, 4096, code=0.4, long=0.2, copies=0.3),
+    Stage(1.0, 1024, 6144, code=0.35, long=0.25, copies=0.3),
+)
+DECAY = ((0.5, 1.0), (1.0, 0.02))
+COLDEST = 1e-3  # temperature of the gates in the end; 1 at first
+
+
+class Fuser(nn.Module):
+    """What is learned, by the names of the artefact. Gates are at first neither open nor closed, and content is 0."""
+
+    def __init__(self, made: Artefact) -> None:
+        super().__init__()
+        self.names = tuple(made.shapes)
+        start = {name: _start(name, shape) for name, shape in made.shapes.items()}
+        self.parts = nn.ParameterDict({name.replace(".", "_"): value for name, value in start.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by their names in the artefact."""
+        return {name: self.parts[name.replace(".", "_")] for name in self.names}
+
+
+def _start(name: str, shape: tuple[int, ...]) -> Tensor:
+    if name.endswith("norm"):
+        return torch.ones(shape)
+    if name.endswith((".in", "up", "down", "head")):
+        return torch.randn(shape) / sqrt(shape[-1])
+    return torch.zeros(shape)
+
+
+class Split(Exchanges):
+    """Prompts but for their last token, which the receiver reads over what was fused, as it does the reply."""
+
+    def _blocks(self, pairs: list[Pair]) -> list[Exchange]:
+        return super()._blocks([(prompt[:-1], [prompt[-1], *reply]) for prompt, reply in pairs if len(prompt) > 1])
+
+
+def train(method: C2C, job: Job) -> Path:
+    """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
+    base, twin = job.base()
+    small = load_model(method.sharer, dtype=torch.float32)
+    sharer = dense.load(model_path(method.sharer)).requires_grad_(False)
+    made = method.artefact(base.config, small.config, fingerprint(small))
+    torch.manual_seed(job.seed)
+    tokens = job.tokens or TOKENS
+    run = start(Fuser(made))
+    if job.resume:
+        run.read(job.checkpoint)
+
+    def save(run: Run[Fuser]) -> None:
+        job.save(base, made, run.model.tensors(), tokens)
+
+    def loss(stage: Stage, batch: tuple[list[Exchange], list[Exchange]]) -> Loss:
+        gates = noisy(run.model, min(1.0, run.tokens / tokens), job.seed, run.step)
+        return reply_loss(twin, sharer, run.model, gates, batch)
+
+    fit(run, loss, Split(job.mixture()), Recipe(tokens, STAGES, decay=DECAY), job.out, save)
+    return job.save(base, made, run.model.tensors(), tokens)
+
+
+def start(learns: Fuser) -> Run[Fuser]:
+    """A fresh run; both frozen models are no part of it."""
+    return Run(learns, [AdamW(learns.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)])
+
+
+Gates = dict[str, Tensor]  # by side, a factor [layers] from 0 to 1
+
+
+def noisy(learns: Fuser, progress: float, seed: int, step: int) -> Gates:
+    """Gates of a step: a function of what was learned, of how far the run is, of its seed and the step."""
+    gen = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    out, weights = {}, learns.tensors()
+    for side in SIDES:
+        logits = weights[f"{side}.gate"]
+        noise = torch.rand(logits.shape, generator=gen).clamp(1e-6, 1 - 1e-6).logit()
+        out[side] = ((logits + noise) / COLDEST**progress).sigmoid()
+    return out
+
+
+def settled(learns: Fuser) -> Gates:
+    """Gates as they serve."""
+    weights = learns.tensors()
+    return {side: (weights[f"{side}.gate"] > 0).float() for side in SIDES}
+
+
+def reply_loss(
+    twin: Dense, sharer: Dense, learns: Fuser, gates: Gates, batch: tuple[list[Exchange], list[Exchange]]
+) -> Loss:  # fmt: skip
+    """Cross-entropy of replies over fused prompts."""
+    source, tasks = batch
+    both = [*source, *tasks]
+    with halved(torch.device("cpu")):
+        prompts, real = [part.prompts for part in both], [part.real for part in both]
+        past = fused(learns, gates, twin.prefill(prompts, real), sharer.prefill(prompts, real))
+        each = losses(twin, [part.replies for part in both], Pass(past=past))
+    code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
+    return weighed(code, task, sum(part.tokens for part in both))
+
+
+def fused(learns: Fuser, gates: Gates, own: Sequence[Past], other: Sequence[Past]) -> list[Past]:
+    """What the receiver reads, block by block."""
+    weights = learns.tensors()
+    out = []
+    for mine, theirs in zip(own, other, strict=True):
+        of = layer_map(len(mine.layers), len(theirs.layers))
+        layers = {}
+        for layer, rows in mine.layers.items():
+            pair = []
+            for side, x, y in zip(SIDES, rows, theirs.layers[of[layer]], strict=True):
+                more = added(weights, side, layer, x.flatten(2), y.flatten(2)).view(x.shape)
+                pair.append((x + gates[side][layer] * more).to(x.dtype))
+            layers[layer] = (pair[0], pair[1])
+        out.append(Past(mine.real, layers))
+    return out
