@@ -40,6 +40,7 @@ REFUSED: dict[frozenset[str], str] = {
         if name != plain
     },
     frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
+    frozenset(("decode.block_diffusion", "attend.loopserve")): "takes prompts whole",
     frozenset(("decode.block_diffusion", "store.zipcache")): "finishes tokens in blocks of its own",
     **{
         frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"
