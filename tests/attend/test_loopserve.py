@@ -120,18 +120,14 @@ class Watched(Looping):
         super().__init__(knobs, tiny.model().config)
         self.found: dict[int, tuple[float, float]] = {}
 
-    def _prompt(self, read: Read) -> Tensor:
-        size, n = self.knobs.block, read.q.shape[0]
-        kept = []
+    def lines(self, read: Read) -> Lines:
+        size, n, lines, kept = self.knobs.block, read.q.shape[0], super().lines(read), []
         for some in (sampled(n, self.knobs.sample), list(range(n))):
             mass, at = masses(read, some, size), torch.tensor(some) // size
-            if not kept:
-                lines = cover(mass, at, self.knobs.alpha)
-            blocks = torch.arange(mass.shape[2])
-            read_ = lines.of(at, blocks[None])
-            kept.append(float((mass * read_).sum((1, 2)).div(mass.sum((1, 2))).min()))
+            seen = lines.of(at, torch.arange(mass.shape[2])[None])
+            kept.append(float((mass * seen).sum((1, 2)).div(mass.sum((1, 2))).min()))
         self.found[read.layer] = kept[0], kept[1]
-        return super()._prompt(read)
+        return lines
 
 
 def test_the_share_holds_in_sampled_rows_and_nearly_so_in_all() -> None:

@@ -10,6 +10,7 @@ import pytest
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.loopserve import LoopServe
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.attend.token_select import TokenSelect
@@ -40,6 +41,7 @@ from phasewise.reproduce.controls import (
     RandomRunning,
     RandomTokens,
 )
+from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, Run, play
 from phasewise.reproduce.shuffled import Shuffled
 from tests import tiny
@@ -131,6 +133,14 @@ def test_random_blocks_are_as_many_as_infllm_reads_but_others() -> None:
     assert run(entries).outs != drawn.outs != chosen.outs
     dense = {**knobs, "topk": 1 << 30}
     assert run(entries, attend=RandomBlocks(**dense)).outs == run(entries).outs
+
+
+def test_random_lines_and_rows_are_as_many_as_loopserve_reads() -> None:
+    entries, method = lone(150, 24), LoopServe(alpha=0.6, budget=12, every=6, block=4, sample=30)
+    chosen, drawn = run(entries, attend=method), run(entries, attend=RandomLines(method))
+    assert [(s.rows, s.read) for s in drawn.steps] == [(s.rows, s.read) for s in chosen.steps]
+    assert run(entries).outs != drawn.outs != chosen.outs
+    assert run(entries, attend=RandomLines(LoopServe(alpha=1.0, budget=500))).outs == run(entries).outs
 
 
 def test_random_picks_read_as_many_rows_as_tidal() -> None:

@@ -25,7 +25,7 @@ WANTED = {
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
-    "zipcache", "lazyllm", "pie",
+    "zipcache", "lazyllm", "pie", "loopserve",
 }  # fmt: skip
 
 

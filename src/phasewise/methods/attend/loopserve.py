@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
-from phasewise.methods.attend._lines import attend, cover, masses, sampled
+from phasewise.methods.attend._lines import Lines, attend, cover, masses, sampled
 from phasewise.methods.attend._select import NEVER, furthest, single, tally
 from phasewise.model.config import ModelConfig
 from phasewise.ops import attention as ops
@@ -125,7 +125,7 @@ class Looping:
             note = self._note(read)
             if furthest(read.span) < read.span.request.prompt_len:
                 if self._lined(read.span) and read.rows is None:
-                    out[i] = self._prompt(read)
+                    out[i] = attend(read, self.lines(read), self.knobs.block)
                 continue
             chosen = self._choices(read, note)
             if not chosen:
@@ -141,11 +141,12 @@ class Looping:
         return out
 
     # ---- prompts
-    def _prompt(self, read: Read) -> Tensor:
+    def lines(self, read: Read) -> Lines:
+        """What the rows of a prompt read."""
         size = self.knobs.block
         some = sampled(read.q.shape[0], self.knobs.sample)
         at = torch.tensor(some, device=read.q.device) // size
-        return attend(read, cover(masses(read, some, size), at, self.knobs.alpha), size)
+        return cover(masses(read, some, size), at, self.knobs.alpha)
 
     # ---- tokens
     def _choices(self, read: Read, note: dict[str, Any]) -> dict[int, Tensor]:
