@@ -35,6 +35,15 @@ class Past:
 
 
 @dataclass(eq=False)
+class Blend:
+    """What comes of two attentions: every head's own `share` of that over all it may see, and for the rest that over
+    what is `near`. `share`: [layers, kv_heads]; `near`: one per block, bool [rows, length, past + length]."""
+
+    share: Tensor
+    near: Sequence[Tensor]
+
+
+@dataclass(eq=False)
 class Pass:
     """What a pass does besides reading causally through every layer. What is None is plain.
 
@@ -42,7 +51,7 @@ class Pass:
     `past`: one per block. `gates`: per layer, whether it runs: for everybody, or bool [tokens]; rows that do not run it
     pass unchanged and leave no keys there. `delta`: low-rank weights, for the rows of `tuned` (bool [tokens]; None =
     all). `taps`: the outputs of the layers that are its keys, filled in. `kept`: one per block, given the keys and
-    values of every layer that runs.
+    values of every layer that runs. `blend`: heads that mix attention over everything with attention over less.
     """
 
     sees: Callable[[int, int], Tensor | None] | None = None
@@ -52,6 +61,7 @@ class Pass:
     tuned: Tensor | None = None
     taps: dict[int, Tensor] = field(default_factory=dict)
     kept: Sequence[Past] | None = None
+    blend: Blend | None = None
 
     def gate(self, layer: int) -> bool | Tensor:
         return True if self.gates is None else self.gates[layer]

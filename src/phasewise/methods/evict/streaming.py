@@ -12,13 +12,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.errors import UserError
+from phasewise.methods.evict._windows import EVERY as EVERY
+from phasewise.methods.evict._windows import Window
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
 from phasewise.step.sight import Sight
 from phasewise.verbs.host import ENDLESS, Host
-
-EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Streaming:
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"window": 508}, {"window": 252}, {"window": 124})
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.window < 1:
-            raise UserError(f"streaming: sinks={self.sinks} must be at least 0, window={self.window} at least 1")
+        Window("streaming", self.sinks, self.window)  # raises UserError
 
     def bind(self, host: Host) -> _Streaming:
         return _Streaming(self)
@@ -56,6 +54,7 @@ class _Streaming:
 
     def __init__(self, knobs: Streaming) -> None:
         self.sinks, self.window = knobs.sinks, knobs.window
+        self.near = Window("streaming", knobs.sinks, knobs.window)
         self.shifts = knobs.positions == "cache" and knobs.sinks > 0
         self.sight = Sight(self.sinks, self.window, self.shifts)
 
@@ -65,13 +64,12 @@ class _Streaming:
     def view(self, read: Read) -> View | None:
         if max(read.span.positions) < self.sinks + self.window:
             return None
-        at = read.q_positions[:, None]  # [R, 1]
-        rows = read.part.positions[:, None]  # [1 | h, 1, N]
-        mask = (rows < self.sinks) | (rows > at - self.window)  # [1 | h, R, N]
+        at, rows = read.q_positions, read.part.positions  # [R], [1 | h, N]
+        mask = self.near.sees(rows, at)
         if not self.shifts:
             return View(mask)
-        beyond = (at[:, 0] - (self.sinks + self.window - 1)).clamp_min(0)  # [R]: rows given up before this one
-        return View(mask, (torch.nonzero(rows[0, 0] < self.sinks)[:, 0], beyond))
+        beyond = (at - (self.sinks + self.window - 1)).clamp_min(0)  # [R]: rows given up before this one
+        return View(mask, (torch.nonzero(rows[0] < self.sinks)[:, 0], beyond))
 
     def most(self, total: int) -> int:
         return self.sinks + self.window + EVERY
@@ -82,18 +80,11 @@ class _Streaming:
         return ENDLESS if near and self.sinks + self.window <= context else context
 
     def due(self, request: Request) -> bool:
-        return self._first(request) - int(request.state.get("streaming", self.sinks)) >= EVERY
+        return self.near.due(request)
 
     def keep(self, request: Request, layer: int) -> Tensor | None:
         assert request.kv is not None
-        first = self._first(request)
-        request.state["streaming"] = first
         parts = request.kv.layers[layer].read()
         if not parts:
             return None  # a layer that no row will run again
-        rows = parts[0].positions[0]  # the same for all heads
-        return torch.nonzero((rows < self.sinks) | (rows >= first))[:, 0]
-
-    def _first(self, request: Request) -> int:
-        """The first position behind the sinks that the next row will still see."""
-        return request.computed - self.window + 1
+        return self.near.drop(request, parts[0].positions[0])  # the same for all heads
