@@ -18,6 +18,10 @@ class Unanswerable(UserError):
     """What a request asks for leaves nothing to go on with, which was found on the way."""
 
 
+class Untrained(UserError):
+    """A method needs weights that nobody has trained for this model; the message names the command that does."""
+
+
 class UnsupportedModel(UserError):
     """The checkpoint needs something the decoder does not have; the message says what is supported."""
 

@@ -25,7 +25,7 @@ WANTED = {
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
-    "zipcache", "lazyllm", "pie", "loopserve",
+    "zipcache", "lazyllm", "pie", "loopserve", "rlkv",
 }  # fmt: skip
 
 
@@ -78,10 +78,17 @@ def here(setting: Setting) -> Setting:
     return replace(setting, cluster="inline")
 
 
-def counting(system: System) -> System:
-    """Counters and savings alone, all in this thread."""
+UNTRAINED = {"rlkv": ",weights=random:0"}
+"""Systems whose weights are not there yet, and what else their counters are counted with."""
+
+
+def counting(system: System, knobs: str = "") -> System:
+    """Counters and savings alone, all in this thread; the method with more knobs."""
+    method = here(system.method)
+    if knobs:
+        method = replace(method, verbs={verb: text + knobs for verb, text in method.verbs.items()})
     return replace(
-        system, method=here(system.method), baseline=here(system.baseline), control=here(system.control),
+        system, method=method, baseline=here(system.baseline), control=method if knobs else here(system.control),
         quality=None, attempts=(), timings=(),
     )  # fmt: skip
 
@@ -89,12 +96,18 @@ def counting(system: System) -> System:
 @pytest.mark.parametrize("name", NAMES)
 def test_counters_are_their_closed_forms(lab: Lab, name: str) -> None:
     """On small loads; the tokens of exact systems are compared as well, and no control saves what its method saves."""
-    system = counting(index.system(name))
+    system = counting(index.system(name), UNTRAINED.get(name, ""))
     report = reproduce(name, system, lab)
     wrong = [str(c) for c in report.checks if c.part in ("exact", "counter", "control") and not c.passed]
     assert not wrong
     assert sum(c.part == "counter" for c in report.checks) == len(system.counters)
     assert sum(c.part == "exact" for c in report.checks) == system.exact
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_a_system_without_weights_stops_and_names_what_trains_them(lab: Lab, name: str) -> None:
+    with pytest.raises(UserError, match=f"phasewise train artefact [a-z]+.{name} --model"):
+        reproduce(name, index.system(name), lab)
 
 
 def test_placements_count_the_same_between_processes(lab: Lab) -> None:

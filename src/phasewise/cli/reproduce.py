@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from phasewise.cli import show
 from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 
 if TYPE_CHECKING:
     from phasewise.reproduce.lab import Lab, Scale
@@ -83,7 +84,13 @@ def reproduce(
     reports: list[Report] = []
     with Lab.open(scale) as lab:
         for each in [name] if name is not None else index.names():
-            reports.append(_one(each, lab))
+            try:
+                reports.append(_one(each, lab))
+            except Untrained as error:
+                if not all_:
+                    raise
+                print(f"{each}: left out: {error}", file=sys.stderr)
+                continue
             if output.json is not None:
                 _save(output.json, reports)
             if all_:  # after each of them: it takes long

@@ -31,9 +31,9 @@ from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Blend, Pass, Past
 from phasewise.train.trainer import Loss, Recipe, Run, fit, halved
 
-TOKENS = 600_000  # prompts, answers and padding
+TOKENS = 300_000  # prompts, answers and padding
 RATE = 0.02
-PRESSURE = 0.1  # of the mean gate in the loss
+PRESSURE = 0.03  # of the mean gate in the loss
 ENOUGH = 0.5  # the share of right answers below which nothing pulls
 GROUP = 4  # answers to a question
 LONGEST = 16  # tokens of an answer
