@@ -15,7 +15,7 @@ from phasewise.verbs.host import Host
 
 @dataclass(frozen=True)
 class OtherHeads(Control):
-    """evict: RLKV with its gates reversed, so that the heads that matter most are cut, or with gates drawn at random."""
+    """evict: RLKV with its gates reversed, so that the heads that matter most are cut, or with random ones."""
 
     of: RLKV
     gates: Literal["reversed", "random"] = "reversed"
