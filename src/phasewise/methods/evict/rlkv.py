@@ -33,7 +33,7 @@ class RLKV:
     They are trained with the default sinks and window, whichever are asked for here.
 
     Heads of a layer then hold different numbers of rows: tokens take the open path. Left out: the paper's permutation
-    of heads, which two kernels need and slabs do not; and mathematics: see docs/pocket.md for what was learned from.
+    of heads, which two kernels need and slabs do not, and its mathematics: gates are learned from recall and pass keys.
     """
 
     share: float = 0.5
