@@ -28,8 +28,8 @@ from tests.attend.slow_loop import SlowLoop, greedy
 from tests.kv.harness import Walk, drafting
 
 PROMPT, TOKENS = 70, tiny.prompts(130)[0]
-TIGHT = LoopServe(alpha=0.6, budget=10, every=6, block=4, sample=16)
-ONLY_TOKENS = LoopServe(alpha=1.0, budget=10, every=6)
+TIGHT = LoopServe(alpha=0.6, budget=10, every=6, block=4, sample=16, voters=6)
+ONLY_TOKENS = LoopServe(alpha=1.0, budget=10, every=6, voters=6)
 LAYERS, HEADS, DIM, GROUP = 4, 2, 12, 2  # of the tiny model, in float32
 
 
@@ -139,7 +139,7 @@ def test_the_share_holds_in_sampled_rows_and_nearly_so_in_all() -> None:
 
 
 # ---- held to the book
-@pytest.mark.parametrize("knobs", [TIGHT, ONLY_TOKENS, LoopServe(0.5, 20, 0, 8, 5), LoopServe(0.9, 3, 1, 1, 70)])
+@pytest.mark.parametrize("knobs", [TIGHT, ONLY_TOKENS, LoopServe(0.5, 20, 0, 8, 5), LoopServe(0.9, 3, 1, 1, 70, 9)])
 @pytest.mark.parametrize("evict", [None, SnapKV(keep=40.0, window=8), SnapKV(keep=40.0, window=8, heads="ada")])
 def test_equals_the_book(knobs: LoopServe, evict: SnapKV | None) -> None:
     host = Host(tiny.model(), None, Counters(), None, None)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_rejected_rows_leave_no_trace() -> None:
 
 def test_drafts_end_where_a_choice_is_due() -> None:
     prompts = tiny.prompts(40, 55)
-    verbs = {"attend": "loopserve:budget=6,every=5,block=4,alpha=0.7"}
+    verbs = {"attend": "loopserve:budget=6,every=5,block=4,alpha=0.7,voters=3"}
     want = tiny.plain(prompts, tiny.greedy(30), verbs)
     script = {tuple(prompt): out for prompt, out in zip(prompts, want)}
     placed = drafting(verbs, script)
@@ -212,7 +212,7 @@ def test_drafts_end_where_a_choice_is_due() -> None:
 ])  # fmt: skip
 def test_works_beside(verbs: dict[str, str]) -> None:
     """The same tokens alone and in company, preempted in between; and others than the other methods give alone."""
-    given = {"attend": "loopserve:budget=8,every=5,block=4,alpha=0.5", **verbs}
+    given = {"attend": "loopserve:budget=8,every=5,block=4,alpha=0.5,voters=7", **verbs}
     prompts, params = tiny.prompts(41, 60), tiny.greedy(24)
     alone = [tiny.outs(tiny.run(tiny.engine(given), [prompt], params))[0] for prompt in prompts]
     assert tiny.outs(tiny.run(tiny.engine(given), prompts, params)) == alone != tiny.plain(prompts, params, verbs)
@@ -249,7 +249,7 @@ def test_what_is_kept_beside_is_booked() -> None:
         size = kept["q"].nbytes + kept["chosen"].nbytes
         assert size == made.beside(layer, kv.shape, 81) == 6 * HEADS * GROUP * DIM * 4 + 10 * HEADS * 4
     assert made.beside(0, one.kv.layers[0].shape, 16) == 0
-    placed = tiny.engine({"attend": "loopserve:budget=10,every=6"})
+    placed = tiny.engine({"attend": "loopserve:budget=10,every=6,voters=6"})
     assert isinstance(placed, Engine) and isinstance(placed.store, Store)
     placed.add(Request(TOKENS[:PROMPT], tiny.greedy(8)))
     placed.step()
@@ -291,6 +291,7 @@ def test_moved_sinks_are_read_in_any_case() -> None:
 @pytest.mark.parametrize(("knobs", "says"), [
     ({"alpha": 0.0}, r"alpha=0\.0"), ({"alpha": 1.5}, r"alpha=1\.5"), ({"budget": 0}, "budget=0"),
     ({"every": -1}, "every=-1"), ({"block": 0}, "block=0"), ({"sample": 0}, "sample=0"),
+    ({"voters": 0}, "voters=0"),
 ])  # fmt: skip
 def test_bad_knobs_are_named(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):

@@ -138,7 +138,7 @@ def test_random_blocks_are_as_many_as_infllm_reads_but_others() -> None:
 
 
 def test_random_lines_and_rows_are_as_many_as_loopserve_reads() -> None:
-    entries, method = lone(150, 24), LoopServe(alpha=0.6, budget=12, every=6, block=4, sample=30)
+    entries, method = lone(150, 24), LoopServe(alpha=0.6, budget=12, every=6, block=4, sample=30, voters=5)
     chosen, drawn = run(entries, attend=method), run(entries, attend=RandomLines(method))
     assert [(s.rows, s.read) for s in drawn.steps] == [(s.rows, s.read) for s in chosen.steps]
     assert run(entries).outs != drawn.outs != chosen.outs

@@ -2,8 +2,8 @@
 anew every few tokens (LoopServe, arXiv 2507.13681).
 
 Promises that what is left out of a prompt's attention held at most the share 1 - `alpha` of it, in the rows that were
-sampled, and exact attention over at most `budget` + 2 `every` rows for each decoded one. Nothing is ever given up: what
-an early question did not need, a later one finds.
+sampled, and exact attention over at most `budget` + `voters` + `every` rows for each decoded one. Nothing is ever given
+up: what an early question did not need, a later one finds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class LoopServe:
     they hold the share `alpha`; the first column and the own blocks always belong to them. What lies on none of them is
     not multiplied.
 
-    Tokens: at the prompt's end, and after every `every` tokens, the queries of the last `every` rows vote, each with
-    its softmax, for the rows before them; the `budget` rows of most votes per KV head, those `every` rows and all that
-    follow are what the next `every` tokens read. `every=0` chooses at the prompt's end and never again, by 16 queries:
-    that is no LoopServe, and loses its point (`phasewise reproduce loopserve`).
+    Tokens: at the prompt's end, and after every `every` tokens, the queries of the last `voters` rows vote, each with
+    its softmax, for the rows before them; the `budget` rows of most votes per KV head, the voters and all that follow
+    are what the next `every` tokens read. `every=0` chooses at the prompt's end and never again: that is no LoopServe,
+    but the control of its claim (`phasewise reproduce loopserve`).
 
     A choice reads all keys, once in `every` tokens; drafts end where one is due. Chosen rows and queries are booked
     beside the KV. Prompts come in one piece, and what they leave hangs on all of them, so nobody shares their prefixes:
@@ -53,27 +53,24 @@ class LoopServe:
     every: int = 16
     block: int = 32
     sample: int = 64
+    voters: int = 16
 
     paper: ClassVar[str] = "arXiv 2507.13681"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"alpha": 1.0, "budget": 1 << 30}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"budget": 96})
-    tight: ClassVar[dict[str, object]] = {"alpha": 0.5, "budget": 6, "every": 4, "block": 4, "sample": 12}
+    tight: ClassVar[dict[str, object]] = {"alpha": 0.5, "budget": 6, "every": 4, "block": 4, "sample": 12,
+                                         "voters": 4}  # fmt: skip
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
             raise UserError(f"loopserve: alpha={self.alpha} must lie in (0, 1]: a share of attention; 1 is all of it")
-        for name, least in (("budget", 1), ("every", 0), ("block", 1), ("sample", 1)):
+        for name, least in (("budget", 1), ("every", 0), ("block", 1), ("sample", 1), ("voters", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"loopserve: {name}={getattr(self, name)} must be at least {least}")
-
-    @property
-    def voters(self) -> int:
-        """Rows whose queries choose, and which are read in any case."""
-        return self.every or 16
 
     def border(self, prompt: int, at: int) -> int:
         """Where the rows that a row after the prompt reads were chosen: by those before this position."""

@@ -19,22 +19,22 @@ from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, S
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 
-METHOD = LoopServe(budget=96, every=8)
-KNOBS = f"budget={METHOD.budget}"
+METHOD = LoopServe(budget=256, every=8, voters=32)  # chosen on second questions of the training part
+KNOBS = f"budget={METHOD.budget},voters={METHOD.voters}"
 ON = Setting({"attend": f"loopserve:{KNOBS},every={METHOD.every}"})
 ONCE = Setting({"attend": f"loopserve:{KNOBS},every=0"})
 ALONE = Setting({"attend": f"loopserve:{KNOBS},every={METHOD.every},alpha=1.0"})  # dense prompts
-GIVEN_UP = Setting({"evict": f"snapkv:keep={METHOD.budget + 16}.0,window=16"})
+GIVEN_UP = Setting({"evict": f"snapkv:keep={METHOD.budget + METHOD.voters}.0,window={METHOD.voters}"})
 OTHERS = Setting(objects={"attend": RandomLines(METHOD)})
 NEW = 42
 
 
 def read(case: Case) -> int:
     """Chosen rows and all since the voters for every token; the keys before the voters where a choice was due."""
-    total, every = 0, METHOD.every
+    total, every, voters = 0, METHOD.every, METHOD.voters
     for j in range(NEW - 1):
         since, border = j % every, loads.prompt_rows(case) + j // every * every
-        total += 2 * (METHOD.budget + every + since + 1) + (border - every if since == 0 else 0)
+        total += 2 * (METHOD.budget + voters + since + 1) + (border - voters if since == 0 else 0)
     return total * case.row_bytes // 2
 
 
