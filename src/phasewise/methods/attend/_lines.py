@@ -52,7 +52,7 @@ def masses(read: Read, some: list[int], size: int) -> Tensor:
     weights = probe(read, some).mean(1)  # [h, r, N]
     blocks = -(-weights.shape[-1] // size)
     padded = F.pad(weights, (0, blocks * size - weights.shape[-1]))
-    return padded.unflatten(-1, (blocks, size)).sum(-1)
+    return padded.view(*padded.shape[:-1], blocks, size).sum(-1)
 
 
 def cover(mass: Tensor, at: Tensor, alpha: float) -> Lines:
@@ -104,7 +104,7 @@ def _tiles(read: Read, lines: Lines, size: int) -> Tensor:
     read.count(n)
     blocks = len(lines.columns[0])
     more = (0, 0, 0, blocks * size - n)
-    k, v = (F.pad(x, more).unflatten(1, (blocks, size)) for x in (read.part.k, read.part.v))  # [h, B, size, D]
+    k, v = (F.pad(x, more).view(heads, blocks, size, -1) for x in (read.part.k, read.part.v))
     every, within = torch.arange(heads, device=k.device)[:, None], torch.arange(size, device=k.device)
     out = torch.empty_like(read.q)
     for block in range(blocks):
@@ -116,6 +116,6 @@ def _tiles(read: Read, lines: Lines, size: int) -> Tensor:
         mask = (at[:, None] <= rows[:, None]) & chosen.gather(1, keys).repeat_interleave(size, 1)[:, None]
         if spec.window is not None:
             mask &= rows[:, None] - at[:, None] < spec.window
-        near = (x[every, keys].flatten(1, 2) for x in (k, v))
-        out[rows[0] : rows[-1] + 1] = ops.attention(read.q[rows], *near, mask, spec.scale, spec.softcap)
+        near_k, near_v = (x[every, keys].flatten(1, 2) for x in (k, v))  # [h, most * size, D]
+        out[rows[0] : rows[-1] + 1] = ops.attention(read.q[rows], near_k, near_v, mask, spec.scale, spec.softcap)
     return out

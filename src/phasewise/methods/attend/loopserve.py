@@ -216,7 +216,7 @@ class Looping:
         positions = part.positions.expand(heads, -1)
         select = torch.zeros(heads, len(at), n, dtype=torch.bool, device=at.device)
         borders = torch.tensor([self.knobs.border(prompt, each) for each in at.tolist()], device=at.device)
-        for border in borders.unique().tolist():
+        for border in sorted(set(borders.tolist())):
             rows = positions.new_ones(heads, n, dtype=torch.bool)
             if border in chosen:
                 end = int(positions.max()) + 1
@@ -239,7 +239,7 @@ class Looping:
         rows = torch.nonzero(at >= last)[:, 0]  # of a prompt the last ones
         heads = read.part.size[0]
         note = {
-            "q": read.q[rows].unflatten(1, (heads, -1)), "at": at[rows], "rows": rows if read.rows is None else
+            "q": read.q[rows].view(len(rows), heads, -1, read.q.shape[2]), "at": at[rows], "rows": rows if read.rows is None else
             torch.tensor(read.rows, device=rows.device)[rows], "heads": read.part.heads, "chosen": {},
         }  # fmt: skip
         span.trail.setdefault(NAME, {})[read.layer, read.part.slab] = note

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+import torch
+
 from phasewise.bench.stats import shares
 from phasewise.methods.attend._lines import Lines, masses
 from phasewise.methods.attend.loopserve import Looping, LoopServe
@@ -58,7 +60,7 @@ class _Watched(Looping):
     def lines(self, read: Read) -> Lines:
         found, size, n = super().lines(read), self.knobs.block, read.q.shape[0]
         mass, at = masses(read, list(range(n)), size), read.q_positions // size
-        seen = found.of(at, at.unique()[None])
+        seen = found.of(at, torch.arange(mass.shape[2])[None])
         self.watched.read.append(found.share)
         self.watched.held.append(float((mass * seen).sum() / mass.sum()))
         return found
