@@ -237,11 +237,10 @@ class Looping:
             span.trail = {}
         at, last = read.q_positions, span.request.prompt_len - self.knobs.voters
         rows = torch.nonzero(at >= last)[:, 0]  # of a prompt the last ones
-        heads = read.part.size[0]
-        note = {
-            "q": read.q[rows].view(len(rows), heads, -1, read.q.shape[2]), "at": at[rows], "rows": rows if read.rows is None else
-            torch.tensor(read.rows, device=rows.device)[rows], "heads": read.part.heads, "chosen": {},
-        }  # fmt: skip
+        local = rows if read.rows is None else torch.tensor(read.rows, device=rows.device)[rows]
+        heads, (_, all_heads, dim) = read.part.size[0], read.q.shape
+        q = read.q[rows].view(len(rows), heads, all_heads // heads, dim)
+        note = {"q": q, "at": at[rows], "rows": local, "heads": read.part.heads, "chosen": {}}
         span.trail.setdefault(NAME, {})[read.layer, read.part.slab] = note
         return note
 
