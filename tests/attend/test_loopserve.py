@@ -228,6 +228,21 @@ def test_works_beside(verbs: dict[str, str]) -> None:
         assert tiny.outs(requests) == alone
 
 
+def test_what_was_left_out_comes_back_but_not_where_it_is_chosen_once() -> None:
+    """Rows that one choice has left out are among the next ones': nothing is given up. `every=0` never looks again."""
+    found: dict[int, list[set[int]]] = {}
+    for every in (6, 0):
+        one = started(runtime(LoopServe(alpha=1.0, budget=10, every=every, voters=6)))
+        found[every] = []
+        for token in TOKENS[PROMPT:100]:
+            one.feed([token])
+            chosen = set(state(one, 1)["chosen"][0].tolist())
+            if not found[every] or chosen != found[every][-1]:
+                found[every].append(chosen)
+    assert len(found[0]) == 1 and found[0][0] == found[6][0] and len(found[6]) == 5
+    assert any(late - early and min(late - early) < PROMPT - 6 for early, late in zip(found[6], found[6][1:]))
+
+
 # ---- what it costs
 def test_bytes_read_are_the_closed_form() -> None:
     """The chosen rows and all since the voters; at a border all keys before the voters, once."""

@@ -41,6 +41,8 @@ PARAMS = {
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
         {"attend": "tidal:k=8,dense=0,second=2,every=5"},
         {"attend": "zero_tuning:gamma=20,weights=none"},
+        {"attend": "loopserve:alpha=0.6,budget=8,every=5,block=4,sample=16,voters=6"},
+        {"evict": "rlkv:share=0.6,sinks=2,window=8,weights=random:1"},
         {"skip": "lazyllm:keep=0.3"},
         {"store": "kivi:group=4,residual=8"},
         {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
