@@ -240,7 +240,7 @@ class Looping:
         local = rows if read.rows is None else torch.tensor(read.rows, device=rows.device)[rows]
         heads, (_, all_heads, dim) = read.part.size[0], read.q.shape
         q = read.q[rows].view(len(rows), heads, all_heads // heads, dim)
-        note = {"q": q, "at": at[rows], "rows": local, "heads": read.part.heads, "chosen": {}}
+        note: dict[str, Any] = {"q": q, "at": at[rows], "rows": local, "heads": read.part.heads, "chosen": {}}
         span.trail.setdefault(NAME, {})[read.layer, read.part.slab] = note
         return note
 
