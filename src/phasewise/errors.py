@@ -18,16 +18,16 @@ class Unanswerable(UserError):
     """What a request asks for leaves nothing to go on with, which was found on the way."""
 
 
+class Untrained(UserError):
+    """A method needs weights that nobody has trained for this model; the message names the command that does."""
+
+
 class UnsupportedModel(UserError):
     """The checkpoint needs something the decoder does not have; the message says what is supported."""
 
 
 class WeightsError(UserError):
     """The weight files do not fit the configuration; the message names the file and the tensors."""
-
-
-class Untrained(UserError):
-    """Weights that a method needs have not been trained for this model; the message names the command that does."""
 
 
 def near(name: str, choices: Iterable[str]) -> str:

@@ -43,6 +43,7 @@ REFUSED: dict[frozenset[str], str] = {
     },
     frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
     **{frozenset(pair): "both bring low-rank weights" for pair in combinations(TUNED, 2)},
+    frozenset(("decode.block_diffusion", "attend.loopserve")): "takes prompts whole",
     frozenset(("decode.block_diffusion", "store.zipcache")): "finishes tokens in blocks of its own",
     **{
         frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"

@@ -45,6 +45,8 @@ PARAMS = {
         {"attend": "power:block=3,window=2,sinks=1,weights=random:0"},
         {"attend": "power:block=3,window=2,sinks=1,weights=none"},
         {"attend": "zero_tuning:gamma=20,weights=none"},
+        {"attend": "loopserve:alpha=0.6,budget=8,every=5,block=4,sample=16,voters=6"},
+        {"evict": "rlkv:share=0.6,sinks=2,window=8,weights=random:1"},
         {"skip": "lazyllm:keep=0.3"},
         {"store": "kivi:group=4,residual=8"},
         {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},

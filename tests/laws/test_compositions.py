@@ -87,7 +87,7 @@ def test_methods_together_give_what_the_lossy_ones_give_alone(case: Row) -> None
     placed = composed(case)
     want.check(tiny.outs(tiny.run(placed, want.prompts, tiny.greedy(N))))
     if any(choice.script for choice in case):
-        if placed.counters.accepted == placed.counters.drafted:  # all came at once and left no rows for guesses
+        if placed.counters.accepted in (0, placed.counters.drafted):  # all came at once and left few rows for guesses
             agree(tiny.outs(tiny.run(placed, want.prompts[:1], tiny.greedy(N)))[0], want.tokens[0], want.gaps[0])
         assert 0 < placed.counters.accepted < placed.counters.drafted
 

@@ -10,12 +10,14 @@ import pytest
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.loopserve import LoopServe
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O
+from phasewise.methods.evict.rlkv import RLKV
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import ZipVL
@@ -40,6 +42,8 @@ from phasewise.reproduce.controls import (
     RandomRunning,
     RandomTokens,
 )
+from phasewise.reproduce.heads import OtherHeads
+from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, Run, play
 from phasewise.reproduce.shuffled import Shuffled
 from tests import tiny
@@ -131,6 +135,27 @@ def test_random_blocks_are_as_many_as_infllm_reads_but_others() -> None:
     assert run(entries).outs != drawn.outs != chosen.outs
     dense = {**knobs, "topk": 1 << 30}
     assert run(entries, attend=RandomBlocks(**dense)).outs == run(entries).outs
+
+
+def test_random_lines_and_rows_are_as_many_as_loopserve_reads() -> None:
+    entries, method = lone(150, 24), LoopServe(alpha=0.6, budget=12, every=6, block=4, sample=30, voters=5)
+    chosen, drawn = run(entries, attend=method), run(entries, attend=RandomLines(method))
+    assert [(s.rows, s.read) for s in drawn.steps] == [(s.rows, s.read) for s in chosen.steps]
+    assert run(entries).outs != drawn.outs != chosen.outs
+    assert run(entries, attend=RandomLines(LoopServe(alpha=1.0, budget=500))).outs == run(entries).outs
+
+
+@pytest.mark.parametrize("gates", ["reversed", "random"])
+def test_other_heads_are_as_many_as_rlkv_cuts(gates: Any) -> None:
+    entries, method = lone(150, 60), RLKV(share=0.375, sinks=2, window=8, weights="random:1")
+    control = OtherHeads(method, gates)
+    learned, wrong = run(entries, evict=method), run(entries, evict=control)
+    assert [(s.kv, s.read) for s in wrong.steps] == [(s.kv, s.read) for s in learned.steps]
+    assert run(entries).outs != wrong.outs != learned.outs
+    if gates == "random":
+        assert run(entries, evict=replace(control, seed=1)).outs != wrong.outs
+    everything = replace(method, share=1.0)
+    assert run(entries, evict=OtherHeads(everything, gates)).outs == run(entries, evict=everything).outs
 
 
 def test_random_picks_read_as_many_rows_as_tidal() -> None:

@@ -25,12 +25,12 @@ WANTED = {
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
-    "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c",
+    "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c", "loopserve", "rlkv",
 }  # fmt: skip
 
 
 UNTRAINED = {  # no weights ship for these; counters do not care what they are
-    "longgen": "evict", "power": "attend", "kv_prediction": "decode", "c2c": "decode",
+    "longgen": "evict", "power": "attend", "kv_prediction": "decode", "c2c": "decode", "rlkv": "evict",
 }  # fmt: skip
 
 
@@ -89,20 +89,6 @@ def counting(system: System) -> System:
         system, method=here(system.method), baseline=here(system.baseline), control=here(system.control),
         quality=None, attempts=(), timings=(),
     )  # fmt: skip
-
-
-def drawn(setting: Setting, verb: str) -> Setting:
-    """With weights from which nothing was learned."""
-    method = setting.verbs[verb]
-    return replace(setting, verbs={verb: method + (",weights" if ":" in method else ":weights") + "=random:0"})
-
-
-def learned_nothing(control: Setting, verb: str) -> Setting:
-    """One that is made of the method itself, likewise."""
-    made = control.objects.get(verb)
-    if made is None:
-        return control
-    return replace(control, objects={verb: replace(made, of=replace(made.of, weights="random:0"))})
 
 
 @pytest.mark.parametrize("name", UNTRAINED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from phasewise.cli import show
 from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 
 if TYPE_CHECKING:
     from phasewise.reproduce.lab import Lab, Scale

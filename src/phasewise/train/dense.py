@@ -109,6 +109,9 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        if scene.how.blend is not None:
+            share = scene.how.blend.share[scene.layer].repeat_interleave(groups)[:, None, None]  # [heads, 1, 1]
+            mixed = share * mixed + (1 - share) * _plain(q, k, v, scene.how.blend.near[number])
         return mixed.transpose(1, 2).reshape(size[0] * size[1], -1)
 
 

@@ -35,6 +35,15 @@ class Past:
 
 
 @dataclass(eq=False)
+class Blend:
+    """What comes of two attentions: every head's own `share` of that over all it may see, and for the rest that over
+    what is `near`. `share`: [layers, kv_heads]; `near`: one per block, bool [rows, length, past + length]."""
+
+    share: Tensor
+    near: Sequence[Tensor]
+
+
+@dataclass(eq=False)
 class Pass:
     """What a pass does besides reading causally through every layer. What is None is plain.
 
@@ -44,6 +53,7 @@ class Pass:
     all). `taps`: the outputs of the layers that are its keys, filled in. `kept`: one per block, given the keys and
     values of every layer that runs. `instead`: one per block, keys and values that its rows read in the place of their
     own.
+    values of every layer that runs. `blend`: heads that mix attention over everything with attention over less.
     """
 
     sees: Callable[[int, int], Tensor | None] | None = None
@@ -54,6 +64,7 @@ class Pass:
     taps: dict[int, Tensor] = field(default_factory=dict)
     kept: Sequence[Past] | None = None
     instead: Sequence[Past] | None = None
+    blend: Blend | None = None
 
     def gate(self, layer: int) -> bool | Tensor:
         return True if self.gates is None else self.gates[layer]

@@ -35,8 +35,8 @@ class Attend(Protocol):
         again(request: Request, computed: int) -> int  -- of a runtime that acts on decoded rows: how many of the last
             rows are given up and computed once more, now that those below `computed` are there and before the new
             tokens are known; the rows come back as a replay does. None: never
-        until(request: Request) -> int | None  -- beside `again`: the position that no draft may reach, as the rows
-            before it are to be computed once more first; None: there is none
+        until(request: Request) -> int | None  -- the position that no draft may reach, as something hangs on the rows
+            before it once they stay: these are computed again (`again`), or choose; None: there is none
     """
 
     def __call__(self, reads: Sequence[Read]) -> Sequence[Tensor | None]:

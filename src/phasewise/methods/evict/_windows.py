@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.step.span import Span
 
@@ -27,6 +28,10 @@ class Window:
     window: int
     stride: int = 0  # 0: no blocks
     block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.window < 1:
+            raise UserError(f"{self.name}: sinks={self.sinks} must be at least 0, window={self.window} at least 1")
 
     @property
     def rows(self) -> int:
@@ -48,12 +53,14 @@ class Window:
     def keep(self, request: Request, layer: int) -> Tensor | None:
         """The slots of the layer's rows that rows to come may see; they are noted as all that is left."""
         assert request.kv is not None
-        first = self._first(request)
-        request.state[self.name] = first
         parts = request.kv.layers[layer].read()
         if not parts:
             return None  # a layer that no row will run again
-        rows = parts[0].positions[0]  # the same for all heads
+        return self.drop(request, parts[0].positions[0])  # the same for all heads
+
+    def drop(self, request: Request, rows: Tensor) -> Tensor:
+        """Of rows at positions [N], the slots that rows to come may see; they are noted as all that is left."""
+        first = request.state[self.name] = self._first(request)
         return torch.nonzero(self._stays(rows) | (rows >= first))[:, 0]
 
     def _stays(self, rows: Tensor) -> Tensor:

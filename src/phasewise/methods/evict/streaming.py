@@ -41,8 +41,7 @@ class Streaming:
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"window": 508}, {"window": 252}, {"window": 124})
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.window < 1:
-            raise UserError(f"streaming: sinks={self.sinks} must be at least 0, window={self.window} at least 1")
+        Window("streaming", self.sinks, self.window)  # raises UserError
 
     def bind(self, host: Host) -> _Streaming:
         return _Streaming(self)

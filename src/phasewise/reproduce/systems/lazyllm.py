@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
-from typing import ClassVar
-
-from torch import Tensor
-
 from phasewise.bench.stats import shares
 from phasewise.methods.skip.lazyllm import LazyLLM, going
 from phasewise.reproduce import loads
-from phasewise.reproduce.answers import ENDS, right
+from phasewise.reproduce.answers import right
 from phasewise.reproduce.controls import RandomNeeds
+from phasewise.reproduce.conversations import seconds
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import finish
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import pocket_text
-from phasewise.request.params import Params
-from phasewise.request.request import Request
-from phasewise.train.tasks import turns
-from phasewise.verbs.sample import Context, Dist
 
 METHOD = LazyLLM(keep=0.1, start=0.125)
 KNOBS = f"lazyllm:keep={METHOD.keep},start={METHOD.start}"
 ON, STATIC = Setting({"skip": KNOBS}), Setting({"skip": f"{KNOBS},revive=false"})
-NEW, TOKENS = 32, 1000
+NEW = 32
 LADDER = (METHOD, LazyLLM(), LazyLLM(keep=0.3, start=0.5, stages=1), LazyLLM(keep=0.5, start=0.5, stages=1))
 
 
@@ -41,53 +29,6 @@ def pairs(method: LazyLLM, rows: int, layers: int) -> int:
 
 def first(case: Case) -> int:
     return pairs(METHOD, loads.prompt_rows(case), case.config.layers)
-
-
-@dataclass(frozen=True)
-class Told:
-    """sample: a request's text is given up to some token, and then the most likely ones."""
-
-    texts: dict[str, list[int]]
-
-    guarantee: ClassVar[str] = "lossy"
-    needs: ClassVar[str] = "nothing"
-
-    def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
-        top = logits.argmax(-1).tolist()
-        for row, context in enumerate(contexts):
-            text = self.texts[context.request.id]
-            if context.position < len(text):
-                top[row] = text[context.position]
-        return Dist(top, logits.shape[-1])
-
-
-def seconds(lab: Lab, setting: Setting, n: int) -> list[float]:
-    """1 for every second question about a text that is answered right, else 0. The first one is the prompt's; its right
-    answer, and the second question, are then written token by token by the same request."""
-    text, rng, told = pocket_text(), Random(f"{lab.scale.seed} second"), Told({})
-    requests, wanted = list[Request](), list[tuple[int, str]]()
-    while len(requests) < n:
-        one, *later = turns("recall", rng, TOKENS, evaluation=True)
-        single = [turn for turn in later if " word goes " in turn.prompt]
-        if not single:
-            continue
-        two = single[0]
-        asked = {"role": "user", "content": one.prompt}
-        prompt = text.chat([asked])
-        said = text.chat([asked, {"role": "assistant", "content": one.answer}, {"role": "user", "content": two.prompt}])
-        room = len(text.encode(two.answer)) + ENDS
-        requests.append(Request(prompt, Params(max_tokens=len(said) - len(prompt) + room, ignore_eos=True)))
-        told.texts[requests[-1].id] = said
-        wanted.append((len(said), two.answer))
-    ends = set(lab.model("pocket").config.eos)
-    with lab.engine(setting, sample=told) as engine:
-        finish(engine, requests)
-    grades = []
-    for request, (start, answer) in zip(requests, wanted):
-        reply = request.tokens[start:]
-        stop = next((i for i, token in enumerate(reply) if token in ends), len(reply))
-        grades.append(float(text.decode(reply[:stop]).strip() == answer))
-    return grades
 
 
 def over_pairs(lab: Lab) -> Tried:

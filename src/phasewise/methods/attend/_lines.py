@@ -1,0 +1,121 @@
+"""Lines of a prompt's attention map, in blocks: columns (keys that many rows look at) and diagonals (keys at a fixed
+distance before the row), chosen by the share of attention that they hold, and attention over nothing else.
+
+A line is one for all query heads that share a KV head. A row reads a block of keys if the block's column is chosen, or
+the diagonal at its distance; the first column and the diagonal of the rows' own blocks always are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phasewise.ops import attention as ops
+from phasewise.step.probe import probe
+from phasewise.step.read import Read
+
+
+class Lines(NamedTuple):
+    """What is read, by KV head: columns bool [h, B] by block of keys, diagonals bool [h, B] by distance in blocks."""
+
+    columns: Tensor
+    diagonals: Tensor
+
+    def of(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Whether rows in blocks [R] read keys in blocks [1 | h, N]: bool [h, R, N]. Nobody asks for later keys."""
+        heads = len(self.columns)
+        keys = keys.expand(heads, -1)
+        away = (rows[:, None] - keys[:, None]).clamp_min(0)  # [h, R, N]
+        near = self.diagonals.gather(1, away.flatten(1)).view_as(away)
+        return near | self.columns.gather(1, keys)[:, None]
+
+    @property
+    def share(self) -> float:
+        """Of all pairs of a row's block and a block of keys up to it, the share that is read, over the heads."""
+        blocks = torch.arange(self.columns.shape[1], device=self.columns.device)
+        causal = blocks[:, None] >= blocks
+        read = self.of(blocks, blocks[None]) & causal
+        return int(read.sum()) / (int(causal.sum()) * len(self.columns))
+
+
+def sampled(rows: int, count: int) -> list[int]:
+    """At most so many of a prompt's rows, evenly spread, the last among them: a question may stand anywhere."""
+    return sorted({(i + 1) * rows // count - 1 for i in range(count)} - {-1})
+
+
+def masses(read: Read, some: list[int], size: int) -> Tensor:
+    """How much attention `some` rows of a read give to every block of keys, float32 [h, r, B]: 1 in all for each row,
+    the mean over the query heads that share a KV head."""
+    weights = probe(read, some).mean(1)  # [h, r, N]
+    blocks = -(-weights.shape[-1] // size)
+    padded = F.pad(weights, (0, blocks * size - weights.shape[-1]))
+    return padded.view(*padded.shape[:-1], blocks, size).sum(-1)
+
+
+def cover(mass: Tensor, at: Tensor, alpha: float) -> Lines:
+    """The lines that hold the share `alpha` of mass [h, r, B], the rows being in blocks `at` [r]: one after another,
+    that which adds most to what the others hold already. Of equal ones the earlier column, then the nearer diagonal."""
+    heads, _, blocks = mass.shape
+    left = mass.clone()
+    away = at[:, None] - torch.arange(blocks, device=mass.device)  # [r, B]
+    left[:, away < 0] = 0.0
+    away = away.clamp_min(0)
+    total = left.sum((1, 2)).clamp_min(1e-30)
+    taken = torch.zeros(heads, 2 * blocks, dtype=torch.bool, device=mass.device)  # columns, then diagonals
+    every = torch.arange(heads, device=mass.device)
+    best, wanting = torch.zeros_like(every), torch.ones_like(every, dtype=torch.bool)
+    for number in range(2 * blocks):
+        if number == 1:
+            best = torch.full_like(best, blocks)  # the diagonal of the rows' own blocks
+        elif number > 1:
+            gains = torch.cat((left.sum(1), left.new_zeros(heads, blocks).scatter_add_(1, *_flat(away, left))), 1)
+            best = gains.masked_fill(taken, -1.0).argmax(1)
+        taken[every[wanting], best[wanting]] = True
+        column = torch.arange(blocks, device=mass.device) == best[:, None]  # [h, B]
+        held = column[:, None] | (away[None] == (best - blocks)[:, None, None])  # [h, r, B]
+        left = left.masked_fill(held & wanting[:, None, None], 0.0)
+        if number:
+            wanting = left.sum((1, 2)) > (1 - alpha) * total
+            if not bool(wanting.any()):
+                break
+    return Lines(taken[:, :blocks], taken[:, blocks:])
+
+
+def _flat(away: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Distances [r, B] and masses [h, r, B] as what `scatter_add_` takes for every head."""
+    return away.flatten().expand(len(left), -1), left.flatten(1)
+
+
+def attend(read: Read, lines: Lines, size: int) -> Tensor:
+    """Attention of a read's rows over the lines alone. -> [R, hq, D]"""
+    part = read.part
+    alone = read.rows is None and part.ids is None and read.view is None and read.span.sees is None
+    if alone and not read.late and part.plain and not part.n and read.span.block == 1:
+        return _tiles(read, lines, size)
+    return read.attend(lines.of(read.q_positions // size, part.positions // size))
+
+
+def _tiles(read: Read, lines: Lines, size: int) -> Tensor:
+    """The same of a whole prompt, block of rows by block of rows: what no row of a block reads is not multiplied."""
+    (heads, n), spec = read.part.size, read.step.model.config.attention[read.layer]
+    read.count(n)
+    blocks = len(lines.columns[0])
+    more = (0, 0, 0, blocks * size - n)
+    k, v = (F.pad(x, more).view(heads, blocks, size, -1) for x in (read.part.k, read.part.v))
+    every, within = torch.arange(heads, device=k.device)[:, None], torch.arange(size, device=k.device)
+    out = torch.empty_like(read.q)
+    for block in range(blocks):
+        rows = torch.arange(block * size, min((block + 1) * size, n), device=k.device)
+        chosen = lines.columns[:, : block + 1] | lines.diagonals[:, : block + 1].flip(1)  # [h, block + 1]
+        most = int(chosen.sum(1).max())
+        keys = chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]  # chosen ones first, in order
+        at = (keys[:, :, None] * size + within).flatten(1)  # [h, most * size]
+        mask = (at[:, None] <= rows[:, None]) & chosen.gather(1, keys).repeat_interleave(size, 1)[:, None]
+        if spec.window is not None:
+            mask &= rows[:, None] - at[:, None] < spec.window
+        near_k, near_v = (x[every, keys].flatten(1, 2) for x in (k, v))  # [h, most * size, D]
+        out[rows[0] : rows[-1] + 1] = ops.attention(read.q[rows], near_k, near_v, mask, spec.scale, spec.softcap)
+    return out

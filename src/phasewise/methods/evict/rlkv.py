@@ -1,0 +1,120 @@
+"""Heads that matter for the answer keep every row, the others some first ones and a window (RLKV, arXiv 2510.08525).
+
+Promises dense prompts, and after them that just the share `share` of all KV heads sees and holds `sinks` + `window`
+rows of a text (and up to 31 that lie idle), while the others hold all. Which heads these are was learned by reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phasewise.errors import UserError
+from phasewise.methods.evict._windows import Window
+from phasewise.model.artefacts import Artefact
+from phasewise.model.config import ModelConfig
+from phasewise.request.request import Request
+from phasewise.step.read import Read, View
+from phasewise.step.span import Span
+from phasewise.verbs.host import Host
+
+
+@dataclass(frozen=True)
+class RLKV:
+    """Of all KV heads of the model, the `share` with the lowest gates is cut; layers may have any number of them. Rows
+    keep their rotations and positions.
+
+    `weights`: `auto` (gates that were trained for this model), a file, or `random:SEED`. Gates are trained by
+    reinforcement (train/artefacts/evict_rlkv.py): the model samples answers with every head's output mixed of full and
+    of local attention, right ones are rewarded, and a penalty draws gates to 0 as long as enough answers are right.
+    They are trained with the default sinks and window, whichever are asked for here.
+
+    Tokens are halves of layers over heads of unequal length. Left out: the paper's permutation
+    of heads, which two kernels need and slabs do not, and its mathematics: gates are learned from recall and pass keys.
+    """
+
+    share: float = 0.5
+    sinks: int = 16
+    window: int = 64
+    weights: str = "auto"
+
+    paper: ClassVar[str] = "arXiv 2510.08525"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "trained"
+    neutral: ClassVar[dict[str, object]] = {"share": 0.0}
+    tight: ClassVar[dict[str, object]] = {"share": 0.6, "sinks": 2, "window": 8}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({"share": 0.25}, {}, {"share": 0.75})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise UserError(f"rlkv: share={self.share} must lie in [0, 1]: of all KV heads, those that are cut")
+        Window("rlkv", self.sinks, self.window)  # raises UserError
+
+    def artefact(self, config: ModelConfig) -> Artefact:
+        """A gate by layer and KV head: the higher, the more answers hang on all its rows."""
+        shape = (config.layers, config.kv_heads)
+        return Artefact("evict.rlkv", {"gates": shape}, without="say share=0 to keep everything")
+
+    def cut(self, gates: Tensor) -> Tensor:
+        """Which heads are cut: bool [layers, H]. Of equal gates the earlier."""
+        order = gates.float().flatten().sort(stable=True).indices
+        cut = torch.zeros(gates.numel(), dtype=torch.bool)
+        cut[order[: round(self.share * gates.numel())]] = True
+        return cut.view(gates.shape)
+
+    def bind(self, host: Host) -> Cut | None:
+        if self.share == 0:
+            return None
+        gates = host.artefact(self.artefact(host.model.config), self.weights)["gates"]
+        return Cut(self.cut(gates).to(host.model.device), Window("rlkv", self.sinks, self.window))
+
+
+class Cut:
+    """The heads `cut` [layers, H] see sinks and window, once the prompt is complete."""
+
+    observes = 0
+
+    def __init__(self, cut: Tensor, near: Window) -> None:
+        self.cut, self.near = cut, near
+        self.some = cut.any(1).tolist()
+
+    def looks(self, span: Span) -> bool:
+        positions = span.positions
+        last = positions[-1] if isinstance(positions, range) else max(positions)
+        return last >= max(span.request.prompt_len, self.near.rows) and any(self.some)
+
+    def observe(self, read: Read) -> None:
+        """Needs no scores."""
+
+    def view(self, read: Read) -> View | None:
+        if not (self.some[read.layer] and self.looks(read.span)):
+            return None
+        part, at = read.part, read.q_positions
+        cut = self.cut[read.layer] if part.heads is None else self.cut[read.layer][part.heads]
+        if not bool(cut.any()):
+            return None
+        mask = self.near.seen(at[:, None], part.positions[:, None]) | (at < read.span.request.prompt_len)[:, None]
+        if bool(mask.all()):
+            return None
+        return View(mask if bool(cut.all()) else mask | ~cut[:, None, None])
+
+    def due(self, request: Request) -> bool:
+        return not request.prefilling and self.near.due(request)
+
+    def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
+        assert request.kv is not None
+        parts, cut = request.kv.layers[layer].read(), self.cut[layer].tolist()
+        stay: dict[int, Tensor] = {}
+        for part in parts:
+            heads, rows = part.size
+            mine = range(heads) if part.heads is None else part.heads.tolist()
+            positions = part.positions.expand(heads, -1)
+            for head, own in zip(mine, positions):
+                near = self.near.drop(request, own)  # noted for all layers, whether they have such heads or not
+                stay[head] = near if cut[head] else torch.arange(rows, device=own.device)
+        if not stay or not any(cut):
+            return None
+        return [stay[head] for head in sorted(stay)]

@@ -1,0 +1,177 @@
+"""evict.rlkv: after the prompt some KV heads see sinks and window alone, and hold no more; prompts are dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise import catalog
+from phasewise.engine.engine import Engine
+from phasewise.errors import UserError
+from phasewise.methods.evict._windows import EVERY, Window
+from phasewise.methods.evict.rlkv import RLKV, Cut
+from phasewise.model import artefacts
+from phasewise.request.counters import Counters
+from phasewise.request.request import Request
+from phasewise.verbs.host import Host
+from tests import oracle, tiny
+from tests.kv.harness import Masked, Walk, cuts, drafting
+
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+LAYERS, HEADS = 4, 2  # of the tiny model
+SINKS, WINDOW, PROMPT = 2, 8, 60
+TOKENS = tiny.prompts(170)[0]
+SOME = torch.tensor([[True, False], [False, False], [True, True], [False, True]])
+
+
+def cutting(cut: Tensor = SOME) -> Any:
+    return Cut(cut, Window("rlkv", SINKS, WINDOW))
+
+
+def started(evict: Any, **more: Any) -> Walk:
+    one = Walk(tiny.model(), TOKENS[:PROMPT], evict=evict, **more)
+    one.feed(TOKENS[:PROMPT])
+    return one
+
+
+def sees(layer: int, head: int, q: int, k: int) -> bool:
+    return q < PROMPT or not bool(SOME[layer, head]) or k < SINKS or q - k < WINDOW
+
+
+# ---- which heads
+def test_the_lowest_gates_are_cut_whichever_layers_they_lie_in() -> None:
+    gates = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.0, 0.2]])
+    assert RLKV(share=0.5).cut(gates).tolist() == [[False, True], [False, False], [True, True]]
+    assert RLKV(share=4 / 6).cut(gates).tolist() == [[False, True], [True, False], [True, True]], (
+        "of equals the earlier"
+    )
+    assert not RLKV(share=0.0).cut(gates).any() and RLKV(share=1.0).cut(gates).all()
+
+
+def test_gates_come_from_an_artefact() -> None:
+    host = Host(tiny.model(), None, Counters(), None, None)  # type: ignore[arg-type]
+    made = RLKV(weights="random:3", share=0.4).bind(host)
+    wanted = RLKV().artefact(tiny.model().config)
+    assert wanted.shapes == {"gates": (LAYERS, HEADS)}
+    gates = artefacts.random(wanted, "3")["gates"]
+    assert isinstance(made, Cut) and torch.equal(made.cut, RLKV(share=0.4).cut(gates)) and int(made.cut.sum()) == 3
+    with pytest.raises(UserError, match=r"phasewise train artefact evict\.rlkv .*say share=0"):
+        tiny.engine({"evict": "rlkv"})
+    assert RLKV(share=0.0).bind(host) is None, "and needs none to keep everything"
+
+
+# ---- what rows see, and what is held
+@pytest.mark.parametrize("sizes", [[1], [1, 5, 40], [50]])
+def test_equals_masked_dense_attention(sizes: list[int]) -> None:
+    masked = Walk(tiny.model(), TOKENS[:PROMPT], evict=Masked(sees))
+    masked.feed(TOKENS[:PROMPT])
+    want = torch.cat([masked.feed([token]) for token in TOKENS[PROMPT:]])
+    one = started(cutting())
+    got = torch.cat([one.feed(piece) for piece in cuts(TOKENS[PROMPT:], sizes)])
+    torch.testing.assert_close(got, want, **CLOSE)
+    assert (got - oracle.logits(tiny.model(), TOKENS)[PROMPT:]).abs().max() > 0.1, "or the test tests little"
+
+
+def test_prompts_are_dense() -> None:
+    one = Walk(tiny.model(), TOKENS[:PROMPT], evict=cutting())
+    got = torch.cat([one.feed(TOKENS[:25]), one.feed(TOKENS[25:PROMPT])])
+    torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS[:PROMPT]), **CLOSE)
+
+
+def test_bytes_held_are_the_closed_form() -> None:
+    """n_full L + n_cut (S + W - 1), and what lies idle: freed, not masked. (The row to come is the window's last.)"""
+    one = started(cutting())
+    row = one.kv.live_bytes * 0 + 2 * 12 * 4  # of one head
+    full, cut = int((~SOME).sum()), int(SOME.sum())
+    for n in range(PROMPT, len(TOKENS)):
+        idle = (n - PROMPT) % EVERY
+        assert one.kv.live_bytes == row * (full * n + cut * (SINKS + WINDOW - 1 + idle))
+        one.feed([TOKENS[n]])
+    n = len(TOKENS)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            held = one.positions(layer, head)
+            assert (
+                held == list(range(n)) if not SOME[layer, head] else held[:SINKS] == [0, 1] and len(held) < 10 + EVERY
+            )
+    assert one.kv.bytes < 0.75 * row * (full + cut) * (n + 64), "allocated bytes fall as well"
+    assert one.kv.layers[1].slabs[0].positions is None, "no head of this layer is cut"
+
+
+def test_bytes_read_are_the_closed_form() -> None:
+    one = started(cutting())
+    for n in range(PROMPT, 110):
+        before = one.counters.kv_bytes_read
+        one.feed([TOKENS[n]])
+        idle = (n - PROMPT) % EVERY
+        rows = int((~SOME).sum()) * (n + 1) + int(SOME.sum()) * (SINKS + WINDOW + idle)
+        assert one.counters.kv_bytes_read - before == 2 * 12 * 4 * rows
+
+
+def test_rejected_rows_leave_no_trace() -> None:
+    plain, drafted = started(cutting()), started(cutting())
+    for at in range(PROMPT, 150, 2):
+        first, second = TOKENS[at : at + 2]
+        want = torch.cat([plain.feed([first]), plain.feed([second])])
+        wrong = (second + 1) % tiny.VOCAB
+        tree = [first, wrong, second, wrong]
+        got = drafted.try_(tree, [-1, 0, 0, 1])
+        drafted.commit(tree, [0, 2])
+        torch.testing.assert_close(got[[0, 2]], want, **CLOSE)
+    assert drafted.positions(2) == plain.positions(2)
+
+
+def test_short_texts_are_dense_and_prompts_within_the_window_are_cut_later() -> None:
+    prompt = TOKENS[:5]
+    one = Walk(tiny.model(), prompt, evict=cutting())
+    got = torch.cat([one.feed(prompt), *(one.feed([token]) for token in TOKENS[5 : SINKS + WINDOW])])
+    torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS[: SINKS + WINDOW]), **CLOSE)
+    for token in TOKENS[SINKS + WINDOW : 80]:
+        one.feed([token])
+    assert len(one.positions(2)) < SINKS + WINDOW + EVERY and len(one.positions(1)) == 80
+
+
+@pytest.mark.parametrize("verbs", [
+    {"store": "int8"}, {"place": "disaggregated"}, {"attend": "quest:page=4,budget=12"},
+    {"schedule": "sarathi:budget=16"}, {"attend": "hydragen"},
+])  # fmt: skip
+def test_works_beside(verbs: dict[str, str]) -> None:
+    """The same tokens alone and in company, preempted in between."""
+    given = {"evict": "rlkv:share=0.6,sinks=2,window=8,weights=random:1", **verbs}
+    prompts, params = tiny.prompts(41, 60), tiny.greedy(40)
+    alone = [tiny.outs(tiny.run(tiny.engine(given), [prompt], params))[0] for prompt in prompts]
+    assert tiny.outs(tiny.run(tiny.engine(given), prompts, params)) == alone != tiny.plain(prompts, params, verbs)
+    placed = tiny.engine(given)
+    if isinstance(placed, Engine):
+        requests = [Request(prompt, params) for prompt in prompts]
+        for request in requests:
+            placed.add(request)
+        while requests[0].n_out < 37:
+            placed.step()
+        placed.room.preempt(requests[0])
+        tiny.finish(placed, requests)
+        assert tiny.outs(requests) == alone
+        warm = tiny.outs(tiny.run(placed, prompts, params))
+        assert warm == alone and placed.counters.prefix_hits > 0
+
+
+def test_drafts_change_nothing() -> None:
+    prompts = tiny.prompts(40, 55)
+    verbs = {"evict": "rlkv:share=0.6,sinks=2,window=8,weights=random:1"}
+    want = tiny.plain(prompts, tiny.greedy(40), verbs)
+    placed = drafting(verbs, {tuple(prompt): out for prompt, out in zip(prompts, want)})
+    assert tiny.outs(tiny.run(placed, prompts, tiny.greedy(40))) == want and placed.counters.accepted
+
+
+@pytest.mark.parametrize(("knobs", "says"), [
+    ({"share": 1.2}, r"share=1\.2"), ({"share": -0.1}, r"share=-0\.1"), ({"sinks": -1}, "rlkv: sinks=-1"),
+    ({"window": 0}, "rlkv: sinks=16 .* window=0"),
+])  # fmt: skip
+def test_bad_knobs_are_named(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        RLKV(**knobs)
+    with pytest.raises(UserError, match="share"):
+        catalog.build("evict", "rlkv:share=half")
