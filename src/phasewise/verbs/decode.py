@@ -50,6 +50,8 @@ class Decode(Protocol):
             that come next, never of the last. `left` finds KV that a request has left, by its id; with such a method
             requests that finish leave theirs (kv/left.py). Methods that look at a prompt's rows, or drop some, are
             refused beside it
+        follows(params: Params) -> str | None  -- of a runtime with `given`: the id of the request whose KV it will look
+            for, so that a placement may start it where that finished
         margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
             where these may be more than 64: who could not find room for them in the KV budget is refused at once
         scattered: bool  -- of a runtime that draws tokens before those in front of them are known: requests that ask

@@ -165,11 +165,19 @@ class Answer:
             for i, request in enumerate(_samples(llm, prompt, order))
         ]
         self._every = self.choices
+        self._goes_on = "after" in (order.params.ask or {})
         self._live = list(self.choices)  # those of which there will be more
 
     @property
     def output_tokens(self) -> int:
         return sum(choice.tokens for choice in self._every)
+
+    @property
+    def recalled(self) -> int | None:
+        """Of its prompts' tokens, those whose KV an earlier answer has left; None where none was named."""
+        if not self._goes_on:
+            return None
+        return sum(choice.feed.request.recalled for choice in self._every[:: self._samples])
 
     def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
         """Of all tokens of its prompt, the first of which has none; None where they are not wanted."""

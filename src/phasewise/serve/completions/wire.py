@@ -70,6 +70,10 @@ class Wire:
         self._open = f'data: {chunk}, "choices": [{{"index": '
         self._close = ', "usage": null}\n\n' if include_usage else "}\n\n"
 
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A whole answer."""
         choices: list[dict[str, Any]] = [
@@ -116,14 +120,22 @@ class Wire:
         return event(error_body(error)) + DONE
 
 
-def usage(answer: Answer) -> dict[str, int]:
-    """A prompt counts once, however many samples it has; an end token counts as output."""
+def usage(answer: Answer) -> dict[str, Any]:
+    """A prompt counts once, however many samples it has; an end token counts as output. Who named an earlier answer is
+    told how many tokens of the prompt came from its KV."""
     prompt, output = answer.prompt_tokens, answer.output_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+    }  # fmt: skip
+    if answer.recalled is not None:
+        counted["prompt_tokens_details"] = {"cached_tokens": answer.recalled}
+    return counted
 
 
 def _counted(answer: Answer) -> str:
     """`usage` as JSON, for every event."""
+    if answer.recalled is not None:
+        return json.dumps(usage(answer))
     prompt, output = answer.prompt_tokens, answer.output_tokens
     return f'{{"prompt_tokens": {prompt}, "completion_tokens": {output}, "total_tokens": {prompt + output}}}'
 
