@@ -177,7 +177,7 @@ class Router:
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""
-        return self.model.config.max_positions
+        return min(self.model.config.max_positions, self.fronts[0].reach(recipe))
 
     def cancel(self, request: Request) -> bool:
         flight = self.flights.get(request.id)
