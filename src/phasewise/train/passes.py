@@ -42,7 +42,7 @@ class Pass:
     `past`: one per block. `gates`: per layer, whether it runs: for everybody, or bool [tokens]; rows that do not run it
     pass unchanged and leave no keys there. `delta`: low-rank weights, for the rows of `tuned` (bool [tokens]; None =
     all). `taps`: the outputs of the layers that are its keys, filled in. `kept`: one per block, given the keys and
-    values of every layer that runs.
+    values of every layer that runs. `soft`: int64 [n] of all tokens, and rows [n, hidden] that enter in their place.
     """
 
     sees: Callable[[int, int], Tensor | None] | None = None
@@ -52,6 +52,7 @@ class Pass:
     tuned: Tensor | None = None
     taps: dict[int, Tensor] = field(default_factory=dict)
     kept: Sequence[Past] | None = None
+    soft: tuple[Tensor, Tensor] | None = None
 
     def gate(self, layer: int) -> bool | Tensor:
         return True if self.gates is None else self.gates[layer]
