@@ -78,7 +78,8 @@ def test_tokens_are_those_of_rows_kept_by_hand() -> None:
 
 
 @pytest.mark.parametrize("more", [{"schedule": "sarathi:budget=3"}, {"schedule": "layered:rows_per_group=4"},
-                                  {"schedule": "splitfuse:budget=17"}, {"place": "disaggregated"}, {"place": "splitwise"},
+                                  {"schedule": "splitfuse:budget=17"}, {"place": "disaggregated"},
+                                  {"place": "splitwise"},
                                   {"place": "disaggregated:transfer=push"}], ids=str)  # fmt: skip
 def test_chunks_layers_and_hand_offs(more: dict[str, str]) -> None:
     placed = tiny.engine(VERBS | more)
@@ -132,7 +133,7 @@ def test_rows_and_bytes_are_closed_forms() -> None:
 
 
 def test_the_prompts_rows_are_the_bases_to_the_bit_and_are_shared() -> None:
-    """Whoever comes later takes them from the prefix cache, of this recipe or of the plain one; latents are nobody's."""
+    """Whoever comes later takes them from the prefix cache, of this recipe or the plain one; latents are nobody's."""
     from tests.laws import mixed
 
     prompt = tiny.prompts(96)[0]

@@ -17,6 +17,7 @@ from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Setting, System
 from phasewise.reproduce.systems import cachegen
+from phasewise.reproduce.systems.augment import RandomLatents
 
 NAMES = index.names()
 WANTED = {
@@ -25,7 +26,7 @@ WANTED = {
     "token_recycling", "aggressive", "retrieval", "rasd", "rsd", "dyspec", "spectr", "mdsd", "easyspec", "rapid",
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
-    "zipcache", "lazyllm", "pie",
+    "zipcache", "lazyllm", "pie", "augment",
 }  # fmt: skip
 
 
@@ -74,8 +75,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def here(setting: Setting) -> Setting:
-    """In this thread."""
-    return replace(setting, cluster="inline")
+    """In this thread; what is shipped with no weights has random ones."""
+    verbs = {verb: text + ",weights=random:0" * text.startswith("augment") for verb, text in setting.verbs.items()}
+    objects = {
+        verb: replace(each, of=replace(each.of, weights="random:0")) if isinstance(each, RandomLatents) else each
+        for verb, each in setting.objects.items()
+    }
+    return replace(setting, cluster="inline", verbs=verbs, objects=objects)
 
 
 def counting(system: System) -> System:

@@ -16,7 +16,7 @@ from phasewise.llm import LLM
 from phasewise.request.params import Params
 from phasewise.serve.completions.earlier import NOBODY, REMEMBERED, Earlier
 from tests.serve.running import PATIENCE, Server
-from tests.serve.tiny_chat import chat_checkpoint
+from tests.serve.tiny_chat import CONTEXT, chat_checkpoint
 
 RECIPES = {"edit": {"decode": "pie"}, "small": {"decode": "pie:least=8", "store": "int8"}}
 TEXT = "the quick brown fox jumps over the lazy dog and then the other thing, " * 4
@@ -223,6 +223,26 @@ def test_workers_that_have_the_kv_get_the_request() -> None:
         for text, then, answer in zip(texts, edited, answers):
             assert answer.choices[0].text == in_python(text, then)[0]
         assert taken(complete(client, EDITED, "cmpl-never", "tiny")) == 0
+
+
+def test_rows_that_a_method_adds_are_told_and_never_counted() -> None:
+    """decode=augment: usage has the tokens of the request alone, and says how many rows stand for none."""
+    with Server(recipes={"deep": {"decode": "augment:latents=6,weights=random:0"}}) as running:
+        client = running.client()
+        plain, deep = (complete(client, TEXT, name=name) for name in ("tiny", "tiny@deep"))
+        assert deep.choices[0].text != plain.choices[0].text
+        for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert getattr(deep.usage, field) == getattr(plain.usage, field), field
+        assert plain.usage.prompt_tokens_details is None
+        assert deep.usage.prompt_tokens_details.model_dump()["added_rows"] == 6
+        two = complete(client, [TEXT, EDITED], name="tiny@deep", n=2, temperature=1, seed=1)
+        assert two.usage.prompt_tokens_details.model_dump()["added_rows"] == 2 * 6
+        options = {"include_usage": True}
+        chunks = list(complete(client, TEXT, name="tiny@deep", stream=True, stream_options=options))
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == deep.choices[0].text
+        assert chunks[-1].usage.prompt_tokens_details.model_dump()["added_rows"] == 6
+        with pytest.raises(openai.BadRequestError, match=f"context is {CONTEXT - 6} tokens"):
+            complete(client, [5] * (CONTEXT - 6), name="tiny@deep")
 
 
 def test_what_is_remembered_has_a_bound() -> None:

@@ -1,7 +1,7 @@
-"""Latents behind a prompt, made from its KV by a trained coprocessor, before the frozen model answers (arXiv 2412.17747).
+"""Latents behind a prompt, made of its KV by a trained coprocessor before the frozen model answers (arXiv 2412.17747).
 
-Promises that the base model and the prompt's rows stay as they are, to the bit: `latents` rows are added behind them, at
-the next positions, and every later token reads them too. They stand for no token and are in no text and no usage.
+Promises that the base model and the prompt's rows stay as they are, to the bit: `latents` rows are added behind them,
+at the next positions, and every later token reads them too. They stand for no token; no text and no usage has them.
 """
 
 from __future__ import annotations

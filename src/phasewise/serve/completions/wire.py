@@ -121,20 +121,19 @@ class Wire:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """A prompt counts once, however many samples it has; an end token counts as output. Who named an earlier answer is
-    told how many tokens of the prompt came from its KV."""
+    """A prompt counts once, however many samples it has; an end token counts as output."""
     prompt, output = answer.prompt_tokens, answer.output_tokens
     counted: dict[str, Any] = {
         "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
     }  # fmt: skip
-    if answer.recalled is not None:
-        counted["prompt_tokens_details"] = {"cached_tokens": answer.recalled}
+    if details := answer.details:
+        counted["prompt_tokens_details"] = details
     return counted
 
 
 def _counted(answer: Answer) -> str:
     """`usage` as JSON, for every event."""
-    if answer.recalled is not None:
+    if answer.details:
         return json.dumps(usage(answer))
     prompt, output = answer.prompt_tokens, answer.output_tokens
     return f'{{"prompt_tokens": {prompt}, "completion_tokens": {output}, "total_tokens": {prompt + output}}}'

@@ -79,8 +79,8 @@ class ResponseWriter:
     def _ended(self, answer: Answer) -> dict[str, Any]:
         given, made = answer.prompt_tokens, answer.output_tokens
         usage: dict[str, Any] = {"input_tokens": given, "output_tokens": made, "total_tokens": given + made}
-        if answer.recalled is not None:
-            usage["input_tokens_details"] = {"cached_tokens": answer.recalled}
+        if details := answer.details:
+            usage["input_tokens_details"] = details
         body = {**self._head, "status": "completed", "output": self._output, "usage": usage}
         if self._finish == "length":
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}

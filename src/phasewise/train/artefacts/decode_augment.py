@@ -1,7 +1,8 @@
 """Training for decode.augment (arXiv 2412.17747): the loss of what follows a prompt, given latents made of its KV.
 
-The base stays frozen; the coprocessor's low-rank weights, the rows that it begins with and the scale of what it makes are
-learned, through the base. Every row of the data has one point at which latents are put: its prompt's end, as served.
+The base stays frozen; the coprocessor's low-rank weights, the rows that it begins with and the scale of what it makes
+are learned, through the base. Every row of the data has one point at which latents are put: its prompt's end, as it
+will be when it serves.
 """
 
 from __future__ import annotations
