@@ -92,10 +92,9 @@ class Engine:
 
     def reach(self, recipe: str) -> int:
         """Positions that a text may have with a recipe: the model's context, or more where its methods carry that."""
-        config = self.model.config
-        endless = all(rope.fixed for rope in config.ropes) and not self._departs
-        reach = self.recipes[recipe].reach(config.max_positions)
-        return reach if endless else min(reach, config.max_positions)
+        context, ropes = self.model.config.max_positions, self.model.config.ropes
+        reach = self.recipes[recipe].reach(context)
+        return reach if all(rope.fixed for rope in ropes) and not self._departs else min(reach, context)
 
     def prepare(self, params: Params, recipe: str) -> None:
         """See `Placed`."""

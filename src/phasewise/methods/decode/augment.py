@@ -143,7 +143,9 @@ class Augmenting:
         assert request.kv is not None
         made: Tensor | None = request.state.get(NAME)
         at = range(request.prompt_len, request.prompt_len + self.count)
-        tokens = [request.prompt[-1]] * self.count  # stand for none: what is given enters in their place
+        tokens = [
+            request.tokens[request.prompt_len - 1]
+        ] * self.count  # stand for none: what is given enters in their place
         if made is None:
             return Span(
                 request, request.kv, self._coprocessing(phase), tokens, at, given=self.soft, beyond=self.count + 1
