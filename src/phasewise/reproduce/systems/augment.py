@@ -52,7 +52,8 @@ class _RandomLatents(Augmenting):
 def any_way(z: Tensor, gen: torch.Generator) -> Tensor:
     """Rows as long as these, in any direction."""
     noise = torch.randn(z.shape, generator=gen)
-    return noise * (z.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
+    long: Tensor = z.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+    return noise * long
 
 
 def rows(case: Case) -> int:
