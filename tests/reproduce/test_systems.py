@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from phasewise import catalog
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.options import parse
 from phasewise.reproduce import index
@@ -17,7 +17,6 @@ from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Setting, System
 from phasewise.reproduce.systems import cachegen
-from phasewise.reproduce.systems.augment import RandomLatents
 
 NAMES = index.names()
 WANTED = {
@@ -28,6 +27,9 @@ WANTED = {
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
     "zipcache", "lazyllm", "pie", "augment",
 }  # fmt: skip
+
+
+UNTRAINED = {"augment": "decode"}  # no weights ship, and to counters they do not matter
 
 
 def test_every_system_is_found() -> None:
@@ -75,13 +77,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def here(setting: Setting) -> Setting:
-    """In this thread; what is shipped with no weights has random ones."""
-    verbs = {verb: text + ",weights=random:0" * text.startswith("augment") for verb, text in setting.verbs.items()}
-    objects = {
-        verb: replace(each, of=replace(each.of, weights="random:0")) if isinstance(each, RandomLatents) else each
-        for verb, each in setting.objects.items()
-    }
-    return replace(setting, cluster="inline", verbs=verbs, objects=objects)
+    """In this thread."""
+    return replace(setting, cluster="inline")
 
 
 def counting(system: System) -> System:
@@ -92,10 +89,38 @@ def counting(system: System) -> System:
     )  # fmt: skip
 
 
+def drawn(setting: Setting, verb: str) -> Setting:
+    """With weights from which nothing was learned."""
+    method = setting.verbs[verb]
+    return replace(setting, verbs={verb: method + (",weights" if ":" in method else ":weights") + "=random:0"})
+
+
+def learned_nothing(control: Setting, verb: str) -> Setting:
+    """One that is made of the method itself, likewise."""
+    made = control.objects.get(verb)
+    if made is None:
+        return control
+    return replace(control, objects={verb: replace(made, of=replace(made.of, weights="random:0"))})
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_what_is_not_trained_is_not_tried(lab: Lab, name: str) -> None:
+    """By itself it stops, and says what to train; among others it has failed. The control has other weights."""
+    system = counting(index.system(name))
+    assert index.system(name).quality
+    with pytest.raises(Untrained, match=f"phasewise train artefact {UNTRAINED[name]}.{name}"):
+        reproduce(name, system, lab)
+    (check,) = reproduce(name, system, lab, among=True).checks
+    assert not check.passed and "phasewise train artefact" in check.measured
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_counters_are_their_closed_forms(lab: Lab, name: str) -> None:
     """On small loads; the tokens of exact systems are compared as well, and no control saves what its method saves."""
     system = counting(index.system(name))
+    if name in UNTRAINED:
+        verb = UNTRAINED[name]
+        system = replace(system, method=drawn(system.method, verb), control=learned_nothing(system.control, verb))
     report = reproduce(name, system, lab)
     wrong = [str(c) for c in report.checks if c.part in ("exact", "counter", "control") and not c.passed]
     assert not wrong

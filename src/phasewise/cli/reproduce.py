@@ -83,7 +83,7 @@ def reproduce(
     reports: list[Report] = []
     with Lab.open(scale) as lab:
         for each in [name] if name is not None else index.names():
-            reports.append(_one(each, lab))
+            reports.append(_one(each, lab, all_))
             if output.json is not None:
                 _save(output.json, reports)
             if all_:  # after each of them: it takes long
@@ -91,13 +91,13 @@ def reproduce(
     print(overview(reports) if all_ else f"{reports[0].markdown()}\n\n{_machine()}")
 
 
-def _one(name: str, lab: Lab) -> Report:
+def _one(name: str, lab: Lab, among: bool) -> Report:
     from phasewise.reproduce import index
     from phasewise.reproduce.runner import reproduce, stages
 
     system, done = index.system(name), count()
     with counting(name, stages(system, lab.scale)) as bar:
-        return reproduce(name, system, lab, lambda what: bar(next(done)))
+        return reproduce(name, system, lab, lambda what: bar(next(done)), among=among)
 
 
 def _save(path: Path, reports: list[Report]) -> None:

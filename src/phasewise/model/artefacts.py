@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 from phasewise.model.fingerprint import fingerprint as fingerprint_of
 from phasewise.model.source import source
 from phasewise.version import __version__
@@ -81,7 +81,7 @@ def load(model: Model, wanted: Artefact, weights: str) -> dict[str, Tensor]:
     for path in _shipped(wanted.file):
         if _about(path).get("base") == base:
             return _read(path, model, wanted)
-    raise UserError(
+    raise Untrained(
         f"{wanted.setting} needs weights trained for the model in {model.files.path}; there are none at {beside} and "
         f"none are shipped for it. Train them: {wanted.command(str(model.files.path))}"
         + (f"; or {wanted.without}" if wanted.without else "")

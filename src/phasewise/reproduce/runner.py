@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phasewise.bench.rounds import agreement
-from phasewise.errors import UserError
+from phasewise.errors import Untrained, UserError
 from phasewise.reproduce import answers, clock
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.report import Grade, Report, Speed
@@ -32,15 +32,20 @@ class Found:
     speeds: list[Speed] = field(default_factory=list)
 
 
-def reproduce(name: str, system: System, lab: Lab, tell: Tell = lambda what: None) -> Report:
+def reproduce(
+    name: str, system: System, lab: Lab, tell: Tell = lambda what: None, *, among: bool = False
+) -> Report:  # fmt: skip
     """Everything that `system` declares, measured; `tell` hears of each stage before it starts.
 
-    What cannot run here (an extra that is not installed, say) fails a check that says so.
+    What cannot run here (an extra that is not installed, say) fails a check that says so. Raises Untrained where
+    weights are missing, unless it is one `among` others.
     """
     found = Found()
     try:
         _measure(system, lab, tell, found)
     except UserError as error:
+        if isinstance(error, Untrained) and not among:
+            raise
         found.checks.append(Check("counter", "everything runs", f"refused: {error}", "a run to the end", False))
     missing = system.missing + ("samples large enough to conclude from: a quick run",) * lab.scale.quick
     return Report.of(

@@ -66,14 +66,14 @@ def held(case: Case) -> int:
 
 
 @torch.no_grad()
-def losses(lab: Lab) -> dict[str, list[float]]:
+def losses(lab: Lab, weights: str = "auto") -> dict[str, list[float]]:
     """Nats of each token that follows a prompt, but for the first: after its own latents, none, random ones, and those
     of another prompt; held-out source and tasks."""
     name = lab.real("pocket")
     model, twin = lab.model(name, "float32"), dense.load(model_path(name)).requires_grad_(False)
     wanted = Augment(LATENTS).artefact(model.config)
     made = LowRank(wanted.shapes).requires_grad_(False)
-    for key, value in artefacts.load(model, wanted, "auto").items():
+    for key, value in artefacts.load(model, wanted, weights).items():
         made[key].copy_(value)
     text = Mixture(files_of(name).tokenizer(), list(sources(held_out=True).values()), lab.scale.seed + 1)
     found: dict[str, list[float]] = {}
