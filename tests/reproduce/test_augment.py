@@ -26,7 +26,7 @@ def test_a_check_fails_where_own_latents_are_no_better(
 ) -> None:
     """Of losses that differ from token to token."""
     noise = [0.1 * (i % 7) for i in range(100)]
-    found: dict[str, Any] = dict.fromkeys(("none", "random", "another"), [2.0 + each for each in noise])
+    found: dict[str, Any] = {who: [2.0 + each for each in noise] for who in ("none", "random", "another")}
     found["own"] = [own + each for each in reversed(noise)]
     monkeypatch.setattr(augment, "losses", lambda lab: found)
     assert augment.lead(other)(None).passed is passes  # type: ignore[arg-type]
