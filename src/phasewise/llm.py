@@ -53,6 +53,7 @@ class Output:
     prompt_logprobs: list[Score | None] | None = None  # one per token of the prompt; None before `scored_from`
     id: str = ""
     recalled: int = 0  # prompt tokens whose KV was given: an earlier request's, or made of another model's
+    added: int = 0  # rows that a method has added to the prompt, which stand for no token and are in no count
 
 
 class LLM:
@@ -95,6 +96,7 @@ class LLM:
         self.recipes = tuple(builder.recipes)  # what requests may ask for, besides the default ""
         self.lossy: dict[str, list[str]] = {}  # by recipe, what may change answers
         self.asks: frozenset[str] = frozenset()  # names in `Params.ask` that some method takes
+        self.adds: dict[str, int] = {}  # by recipe, rows that are added to every prompt and stand for no token
         self._know({"": builder.methods, **builder.recipes})
         self.engine: Placed = builder.build()
 
@@ -292,6 +294,7 @@ class LLM:
     def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """What there is to know of new recipes, and of requests that name none."""
         self.lossy |= {name: lossy(own) for name, own in recipes.items()}
+        self.adds |= {name: getattr(own["decode"], "adds", 0) for name, own in recipes.items()}
         every = [method for own in recipes.values() for method in own.values()]
         self.asks |= frozenset(name for method in every for name in getattr(method, "asks", ()))
 
@@ -352,7 +355,7 @@ class LLM:
             request.out, written, request.left, request.trace,
             [scores[at] for at in range(request.prompt_len, request.known)] if params.tells else None,
             None if params.prompt_logprobs is None else [scores.get(at) for at in range(request.prompt_len)],
-            request.id, request.recalled,
+            request.id, request.recalled, self.adds[request.recipe],
         )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.llm import LLM
+from phasewise.methods.decode._common import common
 from phasewise.methods.decode.pie import Pie, Piece, pieces
 from phasewise.model.model import Model
 from phasewise.ops import native
@@ -249,6 +252,41 @@ def test_pieces() -> None:
     assert pieces([5] * 20, [5] * 30, 4, 0) == [Piece(0, 20, 0, False)]
 
 
+@pytest.mark.parametrize("least", [1, 4, 16, 40])
+def test_runs_are_those_of_a_slow_search(least: int) -> None:
+    """In texts that do not repeat themselves; and always they are common, in order and apart."""
+    random = Random(least)
+    for case in range(60):
+        words = 10_000 if case % 2 else 12
+        old = [random.randrange(words) for _ in range(300)]
+        new = list(old)
+        for _ in range(random.randrange(6)):
+            at = random.randrange(len(new))
+            new[at : at + random.randrange(30)] = [random.randrange(words) for _ in range(random.randrange(30))]
+        found = common(old, new, least)
+        at = to = 0
+        for a, b, size in found:
+            assert at <= a and to <= b and size >= least and old[a : a + size] == new[b : b + size]
+            at, to = a + size, b + size
+        if words > 12:
+            slow = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+            assert sum(size for *_, size in found) >= sum(size for *_, size in slow if size >= least) - 3
+
+
+@pytest.mark.parametrize("kind", ["one token", "two in turn", "every other one is new", "turned round"])
+def test_hostile_texts_take_no_time(kind: str) -> None:
+    """Where time grew with the square of a text, this would not end."""
+    n = 60_000
+    old, new = {
+        "one token": ([5] * n, [6, *[5] * n, 7]),
+        "two in turn": ([5, 6] * n, [1, *[6, 5] * n, 2]),
+        "every other one is new": (list(range(n)), [i if i % 2 else n + i for i in range(n)]),
+        "turned round": (list(range(n)), list(range(n))[::-1]),
+    }[kind]
+    for least in (1, 16):
+        pieces(old, new, least, 0)
+
+
 # ---- memory
 def test_what_is_left_lies_in_the_ledger_and_the_least_recently_used_goes_first() -> None:
     row = built({}).store.row_bytes
@@ -407,15 +445,35 @@ def test_in_bfloat16_all_steps_are_native_and_mates_change_nothing(monkeypatch: 
     assert outs[0] == outs[1]
 
 
-def test_with_hand_off_it_is_found_where_prompts_are_computed_or_not_at_all() -> None:
+def test_with_hand_off_a_request_starts_where_the_kv_is() -> None:
     placed = tiny.engine(VERBS | {"place": "disaggregated"})
     here = pair(placed, EDITS["replace"])  # one token: it never left
     assert here.recalled == 90 - 6 - 1 and here.out == by_hand(tiny.model(), EDITS["replace"])
     assert placed.counters.handoffs == 1
     gone = serve(placed, tiny.prompts(80, seed=8)[0], tiny.greedy(4))
     now = edited(gone.prompt, EDITS["insert"])
+    handoffs = placed.counters.handoffs
+    request = serve(placed, now, after(gone.id))
+    assert request.recalled == 80 - 1 and request.out == by_hand(tiny.model(), EDITS["insert"], gone.prompt)
+    assert placed.counters.handoffs == handoffs, "a worker that also decodes keeps it"
+    unknown = serve(placed, now, after("never heard of"))
+    assert unknown.recalled == 0 and [unknown.out] == tiny.plain([now], tiny.greedy(N))
+
+
+def test_a_worker_that_is_gone_is_not_waited_for() -> None:
+    placed = tiny.engine(VERBS | {"place": "disaggregated"})
+    gone = serve(placed, TEXT, tiny.greedy(4))
+    keeper = placed._keepers._at[gone.id]
+    placed._lose(keeper, "on purpose")
+    now = edited(TEXT, EDITS["insert"])
     request = serve(placed, now, after(gone.id))
     assert request.recalled == 0 and [request.out] == tiny.plain([now], tiny.greedy(N))
+
+
+def test_where_nobody_can_go_on_nothing_is_remembered() -> None:
+    placed = tiny.engine({"place": "disaggregated"})
+    serve(placed, TEXT, tiny.greedy(4))
+    assert not placed._keepers._at
 
 
 def test_from_python() -> None:

@@ -60,6 +60,13 @@ REFUSED: dict[frozenset[str], str] = {
     },
     **{frozenset((f"decode.{decode}", "store.zipcache")): GIVEN for decode in TAKES},
     **{
+        frozenset(("decode.augment", f"{verb}.{name}")): "brings its own"
+        for verb in ("attend", "evict", "skip")
+        for name in catalog.names(verb)
+        if name != DEFAULTS[verb]
+    },
+    frozenset(("decode.augment", "store.zipcache")): "brings its own",
+    **{
         frozenset((f"{verb}.{name}", LATE)): f"also fills {verb}"
         for verb in ("attend", "evict")
         for name in catalog.names(verb)

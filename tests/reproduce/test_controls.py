@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
@@ -14,6 +15,7 @@ from phasewise.methods.attend.loopserve import LoopServe
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.attend.token_select import TokenSelect
+from phasewise.methods.decode.augment import Augment
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O
@@ -46,6 +48,7 @@ from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, Run, play
 from phasewise.reproduce.shuffled import Shuffled
+from phasewise.reproduce.systems.augment import RandomLatents, any_way
 from tests import tiny
 
 
@@ -100,6 +103,19 @@ def test_random_needs_run_as_many_pairs_for_a_prompt_as_lazyllm() -> None:
     assert run(longer).outs != run(longer, skip=RandomNeeds(method)).outs != run(longer, skip=method).outs
     everything = run(longer, skip=RandomNeeds(LazyLLM(keep=1.0)))
     assert everything.outs == run(longer).outs and everything.work.row_layers == (150 + 19) * 4
+
+
+def test_random_latents_cost_what_learned_ones_do() -> None:
+    """As many rows, as long, in the same places; they are the request's own, whoever is there."""
+    entries, method = lone(60, 12), Augment(4, "random:0")
+    chosen, drawn = run(entries, decode=method), run(entries, decode=RandomLatents(method))
+    assert chosen.work.rows == drawn.work.rows == 60 + 2 * 4 + 11
+    assert [s.kv for s in chosen.steps] == [s.kv for s in drawn.steps]
+    assert run(entries).outs != chosen.outs != drawn.outs == run(entries, decode=RandomLatents(method)).outs
+    z = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    noise = any_way(z, torch.Generator().manual_seed(1))
+    assert torch.allclose(noise.norm(dim=-1), z.norm(dim=-1))
+    assert float(torch.cosine_similarity(noise, z).abs().max()) < 0.7
 
 
 def test_random_rows_that_keep_everything_change_nothing() -> None:

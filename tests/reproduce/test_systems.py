@@ -26,11 +26,13 @@ WANTED = {
     "pearl", "lookahead", "aded", "swift", "pyramidkv", "adakv", "h2o", "tova", "keyformer", "double_sparsity",
     "token_select", "instinfer", "infllm", "tidal", "zero_tuning", "kivi", "gear", "compress_kv_heads", "zipvl",
     "zipcache", "lazyllm", "pie", "longgen", "power", "kv_prediction", "c2c", "loopserve", "rlkv",
+    "augment",
 }  # fmt: skip
 
 
 UNTRAINED = {  # no weights ship for these; counters do not care what they are
     "longgen": "evict", "power": "attend", "kv_prediction": "decode", "c2c": "decode", "rlkv": "evict",
+    "augment": "decode",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import torch
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.handover import Handover
 from phasewise.cluster.in_flight import InFlight
+from phasewise.cluster.keepers import Keepers
 from phasewise.cluster.launcher import Launcher, Message
 from phasewise.cluster.lessons import Lesson, told
 from phasewise.cluster.load import weigh
@@ -69,6 +70,7 @@ class Router:
         self._closed = False
         self._lesson: Lesson = {}  # recipes that came later, which whoever is launched is told of
         self.handover = Handover(self)
+        self._keepers = Keepers()
         self._hears = {"progress": self._progress, **self.handover.hears}
         try:
             self.supervisor = Supervisor(launcher, policy.worker_specs(), clock)
@@ -175,7 +177,7 @@ class Router:
 
     def reach(self, recipe: str) -> int:
         """Texts beyond the context are for one engine alone."""
-        return self.model.config.max_positions
+        return min(self.model.config.max_positions, self.fronts[0].reach(recipe))
 
     def cancel(self, request: Request) -> bool:
         flight = self.flights.get(request.id)
@@ -225,10 +227,15 @@ class Router:
         weigh(self.handles, self.flights.values(), request, self.shape(request))
         seated = self.supervisor.seated
         if not request.n_out:
-            return self.policy.start(request.tokens, seated)
+            keeper = self._keepers.find(request, self._decode(request), seated)
+            return self.policy.start(request.tokens, seated) if keeper is None else keeper
         handle = self.policy.go_on(request.known, [handle for handle in seated if handle.spec.decodes])
         assert handle is not None
         return handle
+
+    def _decode(self, request: Request) -> object:
+        """What computes its prompt, as the workers have it."""
+        return self.fronts[0].runtime(request).phases[0].decode
 
     def shape(self, request: Request) -> bytes:
         """The key under which workers cache the request's prompt: recipes that shape it alike have the same."""
@@ -357,6 +364,8 @@ class Router:
     def _leave(self, flight: InFlight, left: Left) -> None:
         caller = flight.caller
         del self.flights[caller.id]
+        if left.how == "finished":
+            self._keepers.finished(caller, self._decode(caller), flight.handle)
         caller.left = left
         caller.trace.left, caller.trace.by["left"] = self.clock(), flight.handle.name
         self._progressed[caller] = None

@@ -57,7 +57,7 @@ def restart(span: Span) -> None:
     """Forget a step's uncommitted rows. A slice that was under way starts again, and then runs its whole depth."""
     span.kv.commit(0)
     if span.layers is not None:
-        span.layers = span.hidden = None
+        span.layers, span.hidden = None, span.given
         span.taps.clear()
 
 
@@ -131,7 +131,7 @@ class StepAttempt:
 def _siblings(span: Span, waiting: Iterable[Request]) -> Iterable[Request]:
     """Those that wait for the prompt which `span` completes."""
     request = span.request
-    if not request.prefilling or span.positions[-1] + 1 < request.prompt_len:
+    if not request.prefilling or span.end < request.prompt_len:
         return ()
     return (sibling for sibling in waiting if sibling.parent is request)
 

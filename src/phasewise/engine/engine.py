@@ -92,9 +92,9 @@ class Engine:
 
     def reach(self, recipe: str) -> int:
         """Positions that a text may have with a recipe: the model's context, or more where its methods carry that."""
-        config = self.model.config
-        endless = all(rope.fixed for rope in config.ropes) and not self._departs
-        return self.recipes[recipe].reach(config.max_positions) if endless else config.max_positions
+        context, ropes = self.model.config.max_positions, self.model.config.ropes
+        reach = self.recipes[recipe].reach(context)
+        return reach if all(rope.fixed for rope in ropes) and not self._departs else min(reach, context)
 
     def prepare(self, params: Params, recipe: str) -> None:
         """See `Placed`."""
@@ -261,7 +261,7 @@ class Engine:
             if isinstance(span, Exception):
                 self._fail(work.job, span)
                 continue
-            if span.layers is not None or (span.hidden is not None and work.layers is not None):
+            if span.layers is not None or (span.hidden is not span.given and work.layers is not None):
                 self._fail(work.job, UserError(DEPTH))
                 continue
             span.layers = work.layers
@@ -331,7 +331,7 @@ class Engine:
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
-        request.computed += outcome.kept
+        request.computed = span.end if span.beyond and outcome.kept else request.computed + outcome.kept
         if before < request.high_water:
             own.recomputed += (again := min(request.computed, request.high_water) - before)
             counters.recomputed += again

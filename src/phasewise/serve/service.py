@@ -22,6 +22,7 @@ from phasewise.request.params import SLO, Params
 from phasewise.serve.about import About
 from phasewise.serve.completions.answer import Answer, Order, Telling
 from phasewise.serve.completions.conversation import Conversations, Prompt
+from phasewise.serve.completions.earlier import Earlier
 from phasewise.serve.completions.infill import Infill
 from phasewise.serve.completions.schema import Ask, ChatAsk, CompletionAsk, read
 from phasewise.serve.completions.stream import Bodies, EventStream, Writer
@@ -70,6 +71,7 @@ class Service:
         self._infill = Infill(llm.tokenizer)
         self._bodies, self._about = Bodies(), About(self)
         self.responses = Responses(self, policy.stored_bytes)
+        self._earlier = Earlier()
         self.posts: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
             ("/v1/completions", self.completions, CompletionAsk),
             ("/v1/chat/completions", self.chat, ChatAsk),
@@ -177,10 +179,11 @@ class Service:
         prompt = await self.prompt(ask)
         order = self._order(ask, [_cut(ask, prompt.ids)], "messages", [prompt.lead] if prompt.lead else ())
         if prompt.ask is not None:
-            if order.params.ask is not None:
+            if ask.structure() is not None:
                 both = "tool_choice and strict tools are held by a grammar, and so is the format that is asked for: "
                 raise ApiError(400, both + "leave one out", "tool_choice", "invalid_value")
-            order = replace(order, params=replace(order.params, ask=prompt.ask))
+            asks = {**(order.params.ask or {}), **prompt.ask}
+            order = replace(order, params=replace(order.params, ask=asks))
         return replace(order, manner=prompt.manner, shown=prompt.shown)
 
     def recipe(self, name: str | None) -> str:
@@ -231,10 +234,29 @@ class Service:
                 await answer.start()
         self.metrics.took(order.recipe, len(answer.choices), answer.prompt_tokens)
         if order.stream:
+            self._note(writer, answer)
             return EventStream(answer, writer)
         async with answer.attended(request.receive):
             pieces = await answer.whole()
+            self._note(writer, answer)
             return json_response(writer.body(answer, pieces))
+
+    def _note(self, writer: Writer, answer: Answer) -> None:
+        """Others may go on from it, where some recipe knows how."""
+        if "after" in self.llm.asks:
+            self._earlier.note(writer.id, answer.choices)
+
+    def _going_on(self, ask: Ask, params: Params, recipe: str) -> Params:
+        """The same, of a request that names an earlier answer. Raises ApiError."""
+        if ask.after is None:
+            return params
+        reason = self._why(params, recipe, {"after": ask.after})
+        if reason is not None:
+            raise ApiError(400, reason, "after", "unsupported_parameter")
+        if ask.exact:
+            raise ApiError(400, "exact was asked for, and after takes KV that has not read what is edited before it: "
+                           "leave one out", "after", "invalid_value")  # fmt: skip
+        return replace(params, ask={**(params.ask or {}), "after": self._earlier.request(ask.after)})
 
     def _fits(self, characters: int, ask: Ask, param: str) -> None:
         """Raise ApiError for a text that is too long whatever its tokens are: counting them takes long."""
@@ -284,6 +306,7 @@ class Service:
         own = self.llm.model.config.max_positions
         if asked is None and context > own:  # such an answer ends with the context, or is one long
             params = replace(params, max_tokens=own - longest if longest < own else own)
+        params = self._going_on(ask, params, recipe)
         samples, told = ask.samples(), Telling(ask.told(), ask.prompt_logprobs)
         best = ask.n or 1 if samples > (ask.n or 1) else None
         if best is not None and params.logprobs is None:

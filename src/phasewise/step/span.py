@@ -27,7 +27,9 @@ class Span:
     the first of those that `sees` tells, bool [rows, first + rows].
     `layers` is a half-open range when only part of the depth runs now, which the schedule alone decides; then `hidden`
     [rows, d] and `taps` {layer: [rows, d]} carry the state from step to step, and the span object stays the same. A
-    method may give `hidden` instead of embedded tokens where the whole depth runs.
+    method may give `hidden` instead of embedded tokens where the whole depth runs; `given` [rows, d] enters the first
+    layer in their place whatever runs when. `beyond`: so many rows up to its last stand for no token, so that positions
+    run ahead of tokens.
     `sure`: the last of its tokens, where they are not the request's yet and will be whatever the model says
     (`Sample.sure`). A token is drawn after the last of them alone.
     """
@@ -45,12 +47,16 @@ class Span:
     first: int = 0
     block: int = 1
     sure: tuple[int, ...] = ()
+    given: Tensor | None = None
+    beyond: int = 0
     trail: dict[str, Any] | None = None  # what methods make of its rows, until it is known which stay (step/trail.py)
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rows = len(self.tokens)
+        if self.hidden is None:
+            self.hidden = self.given
 
     @property
     def walk(self) -> tuple[int, ...] | None:
@@ -70,7 +76,12 @@ class Span:
     @property
     def reaches_end(self) -> bool:
         """Whether its last row is that of the request's last token, or of the last that is sure."""
-        return self.positions[-1] + 1 == self.request.known + len(self.sure)
+        return self.end == self.request.known + len(self.sure)
+
+    @property
+    def end(self) -> int:
+        """How many tokens there are up to its last row."""
+        return self.positions[-1] + 1 - self.beyond
 
     @property
     def finishes(self) -> bool:

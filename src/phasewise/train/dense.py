@@ -204,6 +204,8 @@ class Dense(nn.Module):
         rope = self.rope(torch.cat([block.positions.flatten() for block in blocks]))
         if torch.is_autocast_enabled(x.device.type):
             x, rope = x.bfloat16(), (rope[0].bfloat16(), rope[1].bfloat16())
+        if how.soft is not None:
+            x = x.index_copy(0, how.soft[0], how.soft[1].to(x.dtype))
         sizes: Sizes = [(block.ids.shape[0], block.ids.shape[1]) for block in blocks]
         for i in range(len(self.layers)):
             gate = how.gate(i)

@@ -53,6 +53,9 @@ class Decode(Protocol):
         leaves: bool  -- of such a runtime, False: it takes nothing from other requests, and they leave it nothing
         sparing: bool  -- of such a runtime, True: most rows of every prompt are never computed, and requests that ask
             about them (`prompt_logprobs`, `pooling`) are refused
+        follows(params: Params) -> str | None  -- of a runtime with `given`: the id of the request whose KV it will look
+            for, so that a placement may start it where that finished
+        adds: int  -- of a method: rows that it adds to every prompt and that stand for no token; answers say how many
         margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
             where these may be more than 64: who could not find room for them in the KV budget is refused at once
         scattered: bool  -- of a runtime that draws tokens before those in front of them are known: requests that ask

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.cache import KV
 from phasewise.kv.left import Given, Left
+from phasewise.methods.decode._common import common
 from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.model.model import Model
 from phasewise.request.params import Params
@@ -36,12 +36,12 @@ class Pie:
     prompt has in common with the text of the request ID, from the left: runs of at least `least` tokens. All else is
     computed, from the left as well, and so are the first `repair` tokens after each edit, where what is unread weighs
     most: with enough of them all is dense. `Output.recalled` says how many rows were taken; 0 where that KV is no
-    longer kept, or was another recipe's, or another engine's: then the prompt is computed from its tokens.
+    longer kept, or was another recipe's: then the prompt is computed from its tokens. Of several workers, the one that
+    has the KV gets the request. Over HTTP: docs/serving.md.
 
     Rows that moved are approximate: the prompt's are never shared as a prefix. KV that was edited may be edited again;
     keys are turned again then, and rounded. A request that is preempted starts again from what is left then.
-    Left out: decoding with drafts; keys that are turned when they are read, instead of once; a refusal of `after` where
-    a server promises exact answers: who asks for it wants what it gives.
+    Left out: decoding with drafts; keys that are turned when they are read, instead of once.
     """
 
     repair: int = 0
@@ -106,9 +106,12 @@ class Editing:
         if not isinstance(after, str):
             raise UserError(f"after={after!r} must be the id of an earlier request, a text")
 
+    def follows(self, params: Params) -> str | None:
+        return (params.ask or {}).get("after")
+
     # ---- what is taken
     def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
-        after = (request.params.ask or {}).get("after")
+        after = self.follows(request.params)
         if after is None:
             return None
         plan = request.state.get(NAME)
@@ -183,9 +186,8 @@ def pieces(old: Sequence[int], new: Sequence[int], least: int, repair: int) -> l
     most = min(len(old), len(new))
     head = next((i for i in range(most) if old[i] != new[i]), most)
     tail = next((i for i in range(most - head) if old[-1 - i] != new[-1 - i]), most - head)
-    between = SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
-    runs = [(0, 0, head)]
-    runs += [(head + a, head + b, size) for a, b, size in between.get_matching_blocks()]
+    between = common(old[head : len(old) - tail], new[head : len(new) - tail], least)
+    runs = [(0, 0, head), *((head + a, head + b, size) for a, b, size in between)]
     runs.append((len(old) - tail, len(new) - tail, tail))
     found: list[Piece] = []
     after = False

@@ -165,11 +165,24 @@ class Answer:
             for i, request in enumerate(_samples(llm, prompt, order))
         ]
         self._every = self.choices
+        self._goes_on = "after" in (order.params.ask or {})
+        self._added = llm.adds[order.recipe]
         self._live = list(self.choices)  # those of which there will be more
 
     @property
     def output_tokens(self) -> int:
         return sum(choice.tokens for choice in self._every)
+
+    @property
+    def details(self) -> dict[str, int]:
+        """What usage says of its prompts besides their tokens: how many of these came from the KV of an earlier answer,
+        where one was named, and how many rows were added that stand for none."""
+        found = {}
+        if self._goes_on:
+            found["cached_tokens"] = sum(choice.feed.request.recalled for choice in self._every[:: self._samples])
+        if self._added:
+            found["added_rows"] = self._added * len(self._every[:: self._samples])
+        return found
 
     def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
         """Of all tokens of its prompt, the first of which has none; None where they are not wanted."""

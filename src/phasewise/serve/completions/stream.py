@@ -74,6 +74,10 @@ class Bodies:
 class Writer(Protocol):
     """Writes one answer, whole or as events."""
 
+    @property
+    def id(self) -> str:
+        """By which clients know the answer."""
+
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A whole answer."""
 

@@ -70,6 +70,10 @@ class Wire:
         self._open = f'data: {chunk}, "choices": [{{"index": '
         self._close = ', "usage": null}\n\n' if include_usage else "}\n\n"
 
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A whole answer."""
         choices: list[dict[str, Any]] = [
@@ -116,14 +120,21 @@ class Wire:
         return event(error_body(error)) + DONE
 
 
-def usage(answer: Answer) -> dict[str, int]:
+def usage(answer: Answer) -> dict[str, Any]:
     """A prompt counts once, however many samples it has; an end token counts as output."""
     prompt, output = answer.prompt_tokens, answer.output_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+    }  # fmt: skip
+    if details := answer.details:
+        counted["prompt_tokens_details"] = details
+    return counted
 
 
 def _counted(answer: Answer) -> str:
     """`usage` as JSON, for every event."""
+    if answer.details:
+        return json.dumps(usage(answer))
     prompt, output = answer.prompt_tokens, answer.output_tokens
     return f'{{"prompt_tokens": {prompt}, "completion_tokens": {output}, "total_tokens": {prompt + output}}}'
 

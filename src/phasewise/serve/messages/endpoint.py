@@ -56,6 +56,10 @@ class MessageWriter:
         self._blocks = 0  # begun so far
         self._end: dict[str, Any] = {}
 
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The whole message."""
         (piece,) = pieces

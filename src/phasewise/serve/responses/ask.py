@@ -33,6 +33,7 @@ class ResponsesAsk(BaseModel):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
+    after: str | None = None
     store: bool | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -57,7 +58,7 @@ class ResponsesAsk(BaseModel):
         """The same, after `earlier` items, as a chat completion says it. Raises ApiError."""
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         messages += _messages([*earlier, *self.items()], len(earlier))
-        same = ("model", "stream", "parallel_tool_calls", "temperature", "top_p")
+        same = ("model", "stream", "parallel_tool_calls", "temperature", "top_p", "after")
         fields = {name: getattr(self, name) for name in same}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.tools:

@@ -37,6 +37,10 @@ class ResponseWriter:
             "top_p": 1.0 if ask.top_p is None else ask.top_p, "truncation": "disabled",
         }  # fmt: skip
 
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The whole response."""
         for piece in pieces:
@@ -74,7 +78,9 @@ class ResponseWriter:
 
     def _ended(self, answer: Answer) -> dict[str, Any]:
         given, made = answer.prompt_tokens, answer.output_tokens
-        usage = {"input_tokens": given, "output_tokens": made, "total_tokens": given + made}
+        usage: dict[str, Any] = {"input_tokens": given, "output_tokens": made, "total_tokens": given + made}
+        if details := answer.details:
+            usage["input_tokens_details"] = details
         body = {**self._head, "status": "completed", "output": self._output, "usage": usage}
         if self._finish == "length":
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
