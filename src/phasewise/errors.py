@@ -30,10 +30,6 @@ class WeightsError(UserError):
     """The weight files do not fit the configuration; the message names the file and the tensors."""
 
 
-class Untrained(UserError):
-    """Weights that a method needs have not been trained for this model; the message names the command that does."""
-
-
 def near(name: str, choices: Iterable[str]) -> str:
     """One sentence that ends an error about an unknown `name`: the nearest of `choices`, then the valid list."""
     valid = sorted(choices)

@@ -93,6 +93,20 @@ def counting(system: System) -> System:
     )  # fmt: skip
 
 
+def drawn(setting: Setting, verb: str) -> Setting:
+    """With weights from which nothing was learned."""
+    method = setting.verbs[verb]
+    return replace(setting, verbs={verb: method + (",weights" if ":" in method else ":weights") + "=random:0"})
+
+
+def learned_nothing(control: Setting, verb: str) -> Setting:
+    """One that is made of the method itself, likewise."""
+    made = control.objects.get(verb)
+    if made is None:
+        return control
+    return replace(control, objects={verb: replace(made, of=replace(made.of, weights="random:0"))})
+
+
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_what_is_not_trained_is_not_tried(lab: Lab, name: str) -> None:
     """By itself it stops, and says what to train; among others it has failed. Controls have other weights, or none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from phasewise.cli import show
 from phasewise.cli.options import spread
 from phasewise.cli.progress import counting
-from phasewise.errors import Untrained, UserError
+from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.reproduce.lab import Lab, Scale

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-from phasewise.errors import UserError
 from phasewise.methods.evict._windows import EVERY, Window
 from phasewise.step.read import Read, View
 from phasewise.step.sight import Sight
