@@ -43,6 +43,12 @@ def test_one_system_and_its_json(cli: Cli, tmp_path: Path) -> None:
     assert all(check.passed for check in report.checks if check.part in ("exact", "counter", "control"))
 
 
+def test_what_nobody_trained_stops_and_says_what_would(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phasewise.model.artefacts.FOLDER", "nowhere")
+    said = cli("reproduce", "longgen", "--quick", "--no-time")
+    assert said.code == 2 and "phasewise train artefact evict.longgen:sinks=4,window=252,full=middle" in said.err
+
+
 def test_all_systems_are_written_down(
     cli: Cli,
     tmp_path: Path,
