@@ -31,7 +31,7 @@ from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Blend, Pass, Past
 from phasewise.train.trainer import Loss, Recipe, Run, fit, halved
 
-TOKENS = 300_000  # prompts, answers and padding
+TOKENS = 150_000  # of prompts, and of answers as often as they are sampled; padding aside
 RATE = 0.02
 PRESSURE = 0.03  # of the mean gate in the loss
 ENOUGH = 0.5  # the share of right answers below which nothing pulls
