@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.engine import Engine
@@ -44,19 +45,28 @@ def test_prefixes_are_shared_by_those_that_shape_a_prompt_alike(first: str, seco
 
 @pytest.mark.parametrize("name", catalog.names("decode"))
 def test_plain_prompts_are_what_their_method_says(name: str) -> None:
-    """The rows of a prompt, bit by bit, are autoregressive's exactly where a decode method says so."""
-    recipes = {"mine": options("decode", name)}
-    placed, rows = build(recipes, prefix_cache=False), []
-    for recipe in ("mine", ""):
-        request = Request(tiny.prompts(64)[0], tiny.greedy(8), recipe=recipe)
-        placed.add(request)
-        while request.prefilling:
-            placed.step()
-        assert request.kv is not None
-        rows.append([plane[:, :64].clone() for layer in request.kv.layers for plane in layer.slabs[0].buffer.planes])
-        placed.cancel(request)
-    equal = all(torch.equal(a, b) for a, b in zip(*rows))
-    assert equal == getattr(catalog.method("decode", name), "plain_prompts", False)
+    """The rows of a prompt that others may have, bit by bit, are autoregressive's exactly where a decode method says
+    so."""
+    mine, plain = remembered(options("decode", name)), remembered({})
+    equal = len(mine) == len(plain) and all(torch.equal(a, b) for a, b in zip(mine, plain))
+    assert plain and equal == getattr(catalog.method("decode", name), "plain_prompts", False)
+
+
+def remembered(verbs: dict[str, str]) -> list[Tensor]:
+    """What an engine keeps of a prompt for others, all layers and planes; nothing if it shares none."""
+    placed = build({"mine": verbs}, {"schedule": "sarathi:budget=32"})  # so many rows at once, whoever cuts a prompt
+    assert isinstance(placed, Engine)
+    request, store = Request(tiny.prompts(65)[0], tiny.greedy(8), recipe="mine"), placed.recipes["mine"].store
+    placed.add(request)
+    while request.prefilling:
+        placed.step()
+    placed.cancel(request)
+    if store.tree is None:
+        return []
+    nodes, layers = store.tree.match(request.prompt[:64]), list(store.layers(64))
+    assert sum(node.rows for node in nodes) == 64
+    store.tree.copy_into(nodes, layers)
+    return [plane[:, :64] for layer in layers for plane in layer.slabs[0].buffer.planes]
 
 
 def test_unused_prefixes_of_all_recipes_make_way_for_anyone() -> None:
