@@ -143,7 +143,7 @@ class Router:
         if request.id in self.flights:
             raise UserError(f"a request with id {request.id!r} is already running: give each request its own id")
         for front in self.fronts:
-            front.check(request, self.reach(request.recipe))
+            front.check(request, self.model.config.max_positions)
         request.trace.arrived = self.clock()
         parent = None if request.parent is None else self.flights.get(request.parent.id)
         if parent is not None and not parent.held and parent.computing:

@@ -111,7 +111,7 @@ class Engine:
         runtime = self.runtime(request)
         runtime.check(request.params)
         refuse(request, runtime, config.vocab, config.eos)
-        reach = self.reach(request.recipe) if reach is None else reach
+        reach = min(own := self.reach(request.recipe), reach or own)
         if request.prompt_len >= reach:
             raise UserError(
                 f"the prompt has {request.prompt_len} tokens, but the model's context is {reach}: "
