@@ -135,7 +135,7 @@ class SlowSparF(Slow):
             logits = []
             for slot in visible:
                 if slot in row.moved:  # it meets the query turned back
-                    turned = row.read.step.model.rotate(row.read.layer, each, -self.delta(row))
+                    turned = row.read.step.model.rotate(row.read.layer, each, -self.shift(row))
                     logits.append(turned[numbers] @ row.read.part.k[h, slot, numbers])
                 else:
                     logits.append(each[numbers] @ row.k[h, slot, numbers])
@@ -144,7 +144,7 @@ class SlowSparF(Slow):
         return torch.stack(every)
 
     @staticmethod
-    def delta(row: Row) -> int:
+    def shift(row: Row) -> int:
         r = row.read.q_positions.tolist().index(row.at)
         return int(row.read.view.moved[1][r])  # type: ignore[union-attr, index]
 

@@ -118,7 +118,7 @@ def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
     paths: list[Any] = [SimpleNamespace(nodes=branch(path), flat=flat) for path in names]
     one, other = Hydragen(), Hydragen(rows=128)
     spans: list[Any] = [
-        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend, walk=None), rows=rows, sees=sees)
+        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend), walk=None, rows=rows, sees=sees)
         for kv, attend, (rows, sees) in zip(
             paths, (one, other, Dense(), other, one, one, one),
             [*[(1, None)] * 4, (64, None), (65, None), (65, torch.ones(65, 65).bool())],

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from phasewise.errors import Untrained
 from phasewise.reproduce import index
 from phasewise.reproduce.report import Report
 from tests.cli.conftest import Cli
@@ -68,12 +67,10 @@ def test_all_systems_are_written_down(
 def test_without_weights_one_system_stops_and_all_of_them_go_on(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def untrained(name: str, *rest: object) -> Report:
-        raise Untrained(f"{name} needs weights: phasewise train artefact it")
-
-    monkeypatch.setattr("phasewise.reproduce.runner.reproduce", untrained)
+    monkeypatch.setattr("phasewise.model.artefacts.FOLDER", "nowhere")
     said = cli("reproduce", "rlkv", "--quick", "--no-time")
-    assert said.code == 2 and "rlkv needs weights: phasewise train artefact it" in said.err
-    monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["rlkv"])
+    assert said.code == 2 and "phasewise train artefact evict.rlkv" in said.err
+    monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["rlkv", "prompt_lookup"])
     said = cli("reproduce", "--all", "--quick", "--no-time", "--out", tmp_path / "reproduced.md")
-    assert said.code == 0 and "rlkv: left out: rlkv needs weights" in said.err
+    page = (tmp_path / "reproduced.md").read_text()
+    assert said.code == 0 and "phasewise train artefact evict.rlkv" in page and "## Prompt lookup" in page
