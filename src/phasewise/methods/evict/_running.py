@@ -242,15 +242,16 @@ class Running:
 def _without_lowest(scores: Tensor, ranks: Tensor, rivals: Tensor, limits: Tensor) -> Tensor:
     """Scores [.., N] of which the rivals with the lowest ranks are gone, until no more are left than the limits [.., 1]
     say; of equal ones the later leaves."""
-    order = torch.arange(scores.shape[-1], device=scores.device)
+    order = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     over = (scores > GONE).sum(-1) > limits
     while bool(over.any()):  # once, but where rows of a block have come together
         left = ranks.masked_fill(~rivals, float("inf"))
-        lowest = (left == left.amin(-1, keepdim=True)) & rivals
-        leaves = (order == (lowest * order).amax(-1, keepdim=True)) & over[..., None]
-        rivals = rivals & ~leaves
-        scores = scores.masked_fill(leaves, GONE)
-        over = (scores > GONE).sum(-1) > limits
+        least = left.amin(-1, keepdim=True)
+        last = torch.where(left == least, order, -1).amax(-1, keepdim=True).long()
+        leaves = over[..., None] & (least < float("inf"))  # who has no rival left keeps what it has
+        scores = scores.scatter(-1, last, scores.gather(-1, last).masked_fill(leaves, GONE))
+        rivals = rivals.scatter(-1, last, rivals.gather(-1, last) & ~leaves)
+        over = leaves[..., 0] & ((scores > GONE).sum(-1) > limits)
     return scores
 
 
