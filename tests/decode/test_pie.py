@@ -275,7 +275,7 @@ def test_runs_are_those_of_a_slow_search(least: int) -> None:
 
 @pytest.mark.parametrize("kind", ["one token", "two in turn", "every other one is new", "turned round"])
 def test_hostile_texts_take_no_time(kind: str) -> None:
-    """Where time grew with the square of a text, this would not end."""
+    """Where time grew with the square of a text, this would not end; and what is found is there."""
     n = 60_000
     old, new = {
         "one token": ([5] * n, [6, *[5] * n, 7]),
@@ -284,7 +284,12 @@ def test_hostile_texts_take_no_time(kind: str) -> None:
         "turned round": (list(range(n)), list(range(n))[::-1]),
     }[kind]
     for least in (1, 16):
-        pieces(old, new, least, 0)
+        found = pieces(old, new, least, 0)
+        for piece in found:
+            start, stop, moved, _ = piece
+            assert new[start:stop] == old[start - moved : stop - moved] and start < stop
+        if kind in ("one token", "two in turn"):  # all but the edits, and the last token
+            assert sum(piece.stop - piece.start for piece in found) == len(old) - (kind == "two in turn")
 
 
 # ---- memory

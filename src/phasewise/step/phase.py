@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
     from phasewise.verbs.decode import Decode, Outcome
-    from phasewise.verbs.evict import Evict
+    from phasewise.verbs.evict import Evict, Weighs
     from phasewise.verbs.skip import Skip
 
 
@@ -60,9 +60,7 @@ class Phase:
     again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
     until: Callable[[Request], int | None] | None = field(init=False)  # likewise
     whole: bool = field(init=False)  # prompts come in one piece, whatever a scheduler gives
-    weighs: Callable[[Span], tuple[Tensor, Callable[[Tensor], None]] | None] | None = field(
-        init=False
-    )  # see verbs/evict
+    weighs: Callable[[Span], Weighs | None] | None = field(init=False)  # as the evict method says: verbs/evict.py
     late: Callable[[int, Span], Late | None] | None = field(init=False)  # as the skip method says: verbs/skip.py
     ran: Callable[[int, Span, Tensor], None] | None = field(init=False)  # likewise
     plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
