@@ -45,7 +45,7 @@ def over(model: Model, prompt: Sequence[int], runtime: Lazy | None = None, **mor
     one = Walk(model, prompt, evict=runtime, attend=runtime, skip=runtime, **more)
     one.plain = one.phase
     one.kv.level = True
-    one.kv._measure()
+    one.kv.changed()
     return one
 
 
@@ -297,7 +297,7 @@ def test_growth_is_what_is_then_taken() -> None:
         k = torch.zeros(layer.shape.heads, rows, layer.shape.dim)
         layer.append(k, k, range(rows))
         layer.commit(rows)
-    kv._measure()
+    kv.changed()
     assert kv.spare == 4
     for rows in (4, 5, 70, 200):
         before, growth = ledger.used, kv.growth(rows)

@@ -56,3 +56,23 @@ def test_gaps_are_given_back() -> None:
     full, before, after = map(int, done.stdout.split())
     pages = 32 * (4 << 20) // resource.getpagesize()  # those of half of the blocks
     assert full - before < pages / 10 < pages * 0.9 < before - after
+
+
+TINY = """
+import torch
+from phasewise.train.memory import flush_tiny_numbers
+torch.set_num_threads(2)
+flushed = {flushed} and flush_tiny_numbers()
+print(flushed, int((torch.full((1 << 20,), 1e-20) * 1e-20).count_nonzero()))
+"""
+
+
+def test_tiny_numbers_are_zero_in_all_threads() -> None:
+    def left(flushed: bool) -> list[str]:
+        script = TINY.format(flushed=flushed)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert left(flushed=False) == ["False", str(1 << 20)]
+    could, count = left(flushed=True)
+    assert count == ("0" if could == "True" else str(1 << 20))

@@ -78,7 +78,7 @@ def pocket(
     sizes: dict[str, Literal["target", "draft"]] = {"target": "target", "draft": "draft"}
     if size not in sizes:
         raise UserError(f"size={size!r}: choose one of {', '.join(sizes)}")
-    _check_resume(out, resume)
+    _begin(out, resume)
     from phasewise.train.pocket import Job
     from phasewise.train.pocket import train as train_pocket
 
@@ -109,7 +109,7 @@ def draft(
     from phasewise.train.draft import Job
     from phasewise.train.draft import train as train_draft
 
-    _check_resume(out / "pretrain", resume)
+    _begin(out / "pretrain", resume)
     sizes = (small.layers, small.width, learned.tokens, learned.sequences, learned.new, learned.prompts)
     folder, before, after = train_draft(Job(target, out, *sizes, seed, resume))
     print(f"{folder}\nAgrees with the target\n  before its own text: {before}\n  after: {after}")
@@ -135,7 +135,7 @@ def tools(
       phasewise train tools --out runs/tools --resume
       phasewise eval calculator --model runs/tools/model
     """
-    _check_resume(out, resume)
+    _begin(out, resume)
     from phasewise.train.artefacts import Job
     from phasewise.train.tools import train as train_tools
 
@@ -172,12 +172,16 @@ def artefact(
     verb, _, name = kind.partition(".")
     if out is None:
         raise UserError(f"say where it goes: --out runs/{kind}")
-    _check_resume(out, resume)
+    _begin(out, resume)
     made = catalog.build(verb, method.partition(".")[2])
     path = train(made, artefacts.Job(model, out, tokens, seed, resume))
     print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
 
 
-def _check_resume(out: Path, resume: bool) -> None:
+def _begin(out: Path, resume: bool) -> None:
+    """What every run asks first, before anything large is computed."""
     if resume and not (out / "checkpoint.pt").is_file():
         raise UserError(f"there is nothing to resume: {out / 'checkpoint.pt'} does not exist; leave --resume out")
+    from phasewise.train.memory import flush_tiny_numbers
+
+    flush_tiny_numbers()

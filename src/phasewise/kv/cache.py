@@ -35,13 +35,12 @@ class KV:
         self.foreign = False  # some rows are not what computing their tokens would have given
         self.reused = 0  # rows that were not computed for this request
         self.nodes: list[Node] = []  # shared-prefix nodes this request holds
-        self.spare = 0  # rows that there is room for
         self.seals = any(layer.sealed is not None for layer in layers)  # finished blocks of rows are packed
         self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in layers)  # some are
         self._flat: ContiguousView | None = None
         self._walk: tuple[int, ...] | None = None  # the layers of `_flat`
         self._written: Sequence[int] = ()  # positions of this step's rows, where `flat` was used to write them
-        self._measure()
+        self._spare: int | None = None
 
     def flat(self, walk: tuple[int, ...] | None = None) -> ContiguousView | None:
         """Where a native kernel finds the rows of all layers, or of some; None if they lie in another way."""
@@ -100,12 +99,18 @@ class KV:
         if rows > self.spare:
             pairs = zip(self.layers, self._lags())
             self.counters.kv_bytes_moved += sum(layer.reserve(rows + lag) for layer, lag in pairs)
-            self._measure()
+            self.changed()
 
-    def _measure(self) -> None:
-        """Buffers have changed."""
-        self._flat = None
-        self.spare = min((layer.spare - lag for layer, lag in zip(self.layers, self._lags())), default=0)
+    @property
+    def spare(self) -> int:
+        """Rows that there is room for."""
+        if self._spare is None:
+            self._spare = min((layer.spare - lag for layer, lag in zip(self.layers, self._lags())), default=0)
+        return self._spare
+
+    def changed(self) -> None:
+        """Buffers are others now."""
+        self._flat = self._spare = None
 
     def _lags(self) -> list[int]:
         """How many rows each layer may still get besides those to come."""
@@ -124,7 +129,7 @@ class KV:
             and (flat.gaps or written.start == flat.n)
         ):
             flat.advance(written[:rows])
-            self.spare -= rows
+            self._use(rows)
             if self.sealed:
                 self.seal()
             return
@@ -135,7 +140,11 @@ class KV:
         for layer in self.layers:
             moved += layer.commit(rows)
         self.counters.kv_bytes_moved += moved
-        self.spare -= rows if isinstance(rows, int) else len(rows)
+        self._use(rows if isinstance(rows, int) else len(rows))
+
+    def _use(self, rows: int) -> None:
+        if self._spare is not None:
+            self._spare -= rows
 
     def bring(self, given: Given, n: int) -> tuple[int, int]:
         """Rows that were computed elsewhere, behind the first `n` or in the place of some of these, which there is room
@@ -156,18 +165,18 @@ class KV:
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
         self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
-        self._measure()
+        self.changed()
 
     def free(self, layer: int) -> None:
         """Give up all rows of a layer that no row will run again."""
         self.layers[layer].close()
-        self._measure()
+        self.changed()
 
     def drop_last(self, position: int) -> None:
         """Roll back to the first `position` positions."""
         for layer in self.layers:
             layer.drop_last(position)
-        self._measure()
+        self.changed()
 
     def seal(self, marks: Callable[[int, int, int], Tensor] | None = None) -> None:
         """The prompt is complete and stays here: pack blocks of rows that are full by now; to be called after every
@@ -178,7 +187,7 @@ class KV:
             if moved is None:
                 own = [None if marks is None else partial(marks, i) for i in range(len(self.layers))]
                 moved = sum(layer.seal(of) for layer, of in zip(self.layers, own))
-                self._measure()
+                self.changed()
             self.counters.kv_bytes_moved += moved
 
     def border(self, n: int) -> int | None:
@@ -198,7 +207,7 @@ class KV:
         for layer, pieces in zip(self.layers, _by_layer(self.wire.settled(self.dump()))):
             self.counters.kv_bytes_moved += layer.rewrite([piece["planes"] for piece in pieces])
         self.rounded = True
-        self._measure()
+        self.changed()
 
     def fork(self) -> KV:
         """Copy-on-write twin."""
@@ -206,7 +215,7 @@ class KV:
         twin.foreign = self.foreign
         twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
-        self.spare = 0  # the next write of either side makes its own copy
+        self._spare = 0  # the next write of either side makes its own copy
         return twin
 
     def dump(self, lent: bool = False) -> Dump:
@@ -238,7 +247,7 @@ class KV:
             self.counters.kv_bytes_moved += _fill(layer, pieces)
         self.seals = any(layer.sealed is not None for layer in self.layers)
         self.sealed = any(layer.sealed is not None and layer.sealed.active for layer in self.layers)
-        self._measure()
+        self.changed()
 
     @property
     def names(self) -> list[str]:
@@ -253,7 +262,7 @@ class KV:
     def unshare(self) -> None:
         """Copy what forks read, too."""
         self.counters.kv_bytes_moved += sum(layer.reserve(0) for layer in self.layers)
-        self._measure()
+        self.changed()
 
     def lend(self) -> None:
         """Give all buffers up for another KV to adopt (`dump(lent=True)` before): nothing is copied or freed."""
@@ -267,4 +276,4 @@ class KV:
         for node in self.nodes:
             node.release()
         self.layers, self.nodes, self._written = [], [], ()
-        self._measure()
+        self.changed()

@@ -116,7 +116,7 @@ class Store:
             hit = sum(node.rows for node in kv.nodes)
             self.counters.prefix_hits += hit
             request.computed = kv.reused = hit
-            kv._measure()
+            kv.changed()
         return kv
 
     def _matched(self, request: Request) -> int:

@@ -1,8 +1,10 @@
-"""Memory that a training step frees is kept for the next one, and given back now and then."""
+"""What a training run asks of its process: freed memory is kept for the next step, numbers next to nothing are zero."""
 
 from __future__ import annotations
 
 import ctypes
+
+import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
@@ -25,3 +27,13 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def flush_tiny_numbers() -> bool:
+    """Count float32 numbers below 1.2e-38 as zero in this thread and those that it starts; False where that cannot be.
+
+    Call it before the first large operation starts torch's workers. Attention that is sure of itself is full of such
+    probabilities, and an Intel core takes a hundred times as long for a product with one: 3.6M tokens into pocket's
+    training it was two thirds of every step, and growing.
+    """
+    return torch.set_flush_denormal(True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
 
 GONE = float("-inf")  # the score of a slot that was given up, or is not on a row's path
+STAYS = float("inf")  # ranks above all that may leave
 
 
 def share(of: float, rows: int) -> int:
@@ -167,7 +168,8 @@ class Running:
         recent = self.budget(read.span.request.prompt_len).recent
         positions, at = read.part.positions[:, None], at[:, None]
         rivals = alive & (positions <= at - recent)
-        return _without_lowest(scores, self._ranks(scores, positions, at), rivals, limits)
+        ranks = self._ranks(scores, positions, at).masked_fill(~rivals, STAYS)
+        return _without_lowest(scores, ranks, alive.sum(-1, keepdim=True) - limits[..., None])
 
     def _ranks(self, scores: Tensor, positions: Tensor, at: Tensor | int) -> Tensor:
         """What rows are ranked by after a row at `at`."""
@@ -183,31 +185,38 @@ class Running:
         if odd or request.prefilling or not self.looks(span):
             return None
         state = self.trail.alike(request, self.layers)
-        return None if state is None else (state == GONE, partial(self._weighed, span, state))
+        if state is None:
+            return None
+        gone = state == GONE
+        return gone, partial(self._weighed, span, state, gone)
 
-    def _weighed(self, span: Span, state: Tensor, weights: Tensor) -> None:
-        """State [layers, h, n] before the row and the weights [layers, H, n + 1] that it gave."""
-        alive, prompt = pad(state > GONE, (0, 1), value=True), span.request.prompt_len
+    def _weighed(self, span: Span, state: Tensor, gone: Tensor, weights: Tensor) -> None:
+        """State [layers, h, n] before the row, what of it was given up, and the weights [layers, H, n + 1] that the row
+        gave."""
+        rows, recent = self.budget(span.request.prompt_len)
+        n, gone = weights.shape[-1], pad(gone, (0, 1))
         got = weights.sum(1, keepdim=True) / self.config.heads if self.way.together else weights
-        scores = pad(state, (0, 1)) + got if self.way.sums else got.masked_fill(~alive, GONE)
-        rows, recent = self.budget(prompt)
-        limits = torch.tensor([[rows]])
-        if bool((alive.sum(-1) > limits).any()):
-            rivals = alive.clone()
-            rivals[:, :, max(0, scores.shape[-1] - recent) :] = False  # nobody has given up any of the last ones
-            scores = _without_lowest(scores, scores, rivals, limits)
+        scores = pad(state, (0, 1)) + got if self.way.sums else got.masked_fill(gone, GONE)
+        surplus = n - rows - gone.sum(-1, keepdim=True)
+        if bool((surplus > 0).any()):
+            older = max(0, n - recent)  # nobody has given up any of the last ones
+            scores = _without_lowest(scores, scores[:, :, :older].masked_fill(gone[:, :, :older], STAYS), surplus)
         self.trail.note_alike(span, scores)
 
     # ---- what is really dropped
     def due(self, request: Request) -> bool:
         if request.prefilling:
             return False
-        return any(self._due(request, layer, state) for layer, state in self.trail.layers(request).items())
+        alike = self.rows(request.prompt_len, 0) if self.way.spread.layers == "uniform" else None
+        for layer, state in self.trail.layers(request).items():
+            if self._due(request, layer, state, self.rows(request.prompt_len, layer) if alike is None else alike):
+                return True
+        return False
 
-    def _due(self, request: Request, layer: int, state: State) -> bool:
+    def _due(self, request: Request, layer: int, state: State, rows: int) -> bool:
         assert request.kv is not None
         held = state.shape[1] if isinstance(state, Tensor) else sum(len(own) for own in state) // len(state)
-        idle = held - self.rows(request.prompt_len, layer)
+        idle = held - rows
         if idle <= 0 or idle >= self.way.lot:
             return idle > 0
         slabs = request.kv.layers[layer].slabs
@@ -239,19 +248,19 @@ class Running:
         return slots
 
 
-def _without_lowest(scores: Tensor, ranks: Tensor, rivals: Tensor, limits: Tensor) -> Tensor:
-    """Scores [.., N] of which the rivals with the lowest ranks are gone, until no more are left than the limits [.., 1]
-    say; of equal ones the later leaves."""
-    order = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    over = (scores > GONE).sum(-1) > limits
-    while bool(over.any()):  # once, but where rows of a block have come together
-        left = ranks.masked_fill(~rivals, float("inf"))
-        least = left.amin(-1, keepdim=True)
-        last = torch.where(left == least, order, -1).amax(-1, keepdim=True).long()
-        leaves = over[..., None] & (least < float("inf"))  # who has no rival left keeps what it has
-        scores = scores.scatter(-1, last, scores.gather(-1, last).masked_fill(leaves, GONE))
-        rivals = rivals.scatter(-1, last, rivals.gather(-1, last) & ~leaves)
-        over = leaves[..., 0] & ((scores > GONE).sum(-1) > limits)
+def _without_lowest(scores: Tensor, ranks: Tensor, surplus: Tensor) -> Tensor:
+    """Scores [.., N] without those that rank lowest, as many as the `surplus` [.., 1] says; of equal ones the later
+    leaves. Of what ranks [.., up to N] at STAYS nothing leaves. Both are written into."""
+    order = torch.arange(ranks.shape[-1], dtype=torch.int32, device=scores.device)
+    while ranks.shape[-1]:  # once, but where rows of a block have come together
+        least = ranks.amin(-1, keepdim=True)
+        last = torch.where(ranks == least, order, -1).amax(-1, keepdim=True).long()
+        leaves = (surplus > 0) & (least < STAYS)  # who has no rival left keeps what it has
+        scores.scatter_(-1, last, torch.where(leaves, GONE, scores.gather(-1, last)))
+        surplus = (surplus - 1) * leaves
+        if not bool((surplus > 0).any()):
+            break
+        ranks.scatter_(-1, last, STAYS)
     return scores
 
 
