@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phasewise.known.corpus import is_held_out, sources
+from phasewise.known.corpus import beside, is_held_out, sources
 
 
 def test_every_file_is_in_exactly_one_part() -> None:
@@ -26,3 +26,4 @@ def test_installed_packages_tests_and_broken_files_are_left_out(tmp_path: Path) 
     both = sources(False, tmp_path) | sources(True, tmp_path)
     assert set(both) == {"a.py", "pkg/b.py"}
     assert both["a.py"] == "x = 1\n"
+    assert set(beside(tmp_path)) == {"test/d.py", "pkg/tests/e.py"}

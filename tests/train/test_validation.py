@@ -61,7 +61,7 @@ def test_a_row_every_so_often_and_the_run_is_the_same(tmp_path: Path) -> None:
     with (tmp_path / "0.0" / "validation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, run.step + 1)) and run.step > 3
-    assert set(rows[0]) == {"step", "tokens", "code_loss", *(f"{task}_exact" for task in TASKS)}
+    assert set(rows[0]) == {"step", "tokens", "code_loss", "largest_score", *(f"{task}_exact" for task in TASKS)}
     assert float(rows[-1]["code_loss"]) < float(rows[0]["code_loss"])
     assert not (tmp_path / "1000000000.0" / "validation.csv").exists()
 

@@ -33,7 +33,7 @@ def flush_tiny_numbers() -> bool:
     """Count float32 numbers below 1.2e-38 as zero in this thread and those that it starts; False where that cannot be.
 
     Call it before the first large operation starts torch's workers. Attention that is sure of itself is full of such
-    probabilities, and an Intel core takes a hundred times as long for a product with one: 3.6M tokens into pocket's
-    training it was two thirds of every step, and growing.
+    probabilities, and an Intel core takes a hundred times as long for a product with one: a step can take three times
+    as long for it.
     """
     return torch.set_flush_denormal(True)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 
-from phasewise.known.corpus import sources
+from phasewise.known.corpus import beside, sources
 from phasewise.train import curve, dense
 from phasewise.train.chat import TALK
 from phasewise.train.dense import Dense, Shape
@@ -62,7 +62,7 @@ def train(job: Job) -> Path:
         run.read(job.out / "checkpoint.pt")
     else:
         (job.out / "validation.csv").unlink(missing_ok=True)
-    folder, mixture = job.out / "model", Mixture(tokenizer, texts, job.seed)
+    folder, mixture = job.out / "model", Mixture(tokenizer, [*texts, *texts, *beside().values()], job.seed)
     validation = Validation(mixture, job.out, job.minutes)
 
     def saved(run: Run[Dense]) -> None:

@@ -58,9 +58,12 @@ class Recipe:
     closing_rate: float = 0.005  # Muon, matrices that write it: lower, so that layers do not drown the embedding
     embedding_rate: float = 0.04
     norm_rate: float = 4e-3
+    weight_decay: float = (
+        0.1  # of matrices; without it queries and keys grow until attention is one row and learns no more
+    )
     warmup_steps: int = 30
     # (progress, learning-rate factor) with straight lines between
-    decay: tuple[tuple[float, float], ...] = ((0.3, 1.0), (0.92, 0.3), (1.0, 0.01))
+    decay: tuple[tuple[float, float], ...] = ((0.1, 1.0), (1.0, 0.01))
     checkpoint_seconds: float = 150.0
 
     def steps(self) -> Iterator[tuple[Stage, float]]:
@@ -141,7 +144,7 @@ def start(model: Dense, recipe: Recipe) -> Run[Dense]:
     ]
     half = _computes_in_bfloat16(model.embed_tokens.weight.device.type)
     optimizers: list[Optimizer] = [
-        Muon(matrices, torch.bfloat16 if half else torch.float32, weight_decay=0.0, momentum=0.95),
+        Muon(matrices, torch.bfloat16 if half else torch.float32, weight_decay=recipe.weight_decay, momentum=0.95),
         AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
     ]
     return Run(model, optimizers)

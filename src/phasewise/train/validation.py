@@ -18,6 +18,7 @@ from phasewise.known.corpus import sources
 from phasewise.train.dense import Block, Dense
 from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, pad_rows
+from phasewise.train.saturation import largest_score
 from phasewise.train.tasks import ASKED, TASKS, turns
 from phasewise.train.tokenizer import plain
 from phasewise.train.trainer import Run, halved
@@ -41,10 +42,13 @@ class Validation:
             self.look(run)
 
     def look(self, run: Run[Dense]) -> dict[str, float]:
-        """Write a row: per task the share of exact answers, and the loss on source in nats per token."""
+        """Write a row: per task the share of exact answers, the loss on source in nats per token, and the largest
+        attention score there."""
         found = {name: judged(run.model, rows, self.pad) for name, rows in self.rows.items()}
         shown = {f"{name}_exact": exact for name, (_, exact) in found.items() if name != "code"}
         shown["code_loss"] = found["code"][0]
+        block = pad_rows(self.rows["code"][:AT_ONCE], self.pad)
+        shown["largest_score"] = largest_score(run.model, Block(*(part.to(_device(run.model)) for part in block)))
         with Log(self.path, run.step) as log:
             log.row({"step": run.step, "tokens": run.tokens, **{name: f"{v:.4f}" for name, v in shown.items()}})
         self.last = time.monotonic()
@@ -70,7 +74,7 @@ def code_rows(mixture: Mixture) -> list[list[Piece]]:
 def judged(model: Dense, rows: Sequence[Sequence[Piece]], pad: int) -> tuple[float, float]:
     """Mean loss of the learned tokens (nats), and the share of rows whose learned tokens are all the most likely."""
     total, count, exact = 0.0, 0, 0
-    device = model.embed_tokens.weight.device
+    device = _device(model)
     for at in range(0, len(rows), AT_ONCE):
         block = Block(*(part.to(device) for part in pad_rows(rows[at : at + AT_ONCE], pad)))
         wanted = block.targets >= 0
@@ -82,3 +86,7 @@ def judged(model: Dense, rows: Sequence[Sequence[Piece]], pad: int) -> tuple[flo
         wrong = wanted.nonzero()[:, 0][logits.argmax(-1) != targets]
         exact += len(block.ids) - len(set(wrong.tolist()))
     return total / count, exact / len(rows)
+
+
+def _device(model: Dense) -> torch.device:
+    return model.embed_tokens.weight.device

@@ -23,6 +23,17 @@ struct PackedLines {  // of a head, from the first that is read on
   }
 };
 
+// Ask memory for `numbers` numbers of a head, from number `first` of its lines on, where there are so many.
+inline void fetch(const Sealed& side, long head, long first, long numbers, long all) {
+  if (first + numbers > all) return;
+  auto span = [](const void* from, long bytes) {
+    for (long at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)from + at);
+  };
+  long ends = head * side.ends_head + first / side.group, count = numbers / side.group * 2;
+  span(side.levels + head * side.levels_head + first * side.bits / 8, numbers * side.bits / 8);
+  span(side.step + ends, count), span(side.low + ends, count);
+}
+
 // ---- float16
 inline I load_halves(const uint16_t* p) {
 #if LANES == 4
@@ -51,11 +62,6 @@ inline void zip(F& a, F& b) {  // a0 b0 a1 b1 ...
   __m512 first = _mm512_permutex2var_ps((__m512)a, low, (__m512)b);
   b = (F)_mm512_permutex2var_ps((__m512)a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), (__m512)b), a = (F)first;
 }
-inline void unzip(I& a, I& b) {  // a0 a2 ... b0 b2 ..., a1 a3 ... b1 b3 ...
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  __m512i first = _mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b);
-  b = (I)_mm512_permutex2var_epi32((__m512i)a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), (__m512i)b), a = (I)first;
-}
 #elif LANES == 8
 inline void zip(F& a, F& b) {
   __m256 low = _mm256_unpacklo_ps((__m256)a, (__m256)b), high = _mm256_unpackhi_ps((__m256)a, (__m256)b);
@@ -76,6 +82,30 @@ inline void unzip(I& a, I& b) {
   a = (I)vuzp1q_s32(x, y), b = (I)vuzp2q_s32(x, y);
 }
 #endif
+
+// Those of group x of a register's worth of lines, which have ALL (1, 2 or 4) float16 each.
+template <int ALL> inline F ends_of(const uint16_t* p, long x) {
+#if LANES == 16
+  if constexpr (ALL == 1) return (F)_mm512_cvtph_ps(load<__m256i>(p));
+  __m512i pair = load<__m512i>(p);
+  if constexpr (ALL == 4) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    __m512i order = _mm512_add_epi32(even, _mm512_set1_epi32((int)(x / 2)));
+    pair = _mm512_permutex2var_epi32(pair, order, load<__m512i>(p + 2 * LANES));
+  }
+  return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(x % 2 ? _mm512_srli_epi32(pair, 16) : pair));
+#else
+  I pairs[2] = {};
+  if constexpr (ALL == 1) pairs[0] = load_halves(p);
+  else pairs[0] = load<I>(p);
+  if constexpr (ALL == 4) {
+    pairs[1] = load<I>(p + 2 * LANES);
+    unzip(pairs[0], pairs[1]);
+  }
+  I pair = pairs[x / 2];
+  return from_halves((x % 2 ? pair >> 16 : pair) & 0xffff);
+#endif
+}
 
 inline int32_t most(I v) {
 #if LANES == 16
@@ -126,15 +156,15 @@ inline void split(const I (&x)[AT_ONCE], int8_t* upper, int8_t* lower) {
 
 // ---- levels
 // Lane i: byte i of four lines, `row` bytes apart. Of each, `count` bytes are there, and those beyond are nought; lines
-// beyond the last of `some` are the last.
-inline I four_lines(const uint8_t* p, long row, long count, long some) {
+// beyond the last of `some` are the last. `DENSE`: lines may follow each other without a gap.
+template <bool DENSE = true> inline I four_lines(const uint8_t* p, long row, long count, long some) {
   const uint8_t* lines[4];
   for (long i = 0; i < 4; i++) lines[i] = p + (i < some ? i : some - 1) * row;
 #if LANES == 16
   const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i all;
-  if (count >= LANES && row == LANES && some >= 4) {
+  if (DENSE && count >= LANES && row == LANES && some >= 4) {
     all = load<__m512i>(p);
   } else if (count >= LANES) {
     all = _mm512_castsi128_si512(load<__m128i>(lines[0]));
@@ -190,7 +220,13 @@ struct Stripe {
     lines = of.count, groups = (byte + count - 1) / of.group - first + 1;
     for (long x = 0; x < groups; x++) start[x] = (int32_t)((first + x) * of.group - byte);
     const uint8_t* p = of.levels + byte;
-    for (long l = 0; l < lines; l += 4) words[l / 4] = four_lines(p + l * of.bytes, of.bytes, count, lines - l);
+    const long row = of.bytes, all = lines;
+    if (count < LANES || all % 4)
+      for (long l = 0; l < all; l += 4) words[l / 4] = four_lines(p + l * row, row, count, all - l);
+    else if (row == LANES)
+      for (long l = 0; l < all; l += 4) words[l / 4] = four_lines(p + l * LANES, LANES, LANES, 4);
+    else
+      for (long l = 0; l < all; l += 4, p += 4 * row) words[l / 4] = four_lines<false>(p, row, LANES, 4);
     spread(of.step, of.groups, first, step), spread(of.low, of.groups, first, low);
   }
 
@@ -204,21 +240,10 @@ struct Stripe {
   }
 
   template <int ALL> void spread(const uint16_t* ends, long first, float (*to)[MOST_DIM]) const {
-    long l = 0;
-    for (; l + LANES <= lines; l += LANES) {
-      I pairs[2] = {};
-      if constexpr (ALL == 1) pairs[0] = load_halves(ends + l);
-      else pairs[0] = load<I>(ends + l * ALL);
-      if constexpr (ALL == 4) {
-        pairs[1] = load<I>(ends + l * ALL + 2 * LANES);
-        unzip(pairs[0], pairs[1]);
-      }
-      for (long x = 0; x < groups; x++) {
-        I pair = pairs[(first + x) / 2];
-        store(to[x] + l, from_halves(((first + x) % 2 ? pair >> 16 : pair) & 0xffff));
-      }
-    }
-    singly(ends, ALL, first, l, to);
+    const long whole = lines / LANES * LANES;
+    for (long x = 0; x < groups; x++)
+      for (long l = 0; l < whole; l += LANES) store(to[x] + l, ends_of<ALL>(ends + l * ALL, first + x));
+    singly(ends, ALL, first, whole, to);
   }
 
   void singly(const uint16_t* ends, long all, long first, long from, float (*to)[MOST_DIM]) const {
