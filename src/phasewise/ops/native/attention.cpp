@@ -270,8 +270,6 @@ static void add_rows(const Call& call, const Job& job, const bf16* v, long row, 
   add_all_values<bf16, MOST_QUERIES>(weights, v, row, count, call.dim, job.count, s.sum);
 }
 
-constexpr long AHEAD = 64;  // slots
-
 // The same over blocks that lie packed, as they are, and the rows behind them.
 static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
@@ -284,9 +282,6 @@ static void read_sealed(const Call& call, const Job& job, long from, long to, St
     end = block_end(keys, slot, to);
     long count = end - slot, packed = values.slots - slot < count ? values.slots - slot : count;
     Lines here(call, job, slot);
-    long next = slot + AHEAD;  // its lines are few and their streams many: the processor does not see them coming
-    fetch(keys, job.head, next / keys.rows * keys.rows * call.dim, keys.rows * call.dim, keys.slots * call.dim);
-    fetch(values, job.head, next * call.dim, count * call.dim, values.slots * call.dim);
     if (slot < keys.slots) score_sealed(keys, job.head, slot, count, call.dim, job.count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
     for (long i = 0; i < job.count; i++) {

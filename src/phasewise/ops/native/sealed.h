@@ -23,17 +23,6 @@ struct PackedLines {  // of a head, from the first that is read on
   }
 };
 
-// Ask memory for `numbers` numbers of a head, from number `first` of its lines on, where there are so many.
-inline void fetch(const Sealed& side, long head, long first, long numbers, long all) {
-  if (first + numbers > all) return;
-  auto span = [](const void* from, long bytes) {
-    for (long at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)from + at);
-  };
-  long ends = head * side.ends_head + first / side.group, count = numbers / side.group * 2;
-  span(side.levels + head * side.levels_head + first * side.bits / 8, numbers * side.bits / 8);
-  span(side.step + ends, count), span(side.low + ends, count);
-}
-
 // ---- float16
 inline I load_halves(const uint16_t* p) {
 #if LANES == 4
