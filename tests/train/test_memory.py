@@ -60,19 +60,20 @@ def test_gaps_are_given_back() -> None:
 
 TINY = """
 import torch
-from phasewise.train.memory import flush_tiny_numbers
+from phasewise.train.memory import tiny_numbers_as_zero
 torch.set_num_threads(2)
-flushed = {flushed} and flush_tiny_numbers()
-print(flushed, int((torch.full((1 << 20,), 1e-20) * 1e-20).count_nonzero()))
+left = lambda numbers: int((torch.full((numbers,), 1e-20) * 1e-20).count_nonzero())
+{before}
+with tiny_numbers_as_zero() as could:
+    print(could, left(1 << 20))
+print(left(8))
 """
 
 
-def test_tiny_numbers_are_zero_in_all_threads() -> None:
-    def left(flushed: bool) -> list[str]:
-        script = TINY.format(flushed=flushed)
+def test_tiny_numbers_are_zero_in_all_threads_and_only_meanwhile() -> None:
+    for before, after in (("", "8"), ("torch.set_flush_denormal(True)", "0")):
+        script = TINY.format(before=before)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    assert left(flushed=False) == ["False", str(1 << 20)]
-    could, count = left(flushed=True)
-    assert count == ("0" if could == "True" else str(1 << 20))
+        could, inside, outside = done.stdout.split()
+        if could == "True":
+            assert (inside, outside) == ("0", after)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,11 +80,11 @@ def pocket(
     sizes: dict[str, Literal["target", "draft"]] = {"target": "target", "draft": "draft"}
     if size not in sizes:
         raise UserError(f"size={size!r}: choose one of {', '.join(sizes)}")
-    _begin(out, resume)
-    from phasewise.train.pocket import Job
-    from phasewise.train.pocket import train as train_pocket
+    with _running(out, resume):
+        from phasewise.train.pocket import Job
+        from phasewise.train.pocket import train as train_pocket
 
-    print(train_pocket(Job(out, sizes[size], tokens, seed, resume, steps.batch_tokens, steps.validate_minutes)))
+        print(train_pocket(Job(out, sizes[size], tokens, seed, resume, steps.batch_tokens, steps.validate_minutes)))
 
 
 @app.command("draft")
@@ -106,12 +108,12 @@ def draft(
       phasewise train draft --for smollm2.gguf --width 256 --prompts questions.jsonl --out runs/draft
       phasewise train draft --for pocket --out runs/draft --resume
     """
-    from phasewise.train.draft import Job
-    from phasewise.train.draft import train as train_draft
-
-    _begin(out / "pretrain", resume)
     sizes = (small.layers, small.width, learned.tokens, learned.sequences, learned.new, learned.prompts)
-    folder, before, after = train_draft(Job(target, out, *sizes, seed, resume))
+    with _running(out / "pretrain", resume):
+        from phasewise.train.draft import Job
+        from phasewise.train.draft import train as train_draft
+
+        folder, before, after = train_draft(Job(target, out, *sizes, seed, resume))
     print(f"{folder}\nAgrees with the target\n  before its own text: {before}\n  after: {after}")
     print(f"Use it with --draft draft_model:model={folder}")
 
@@ -135,11 +137,11 @@ def tools(
       phasewise train tools --out runs/tools --resume
       phasewise eval calculator --model runs/tools/model
     """
-    _begin(out, resume)
-    from phasewise.train.artefacts import Job
-    from phasewise.train.tools import train as train_tools
+    with _running(out, resume):
+        from phasewise.train.artefacts import Job
+        from phasewise.train.tools import train as train_tools
 
-    print(train_tools(Job(model, out, tokens, seed, resume)))
+        print(train_tools(Job(model, out, tokens, seed, resume)))
 
 
 @app.command("artefact")
@@ -172,16 +174,18 @@ def artefact(
     verb, _, name = kind.partition(".")
     if out is None:
         raise UserError(f"say where it goes: --out runs/{kind}")
-    _begin(out, resume)
-    made = catalog.build(verb, method.partition(".")[2])
-    path = train(made, artefacts.Job(model, out, tokens, seed, resume))
+    with _running(out, resume):
+        made = catalog.build(verb, method.partition(".")[2])
+        path = train(made, artefacts.Job(model, out, tokens, seed, resume))
     print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
 
 
-def _begin(out: Path, resume: bool) -> None:
-    """What every run asks first, before anything large is computed."""
+@contextmanager
+def _running(out: Path, resume: bool) -> Iterator[None]:
+    """What every run asks of `out` and of the process."""
     if resume and not (out / "checkpoint.pt").is_file():
         raise UserError(f"there is nothing to resume: {out / 'checkpoint.pt'} does not exist; leave --resume out")
-    from phasewise.train.memory import flush_tiny_numbers
+    from phasewise.train.memory import tiny_numbers_as_zero
 
-    flush_tiny_numbers()
+    with tiny_numbers_as_zero():
+        yield

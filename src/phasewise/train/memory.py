@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,11 +31,17 @@ def give_back() -> None:
         trim(ctypes.c_size_t(0))
 
 
-def flush_tiny_numbers() -> bool:
-    """Count float32 numbers below 1.2e-38 as zero in this thread and those that it starts; False where that cannot be.
+@contextmanager
+def tiny_numbers_as_zero() -> Iterator[bool]:
+    """Count float32 numbers below 1.2e-38 as zero, in this thread until the end and in those that it starts meanwhile;
+    gives False where that cannot be.
 
-    Call it before the first large operation starts torch's workers. Attention that is sure of itself is full of such
+    Enter it before the first large operation starts torch's workers. Attention that is sure of itself is full of such
     probabilities, and an Intel core takes a hundred times as long for a product with one: a step can take three times
     as long for it.
     """
-    return torch.set_flush_denormal(True)
+    already = not float(torch.tensor(1e-20) * 1e-20)
+    try:
+        yield torch.set_flush_denormal(True)
+    finally:
+        torch.set_flush_denormal(already)
