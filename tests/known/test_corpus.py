@@ -27,3 +27,13 @@ def test_installed_packages_tests_and_broken_files_are_left_out(tmp_path: Path) 
     assert set(both) == {"a.py", "pkg/b.py"}
     assert both["a.py"] == "x = 1\n"
     assert set(beside(tmp_path)) == {"test/d.py", "pkg/tests/e.py"}
+
+
+def test_what_is_held_out_is_not_beside_the_library_either() -> None:
+    def runs(text: str) -> list[tuple[str, ...]]:
+        lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 15]
+        return list(zip(lines, lines[1:], lines[2:], strict=False))
+
+    held = [run for text in sources(held_out=True).values() for run in runs(text)]
+    seen = {run for text in beside().values() for run in runs(text)}
+    assert sum(run in seen for run in held) < len(held) / 200

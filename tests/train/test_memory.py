@@ -75,5 +75,6 @@ def test_tiny_numbers_are_zero_in_all_threads_and_only_meanwhile() -> None:
         script = TINY.format(before=before)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         could, inside, outside = done.stdout.split()
+        assert could == "True" or platform.machine() != "x86_64"
         if could == "True":
             assert (inside, outside) == ("0", after)

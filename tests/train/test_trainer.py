@@ -137,3 +137,16 @@ def test_stretched_rows_keep_their_order_within_the_context() -> None:
     gaps = (steps > 1).sum(-1)
     assert int(gaps.max()) == 1  # one gap per row
     assert 10 < int((gaps.sum(-1) == 0).sum()) < 40  # about half of the blocks stay as they are
+
+
+def test_matrices_decay_and_nothing_else_does() -> None:
+    run = fresh(10)
+    before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in run.optimizers:
+        optimizer.step()
+    for name, value in run.model.named_parameters():
+        rate = 0.005 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        left = 1 - 0.1 * rate if "_proj." in name else 1.0
+        torch.testing.assert_close(value.detach(), left * before[name])

@@ -161,8 +161,8 @@ class _RandomRunning(Running):
 
     def __init__(self, of: Running, seed: int) -> None:
         way = replace(of.way, name="random_running", sums=False, mean=False, shaped=self._drawn)
-        super().__init__(way, of.config)
-        self.budget, self.seed = of.budget, seed  # type: ignore[method-assign]
+        super().__init__(way, of.config, of.budget)
+        self.seed = seed
 
     def _drawn(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
         alike = torch.zeros(found.shape[2], dtype=torch.int64)

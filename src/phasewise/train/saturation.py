@@ -14,8 +14,8 @@ from phasewise.train.passes import Pass
 def largest_score(model: Dense, block: Block) -> float:
     """The largest attention score, |q . k| / sqrt(head_dim), of any layer and head over the rows of a block.
 
-    A few tens are usual. In the hundreds a softmax is one row and nothing else: no gradient comes through it any more,
-    and nothing brings its queries and keys back (arXiv 2507.20534, section 2.1).
+    A run that learns levels off (pocket's second edition near 130, at full rates). One whose scores go on growing ends
+    with a softmax that is one row and nothing else: no gradient comes through it any more (arXiv 2507.20534).
     """
     shape, rows, length = model.shape, *block.ids.shape
     taps: dict[int, torch.Tensor] = dict.fromkeys(range(shape.num_hidden_layers), model.embed_tokens.weight)

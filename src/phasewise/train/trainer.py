@@ -58,9 +58,8 @@ class Recipe:
     closing_rate: float = 0.005  # Muon, matrices that write it: lower, so that layers do not drown the embedding
     embedding_rate: float = 0.04
     norm_rate: float = 4e-3
-    weight_decay: float = (
-        0.1  # of matrices; without it queries and keys grow until attention is one row and learns no more
-    )
+    # of matrices; without it queries and keys grow until attention is one row and learns no more
+    weight_decay: float = 0.1
     warmup_steps: int = 30
     # (progress, learning-rate factor) with straight lines between
     decay: tuple[tuple[float, float], ...] = ((0.1, 1.0), (1.0, 0.01))

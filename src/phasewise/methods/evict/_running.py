@@ -11,7 +11,7 @@ commit a head holds fewer than budget + lot rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,14 +74,11 @@ class Running:
 
     observes = 1
 
-    def __init__(self, way: Way, config: ModelConfig) -> None:
-        self.way, self.config, self.layers = way, config, config.layers
+    def __init__(self, way: Way, config: ModelConfig, budget: Callable[[int], Budget]) -> None:
+        """`budget`: what is left of a text that began with a prompt of so many rows."""
+        self.way, self.config, self.layers, self.budget = way, config, config.layers, budget
         self.trail = Trail(way.name)
         self.stayed = self.trail.stayed
-
-    def budget(self, prompt: int) -> Budget:
-        """What is left of a text that began with a prompt of so many rows."""
-        raise NotImplementedError
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         return 4 * end * (1 if self.way.together else shape.heads)

@@ -12,7 +12,6 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
-from phasewise.model.config import ModelConfig
 from phasewise.verbs.host import Host
 
 
@@ -60,15 +59,10 @@ class H2O:
     def spread(self) -> Spread:
         return Spread(self.layers, self.heads, self.beta, self.least)
 
-    def bind(self, host: Host) -> _H2O:
-        return _H2O(self, host.model.config)
+    def bind(self, host: Host) -> Running:
+        way = Way("h2o", mean=self.mean, lot=self.lot, spread=self.spread)
+        return Running(way, host.model.config, self._budget)
 
-
-class _H2O(Running):
-    def __init__(self, knobs: H2O, config: ModelConfig) -> None:
-        super().__init__(Way("h2o", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread), config)
-        self.knobs = knobs
-
-    def budget(self, prompt: int) -> Budget:
-        recent = share(self.knobs.recent, prompt)
-        return Budget(max(1, share(self.knobs.heavy, prompt) + recent), recent)
+    def _budget(self, prompt: int) -> Budget:
+        recent = share(self.recent, prompt)
+        return Budget(max(1, share(self.heavy, prompt) + recent), recent)

@@ -17,7 +17,6 @@ from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
-from phasewise.model.config import ModelConfig
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 
@@ -74,33 +73,27 @@ class Keyformer:
     def spread(self) -> Spread:
         return Spread(self.layers, self.heads, self.beta, self.least)
 
-    def bind(self, host: Host) -> _Keyformer:
-        return _Keyformer(self, host.model.config)
-
-
-class _Keyformer(Running):
-    def __init__(self, knobs: Keyformer, config: ModelConfig) -> None:
-        plain = not knobs.noise and knobs.tau == 1 and knobs.tau_step == 0
+    def bind(self, host: Host) -> Running:
+        plain = not self.noise and self.tau == 1 and self.tau_step == 0
         shaped = None if plain else self._tempered
-        way = Way("keyformer", mean=knobs.mean, lot=knobs.lot, spread=knobs.spread, shaped=shaped)
-        super().__init__(way, config)
-        self.knobs = knobs
+        way = Way("keyformer", mean=self.mean, lot=self.lot, spread=self.spread, shaped=shaped)
+        return Running(way, host.model.config, self._budget)
 
-    def budget(self, prompt: int) -> Budget:
-        rows = max(1, share(self.knobs.keep, prompt))
-        return Budget(rows, int(self.knobs.recent * rows))
+    def _budget(self, prompt: int) -> Budget:
+        rows = max(1, share(self.keep, prompt))
+        return Budget(rows, int(self.recent * rows))
 
     def _tempered(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits [h, G, r, n] of some rows to the first n slots, with noise, over the temperature of each row."""
         request, part = read.span.request, read.part
         at = read.q_positions[torch.tensor(list(rows), device=found.device)]  # [r]
         beyond = (at - request.prompt_len + 1).clamp_min(0)  # 1 for the first row after the prompt
-        if self.knobs.noise:
+        if self.noise:
             heads = torch.arange(part.size[0], device=found.device) if part.heads is None else part.heads
-            seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.knobs.seed))
+            seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.seed))
             keys = part.positions[:, : found.shape[-1]]
             found = found + gumbel(seeds, at, keys, heads, found.shape[1], read.layer)
-        return found / (self.knobs.tau + self.knobs.tau_step * beyond)[:, None]
+        return found / (self.tau + self.tau_step * beyond)[:, None]
 
 
 def _signed(seed: int) -> int:

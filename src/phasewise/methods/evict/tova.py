@@ -12,7 +12,6 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
-from phasewise.model.config import ModelConfig
 from phasewise.verbs.host import Host
 
 
@@ -52,14 +51,9 @@ class Tova:
     def spread(self) -> Spread:
         return Spread(self.layers, "uniform", self.beta)
 
-    def bind(self, host: Host) -> _Tova:
-        return _Tova(self, host.model.config)
+    def bind(self, host: Host) -> Running:
+        way = Way("tova", sums=False, together=True, lot=self.lot, spread=self.spread)
+        return Running(way, host.model.config, self._budget)
 
-
-class _Tova(Running):
-    def __init__(self, knobs: Tova, config: ModelConfig) -> None:
-        super().__init__(Way("tova", sums=False, together=True, lot=knobs.lot, spread=knobs.spread), config)
-        self.keeps = knobs.keep
-
-    def budget(self, prompt: int) -> Budget:
-        return Budget(max(1, share(self.keeps, prompt)), 0)
+    def _budget(self, prompt: int) -> Budget:
+        return Budget(max(1, share(self.keep, prompt)), 0)
