@@ -41,7 +41,8 @@ class Swift:
     Guesses are chosen, not drawn; where a request samples, the chain takes what the target would draw by the rough
     probabilities. Which ones are made hangs on all requests so far, so lossy verifiers are refused. Where a skip method
     has freed layers' KV nothing is guessed. In 16 bits guessing passes are native calls; scores go operator by
-    operator. Left out: coordinates between 0 and 1 in the Gaussian process; siblings drawn without replacement.
+    operator. Left out: coordinates between 0 and 1 in the Gaussian process; siblings drawn without replacement, with
+    which a request's sampled tokens would hang on what the search has found in others'.
     """
 
     ratio: float = 0.45
