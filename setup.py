@@ -18,10 +18,11 @@ FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=fast"
 FLAGS += ["-fno-math-errno", "-Wno-maybe-uninitialized"]  # the latter: false alarms in GCC's own headers
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16", "vnni"))]
+AVX512_FMA = [*AVX512, "-DWIDENED"]  # products of bfloat16 by the instructions of float32, see simd.h
 AMX = [*AVX512, *(f"-mamx-{part}" for part in ("tile", "bf16", "int8"))]
 NEON = ["-fno-schedule-insns"]  # else GCC loads so far ahead that sums leave the registers
 NEON_DOT = [*NEON, "-march=armv8.2-a+dotprod"]
-X86, ARM = {"avx2": AVX2, "avx512": AVX512, "amx": AMX}, {"neon": NEON, "neon_dot": NEON_DOT}
+X86, ARM = {"avx2": AVX2, "avx512": AVX512, "avx512_fma": AVX512_FMA, "amx": AMX}, {"neon": NEON, "neon_dot": NEON_DOT}
 TARGETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 
 

@@ -21,7 +21,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phasewise"
-KERNELS = {"x86_64": {"amx", "avx512", "avx2"}, "aarch64": {"neon_dot", "neon"}}.get(platform.machine(), set())
+KERNELS = {"x86_64": {"amx", "avx512_fma", "avx512", "avx2"}, "aarch64": {"neon_dot", "neon"}}.get(
+    platform.machine(), set()
+)
 EVERYWHERE = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1"}  # and the loader of programs
 OLDER = r"(manylinux\d+_\w+\.)?"  # the same system's older name, where it has one
 NAME = re.compile(rf"phasewise-(?P<version>[^-]+)-py3-none-{OLDER}manylinux_(?P<glibc>\d+_\d+)_(?P<machine>\w+)\.whl")

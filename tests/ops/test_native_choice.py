@@ -1,5 +1,6 @@
 """Which kernels are taken: the best that the processor runs, unless the environment names others."""
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,14 @@ def chosen_anew() -> Iterator[None]:
     native.library.cache_clear()
 
 
+def cpu() -> str:
+    """What /proc/cpuinfo says; nothing elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").lower()
+    except OSError:
+        return ""
+
+
 def runs(target: str) -> bool:
     return native.load(target) is not None
 
@@ -29,9 +38,46 @@ def taken() -> str | None:
 
 def test_the_best_that_the_processor_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.CHOICE, raising=False)
-    best = next((target for target in native.TARGETS if runs(target)), None)
+    here = {target: native.load(target) for target in native.TARGETS}
+    best = next((target for target, kernels in here.items() if kernels is not None and kernels.suits()), None)
     name = taken()
     assert name is None if best is None else name == f"_{best}.so"
+
+
+def test_kernels_that_do_not_suit_the_processor_are_taken_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [target for target in native.TARGETS if runs(target)]
+    if len(here) < 2:
+        pytest.skip("this machine runs one set of kernels")
+    load = native.load
+
+    def unsuited(target: str) -> ctypes.CDLL | None:
+        kernels = load(target)
+        if kernels is not None:
+            kernels.suits = lambda: target == here[-1]  # type: ignore[method-assign]
+        return kernels
+
+    monkeypatch.setattr(native, "load", unsuited)
+    monkeypatch.delenv(native.CHOICE, raising=False)
+    assert taken() == f"_{here[-1]}.so"
+    native.library.cache_clear()
+    monkeypatch.setenv(native.CHOICE, here[0])
+    assert taken() == f"_{here[0]}.so"
+
+
+@pytest.mark.skipif(
+    "genuineintel" not in cpu(), reason="on Intel's processors alone products of float32 are the faster ones"
+)
+def test_widened_products_suit_intels_processors() -> None:
+    for target in native.TARGETS:
+        kernels = native.load(target)
+        assert kernels is None or kernels.suits()
+
+
+@pytest.mark.skipif("authenticamd" not in cpu(), reason="AMD's multiply bfloat16 as fast")
+def test_widened_products_do_not_suit_amds() -> None:
+    for target in native.TARGETS:
+        kernels = native.load(target)
+        assert kernels is None or bool(kernels.suits()) == (target != "avx512_fma")
 
 
 @pytest.mark.parametrize("target", native.TARGETS)

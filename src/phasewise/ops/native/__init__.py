@@ -18,9 +18,9 @@ from phasewise.errors import UserError, near
 
 log = logging.getLogger(__name__)
 
-TARGETS = ("amx", "avx512", "avx2", "neon_dot", "neon")  # best first
+TARGETS = ("amx", "avx512_fma", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
-INTERFACE = 24  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 25  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,
@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
         raise UserError(f"unknown kernels {choice!r} in {CHOICE}. {near(choice, ('none', *TARGETS))}")
     for target in (choice,) if choice else TARGETS:
         kernels = load(target)
-        if kernels is not None:
+        if kernels is not None and (choice or kernels.suits()):
             if not _share_threads(kernels):
                 log.warning("native CPU kernels run on one thread: torch's OpenMP runtime was not found")
             return kernels

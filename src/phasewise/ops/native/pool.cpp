@@ -93,6 +93,16 @@ static bool has_matrix_unit() {
 }
 #endif
 
+// Whether these are to be taken where the processor runs others, too: widened products are faster on Intel's alone.
+API int suits() {
+#if defined(WIDENED)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return 1;
+#endif
+}
+
 // Whether this processor has the instructions that this library was compiled for.
 API int supported() {
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)

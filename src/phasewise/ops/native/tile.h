@@ -93,7 +93,7 @@ struct Bf16 {
   typedef int32_t Word;
 
   template <int C, int A, int B> static void add() { add_bfloats<C, A, B>(); }
-#elif DOT_INSTRUCTIONS
+#elif DOT_BFLOATS
   typedef bf16 Number;  // what an input comes as
   typedef int32_t Word;
 
