@@ -13,7 +13,7 @@ constexpr long KEYS = 64;       // slots per block
 constexpr long MOST_DIM = 256;  // of a head
 
 // ---- words of 32 bits: two bfloat16 that are neighbours in the sum, or one float
-template <class T> constexpr long PER_WORD = DOT_INSTRUCTIONS && std::is_same_v<T, bf16> ? 2 : 1;
+template <class T> constexpr long PER_WORD = DOT_BFLOATS && std::is_same_v<T, bf16> ? 2 : 1;
 
 template <class T> constexpr bool ON_TILES = MATRIX_UNIT && std::is_same_v<T, bf16>;
 template <class T> constexpr long PASS = ON_TILES<T> ? 4 : 1;  // blocks that queries pass over at once
@@ -44,10 +44,13 @@ template <class T> void pack_words(const T* row, long dim, long step, float* to)
 }
 
 #if DOT_INSTRUCTIONS
-// to[i][j] = from[j][i] of 16 x 16 words, in steps that swap what two registers hold `step` lanes apart
-inline void transpose(const char* from, long row, float* to) {
+// to[i][j] = from[j][i] of 16 x 16 words, which are the numbers themselves or have to be made of them, in steps that swap what two registers hold `step` lanes apart
+template <class T> void transpose(const T* from, long row, float* to) {
   __m512i v[16], lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  for (int i = 0; i < 16; i++) v[i] = load<__m512i>(from + i * row);
+  for (int i = 0; i < 16; i++) {
+    if constexpr (sizeof(T) * PER_WORD<T> == 4) v[i] = load<__m512i>(from + i * row);
+    else v[i] = (__m512i)load_floats(from + i * row);
+  }
 #pragma GCC unroll 4
   for (int step = 1; step < 16; step *= 2) {
     __m512i other = _mm512_set1_epi32(step), second = _mm512_set1_epi32(16);
@@ -73,7 +76,7 @@ template <class T> void pack_keys(const T* k, long row, long count, long dim, fl
   long whole = dim / STEP * STEP;
   for (; j + 16 <= count; j += 16, k += 16 * row) {
     for (long d = 0; d < whole; d += STEP)
-      transpose((const char*)(k + d), row * sizeof(T), to + d / PER_WORD<T> * KEYS + j);
+      transpose(k + d, row, to + d / PER_WORD<T> * KEYS + j);
     for (long i = 0; i < 16; i++)
       pack_words(k + i * row + whole, dim - whole, KEYS, to + whole / PER_WORD<T> * KEYS + j + i);
   }

@@ -39,7 +39,7 @@ inline F power_of_two(F x) {
 }
 
 template <class T> inline F add_product(F sum, F words, const float* word) {
-#if DOT_INSTRUCTIONS
+#if DOT_BFLOATS
   if constexpr (PER_WORD<T> == 2)
     return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words, (__m512bh)_mm512_set1_epi32(load<int32_t>(word)));
 #endif
@@ -76,9 +76,15 @@ template <class T> struct Tile {
 };
 
 inline void store_weights(float* words, const F* weights, const bf16*) {  // KEYS of them
-#if DOT_INSTRUCTIONS
+#if DOT_BFLOATS
   for (long i = 0; i < KEYS / LANES; i += 2)
     store(words + i / 2 * LANES, _mm512_cvtne2ps_pbh((__m512)weights[i + 1], (__m512)weights[i]));
+#elif DOT_INSTRUCTIONS
+  for (long i = 0; i < KEYS / LANES; i++) {  // rounded, as the kernels for few rows have them
+    bf16 rounded[LANES];
+    store_floats(rounded, weights[i]);
+    store(words + i * LANES, load_floats(rounded));
+  }
 #else
   memcpy(words, weights, KEYS * 4);
 #endif
