@@ -44,7 +44,8 @@ template <class T> void pack_words(const T* row, long dim, long step, float* to)
 }
 
 #if DOT_INSTRUCTIONS
-// to[i][j] = from[j][i] of 16 x 16 words, which are the numbers themselves or have to be made of them, in steps that swap what two registers hold `step` lanes apart
+// to[i][j] = from[j][i] of 16 x 16 words, made of the numbers where these are shorter, in steps that swap what two
+// registers hold `step` lanes apart
 template <class T> void transpose(const T* from, long row, float* to) {
   __m512i v[16], lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   for (int i = 0; i < 16; i++) {

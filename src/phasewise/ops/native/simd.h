@@ -22,7 +22,7 @@
 #endif
 
 // Intel's AVX-512 multiplies bfloat16 at half the pace of float32 (163 to 313 GFLOPS of two cores): kernels for it widen
-// weights once for all rows of a tile instead. AMD's is as fast with either.
+// weights once for all rows of a tile instead. Others keep these instructions.
 #if DOT_INSTRUCTIONS && !defined(WIDENED)
 #define DOT_BFLOATS 1
 #else
