@@ -11,6 +11,7 @@
 #include "rows.h"
 #include "sealed.h"
 #include "softmax.h"
+#include "turned.h"
 
 typedef AttentionCall Call;
 
@@ -103,13 +104,24 @@ template <class T> static const T* far_query(const Call& call, const Job& job, l
   return far + (row_of(call, job, i).row * call.heads_q + head_of(call, job, i)) * call.dim;
 }
 
+// LANES rows from number j on; the last one stands in for those that there are not.
+template <class T> struct Some {
+  const T* rows[LANES];
+
+  Some(const T* all, long row, long j, long count) {
+    for (long r = 0; r < LANES; r++) rows[r] = all + (j + r < count ? j + r : count - 1) * row;
+  }
+};
+
 // Scores of slots that are sinks, by the queries which read them.
 template <class T>
-static void score_sinks(const Call& call, const Job& job, long i, const T* const* rows, long slot, float* scores) {
-  const Span& span = call.spans[job.span];
-  float found[LANES];
-  score(far_query<T>(call, job, i), rows, call.dim, found);
-  for (long r = 0; r < LANES && slot + r < sinks(span); r++) scores[r] = found[r];
+static void score_sinks(const Call& call, const Job& job, const T* k, long row, long count, float (*scores)[KEYS]) {
+  for (long j = 0; j < count; j += LANES)
+    for (long i = 0; i < job.count; i++) {
+      float found[LANES];
+      score(far_query<T>(call, job, i), Some<T>(k, row, j, count).rows, call.dim, found);
+      for (long r = 0; r < LANES && j + r < count; r++) scores[i][j + r] = found[r];
+    }
 }
 
 // Scores of a row that is tallied, without those of slots that are gone, kept for later.
@@ -158,7 +170,11 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   const Span& span = call.spans[job.span];
   long dim = call.dim;
   const T* queries[QUERIES];
-  for (long i = 0; i < job.count; i++) queries[i] = query<T>(call, job, i);
+  Turned<T> turned;
+  for (long i = 0; i < job.count; i++) {
+    queries[i] = query<T>(call, job, i);
+    if constexpr (TURNED<T>) turned.take(i, queries[i], dim);
+  }
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
   T wide[2][KEYS * MOST_DIM];  // a block of int8
@@ -175,16 +191,22 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
       k_row = v_row = dim;
     }
     for (long j = 0; j < count; j += LANES) {
-      const T* rows[LANES];  // the last one stands in for those that there are not
-      for (long r = 0; r < LANES; r++) rows[r] = k + (j + r < count ? j + r : count - 1) * k_row;
+      Some<T> some(k, k_row, j, count);
+      if constexpr (TURNED<T>) {
+        fetch(ahead, j, here, j, LANES);
+        turned.turn(some.rows, dim, j);
+        continue;
+      }
       for (long i = 0, r = 0; i < job.count; i++) {
-        long some = LANES * (i + 1) / job.count - r;  // spread, or they would wait for one another
-        fetch(ahead, j + r, here, j + r, some);
-        r += some;
-        score(queries[i], rows, dim, scores[i] + j);
-        if (span.sight.far && slot + j < sinks(span)) score_sinks<T>(call, job, i, rows, slot + j, scores[i] + j);
+        long next = LANES * (i + 1) / job.count;  // spread, or they would wait for one another
+        fetch(ahead, j + r, here, j + r, next - r);
+        r = next;
+        score(queries[i], some.rows, dim, scores[i] + j);
       }
     }
+    if constexpr (TURNED<T>) turned.score(job.count, dim, count, scores);
+    long first = sinks(span) - slot;
+    if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, scores);
     for (long i = 0; i < job.count; i++) {
       see(call, job, i, cap, slot, to, scores[i]);
       weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
@@ -249,11 +271,9 @@ static long block_end(const Sealed& keys, long slot, long to) {
 
 // out[i][j] = query i . key j of `count` rows as they were made
 static void score_rows(const Call& call, const Job& job, const bf16* k, long row, long count, float (*out)[KEYS]) {
-  for (long j = 0; j < count; j += LANES) {
-    const bf16* rows[LANES];  // the last one stands in for those that there are not
-    for (long r = 0; r < LANES; r++) rows[r] = k + (j + r < count ? j + r : count - 1) * row;
-    for (long i = 0; i < job.count; i++) score(query<bf16>(call, job, i), rows, call.dim, out[i] + j);
-  }
+  for (long j = 0; j < count; j += LANES)
+    for (long i = 0; i < job.count; i++)
+      score(query<bf16>(call, job, i), Some<bf16>(k, row, j, count).rows, call.dim, out[i] + j);
 }
 
 // s += the values of `count` rows as they were made, under the weights from `from` on

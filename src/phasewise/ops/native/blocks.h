@@ -44,28 +44,14 @@ template <class T> void pack_words(const T* row, long dim, long step, float* to)
 }
 
 #if DOT_INSTRUCTIONS
-// to[i][j] = from[j][i] of 16 x 16 words, made of the numbers where these are shorter, in steps that swap what two
-// registers hold `step` lanes apart
+// to[i][j] = from[j][i] of 16 x 16 words, made of the numbers where these are shorter
 template <class T> void transpose(const T* from, long row, float* to) {
-  __m512i v[16], lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  __m512i v[16];
   for (int i = 0; i < 16; i++) {
     if constexpr (sizeof(T) * PER_WORD<T> == 4) v[i] = load<__m512i>(from + i * row);
     else v[i] = (__m512i)load_floats(from + i * row);
   }
-#pragma GCC unroll 4
-  for (int step = 1; step < 16; step *= 2) {
-    __m512i other = _mm512_set1_epi32(step), second = _mm512_set1_epi32(16);
-    __mmask16 upper = _mm512_test_epi32_mask(lane, other);
-    __m512i low = _mm512_mask_add_epi32(lane, upper, _mm512_sub_epi32(lane, other), second);
-    __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(lane, other), upper, lane, second);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-      if (!(i & step)) {
-        __m512i a = v[i], b = v[i + step];
-        v[i] = _mm512_permutex2var_epi32(a, low, b);
-        v[i + step] = _mm512_permutex2var_epi32(a, high, b);
-      }
-  }
+  turn(v);
   for (int i = 0; i < 16; i++) store(to + i * KEYS, v[i]);
 }
 #endif

@@ -79,12 +79,6 @@ inline void store_weights(float* words, const F* weights, const bf16*) {  // KEY
 #if DOT_BFLOATS
   for (long i = 0; i < KEYS / LANES; i += 2)
     store(words + i / 2 * LANES, _mm512_cvtne2ps_pbh((__m512)weights[i + 1], (__m512)weights[i]));
-#elif DOT_INSTRUCTIONS
-  for (long i = 0; i < KEYS / LANES; i++) {  // rounded, as the kernels for few rows have them
-    bf16 rounded[LANES];
-    store_floats(rounded, weights[i]);
-    store(words + i * LANES, load_floats(rounded));
-  }
 #else
   memcpy(words, weights, KEYS * 4);
 #endif

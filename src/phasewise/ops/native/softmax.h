@@ -82,12 +82,14 @@ template <class T> static void score(const T* q, const T* const* rows, long dim,
 
 // ---- weights
 // Weights are kept as the products with values take them.
-template <class T> using Weight = std::conditional_t<DOT_INSTRUCTIONS && std::is_same_v<T, bf16>, bf16, float>;
+template <class T> using Weight = std::conditional_t<DOT_BFLOATS && std::is_same_v<T, bf16>, bf16, float>;
+// Whether sums of values lie in the order that `place` tells.
+template <class T> constexpr bool CROSSED = DOT_INSTRUCTIONS && std::is_same_v<T, bf16>;
 
 static inline void store_weights(float* weights, const F* values) {  // KEYS of them
   memcpy(weights, values, KEYS * 4);
 }
-#if DOT_INSTRUCTIONS
+#if DOT_BFLOATS
 static inline void store_weights(bf16* weights, const F* values) {
   for (long i = 0; i < KEYS / LANES; i += 2)
     store(weights + i * LANES, _mm512_cvtne2ps_pbh((__m512)values[i + 1], (__m512)values[i]));
@@ -123,22 +125,44 @@ template <class W> static void weigh(const float* scores, float scale, W* weight
 }
 
 // ---- values
+// Registers of sums, in order, from where they lie and back.
+template <class T, int N> static void load_sums(const float* from, F (&sums)[N]) {
+  for (int i = 0; i < N; i++) sums[i] = load<F>(from + i * LANES);
+#if DOT_INSTRUCTIONS
+  const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+  const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  for (int i = 0; CROSSED<T> && i + 1 < N; i += 2) {
+    __m512i even = (__m512i)sums[i], odd = (__m512i)sums[i + 1];
+    sums[i] = (F)_mm512_permutex2var_epi64(even, first, odd);
+    sums[i + 1] = (F)_mm512_permutex2var_epi64(even, second, odd);
+  }
+#endif
+}
+
+template <class T, int N> static void store_sums(float* to, F (&sums)[N]) {
+#if DOT_INSTRUCTIONS
+  for (int i = 0; CROSSED<T> && i + 1 < N; i += 2) {
+    __m512 a = (__m512)sums[i], b = (__m512)sums[i + 1];
+    sums[i] = (F)_mm512_shuffle_f32x4(a, b, 0x88), sums[i + 1] = (F)_mm512_shuffle_f32x4(a, b, 0xdd);
+  }
+#endif
+  for (int i = 0; i < N; i++) store(to + i * LANES, sums[i]);
+}
+
 // sum[q][d ...] += weights[q][j] * v[j][d ...] for Q queries and N registers of sums
 template <int Q, int N, class T>
 static void add_values(const float (*weights)[KEYS], const T* v, long row, long count, float (*sum)[MOST_DIM]) {
   F acc[Q][N];
-  for (int q = 0; q < Q; q++)
-    for (int i = 0; i < N; i++) acc[q][i] = load<F>(sum[q] + i * LANES);
+  for (int q = 0; q < Q; q++) load_sums<T>(sum[q], acc[q]);
   for (long j = 0; j < count; j++)
     for (int i = 0; i < N; i++) {
       F value = load_floats(v + j * row + i * LANES);
       for (int q = 0; q < Q; q++) acc[q][i] += value * weights[q][j];
     }
-  for (int q = 0; q < Q; q++)
-    for (int i = 0; i < N; i++) store(sum[q] + i * LANES, acc[q][i]);
+  for (int q = 0; q < Q; q++) store_sums<T>(sum[q], acc[q]);
 }
 
-#if DOT_INSTRUCTIONS
+#if DOT_BFLOATS
 // The same for bfloat16, two slots at a time. Interleaving their rows leaves the sums of 32 numbers in the order that
 // `place` tells.
 template <int Q, int N>
@@ -165,7 +189,7 @@ static void add_values(const bf16 (*weights)[KEYS], const bf16* v, long row, lon
 #endif
 
 template <class T> static long place(long d, long dim) {
-  bool in_order = sizeof(Weight<T>) == 4 || d >= dim / 32 * 32;
+  bool in_order = !CROSSED<T> || d >= dim / 32 * 32;
   return in_order ? d : d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4;
 }
 
@@ -173,7 +197,7 @@ template <class T> static long place(long d, long dim) {
 template <class T> static void put_sums(const float* sums, float scale, long dim, T* out) {
   long d = 0;
 #if DOT_INSTRUCTIONS
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (CROSSED<T>) {
     const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);  // of four numbers each
     for (; d + 32 <= dim; d += 32) {
       F low = load<F>(sums + d) * scale, high = load<F>(sums + d + 16) * scale;
@@ -189,7 +213,7 @@ constexpr int MOST_QUERIES = REGISTERS == 32 ? 8 : 4;  // whose sums fit the reg
 template <class T, int Q>
 static void add_all_values(const Weight<T> (*weights)[KEYS], const T* v, long row, long count, long dim, long queries,
                            float (*sum)[MOST_DIM]) {
-  constexpr int N = Q > 4 || (REGISTERS == 16 && Q > 1) ? 2 : 4, LEAST = sizeof(Weight<T>) == 4 ? 1 : 2;
+  constexpr int N = Q > 4 || (REGISTERS == 16 && Q > 1) ? 2 : 4, LEAST = CROSSED<T> ? 2 : 1;
   for (; queries >= Q; queries -= Q, weights += Q, sum += Q) {
     auto from = [&](long d) { return (float(*)[MOST_DIM])(sum[0] + d); };
     long d = 0;
