@@ -51,8 +51,11 @@ def matrix(model: Any) -> dict[int, Tensor]:
     return record.seen
 
 
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("window", [None, 9])
-def test_weights_are_the_attention_matrix(window: int | None) -> None:
+def test_weights_are_the_attention_matrix(window: int | None, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr("phasewise.ops.native.received.library", lambda: None)
     model = tiny.model() if window is None else sliding(window, 4)
     full, found = matrix(model), dict[int, list[Tensor]]()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops import attention as ops
+from phasewise.ops.native import received as native
 
 if TYPE_CHECKING:
     from phasewise.step.read import Read
@@ -42,14 +43,18 @@ def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> T
     float32 [h, N]. Like `probe`, in pieces that take little memory; keys count once."""
     spec, part = read.step.model.config.attention[read.layer], read.part
     read.count_keys(part.size[0] * part.size[1])
-    keys = part.k
-    total = torch.zeros(part.size, dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device)
+    keys, some = part.k, _some(read, rows)
     causal = read.span.sees is None and read.rows is None and part.ids is None and read.span.block == 1
+    seen = part.n + read.span.first + 1  # by the first row
+    in_order = causal and read.view is None and (spec.window is None or read.in_order())
+    if shaped is None and in_order and native.fits(some, keys):
+        return native.received(some, keys, [seen + row for row in rows], spec.scale, spec.softcap, spec.window)
+    total = torch.zeros(part.size, dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device)
     for start in range(0, len(rows), AT_ONCE):
-        some = rows[start : start + AT_ONCE]
-        end = part.n + read.span.first + some[-1] + 1 if causal else part.size[1]  # what comes later is not seen
-        found = ops.scores(_some(read, some), keys[:, :end], spec.scale, spec.softcap)
-        total[:, :end] += _weights(read, some, found, shaped).sum((1, 2))
+        mine = rows[start : start + AT_ONCE]
+        end = seen + mine[-1] if causal else part.size[1]  # what comes later is not seen
+        found = ops.scores(some[start : start + AT_ONCE], keys[:, :end], spec.scale, spec.softcap)
+        total[:, :end] += _weights(read, mine, found, shaped).sum((1, 2))
     return total
 
 

@@ -257,7 +257,7 @@ class Read:
             return None
         if part.fresh != self.span.first + rows or part.ids is not None:
             return None
-        if spec.softcap is not None or (spec.window is not None and (sees is not None or not self._in_order())):
+        if spec.softcap is not None or (spec.window is not None and (sees is not None or not self.in_order())):
             return None
         seen = native.Seen(0, block=self.span.block) if self.span.block > 1 else None
         if part.packed is not None:
@@ -274,7 +274,7 @@ class Read:
             few = native.Few(self.q, part.k, part.v, sees, seen=seen)
         return few if native.fits(few) else None
 
-    def _in_order(self) -> bool:
+    def in_order(self) -> bool:
         """Whether slots are positions: no row before these has skipped the layer or was dropped."""
         return self.part.plain and self.span.positions[0] == self.part.n
 

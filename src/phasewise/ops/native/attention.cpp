@@ -170,10 +170,10 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   const Span& span = call.spans[job.span];
   long dim = call.dim;
   const T* queries[QUERIES];
-  Turned<T> turned;
+  TurnedJob<TURNED<T>> turned;
   for (long i = 0; i < job.count; i++) {
     queries[i] = query<T>(call, job, i);
-    if constexpr (TURNED<T>) turned.take(i, queries[i], dim);
+    if constexpr (TURNED<T>) widen_query(queries[i], dim, turned.queries[i]);
   }
   float scores[QUERIES][KEYS];
   Weight<T> weights[QUERIES][KEYS];
@@ -194,7 +194,7 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
       Some<T> some(k, k_row, j, count);
       if constexpr (TURNED<T>) {
         fetch(ahead, j, here, j, LANES);
-        turned.turn(some.rows, dim, j);
+        turn_rows(some.rows, dim, (float(*)[KEYS])(turned.keys[0] + j));
         continue;
       }
       for (long i = 0, r = 0; i < job.count; i++) {
@@ -204,7 +204,7 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
         score(queries[i], some.rows, dim, scores[i] + j);
       }
     }
-    if constexpr (TURNED<T>) turned.score(job.count, dim, count, scores);
+    if constexpr (TURNED<T>) score_turned(turned.queries, turned.keys, dim, count, job.count, scores);
     long first = sinks(span) - slot;
     if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, scores);
     for (long i = 0; i < job.count; i++) {

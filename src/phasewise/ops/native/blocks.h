@@ -51,7 +51,7 @@ template <class T> void transpose(const T* from, long row, float* to) {
     if constexpr (sizeof(T) * PER_WORD<T> == 4) v[i] = load<__m512i>(from + i * row);
     else v[i] = (__m512i)load_floats(from + i * row);
   }
-  turn(v);
+  transpose_words(v);
   for (int i = 0; i < 16; i++) store(to + i * KEYS, v[i]);
 }
 #endif

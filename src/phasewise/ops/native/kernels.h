@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 25;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 26;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -176,6 +176,16 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   int64_t k_scale_head, v_scale_head;
   double softcap;  // as in AttentionCall
   Sight sight;
+};
+
+struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of q [rows, heads_q, dim]
+  const void *q, *k;
+  float* out;           // [heads, n], summed over the rows and over the query heads of a KV head
+  const int64_t* ends;  // [rows], how many slots each sees, not falling; but for those before its window
+  int64_t q_row, q_head, k_head, k_row;  // strides count elements
+  int64_t n, rows, heads_q, heads, dim;
+  int64_t kind, threads, window;
+  double scale, softcap;  // as in AttentionCall
 };
 
 struct Norm {

@@ -124,7 +124,7 @@ inline F load_floats(const float* p) { return load<F>(p); }
 
 #if DOT_INSTRUCTIONS
 // v[i][j] becomes v[j][i], word by word, in steps that swap what two registers hold `step` lanes apart.
-inline void turn(__m512i (&v)[16]) {
+inline void transpose_words(__m512i (&v)[16]) {
   __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
   for (int step = 1; step < 16; step *= 2) {

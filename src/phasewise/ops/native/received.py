@@ -1,0 +1,37 @@
+"""What every slot gets of many rows' weights, in one native call."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native import fit, library
+
+
+def fits(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel takes q [R, Hq, D] and k [H, N, D]: as `fit.fits`, with contiguous heads."""
+    return q.stride(2) == 1 and fit.fits(q, k, k, None) and library() is not None
+
+
+def received(
+    q: Tensor, k: Tensor, ends: list[int], scale: float, softcap: float | None = None, window: int | None = None
+) -> Tensor:
+    """The weights of q's rows summed over them and over the query heads of a KV head, float32 [H, N]. Row i sees the
+    slots below ends[i] (which do not fall), of these the last `window`. The tensors must fit (`fits`).
+
+    Scores, softmax and sums are float32; the result does not depend on the number of threads.
+    """
+    kernels = library()
+    assert kernels is not None
+    rows, heads_q, dim = q.shape
+    heads, n, _ = k.shape
+    out, upto = torch.empty((heads, n)), array("q", ends)
+    call = array("q", (q.data_ptr(), k.data_ptr(), out.data_ptr(), upto.buffer_info()[0]))
+    call.extend((*q.stride()[:2], *k.stride()[:2], n, rows, heads_q, heads, dim))
+    call.extend((fit.KIND[q.dtype], torch.get_num_threads(), window or 0))
+    call.frombytes(struct.pack("2d", scale, softcap or 0.0))
+    kernels.received(call.buffer_info()[0])
+    return out
