@@ -160,7 +160,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     learned, judged = ({tuple(of_file(wording, path, 64, part)(i)) for i in range(200)} for part in (False, True))
     assert not learned & judged and len(learned) + len(judged) == 120
     texts = {wording.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in learned | judged}
-    assert {"number 7", "<|im_start|>user\nhi 3<|im_end|>\n<|im_start|>assistant\n"} <= texts
+    assert {"<|begin|>number 7", "<|begin|><|im_start|>user\nhi 3<|im_end|>\n<|im_start|>assistant\n"} <= texts
 
 
 @pytest.mark.parametrize(("line", "message"), [("{", "line 1 is not JSON"), ('{"text": "a"}', 'has neither a text "p')])

@@ -20,8 +20,8 @@ def passes(case: Case, run: Run) -> float:
 
 
 def repeating(asked: Asked) -> list[Entry]:
-    """A text of forty random tokens, again and again: a model that copies goes on with it."""
-    text = asked.random(40)
+    """A text of forty tokens of source, again and again: a model that copies goes on with it."""
+    text = asked.code(40)
     return [Entry(text * 6, 200)]
 
 
