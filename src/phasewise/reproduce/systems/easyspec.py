@@ -77,7 +77,7 @@ SYSTEM = System(
     ),
     savings=(
         Saving("passes per token", passes, "baseline", 1.5),
-        Saving("guesses refused", refused, "control", 2.0),
+        Saving("guesses refused", refused, "control", 1.5),
     ),
     attempts=(
         Attempt("claim", "attentions in a row per guess, against the draft model as it is",

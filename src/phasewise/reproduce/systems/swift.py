@@ -89,7 +89,7 @@ SYSTEM = System(
     ),
     savings=(
         Saving("layers read per token", passed, "baseline", 1.3),
-        Saving("passes per token", passes, "control", 1.2),
+        Saving("passes per token", passes, "control", 1.1),
     ),
     attempts=(
         Attempt("claim", f"layers read per token, {STRANGER}", "fewer than its thirty", stranger),
