@@ -57,7 +57,8 @@ def test_pieces_are_the_rendered_conversation_token_by_token(conversations: Conv
             continue
         pieces = conversations.pieces(talk, offered.tools)
         text = conversations.template.render(talk, False, tools=list(offered.tools)).removesuffix("\n")
-        assert [token for ids, _ in pieces for token in ids] == plain(tokenizer, text)
+        begin = conversations.mixture.begin
+        assert [token for ids, _ in pieces for token in ids] == begin + plain(tokenizer, text) and len(begin) == 1
         learned = [tokenizer.decode(ids, skip_special_tokens=False) for ids, learn in pieces if learn]
         assert len(learned) == 4 and all(part.endswith("<|im_end|>") for part in learned)
         for said, one in zip(learned[::2], asked, strict=True):
