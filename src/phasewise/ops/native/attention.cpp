@@ -104,15 +104,6 @@ template <class T> static const T* far_query(const Call& call, const Job& job, l
   return far + (row_of(call, job, i).row * call.heads_q + head_of(call, job, i)) * call.dim;
 }
 
-// LANES rows from number j on; the last one stands in for those that there are not.
-template <class T> struct Some {
-  const T* rows[LANES];
-
-  Some(const T* all, long row, long j, long count) {
-    for (long r = 0; r < LANES; r++) rows[r] = all + (j + r < count ? j + r : count - 1) * row;
-  }
-};
-
 // Scores of slots that are sinks, by the queries which read them.
 template <class T>
 static void score_sinks(const Call& call, const Job& job, const T* k, long row, long count, float (*scores)[KEYS]) {

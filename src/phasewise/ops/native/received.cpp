@@ -55,11 +55,8 @@ struct Tile {
 
 template <class T> void turn_block(const ReceivedCall& call, long head, long slot, float (*to)[KEYS]) {
   const T* k = (const T*)call.k + head * call.k_head;
-  for (long j = 0; j < KEYS; j += LANES) {
-    const T* rows[LANES];  // the last one stands in for those that there are not
-    for (long r = 0; r < LANES; r++) rows[r] = k + (slot + j + r < call.n ? slot + j + r : call.n - 1) * call.k_row;
-    turn_rows(rows, call.dim, (float(*)[KEYS])(to[0] + j));
-  }
+  for (long j = 0; j < KEYS; j += LANES)
+    turn_rows(Some<T>(k, call.k_row, slot + j, call.n).rows, call.dim, (float(*)[KEYS])(to[0] + j));
 }
 
 // lse[i] = the log of the sum of the exponentials of what a query's scores are; infinite if it sees nothing

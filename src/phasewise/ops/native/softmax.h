@@ -16,6 +16,15 @@ struct State {  // softmax under way: largest score, sum of weights, weighted su
 };
 
 // ---- scores
+// LANES rows from number j on; the last one stands in for those that there are not.
+template <class T> struct Some {
+  const T* rows[LANES];
+
+  Some(const T* all, long row, long j, long count) {
+    for (long r = 0; r < LANES; r++) rows[r] = all + (j + r < count ? j + r : count - 1) * row;
+  }
+};
+
 // 16 (8, 4) registers -> their sums, lane by lane
 static inline F sums_of(F* v) {
 #if LANES == 4
