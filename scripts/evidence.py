@@ -47,7 +47,7 @@ SETTINGS = (
     "draft=draft_model",
 )
 ALSO = ("code@2k", "docs@2k")  # measured of models that have rows of their own, too
-FEWER = {"passkey-english@7.5k": 30}  # examples at most: they take longest
+FEWER = {"code@8k": 12, "docs@8k": 12, "passkey-english@7.5k": 24}  # examples at most: they take longest
 QUICK = 2048  # tokens of the longest row of a quick run
 Line = dict[str, Any]
 Key = tuple[str, str, str]
