@@ -136,6 +136,59 @@ def test_large_scores_and_bad_numbers(kind: torch.dtype) -> None:
         assert torch.equal(out[:, 2:], clean[:, 2:]) and (what > 0 or torch.equal(out[1:], clean[1:]))
 
 
+def masks(heads: int, rows: int, n: int, draw: random.Random) -> Tensor:
+    """Causal with holes: of whole blocks, of single slots, and a row that sees itself alone."""
+    own = torch.ones(heads, rows, n, dtype=torch.bool).tril(n - rows)
+    blocks = torch.rand(heads, -(-rows // 16), -(-n // 32)) < draw.choice([0.05, 0.4])
+    mask = blocks.repeat_interleave(16, 1).repeat_interleave(32, 2)[:, :rows, :n] & (torch.rand(heads, rows, n) < 0.9)
+    mask[:, draw.randrange(rows)] = False
+    return (mask | torch.eye(rows, n, dtype=torch.bool).roll(n - rows, 1)) & own
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("target")
+def test_masked_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    """One mask for all heads, or each its own; the last slots lie at the end of the mask's memory."""
+    torch.manual_seed(0)
+    tolerance = 2e-2 if kind == torch.bfloat16 else 1e-5
+    for number, (rows, n) in enumerate(CASES):
+        q, k, v = make(shape, rows, n, kind)
+        mask = masks(1 if number % 2 else shape[1], rows, n, random.Random(number))
+        for cap in (None, 3.0):
+            want = attention.reference(q.float(), k.float(), v.float(), mask, 0.2, cap)[0]
+            for read in (prefill.masked, attention.attention_plain):
+                scale = (0.2, cap) if read is prefill.masked and cap else 0.2
+                out = read(q, k, v, mask, scale) if read is prefill.masked else read(q, k, v, mask, 0.2, cap)
+                torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("target")
+def test_what_a_mask_hides_is_as_if_it_were_not_there(kind: torch.dtype) -> None:
+    """Bit for bit: the mask of causal attention, rows alone and among others, int8 as decoded, and blocks full of NaN
+    that nobody sees."""
+    torch.manual_seed(0)
+    q, k, v = make((6, 2, 64), 130, 500, kind)
+    causal = torch.ones(1, 130, 500, dtype=torch.bool).tril(370)
+    assert torch.equal(prefill.masked(q, k, v, causal, 0.2), prefill.causal(q, k, v, 0.2))
+    mask = masks(2, 130, 500, random.Random(0))
+    mask[:, :, 256:512] = False
+    mask[:, 5] = False
+    whole = prefill.masked(q, k, v, mask, 0.2)
+    assert not whole[5].any()
+    for rows in (slice(0, 1), slice(3, 40), slice(77, 130)):
+        assert torch.equal(prefill.masked(q[rows], k, v, mask[:, rows], 0.2), whole[rows])
+    holes = [x.clone() for x in (k, v)]
+    for hole in holes:
+        hole[:, 256:] = float("nan")
+    assert torch.equal(prefill.masked(q, *holes, mask, 0.2), whole)
+    codec = Int8().codec()
+    planes = list(codec.encode(k, v))
+    decoded = prefill.masked(q, *codec.decode(planes, kind), mask, 0.2)
+    assert torch.equal(prefill.masked(q, planes[0], planes[2], mask, 0.2, (planes[1], planes[3])), decoded)
+
+
 def test_what_does_not_fit() -> None:
     if native.library() is None:
         pytest.skip("no native kernels here")

@@ -16,7 +16,19 @@ from phasewise.ops.native.spans import Seen
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v -> [R, Hq, D]. Rows that see nothing are not allowed."""
+    """softmax(scale * q k^T) v -> [R, Hq, D]. Rows that see nothing are not allowed.
+
+    Rows under a mask are read by the native kernel, where there is one, which passes over blocks that none of them see.
+    """
+    if mask is not None and q.shape[0] > 1 and not (q.requires_grad or k.requires_grad) and prefill.fits(q, k, v):
+        return prefill.masked(q, k, v, mask, scale if softcap is None else (scale, softcap))
+    return attention_plain(q, k, v, mask, scale, softcap)
+
+
+def attention_plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
+    """`attention` in torch's operators, the kernel's twin."""
     if softcap is not None:
         return reference(q, k, v, mask, scale, softcap)[0]
     rows, heads_q, dim = q.shape

@@ -155,6 +155,11 @@ class Read:
                 return self.gathered(index.expand(part.size[0], -1, -1), valid)
         self.count(part.size[1])
         if self._moved is None:
+            if scaled(part.codec) and mask is not None and self.q.shape[0] > 1:
+                k, k_scale, v, v_scale = part.planes
+                if prefill.fits(self.q, k, v, (k_scale, v_scale)):
+                    cap = spec.scale, spec.softcap or 0.0
+                    return prefill.masked(self.q, k, v, mask, cap, (k_scale, v_scale))
             return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
         return ops.weigh(self.scores(), part.v, mask)[0]
 

@@ -17,6 +17,8 @@ from phasewise.ops import attention as ops
 from phasewise.step.probe import probe
 from phasewise.step.read import Read
 
+ROWS = 512  # of a prompt, whose mask is made at once
+
 
 class Lines(NamedTuple):
     """What is read, by KV head: columns bool [h, B] by block of keys, diagonals bool [h, B] by distance in blocks."""
@@ -94,28 +96,23 @@ def attend(read: Read, lines: Lines, size: int) -> Tensor:
     part = read.part
     alone = read.rows is None and part.ids is None and read.view is None and read.span.sees is None
     if alone and not read.late and part.plain and not part.n and read.span.block == 1:
-        return _tiles(read, lines, size)
+        return _whole(read, lines, size)
     return read.attend(lines.of(read.q_positions // size, part.positions // size))
 
 
-def _tiles(read: Read, lines: Lines, size: int) -> Tensor:
-    """The same of a whole prompt, block of rows by block of rows: what no row of a block reads is not multiplied."""
-    (heads, n), spec = read.part.size, read.step.model.config.attention[read.layer]
+def _whole(read: Read, lines: Lines, size: int) -> Tensor:
+    """The same of a whole prompt, some rows at a time: what a few neighbouring ones do not read is passed over."""
+    n, spec = read.part.size[1], read.step.model.config.attention[read.layer]
     read.count(n)
-    blocks = len(lines.columns[0])
-    more = (0, 0, 0, blocks * size - n)
-    k, v = (F.pad(x, more).view(heads, blocks, size, -1) for x in (read.part.k, read.part.v))
-    every, within = torch.arange(heads, device=k.device)[:, None], torch.arange(size, device=k.device)
+    k, v, every = read.part.k, read.part.v, torch.arange(n, device=read.q.device)
+    blocks = every[: len(lines.columns[0])]
+    chosen = lines.of(blocks, blocks[None])  # [h, B, B]
     out = torch.empty_like(read.q)
-    for block in range(blocks):
-        rows = torch.arange(block * size, min((block + 1) * size, n), device=k.device)
-        chosen = lines.columns[:, : block + 1] | lines.diagonals[:, : block + 1].flip(1)  # [h, block + 1]
-        most = int(chosen.sum(1).max())
-        keys = chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]  # chosen ones first, in order
-        at = (keys[:, :, None] * size + within).flatten(1)  # [h, most * size]
-        mask = (at[:, None] <= rows[:, None]) & chosen.gather(1, keys).repeat_interleave(size, 1)[:, None]
+    for first in range(0, n, ROWS):
+        rows, keys = every[first : first + ROWS], every[: first + ROWS]
+        mask = chosen[:, rows // size].repeat_interleave(size, 2)[..., : len(keys)] & (keys <= rows[:, None])
         if spec.window is not None:
-            mask &= rows[:, None] - at[:, None] < spec.window
-        near_k, near_v = (x[every, keys].flatten(1, 2) for x in (k, v))  # [h, most * size, D]
-        out[rows[0] : rows[-1] + 1] = ops.attention(read.q[rows], near_k, near_v, mask, spec.scale, spec.softcap)
+            mask &= rows[:, None] - keys < spec.window
+        seen = k[:, : len(keys)], v[:, : len(keys)]
+        out[first : first + ROWS] = ops.attention(read.q[rows], *seen, mask, spec.scale, spec.softcap)
     return out

@@ -37,8 +37,8 @@ class Power:
     Rows that an evict method shows at another place, as streaming does with its sinks, are read in any case. `weights`:
     `auto` (trained for this model and these knobs; beside the model, or shipped), a file, `random:SEED` (to test with),
     or `none`: the mask without the training, which is the control. Single rows and small drafts read their blocks
-    alone; a slice of a prompt reads all rows once, under the mask. Left out: a kernel for prompts that passes blocks
-    over, and with it the paper's speed there.
+    alone; a slice of a prompt reads all rows once, under the mask, and kernels pass over blocks that none of a few
+    neighbouring rows sees.
     """
 
     block: int = 32
@@ -132,7 +132,13 @@ class _Power:
         return found
 
     def _select(self, read: Read) -> Tensor:
-        """What every row reads of what it sees, bool [1 | h, R, N]."""
+        """What every row reads of what it sees, bool [1 | h, R, N]: the same in all layers, if slots are positions."""
+        if read.part.plain and read.rows is None and read.view is None:
+            key = self, id(read.span), read.part.size[1]
+            if key not in read.step.notes:
+                read.step.notes[key] = self.knobs.seen(read.q_positions[:, None], read.part.positions[:, None])
+            noted: Tensor = read.step.notes[key]
+            return noted
         select = self.knobs.seen(read.q_positions[:, None], read.part.positions[:, None])
         if read.view is not None and read.view.moved is not None:
             slots, delta = read.view.moved

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 26;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 27;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -176,6 +176,9 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   int64_t k_scale_head, v_scale_head;
   double softcap;  // as in AttentionCall
   Sight sight;
+  const uint8_t* sees;  // [heads, rows, n], which of these slots a row sees; null: all of them
+  int64_t sees_head, sees_row;
+  float* lse;  // [rows, heads_q] or null
 };
 
 struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of q [rows, heads_q, dim]

@@ -70,6 +70,7 @@ template <class T> struct Tile {
   long begin[TILE<T>];  // in rising order
   long sinks;
   bool turns;                                 // whether `far` are the queries of the sinks
+  const uint8_t* sees[TILE<T>];               // what of its slots each sees, from the first on; null: all of them
   alignas(64) float q[TILE<T> * MOST_DIM];    // [TILE, words]
   alignas(64) float far[TILE<T> * MOST_DIM];
   alignas(64) float sum[TILE<T> * MOST_DIM];  // [TILE, padded], values under weights
@@ -135,6 +136,32 @@ inline void take_sinks(F* scores, const F* far, long sinks) {
   for (int i = 0; i < KEYS / LANES; i++, lane += LANES) scores[i] = select(lane < count, far[i], scores[i]);
 }
 
+// Whether a query sees any of `count` slots, from `seen` on.
+inline bool any_of(const uint8_t* seen, long count) {
+  uint64_t found = 0;
+  for (; count >= 8; count -= 8, seen += 8) found |= load<uint64_t>(seen);
+  for (; count > 0; count--, seen++) found |= *seen;
+  return found != 0;
+}
+
+template <class T> bool any_seen(const Tile<T>& tile, long queries, long slot) {
+  if (!tile.sees[0]) return true;
+  for (long r = 0; r < queries; r++) {
+    bool alike = r && tile.sees[r] == tile.sees[r - 1];  // query heads of one row
+    long left = tile.limit[r] - slot;
+    if (!alike && any_of(tile.sees[r] + slot, left < PASS<T> * KEYS ? left : PASS<T> * KEYS)) return true;
+  }
+  return false;
+}
+
+// Those of slots that `seen` says no to.
+inline void hide_unseen(F* scores, const uint8_t* seen, long count) {
+  uint8_t last[KEYS] = {};
+  if (count < KEYS) seen = (const uint8_t*)memcpy(last, seen, count);
+  for (long i = 0; i < KEYS / LANES; i++)
+    scores[i] = select(load_floats((const int8_t*)seen + i * LANES) != 0.0f, scores[i], splat(-INFINITY));
+}
+
 // The scores, times scale, become weights; -> by what to scale the sums so far.
 template <class T, int R> F weigh(Tile<T>& tile, const F (*scores)[KEYS / LANES], float scale, float* words) {
   float tops[LANES];
@@ -176,6 +203,8 @@ template <class T> void hide_all(const Tile<T>& tile, long queries, long slot, F
     for (long r = 0; r < queries; r++) hide(scores[r], tile.limit[r] - slot);
   if (tile.begin[queries - 1] > slot && tile.sinks < slot + KEYS)
     for (long r = 0; r < queries; r++) hide_between(scores[r], tile.sinks - slot, tile.begin[r] - slot);
+  for (long r = 0; tile.sees[0] && r < queries; r++)
+    hide_unseen(scores[r], tile.sees[r] + slot, within(tile.limit[r] - slot));
 }
 
 template <class T, int R>

@@ -29,6 +29,9 @@ template <class T> bool unseen(long sinks, long begin, long b) {
   return b * KEYS >= sinks && (b + PASS<T>) * KEYS <= begin;
 }
 
+// The log-sum-exp of scores whose largest is 2^top; -inf of none.
+float log_of(float top, float total) { return total == 0 ? -INFINITY : (top + log2f(total)) * 0.6931471806f; }
+
 // ---- jobs: the queries `first` .. of a KV head, numbered row * group + query head of the group
 template <class T> struct Job {
   const PrefillCall& call;
@@ -56,6 +59,7 @@ template <class T> struct Job {
       const T* far = (const T*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;
       pack_words(q, call.dim, 1, tile.q + r * shape.words);
       memset(tile.q + r * shape.words + used, 0, (shape.words - used) * 4);
+      tile.sees[r] = call.sees ? call.sees + head * call.sees_head + row(query) * call.sees_row : nullptr;
       if (tile.turns) pack_words(far, call.dim, 1, tile.far + r * shape.words);
       if (tile.turns) memset(tile.far + r * shape.words + used, 0, (shape.words - used) * 4);
       memset(tile.sum + r * shape.padded, 0, shape.padded * 4);
@@ -69,7 +73,7 @@ template <class T> struct Job {
       for (long t = 0; t * TILE<T> < count; t++) {
         if (tiles[t].limit[size(t) - 1] <= b * KEYS) continue;
         any = true;
-        if (unseen<T>(tiles[t].sinks, tiles[t].begin[0], b)) continue;
+        if (unseen<T>(tiles[t].sinks, tiles[t].begin[0], b) || !any_seen(tiles[t], size(t), b * KEYS)) continue;
         pass_over(size(t), tiles[t], shape, packed, b * KEYS, scaling);
       }
       if (!any) return;
@@ -82,7 +86,8 @@ template <class T> struct Job {
       long r = i % TILE<T>, d = 0;
       T* out = (T*)call.out + (row(first + i) * call.heads_q + head_q(first + i)) * call.dim;
       const float* from = tile.sum + r * shape.padded;
-      float scale = 1 / sum(tile.total[r]);
+      float total = sum(tile.total[r]), scale = total == 0 ? 0 : 1 / total;  // a row that sees nothing reads 0
+      if (call.lse) call.lse[row(first + i) * call.heads_q + head_q(first + i)] = log_of(tile.top[r], total);
       for (; d + LANES <= call.dim; d += LANES) store_floats(out + d, load<F>(from + d) * scale);
       for (; d < call.dim; d++) put(out + d, from[d] * scale);
     }

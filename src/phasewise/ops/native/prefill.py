@@ -24,11 +24,31 @@ def causal(
     """Attention of the last R of N rows, row i seeing 0 .. N-R+i, or as `seen` (without `seats`) has it.
     -> [R, Hq, D]. The tensors must fit (`fits`).
 
-    Scores, softmax and sums are float32; for bfloat16 the weights are rounded to it before they meet the values. What a
-    row reads is the same bit for bit however the prompt is sliced. With `scales` bfloat16 [H, N], k and v are int8: a
-    row's numbers are its levels times its scale, in q's dtype. `scale` may come with a softcap: a score s becomes
+    What a row reads is the same bit for bit however the prompt is sliced; for the rest see `masked`.
+    """
+    return _prefill(q, k, v, scale, scales, seen)[0]
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | tuple[float, float],
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of R rows over the slots that they see: bool [1 | H, R, N] (None: all of them). -> [R, Hq, D]. The
+    tensors must fit (`fits`); a row that sees nothing reads 0.
+
+    Blocks of slots that no row of a few neighbours sees are passed over. Scores, softmax and sums are float32; for
+    bfloat16 the weights are rounded to it before they meet the values. With `scales` bfloat16 [H, N], k and v are int8:
+    a row's numbers are its levels times its scale, in q's dtype. `scale` may come with a softcap: a score s becomes
     softcap tanh(s / softcap).
     """
+    return _prefill(q, k, v, scale, scales, Seen(0, block=q.shape[0]), mask)[0]
+
+
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | tuple[float, float], scales: tuple[Tensor, Tensor] | None,
+    seen: Seen | None, mask: Tensor | None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """One call: what is read, and with it the log-sum-exp of each query's scores, float32 [R, Hq], if asked for."""
     kernels = library()
     assert kernels is not None
     rows, heads_q, dim = q.shape
@@ -45,5 +65,13 @@ def causal(
         call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
     call.frombytes(struct.pack("d", softcap))
     call.extend((0, 0, 0, 0, 0) if seen is None else seen.words)
+    if mask is not None and mask.stride(2) != 1:
+        mask = mask.contiguous()
+    if mask is None:
+        call.extend((0, 0, 0))
+    else:
+        call.extend((mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1)))
+    lse = torch.empty((rows, heads_q)) if with_lse else None
+    call.append(0 if lse is None else lse.data_ptr())
     kernels.prefill(call.buffer_info()[0])
-    return out
+    return out, lse
