@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise.model.model import Model
+from phasewise.ops import attention as ops
+from phasewise.ops import native
 from phasewise.request.request import Request
 from phasewise.step.probe import logits, probe, received
-from phasewise.step.read import Read
+from phasewise.step.read import FEW, Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail, ends
 from tests import tiny
@@ -147,3 +150,31 @@ def test_rows_may_end_before_the_last_block(rows: int, block: int, ids: list[int
     read = object.__new__(Read)
     read.span, read.rows = span, ids
     assert ends(read) == want
+
+
+def test_many_rows_attention_comes_with_their_log_sum_exp() -> None:
+    """Computed once: what the look at it left is the read's answer, and the model's next rows do not change by it."""
+    if native.library() is None:
+        pytest.skip("no kernels")
+    tokens, found = tiny.prompts(150)[0], list[Tensor]()
+    half = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+
+    def look(read: Read) -> None:
+        lse, out = read.lse(), read.answer
+        if read.q.shape[0] <= FEW:
+            assert lse is None and out is None
+            return
+        assert lse is not None and out is not None
+        _, want = ops.weigh(read.scores(), read.part.v, read.mask())
+        torch.testing.assert_close(lse, want, atol=1e-4, rtol=1e-4)
+        read.answer = None
+        assert torch.equal(out, read.attend())
+        got, own = received(read, range(3, 99)), probe(read, range(3, 99)).sum((1, 2))
+        torch.testing.assert_close(got, own, atol=2e-4, rtol=2e-4)
+        assert read.answer is not None
+        found.append(got)
+
+    one, other = Walk(half, tokens, evict=Watching(look)), Walk(half, tokens)
+    for piece in (tokens[:100], tokens[100:120], tokens[120:]):
+        assert torch.equal(one.feed(piece), other.feed(piece))
+    assert len(found) == 4, "one prompt of more than FEW rows, four layers"

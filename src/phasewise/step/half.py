@@ -80,14 +80,14 @@ def _look(batch: Batch, groups: Sequence[Group], layer: int, inside: Inside, hal
                 for read in reads:
                     phase.evict.observe(read)
                     read.view = phase.evict.view(read)
-            if dense and all(read.view is None for read in reads):
+            if dense and not any(_own(read) for read in reads):
                 _count(reads)
             else:
                 asked[i] = reads
         answers = iter(phase.attend([read for reads in asked.values() for read in reads]) if asked else ())
         for i, reads in asked.items():
             mine = [next(answers) for _ in reads]
-            if all(answer is None and read.view is None for read, answer in zip(reads, mine)):
+            if not any(answer is not None or _own(read) for read, answer in zip(reads, mine)):
                 _count(reads)
                 continue
             for read, result in zip(reads, answered(reads, mine)):
@@ -104,6 +104,11 @@ def _reads(span: Span, layer: int, inside: Inside, queries: Tensor) -> list[Read
         read.at = span.slice
         reads.append(read)
     return reads
+
+
+def _own(read: Read) -> bool:
+    """Whether the attention still to come would not do: rows see otherwise, or it is there already."""
+    return read.view is not None or read.answer is not None
 
 
 def _count(reads: Sequence[Read]) -> None:

@@ -91,10 +91,11 @@ class Phase:
 
     def looks(self, span: Span) -> bool:
         """Whether a method acts between the queries and the attention of this span's rows in some layer."""
-        if self.plain:
-            return False
-        everything = getattr(self.attend, "everything", False)
-        return self.watches(span) or (not everything and _looks(self.attend, span))
+        return not self.plain and (self.watches(span) or not self.reads_all(span))
+
+    def reads_all(self, span: Span) -> bool:
+        """Whether its rows read all that they see."""
+        return getattr(self.attend, "everything", False) or not _looks(self.attend, span)
 
     def tell(self, span: Span, keep: int | Sequence[int]) -> None:
         """Tell methods which rows of a span have been committed: the first so many, or a path."""

@@ -27,7 +27,7 @@ def logits(read: Read, rows: Sequence[int]) -> Tensor:
     """Unmasked attention logits of `rows` (numbers of the read's rows) to every slot, float32 [h, G, r, N]."""
     spec, part = read.step.model.config.attention[read.layer], read.part
     read.count_keys(part.size[0] * part.size[1])
-    return ops.scores(_some(read, rows), part.k, spec.scale, spec.softcap)
+    return ops.scores(_some(read.q, rows), part.k, spec.scale, spec.softcap)
 
 
 def probe(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> Tensor:
@@ -43,12 +43,14 @@ def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> T
     float32 [h, N]. Like `probe`, in pieces that take little memory; keys count once."""
     spec, part = read.step.model.config.attention[read.layer], read.part
     read.count_keys(part.size[0] * part.size[1])
-    keys, some = part.k, _some(read, rows)
+    keys, some = part.k, _some(read.q, rows)
     causal = read.span.sees is None and read.rows is None and part.ids is None and read.span.block == 1
     seen = part.n + read.span.first + 1  # by the first row
     in_order = causal and read.view is None and (spec.window is None or read.in_order())
     if shaped is None and in_order and native.fits(some, keys):
-        return native.received(some, keys, [seen + row for row in rows], spec.scale, spec.softcap, spec.window)
+        sees, lse = [seen + row for row in rows], read.lse()
+        known = None if lse is None else _some(lse, rows)
+        return native.received(some, keys, sees, spec.scale, spec.softcap, spec.window, known)
     total = torch.zeros(part.size, dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device)
     for start in range(0, len(rows), AT_ONCE):
         mine = rows[start : start + AT_ONCE]
@@ -58,11 +60,11 @@ def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> T
     return total
 
 
-def _some(read: Read, rows: Sequence[int]) -> Tensor:
-    """The queries of `rows` [r, hq, D]."""
+def _some(of: Tensor, rows: Sequence[int]) -> Tensor:
+    """What some rows have, of a tensor with all of a read's."""
     if isinstance(rows, range) and rows.step == 1:
-        return read.q[rows.start : rows.stop]
-    return read.q[torch.tensor(list(rows), device=read.q.device)]
+        return of[rows.start : rows.stop]
+    return of[torch.tensor(list(rows), device=of.device)]
 
 
 def _weights(read: Read, rows: Sequence[int], found: Tensor, shaped: Shaped | None) -> Tensor:

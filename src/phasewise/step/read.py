@@ -37,7 +37,7 @@ class View:
 class Read:
     """Rows q [R, hq, D] of one span against k, v [h, N, D] of its KV at one layer (all heads, or those of one slab)."""
 
-    __slots__ = ("at", "late", "layer", "part", "q", "rows", "span", "step", "view")
+    __slots__ = ("answer", "at", "late", "layer", "part", "q", "rows", "span", "step", "view")
 
     def __init__(self, step: Inside, layer: int, span: Span, q: Tensor, part: Part) -> None:
         self.step = step
@@ -49,6 +49,7 @@ class Read:
         self.late: Sequence[int] = ()  # positions of rows before the span's own that were known before and run late
         self.at: slice | Tensor = slice(0, 0)  # rows of the layer's input they come from
         self.view: View | None = None
+        self.answer: Tensor | None = None  # of `attend`, where it is there already
 
     # ---- what is where
     @property
@@ -138,6 +139,8 @@ class Read:
         part, spec = self.part, self.step.model.config.attention[self.layer]
         if select is None and self.view is None and self._causal(spec.softcap, spec.window):
             self.count(part.size[1])
+            if self.answer is not None:
+                return self.answer
             if scaled(part.codec):
                 k, k_scale, v, v_scale = part.planes
                 if prefill.fits(self.q, k, v, (k_scale, v_scale)):  # nothing needs to be decoded
@@ -162,6 +165,20 @@ class Read:
                     return prefill.masked(self.q, k, v, mask, cap, (k_scale, v_scale))
             return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
         return ops.weigh(self.scores(), part.v, mask)[0]
+
+    def lse(self) -> Tensor | None:
+        """The log-sum-exp of the scores of many rows that read all they see, float32 [R, hq], if a kernel has it with
+        their attention, which need not be computed again then."""
+        spec, part = self.step.model.config.attention[self.layer], self.part
+        if self.q.shape[0] <= FEW or self.view is not None or not self.span.phase.reads_all(self.span):
+            return None
+        if not isinstance(part.codec, Raw) or not self._causal(spec.softcap, spec.window):
+            return None
+        k, v = part.planes
+        if not prefill.fits(self.q, k, v):
+            return None
+        self.answer, lse = prefill.causal_lse(self.q, k, v, spec.scale, native.Seen(0, block=self.span.block))
+        return lse
 
     def scores(self) -> Tensor:
         """Float32 logits [h, G, R, N] of all slots as the rows meet them; nothing is hidden, nothing is counted."""

@@ -32,11 +32,11 @@ struct Shape {
   long key_block, block, blocks;  // words per block of keys, and of keys and values; blocks per head
 };
 
-template <class T> Shape shape_of(const PrefillCall& call) {
-  long words = (call.dim + PER_WORD<T> - 1) / PER_WORD<T>, whole = ON_TILES<T> ? WIDTH : LANES;
-  if (ON_TILES<T>) words = words_of(call.dim, PER_WORD<T>);
-  long padded = (call.dim + whole - 1) / whole * whole, keys = words * KEYS;
-  return {words, padded, keys, keys + KEYS / PER_WORD<T> * padded, (call.n + KEYS - 1) / KEYS};
+template <class T> Shape shape_of(long dim, long n) {
+  long words = (dim + PER_WORD<T> - 1) / PER_WORD<T>, whole = ON_TILES<T> ? WIDTH : LANES;
+  if (ON_TILES<T>) words = words_of(dim, PER_WORD<T>);
+  long padded = (dim + whole - 1) / whole * whole, keys = words * KEYS;
+  return {words, padded, keys, keys + KEYS / PER_WORD<T> * padded, (n + KEYS - 1) / KEYS};
 }
 
 template <class T> void pack_words(const T* row, long dim, long step, float* to) {

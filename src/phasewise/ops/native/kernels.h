@@ -189,6 +189,7 @@ struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of 
   int64_t n, rows, heads_q, heads, dim;
   int64_t kind, threads, window;
   double scale, softcap;  // as in AttentionCall
+  const float* lse;       // [rows, heads_q], the log-sum-exp of their scores, or null
 };
 
 struct Norm {

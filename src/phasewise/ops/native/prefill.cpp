@@ -53,7 +53,8 @@ template <class T> struct Job {
       Tile<T>& tile = tiles[i / TILE<T>];
       long r = i % TILE<T>, query = first + i;
       tile.top = splat(LOWEST), tile.total[r] = F{};
-      tile.limit[r] = call.n - call.rows + own_seen(call.sight, call.rows, row(query)), tile.begin[r] = begin_of(call, row(query));
+      tile.limit[r] = call.n - call.rows + own_seen(call.sight, call.rows, row(query));
+      tile.begin[r] = begin_of(call, row(query));
       tile.sinks = call.sight.window ? call.sight.sinks : 0, tile.turns = call.sight.far && tile.sinks;
       const T* q = (const T*)call.q + row(query) * call.q_row + head_q(query) * call.q_head;
       const T* far = (const T*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;
@@ -107,7 +108,7 @@ struct Cut {
 };
 
 template <class T> void pack_all(const PrefillCall& call, float* packed, Shares& packs) {
-  Shape shape = shape_of<T>(call);
+  Shape shape = shape_of<T>(call.dim, call.n);
   for (long from, to; packs.take(from, to);)
     for (long i = from; i < to; i++) {
       long b = i % shape.blocks;
@@ -117,7 +118,7 @@ template <class T> void pack_all(const PrefillCall& call, float* packed, Shares&
 }
 
 template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads) {
-  Shape shape = shape_of<T>(call);
+  Shape shape = shape_of<T>(call.dim, call.n);
   Cut cut(call);
   if (ON_TILES<T>) start_tiles(SIDE);
   for (long from, to; reads.take(from, to);)
@@ -132,7 +133,9 @@ template <class T> void read_all(const PrefillCall& call, const float* packed, S
   if (ON_TILES<T>) stop_tiles();
 }
 
-Shape shape_for(const PrefillCall& call) { return call.kind == FLOAT ? shape_of<float>(call) : shape_of<bf16>(call); }
+Shape shape_for(const PrefillCall& call) {
+  return call.kind == FLOAT ? shape_of<float>(call.dim, call.n) : shape_of<bf16>(call.dim, call.n);
+}
 
 }  // namespace
 

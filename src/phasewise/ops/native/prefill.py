@@ -29,6 +29,13 @@ def causal(
     return _prefill(q, k, v, scale, scales, seen)[0]
 
 
+def causal_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
+    """`causal`, and the log-sum-exp of the scores, float32 [R, Hq]."""
+    out, lse = _prefill(q, k, v, scale, None, seen, with_lse=True)
+    assert lse is not None
+    return out, lse
+
+
 def masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | tuple[float, float],
     scales: tuple[Tensor, Tensor] | None = None,

@@ -1,124 +1,137 @@
 // What every slot gets of the weights of a span's rows: their attention once more, without its values.
 //
-// Keys are turned once per call. Queries then pass over them for the log-sum-exp of their scores; after that every block
-// of slots has all queries pass over it and sums up their weights, in order: the result does not depend on the threads.
+// Keys and queries are packed once per call. Where the log-sum-exp of the scores is not known, queries pass over the keys
+// for it; then every block of slots has all queries pass over it and sums up their weights, in order: the result does not
+// depend on the threads.
 #include <math.h>
 
-#include "curves.h"
 #include "parts.h"
-#include "turned.h"
+#include "pass.h"
 
 namespace {
 
-constexpr long TOGETHER = 4 * FIT;  // queries that pass over keys together
+using namespace prompt;
 
-long queries_of(const ReceivedCall& call) { return call.rows * (call.heads_q / call.heads); }
-long blocks_of(const ReceivedCall& call) { return (call.n + KEYS - 1) / KEYS; }
-long tiles_of(const ReceivedCall& call) { return (queries_of(call) + TOGETHER - 1) / TOGETHER; }
+constexpr int EACH = LANES == 4 ? 4 : REGISTERS == 32 ? 6 : 5;  // queries whose scores over a block fit the registers
+constexpr long TILES = 4;                                       // of so many, that pass over keys together
+constexpr float LOG2_E = 1.4426950408889634f;
 
-// Some queries of a KV head, numbered row * group + query head of the group, and their scores over a block of slots.
-struct Tile {
+typedef F Scores[EACH][KEYS / LANES];
+
+template <class T> struct Work {
   const ReceivedCall& call;
-  Softcap cap;
-  long first = 0, count = 0;
-  alignas(64) float queries[TOGETHER][MOST_DIM], scores[TOGETHER][KEYS];
+  const Shape shape;
+  const Scaling scaling;
+  const long group, queries, tiles;  // of a KV head; queries are numbered row * group + query head of the group
+  float *keys, *packed, *sums;       // by head: blocks of keys, tiles of queries, their log-sum-exp in powers of two
 
-  explicit Tile(const ReceivedCall& call) : call(call), cap(call.softcap, call.scale) {}
+  explicit Work(const ReceivedCall& call)
+      : call(call), shape(shape_of<T>(call.dim, call.n)), scaling{(float)call.scale * LOG2_E, {call.softcap, call.scale}},
+        group(call.heads_q / call.heads), queries(call.rows * group), tiles((queries + EACH - 1) / EACH) {
+    long of_keys = shape.blocks * shape.key_block, of_queries = tiles * EACH * shape.words;
+    keys = (float*)scratch(OF_ATTENTION, call.heads * (of_keys + of_queries + tiles * EACH) * 4);
+    packed = keys + call.heads * of_keys, sums = packed + call.heads * of_queries;
+  }
 
-  long group() const { return call.heads_q / call.heads; }
-  long end(long i) const { return call.ends[(first + i) / group()]; }
-  long begin(long i) const { return call.window && end(i) > call.window ? end(i) - call.window : 0; }
+  long head_q(long head, long query) const { return head * group + query % group; }
+  long last(long tile) const { return (tile + 1) * EACH < queries ? (tile + 1) * EACH - 1 : queries - 1; }
+  long end(long query) const { return call.ends[query / group]; }
+  long begin(long query) const { return call.window && end(query) > call.window ? end(query) - call.window : 0; }
+  float* sum_of(long head, long query) const { return sums + head * tiles * EACH + query; }
 
-  template <class T> void take(long head, long tile) {
-    first = tile * TOGETHER;
-    count = queries_of(call) - first < TOGETHER ? queries_of(call) - first : TOGETHER;
-    for (long i = 0; i < count; i++) {
-      long row = (first + i) / group(), own = head * group() + (first + i) % group();
-      widen_query((const T*)call.q + row * call.q_row + own * call.q_head, call.dim, queries[i]);
+  void pack_block(long head, long b) const {
+    long count = call.n - b * KEYS < KEYS ? call.n - b * KEYS : KEYS;
+    float* to = keys + (head * shape.blocks + b) * shape.key_block;
+    memset(to, 0, shape.key_block * 4);
+    pack_keys((const T*)call.k + head * call.k_head + b * KEYS * call.k_row, call.k_row, count, call.dim, to);
+  }
+
+  void pack_queries(long head, long tile) const {
+    float* to = packed + (head * tiles + tile) * EACH * shape.words;
+    memset(to, 0, EACH * shape.words * 4);
+    for (long query = tile * EACH; query <= last(tile); query++, to += shape.words) {
+      pack_words((const T*)call.q + query / group * call.q_row + head_q(head, query) * call.q_head, call.dim, 1, to);
+      if (!call.lse) continue;
+      float lse = call.lse[query / group * call.heads_q + head_q(head, query)];
+      *sum_of(head, query) = lse == -INFINITY ? INFINITY : lse * LOG2_E;  // of one that sees nothing, who gives nothing
     }
   }
 
-  // Whether any of them sees something of the block at `slot`: their scores, times scale, -inf where one sees nothing.
-  bool score(const float (*keys)[KEYS], long slot) {
-    if (end(count - 1) <= slot || begin(0) >= slot + KEYS) return false;
-    score_turned(queries, keys, call.dim, KEYS, count, scores);
-    for (long i = 0; i < count; i++) {
-      for (long j = 0; j < KEYS; j += LANES) {
-        F score = load<F>(scores[i] + j);
-        store(scores[i] + j, (cap ? cap(score) : score) * (float)call.scale);
-      }
-      if (begin(i) > slot || end(i) < slot + KEYS) keep_between(scores[i], begin(i) - slot, end(i) - slot);
+  // The scores of a tile over a block, as powers of two, -inf where one sees nothing; false: none of them sees anything.
+  bool score_block(long head, long tile, long b, Scores& scores) const {
+    long first = tile * EACH, slot = b * KEYS;
+    if (end(last(tile)) <= slot || begin(first) >= slot + KEYS) return false;
+    score<T, EACH>(packed + (head * tiles + tile) * EACH * shape.words, shape,
+                   keys + (head * shape.blocks + b) * shape.key_block, scores);
+    cap_all(scaling.cap, EACH, scores);
+    for (long query = first; query <= last(tile); query++) {
+      F* own = scores[query - first];
+      for (long i = 0; i < KEYS / LANES; i++) own[i] *= scaling.scale;
+      if (end(query) < slot + KEYS) hide(own, end(query) - slot);
+      if (begin(query) > slot) hide_between(own, 0, begin(query) - slot);
     }
     return true;
   }
+
+  // The log-sum-exp of tiles from `tile` on; infinite for a query that sees nothing.
+  void sum_up(long head, long tile) const {
+    long some = tiles - tile < TILES ? tiles - tile : TILES;
+    float top[TILES * EACH], total[TILES * EACH] = {};
+    for (float& one : top) one = -INFINITY;
+    Scores scores;
+    for (long b = begin(tile * EACH) / KEYS; b < shape.blocks && end(last(tile + some - 1)) > b * KEYS; b++)
+      for (long t = 0; t < some; t++) {
+        if (!score_block(head, tile + t, b, scores)) continue;
+        for (long i = 0; i <= last(tile + t) - (tile + t) * EACH; i++) {
+          float &highest = top[t * EACH + i], &all = total[t * EACH + i];
+          F most = scores[i][0], found = {};
+          for (long j = 1; j < KEYS / LANES; j++) most = larger(most, scores[i][j]);
+          float now = largest(most) > highest ? largest(most) : highest;
+          if (now == -INFINITY) continue;
+          for (long j = 0; j < KEYS / LANES; j++) found += power_of_two(scores[i][j] - now);
+          all = all * exp2f(highest - now) + sum(found), highest = now;
+        }
+      }
+    for (long i = 0; i < some * EACH && tile * EACH + i < queries; i++)
+      *sum_of(head, tile * EACH + i) = top[i] == -INFINITY ? INFINITY : top[i] + log2f(total[i]);
+  }
+
+  // What the slots of a block get of all queries of their head.
+  void share_out(long head, long b) const {
+    F got[KEYS / LANES] = {};
+    Scores scores;
+    for (long tile = 0; tile < tiles; tile++) {
+      if (!score_block(head, tile, b, scores)) continue;
+      for (long query = tile * EACH; query <= last(tile); query++) {
+        float from = *sum_of(head, query);
+        for (long j = 0; j < KEYS / LANES; j++) got[j] += power_of_two(scores[query - tile * EACH][j] - from);
+      }
+    }
+    float found[KEYS];
+    memcpy(found, got, sizeof found);
+    long count = call.n - b * KEYS < KEYS ? call.n - b * KEYS : KEYS;
+    memcpy(call.out + head * call.n + b * KEYS, found, count * 4);
+  }
 };
 
-template <class T> void turn_block(const ReceivedCall& call, long head, long slot, float (*to)[KEYS]) {
-  const T* k = (const T*)call.k + head * call.k_head;
-  for (long j = 0; j < KEYS; j += LANES)
-    turn_rows(Some<T>(k, call.k_row, slot + j, call.n).rows, call.dim, (float(*)[KEYS])(to[0] + j));
-}
-
-// lse[i] = the log of the sum of the exponentials of what a query's scores are; infinite if it sees nothing
-void sum_up(Tile& tile, const float (*keys)[KEYS], float* lse) {
-  float top[TOGETHER], total[TOGETHER] = {};
-  for (long i = 0; i < tile.count; i++) top[i] = -INFINITY;
-  for (long b = 0; b < blocks_of(tile.call); b++, keys += tile.call.dim) {
-    if (!tile.score(keys, b * KEYS)) continue;
-    for (long i = 0; i < tile.count; i++) {
-      F highest = splat(top[i]), sums = {};
-      for (long j = 0; j < KEYS; j += LANES) highest = max(load<F>(tile.scores[i] + j), highest);
-      float now = most(highest);
-      if (now == -INFINITY) continue;
-      for (long j = 0; j < KEYS; j += LANES) sums += exp_negative(load<F>(tile.scores[i] + j) - now);
-      total[i] = total[i] * expf(top[i] - now) + sum(sums);
-      top[i] = now;
-    }
-  }
-  for (long i = 0; i < tile.count; i++) lse[i] = top[i] == -INFINITY ? INFINITY : top[i] + logf(total[i]);
-}
-
-// What the slots of a block get of all queries of their head.
-template <class T>
-void share_out(Tile& tile, const float (*keys)[KEYS], long head, long slot, const float* lse, float* out) {
-  F got[KEYS / LANES] = {};
-  for (long t = 0; t < tiles_of(tile.call); t++) {
-    long last = (t + 1) * TOGETHER < queries_of(tile.call) ? (t + 1) * TOGETHER : queries_of(tile.call);
-    if (tile.call.ends[(last - 1) / tile.group()] <= slot) continue;
-    tile.take<T>(head, t);
-    if (!tile.score(keys, slot)) continue;
-    for (long i = 0; i < tile.count; i++)
-      for (long j = 0; j < KEYS / LANES; j++)
-        got[j] += exp_negative(load<F>(tile.scores[i] + j * LANES) - lse[tile.first + i]);
-  }
-  float found[KEYS];
-  for (long j = 0; j < KEYS / LANES; j++) store(found + j * LANES, got[j]);
-  memcpy(out + slot, found, (tile.call.n - slot < KEYS ? tile.call.n - slot : KEYS) * 4);
-}
-
 template <class T> void run(const ReceivedCall& call, int threads) {
-  long blocks = blocks_of(call), tiles = tiles_of(call), words = call.heads * blocks * call.dim;
-  auto keys = (float(*)[KEYS])scratch(OF_ATTENTION, (words * KEYS + call.heads * tiles * TOGETHER) * 4);
-  float* lse = keys[words];
-  Shares turns(call.heads * blocks, threads), sums(call.heads * tiles, threads), shares(call.heads * blocks, threads);
+  Work<T> work(call);
+  long heads = call.heads, jobs = (work.tiles + TILES - 1) / TILES;
+  Shares blocks(heads * work.shape.blocks, threads), queries(heads * work.tiles, threads);
+  Shares sums(call.lse ? 0 : heads * jobs, threads), shares(heads * work.shape.blocks, threads);
+  auto each = [](Shares& taken, auto one) {
+    for (long from, to; taken.take(from, to);)
+      for (long i = from; i < to; i++) one(i);
+  };
   together(threads, [&](int, int all) {
-    for (long from, to; turns.take(from, to);)
-      for (long i = from; i < to; i++) turn_block<T>(call, i / blocks, i % blocks * KEYS, keys + i * call.dim);
+    each(blocks, [&](long i) { work.pack_block(i % heads, i / heads); });
+    each(queries, [&](long i) { work.pack_queries(i % heads, i / heads); });
     wait_for_all(all);
-    Tile tile(call);
-    for (long from, to; sums.take(from, to);)
-      for (long i = from; i < to; i++) {
-        long head = i % call.heads, own = tiles - 1 - i / call.heads;  // the longest first
-        tile.take<T>(head, own);
-        sum_up(tile, keys + head * blocks * call.dim, lse + (head * tiles + own) * TOGETHER);
-      }
-    wait_for_all(all);
-    for (long from, to; shares.take(from, to);)
-      for (long i = from; i < to; i++) {
-        long head = i % call.heads, b = i / call.heads;
-        const float* mine = lse + head * tiles * TOGETHER;
-        share_out<T>(tile, keys + (head * blocks + b) * call.dim, head, b * KEYS, mine, call.out + head * call.n);
-      }
+    if (!call.lse) {
+      each(sums, [&](long i) { work.sum_up(i % heads, (jobs - 1 - i / heads) * TILES); });  // the longest first
+      wait_for_all(all);
+    }
+    each(shares, [&](long i) { work.share_out(i % heads, i / heads); });
   });
 }
 

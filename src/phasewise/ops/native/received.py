@@ -17,12 +17,14 @@ def fits(q: Tensor, k: Tensor) -> bool:
 
 
 def received(
-    q: Tensor, k: Tensor, ends: list[int], scale: float, softcap: float | None = None, window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, ends: list[int], scale: float, softcap: float | None = None, window: int | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The weights of q's rows summed over them and over the query heads of a KV head, float32 [H, N]. Row i sees the
     slots below ends[i] (which do not fall), of these the last `window`. The tensors must fit (`fits`).
 
-    Scores, softmax and sums are float32; the result does not depend on the number of threads.
+    `lse` float32 [R, Hq], contiguous, is the log-sum-exp of the rows' scores, where it is known. Scores, softmax and
+    sums are float32; the result does not depend on the number of threads.
     """
     kernels = library()
     assert kernels is not None
@@ -33,5 +35,6 @@ def received(
     call.extend((*q.stride()[:2], *k.stride()[:2], n, rows, heads_q, heads, dim))
     call.extend((fit.KIND[q.dtype], torch.get_num_threads(), window or 0))
     call.frombytes(struct.pack("2d", scale, softcap or 0.0))
+    call.append(0 if lse is None else lse.data_ptr())
     kernels.received(call.buffer_info()[0])
     return out
