@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise.methods.evict._noise import gumbel
 from phasewise.ops import attention, native
 from phasewise.ops.native import received
 from tests.ops.targets import HERE
@@ -54,6 +55,29 @@ def test_sums_of_the_attention_matrix(shape: tuple[int, int, int], kind: torch.d
             assert received.fits(q[chosen], k) and got.shape == (shape[1], n)
             torch.testing.assert_close(got, exact(q[chosen], k, ends, 0.2, softcap, window), rtol=2e-4, atol=2e-5)
             assert float(got.sum()) == pytest.approx(shape[0] * len(chosen), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_noise_and_temperatures(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+    """Draws are those of the plain twin, wherever rows, keys and heads lie; scores are tempered without them, too."""
+    torch.manual_seed(3)
+    heads_q, heads, _ = shape
+    for number, (rows, n) in enumerate(CASES):
+        q, k = make(shape, rows, n, kind)
+        ends, softcap = [n - rows + row + 1 for row in range(rows)], (None, 3.0)[number % 2]
+        keys = torch.randint(0, 1 << 20, (heads if number % 2 else 1, n + 2), dtype=torch.int32)[:, :n]
+        seeds, at = torch.randint(-(2**62), 2**62, (rows,)), torch.arange(rows) * 7 + 1
+        inverse, which = torch.rand(rows) + 0.3, torch.arange(heads) * 3 + 1
+        found = attention.scores(q.double(), k.double(), 0.2, softcap).double()
+        noise = gumbel(seeds, at, keys.long(), which, heads_q // heads, 5).double()
+        for drawn in (None, seeds):
+            scores = (found if drawn is None else found + noise) * inverse[:, None]
+            hidden = torch.arange(n) >= torch.tensor(ends)[:, None]
+            want = scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((1, 2)).float()
+            shaping = received.Shaping(inverse, drawn, at, keys, which, 5)
+            got = received.received(q, k, ends, 0.2, softcap, None, None, shaping)
+            torch.testing.assert_close(got, want, rtol=3e-4, atol=3e-5)
 
 
 def test_threads_change_no_bit() -> None:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 AT_ONCE = 128  # query rows whose weights are in memory together
 
+
 Shaped = Callable[["Read", Tensor, Sequence[int]], Tensor]
-"""Logits float32 [h, G, r, N] of some rows of a read, of which others are made before the softmax."""
+"""Logits float32 [h, G, r, N] of some rows of a read, of which others are made before the softmax. Who has a method
+`shaping(read, rows)` says the same as data."""
 
 
 def logits(read: Read, rows: Sequence[int]) -> Tensor:
@@ -47,10 +49,11 @@ def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> T
     causal = read.span.sees is None and read.rows is None and part.ids is None and read.span.block == 1
     seen = part.n + read.span.first + 1  # by the first row
     in_order = causal and read.view is None and (spec.window is None or read.in_order())
-    if shaped is None and in_order and native.fits(some, keys):
-        sees, lse = [seen + row for row in rows], read.lse()
-        known = None if lse is None else _some(lse, rows)
-        return native.received(some, keys, sees, spec.scale, spec.softcap, spec.window, known)
+    say = getattr(shaped, "shaping", None)
+    if (shaped is None or say is not None) and in_order and native.fits(some, keys):
+        sees, lse = [seen + row for row in rows], read.lse() if shaped is None else None
+        known, data = None if lse is None else _some(lse, rows), None if say is None else say(read, rows)
+        return native.received(some, keys, sees, spec.scale, spec.softcap, spec.window, known, data)
     total = torch.zeros(part.size, dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device)
     for start in range(0, len(rows), AT_ONCE):
         mine = rows[start : start + AT_ONCE]

@@ -17,6 +17,7 @@ from phasewise.errors import UserError
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
+from phasewise.ops.native.received import Shaping
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 
@@ -33,7 +34,7 @@ class Keyformer:
     request's seed, that of prompts on `seed`, so that samples of one prompt can share it. Without noise, at `tau` 1 and
     `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. The price
     is a random number for every query row, key and query head of a prompt, in every layer. A prompt's rows are of use
-    to nobody else. Left out: scores from the attention kernel itself.
+    to nobody else. Left out: scores from the attention kernel itself, which would save a second product with the keys.
     """
 
     keep: float = 0.6
@@ -75,7 +76,7 @@ class Keyformer:
 
     def bind(self, host: Host) -> Running:
         plain = not self.noise and self.tau == 1 and self.tau_step == 0
-        shaped = None if plain else self._tempered
+        shaped = None if plain else Tempered(self)
         way = Way("keyformer", mean=self.mean, lot=self.lot, spread=self.spread, shaped=shaped)
         return Running(way, host.model.config, self._budget)
 
@@ -83,17 +84,28 @@ class Keyformer:
         rows = max(1, share(self.keep, prompt))
         return Budget(rows, int(self.recent * rows))
 
-    def _tempered(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
-        """Logits [h, G, r, n] of some rows to the first n slots, with noise, over the temperature of each row."""
-        request, part = read.span.request, read.part
-        at = read.q_positions[torch.tensor(list(rows), device=found.device)]  # [r]
+
+class Tempered:
+    """Logits with noise, over the temperature of each row."""
+
+    def __init__(self, knobs: Keyformer) -> None:
+        self.knobs = knobs
+
+    def __call__(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
+        how = self.shaping(read, rows)
+        if how.seeds is not None:
+            keys = how.keys[:, : found.shape[-1]].long()
+            found = found + gumbel(how.seeds, how.rows, keys, how.heads, found.shape[1], how.layer)
+        return found * how.inverse[:, None]
+
+    def shaping(self, read: Read, rows: Sequence[int]) -> Shaping:
+        request, part, device = read.span.request, read.part, read.q.device
+        at = read.q_positions[torch.tensor(list(rows), device=device)]  # [r]
         beyond = (at - request.prompt_len + 1).clamp_min(0)  # 1 for the first row after the prompt
-        if self.noise:
-            heads = torch.arange(part.size[0], device=found.device) if part.heads is None else part.heads
-            seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.seed))
-            keys = part.positions[:, : found.shape[-1]]
-            found = found + gumbel(seeds, at, keys, heads, found.shape[1], read.layer)
-        return found / (self.tau + self.tau_step * beyond)[:, None]
+        heads = torch.arange(part.size[0], device=device) if part.heads is None else part.heads
+        seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.knobs.seed))
+        inverse = 1 / (self.knobs.tau + self.knobs.tau_step * beyond.float())
+        return Shaping(inverse, seeds if self.knobs.noise else None, at, part.positions.int(), heads, read.layer)
 
 
 def _signed(seed: int) -> int:

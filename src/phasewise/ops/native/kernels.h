@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 27;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 28;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -181,6 +181,14 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   float* lse;  // [rows, heads_q] or null
 };
 
+struct Noise {  // added to scores, Gumbel(0, 1), a draw by row, key, query head and layer
+  const int64_t *seeds, *rows;  // [rows]: the seed, and the position of a row
+  const int32_t* keys;          // [heads, n], their positions
+  int64_t keys_head;
+  const int64_t* heads;  // [heads], the KV heads by number
+  int64_t layer;
+};
+
 struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of q [rows, heads_q, dim]
   const void *q, *k;
   float* out;           // [heads, n], summed over the rows and over the query heads of a KV head
@@ -190,6 +198,8 @@ struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of 
   int64_t kind, threads, window;
   double scale, softcap;  // as in AttentionCall
   const float* lse;       // [rows, heads_q], the log-sum-exp of their scores, or null
+  const Noise* noise;     // null: there is none
+  const float* inverse;   // [rows], what scores, noise among them, are multiplied with then; null: with 1
 };
 
 struct Norm {

@@ -5,6 +5,7 @@
 // depend on the threads.
 #include <math.h>
 
+#include "noise.h"
 #include "parts.h"
 #include "pass.h"
 
@@ -57,6 +58,24 @@ template <class T> struct Work {
     }
   }
 
+  // Scores that are still to be multiplied with the call's scale get noise. Draws of four query heads come together:
+  // `words` are those of the query before, if there is one.
+  void add_noise(long head, long query, bool first, long slot, U (&words)[KEYS / LANES][4], F* scores) const {
+    const Noise& noise = *call.noise;
+    long row = query / group, g = query % group, own = noise.heads[head] * ((group + 3) / 4) + g / 4;
+    const int32_t* keys = noise.keys + head * noise.keys_head + slot;
+    for (long i = 0; (first || g % 4 == 0) && i < KEYS / LANES; i++) {
+      int32_t last[LANES] = {};
+      long left = call.n - slot - i * LANES;
+      memcpy(last, keys + i * LANES, (left < 0 ? 0 : left < LANES ? left : LANES) * 4);
+      U zero = {};
+      words[i][0] = load<U>(last), words[i][1] = zero + (uint32_t)noise.rows[row];
+      words[i][2] = zero + (uint32_t)own, words[i][3] = zero + (uint32_t)noise.layer;
+      philox(words[i], (uint32_t)noise.seeds[row], (uint32_t)((uint64_t)noise.seeds[row] >> 32));
+    }
+    for (long i = 0; i < KEYS / LANES; i++) scores[i] += gumbel_of(words[i][g % 4]) * (float)(1 / call.scale);
+  }
+
   // The scores of a tile over a block, as powers of two, -inf where one sees nothing; false: none of them sees anything.
   bool score_block(long head, long tile, long b, Scores& scores) const {
     long first = tile * EACH, slot = b * KEYS;
@@ -64,9 +83,12 @@ template <class T> struct Work {
     score<T, EACH>(packed + (head * tiles + tile) * EACH * shape.words, shape,
                    keys + (head * shape.blocks + b) * shape.key_block, scores);
     cap_all(scaling.cap, EACH, scores);
+    U words[KEYS / LANES][4];
     for (long query = first; query <= last(tile); query++) {
       F* own = scores[query - first];
-      for (long i = 0; i < KEYS / LANES; i++) own[i] *= scaling.scale;
+      float scale = call.inverse ? scaling.scale * call.inverse[query / group] : scaling.scale;
+      if (call.noise) add_noise(head, query, query == first, slot, words, own);
+      for (long i = 0; i < KEYS / LANES; i++) own[i] *= scale;
       if (end(query) < slot + KEYS) hide(own, end(query) - slot);
       if (begin(query) > slot) hide_between(own, 0, begin(query) - slot);
     }

@@ -1,0 +1,56 @@
+// Gumbel noise from counters: Philox 4x32, ten rounds (Salmon et al., 2011), LANES counters at once.
+#pragma once
+#include "simd.h"
+
+typedef uint32_t U __attribute__((vector_size(LANES * 4)));
+
+// v * by, of 64 bits each: the low words, and the high ones
+inline U multiply_words(U v, uint32_t by, U& high) {
+#if LANES == 16
+  __m512i x = (__m512i)v, m = _mm512_set1_epi32((int)by);
+  __m512i even = _mm512_mul_epu32(x, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), m);
+  high = (U)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  return (U)_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+#elif LANES == 8
+  __m256i x = (__m256i)v, m = _mm256_set1_epi32((int)by);
+  __m256i even = _mm256_mul_epu32(x, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), m);
+  high = (U)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  return (U)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+#else
+  uint32x4_t x = (uint32x4_t)v, m = vdupq_n_u32(by);
+  uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), vget_low_u32(m)));
+  uint32x4_t second = vreinterpretq_u32_u64(vmull_high_u32(x, m));
+  high = (U)vuzp2q_u32(first, second);
+  return (U)vuzp1q_u32(first, second);
+#endif
+}
+
+inline void philox(U (&words)[4], uint32_t left, uint32_t right) {
+  for (int round = 0; round < 10; round++, left += 0x9e3779b9, right += 0xbb67ae85) {
+    U p, q, low_p = multiply_words(words[0], 0xd2511f53, p), low_q = multiply_words(words[2], 0xcd9e8d57, q);
+    words[0] = q ^ words[1] ^ left, words[1] = low_q, words[2] = p ^ words[3] ^ right, words[3] = low_p;
+  }
+}
+
+// log x of normal numbers above 0; relative error below 3e-7
+inline F log_of(F x) {
+  I bits = (I)x, power = (bits - 0x3f3504f3) >> 23;  // x = 2^power m, m from the root of 1/2 to that of 2
+  F e = __builtin_convertvector(power, F), f = (F)(bits - (power << 23)) - 1.0f, square = f * f;
+  F p = splat(7.0376836292e-2f);
+  p = p * f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  F small = p * f * square + e * -2.12194440e-4f - square * 0.5f;
+  return f + small + e * 0.693359375f;
+}
+
+// A draw of Gumbel(0, 1) from 23 bits of a word.
+inline F gumbel_of(U word) {
+  F uniform = (__builtin_convertvector((I)(word >> 9), F) + 0.5f) * 0x1p-23f;  // never 0 or 1
+  return -log_of(-log_of(uniform));
+}
