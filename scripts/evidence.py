@@ -1,13 +1,14 @@
 """What lossy methods cost, and how often drafts are accepted: each setting beside the default, on the same examples.
 
     python scripts/evidence.py --out evidence.jsonl [--page docs/evidence.md] [--models pocket,smollm2] [--examples 50]
-                               [--prompts questions.jsonl] [--tasks code@2k,...] [--settings "A;B;..."] [--quick]
+                               [--prompts questions.jsonl] [--tasks code@2k,...] [--settings "A;B;..."]
+                               [--quick | --show]
 
 Rows are those of `phasewise eval`. Each one that is done is a line of --out, with the values of its examples; started
 again, the script goes on where it was. --page writes the tables from these lines alone. `less the default`: the mean of
 paired differences with its 95 % interval (normal; Bonett and Price's for shares of right answers). Without --prompts
 there is no agreement. --quick measures two examples of the short rows, which shows that everything runs and nothing
-else, so it writes no page. Progress goes to stderr.
+else, so it writes no page. --show measures nothing: the page of what is there. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from phasewise.llm import LLM
 
 SETTINGS = (
     "store=int8",
+    "store=kivi",
     "evict=snapkv:keep=0.5",
     "evict=snapkv:keep=0.25",
     "evict=streaming",
     "evict=streaming:sinks=4,window=508",
     "attend=quest",
+    "attend=quest:page=4",
     "attend=quest:budget=512",
     "skip=unified",
     "skip=unified:weights=none",
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {DEFAULT: Setting(DEFAULT)} | {text: Setting.parse(text) for text in asked.settings.split(";")}
     lines = read(asked.out)
     about = {"commit": commit(), "machine": machine.describe(), "command": command(argv)}
-    for model in asked.models.split(","):
+    for model in () if asked.show else asked.models.split(","):
         for line in measured(model, settings, asked, done(lines, asked)):
             report.json_lines([line | about], asked.out)
             lines.append(line | about)
@@ -82,7 +85,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="conversations for agreement, as JSON lines")
     parser.add_argument("--examples", type=int, default=50, help=f"per row; at most {FEWER}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two examples of the short rows")
+    less = parser.add_mutually_exclusive_group()
+    less.add_argument("--quick", action="store_true", help="two examples of the short rows")
+    less.add_argument("--show", action="store_true", help="measure nothing: the page of what is there")
     asked = parser.parse_args(argv)
     if asked.quick:
         asked.examples = 2

@@ -138,6 +138,10 @@ def test_evidence_goes_on_where_it_was_and_pairs_the_same_examples(
     before, shown = out.read_text(), page.read_text()
     script.main([*words, "--page", str(page)])
     assert out.read_text() == before and page.read_text() == shown
+    page.unlink()
+    script.main(["--show", "--models", model, "--examples", "3", "--prompts", str(questions), "--page", str(page),
+                 "--out", str(out)])  # fmt: skip
+    assert out.read_text() == before and page.read_text() == shown, "of what is there, and nothing else"
 
     rows = {(row[0], row[1]): row for row in table(shown, "row")}
     assert rows["agreement (share)", "`default`"][2:] == ["100.0% (100.0% to 100.0%)", "-", "3"]
