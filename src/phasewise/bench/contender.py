@@ -79,7 +79,7 @@ class Transformers:
 
         auto: Any = AutoModelForCausalLM
         kind = getattr(torch, job.dtype)
-        self.model: Any = auto.from_pretrained(job.model, dtype=kind, attn_implementation="sdpa").eval()
+        self.model: Any = auto.from_pretrained(job.model, dtype=kind).eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
