@@ -51,7 +51,7 @@ def test_sums_of_the_attention_matrix(shape: tuple[int, int, int], kind: torch.d
         for chosen in (list(range(rows)), some):
             ends = [n - rows + row + 1 for row in chosen]
             softcap, window = (None, 3.0)[number % 2], (None, 40)[number // 2 % 2]
-            got = received.received(q[chosen], k, ends, 0.2, softcap, window)
+            got = received.received(q[chosen], k, ends, received.Scoring(0.2, softcap, window))
             assert received.fits(q[chosen], k) and got.shape == (shape[1], n)
             torch.testing.assert_close(got, exact(q[chosen], k, ends, 0.2, softcap, window), rtol=2e-4, atol=2e-5)
             assert float(got.sum()) == pytest.approx(shape[0] * len(chosen), rel=1e-4)
@@ -76,7 +76,7 @@ def test_noise_and_temperatures(shape: tuple[int, int, int], kind: torch.dtype) 
             hidden = torch.arange(n) >= torch.tensor(ends)[:, None]
             want = scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((1, 2)).float()
             shaping = received.Shaping(inverse, drawn, at, keys, which, 5)
-            got = received.received(q, k, ends, 0.2, softcap, None, None, shaping)
+            got = received.received(q, k, ends, received.Scoring(0.2, softcap), None, shaping)
             torch.testing.assert_close(got, want, rtol=3e-4, atol=3e-5)
 
 
@@ -87,7 +87,7 @@ def test_threads_change_no_bit() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(received.received(q, k, ends, 0.125))
+            found.append(received.received(q, k, ends, received.Scoring(0.125)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -96,7 +96,7 @@ def test_threads_change_no_bit() -> None:
 def test_large_scores_and_those_that_nobody_sees() -> None:
     torch.manual_seed(2)
     q, k = make((2, 1, 64), 3, 130, torch.float32)
-    got = received.received(q * 100, k, [70, 70, 71], 1.0)
+    got = received.received(q * 100, k, [70, 70, 71], received.Scoring(1.0))
     assert torch.isfinite(got).all() and not got[:, 71:].any() and float(got.sum()) == pytest.approx(6, rel=1e-5)
 
 

@@ -31,6 +31,7 @@ from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
+from phasewise.step.probe import Shaped
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -160,7 +161,7 @@ class _RandomRunning(Running):
     """Every row has a number of its own, which ranks it for good."""
 
     def __init__(self, of: Running, seed: int) -> None:
-        way = replace(of.way, name="random_running", sums=False, mean=False, shaped=self._drawn)
+        way = replace(of.way, name="random_running", sums=False, mean=False, shaped=Shaped(self._drawn))
         super().__init__(way, of.config, of.budget)
         self.seed = seed
 

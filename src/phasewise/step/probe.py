@@ -6,7 +6,7 @@ Kernels do not say, so keys are read once more for it, and counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 AT_ONCE = 128  # query rows whose weights are in memory together
 
 
-Shaped = Callable[["Read", Tensor, Sequence[int]], Tensor]
-"""Logits float32 [h, G, r, N] of some rows of a read, of which others are made before the softmax. Who has a method
-`shaping(read, rows)` says the same as data."""
+class Shaped(NamedTuple):
+    """What is made of logits float32 [h, G, r, N] of some rows of a read before the softmax; and the same as data."""
+
+    of: Callable[[Read, Tensor, Sequence[int]], Tensor]
+    data: Callable[[Read, Sequence[int]], native.Shaping] | None = None
 
 
 def logits(read: Read, rows: Sequence[int]) -> Tensor:
@@ -49,11 +51,12 @@ def received(read: Read, rows: Sequence[int], shaped: Shaped | None = None) -> T
     causal = read.span.sees is None and read.rows is None and part.ids is None and read.span.block == 1
     seen = part.n + read.span.first + 1  # by the first row
     in_order = causal and read.view is None and (spec.window is None or read.in_order())
-    say = getattr(shaped, "shaping", None)
-    if (shaped is None or say is not None) and in_order and native.fits(some, keys):
-        sees, lse = [seen + row for row in rows], read.lse() if shaped is None else None
-        known, data = None if lse is None else _some(lse, rows), None if say is None else say(read, rows)
-        return native.received(some, keys, sees, spec.scale, spec.softcap, spec.window, known, data)
+    if (shaped is None or shaped.data is not None) and in_order and native.fits(some, keys):
+        sees, how = [seen + row for row in rows], native.Scoring(spec.scale, spec.softcap, spec.window)
+        if shaped is not None and shaped.data is not None:
+            return native.received(some, keys, sees, how, None, shaped.data(read, rows))
+        lse = read.lse()
+        return native.received(some, keys, sees, how, None if lse is None else _some(lse, rows))
     total = torch.zeros(part.size, dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device)
     for start in range(0, len(rows), AT_ONCE):
         mine = rows[start : start + AT_ONCE]
@@ -73,7 +76,7 @@ def _some(of: Tensor, rows: Sequence[int]) -> Tensor:
 def _weights(read: Read, rows: Sequence[int], found: Tensor, shaped: Shaped | None) -> Tensor:
     """Of logits [h, G, r, N] to the first N slots."""
     if shaped is not None:
-        found = shaped(read, found, rows)
+        found = shaped.of(read, found, rows)
     mask = read.seen(rows)  # [1 | h, r, all]
     if mask is not None:
         found = found.masked_fill(~mask[:, None, :, : found.shape[-1]], float("-inf"))

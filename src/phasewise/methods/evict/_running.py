@@ -115,7 +115,7 @@ class Running:
         assert before is not None, "the prompt's rows have left no scores"
         found = logits(read, range(rows))  # [h, G, R, N]
         if self.way.shaped is not None:
-            found = self.way.shaped(read, found, range(rows))
+            found = self.way.shaped.of(read, found, range(rows))
         own, limits = read.seen(range(rows)), self._limits(read)
         heads, levels = before.shape[0], _levels(read)
         count = sum(len(level.steps) for level in levels)

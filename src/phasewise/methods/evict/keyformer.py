@@ -18,6 +18,7 @@ from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.ops.native.received import Shaping
+from phasewise.step.probe import Shaped
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 
@@ -76,7 +77,8 @@ class Keyformer:
 
     def bind(self, host: Host) -> Running:
         plain = not self.noise and self.tau == 1 and self.tau_step == 0
-        shaped = None if plain else Tempered(self)
+        tempered = Tempered(self)
+        shaped = None if plain else Shaped(tempered.logits, tempered.shaping)
         way = Way("keyformer", mean=self.mean, lot=self.lot, spread=self.spread, shaped=shaped)
         return Running(way, host.model.config, self._budget)
 
@@ -91,7 +93,7 @@ class Tempered:
     def __init__(self, knobs: Keyformer) -> None:
         self.knobs = knobs
 
-    def __call__(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
+    def logits(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
         how = self.shaping(read, rows)
         if how.seeds is not None:
             keys = how.keys[:, : found.shape[-1]].long()

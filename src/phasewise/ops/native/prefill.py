@@ -26,12 +26,12 @@ def causal(
 
     What a row reads is the same bit for bit however the prompt is sliced; for the rest see `masked`.
     """
-    return _prefill(q, k, v, scale, scales, seen)[0]
+    return _prefill(q, (k, v, scales), scale, seen)[0]
 
 
 def causal_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
     """`causal`, and the log-sum-exp of the scores, float32 [R, Hq]."""
-    out, lse = _prefill(q, k, v, scale, None, seen, with_lse=True)
+    out, lse = _prefill(q, (k, v, None), scale, seen, with_lse=True)
     assert lse is not None
     return out, lse
 
@@ -48,15 +48,16 @@ def masked(
     a row's numbers are its levels times its scale, in q's dtype. `scale` may come with a softcap: a score s becomes
     softcap tanh(s / softcap).
     """
-    return _prefill(q, k, v, scale, scales, Seen(0, block=q.shape[0]), mask)[0]
+    return _prefill(q, (k, v, scales), scale, Seen(0, block=q.shape[0]), mask)[0]
 
 
 def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | tuple[float, float], scales: tuple[Tensor, Tensor] | None,
+    q: Tensor, kv: tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None], scale: float | tuple[float, float],
     seen: Seen | None, mask: Tensor | None = None, with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """One call: what is read, and with it the log-sum-exp of each query's scores, float32 [R, Hq], if asked for."""
-    kernels = library()
+    """One call: what is read of k, v and their scales, and the log-sum-exp of each query's scores, float32 [R, Hq], if
+    asked for."""
+    kernels, (k, v, scales) = library(), kv
     assert kernels is not None
     rows, heads_q, dim = q.shape
     heads, n, _ = k.shape

@@ -12,6 +12,14 @@ from torch import Tensor
 from phasewise.ops.native import fit, library
 
 
+class Scoring(NamedTuple):
+    """What a score is, and how many of the last slots that there are for a row it sees; None: all."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
 class Shaping(NamedTuple):
     """What becomes of scores: Gumbel(0, 1) noise is added, a draw for each row, key, query head and `layer`, and what
     then is there multiplied with `inverse` float32 [R].
@@ -42,11 +50,10 @@ def fits(q: Tensor, k: Tensor) -> bool:
 
 
 def received(
-    q: Tensor, k: Tensor, ends: list[int], scale: float, softcap: float | None = None, window: int | None = None,
-    lse: Tensor | None = None, shaping: Shaping | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, ends: list[int], how: Scoring, lse: Tensor | None = None, shaping: Shaping | None = None
+) -> Tensor:
     """The weights of q's rows summed over them and over the query heads of a KV head, float32 [H, N]. Row i sees the
-    slots below ends[i] (which do not fall), of these the last `window`. The tensors must fit (`fits`).
+    slots below ends[i] (which do not fall), of these the last `how.window`. The tensors must fit (`fits`).
 
     `lse` float32 [R, Hq], contiguous, is the log-sum-exp of the rows' scores, where it is known; with `shaping`, which
     changes scores, it is not. Scores, softmax and sums are float32, and do not depend on the number of threads.
@@ -58,8 +65,8 @@ def received(
     out, upto = torch.empty((heads, n)), array("q", ends)
     call = array("q", (q.data_ptr(), k.data_ptr(), out.data_ptr(), upto.buffer_info()[0]))
     call.extend((*q.stride()[:2], *k.stride()[:2], n, rows, heads_q, heads, dim))
-    call.extend((fit.KIND[q.dtype], torch.get_num_threads(), window or 0))
-    call.frombytes(struct.pack("2d", scale, softcap or 0.0))
+    call.extend((fit.KIND[q.dtype], torch.get_num_threads(), how.window or 0))
+    call.frombytes(struct.pack("2d", how.scale, how.softcap or 0.0))
     assert lse is None or shaping is None
     call.append(0 if lse is None else lse.data_ptr())
     noise = None if shaping is None or shaping.seeds is None else shaping.words
