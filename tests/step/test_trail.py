@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phasewise.kv.buffer import Raw
+from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
 from phasewise.ops import native
@@ -17,6 +19,7 @@ from phasewise.step.probe import logits, probe, received
 from phasewise.step.read import FEW, Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail, ends
+from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.kv.harness import Masked, Recorder, Walk, sliding
 
@@ -152,10 +155,10 @@ def test_rows_may_end_before_the_last_block(rows: int, block: int, ids: list[int
     assert ends(read) == want
 
 
-def test_many_rows_attention_comes_with_their_log_sum_exp() -> None:
-    """Computed once: what the look at it left is the read's answer, and the model's next rows do not change by it."""
-    if native.library() is None:
-        pytest.skip("no kernels")
+@pytest.mark.skipif(native.library() is None, reason="torch's own kernels give no log-sum-exp with their attention")
+@pytest.mark.parametrize("codec", [Raw(), Int8().codec()], ids=["raw", "int8"])
+def test_many_rows_attention_comes_with_their_log_sum_exp(codec: Codec) -> None:
+    """The look at it leaves the read's answer, by which the next rows do not change; and that answer is what counts."""
     tokens, found = tiny.prompts(150)[0], list[Tensor]()
     half = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
 
@@ -174,7 +177,14 @@ def test_many_rows_attention_comes_with_their_log_sum_exp() -> None:
         assert read.answer is not None
         found.append(got)
 
-    one, other = Walk(half, tokens, evict=Watching(look)), Walk(half, tokens)
+    def spoil(read: Read) -> None:
+        if read.lse() is not None and read.answer is not None:
+            read.answer.zero_()
+
+    looked, plain, spoiled = (
+        Walk(half, tokens, evict=evict, codec=codec) for evict in (Watching(look), None, Watching(spoil))
+    )
     for piece in (tokens[:100], tokens[100:120], tokens[120:]):
-        assert torch.equal(one.feed(piece), other.feed(piece))
+        wanted = plain.feed(piece)
+        assert torch.equal(looked.feed(piece), wanted) and not torch.equal(spoiled.feed(piece), wanted)
     assert len(found) == 4, "one prompt of more than FEW rows, four layers"

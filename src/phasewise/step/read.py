@@ -141,11 +141,9 @@ class Read:
             self.count(part.size[1])
             if self.answer is not None:
                 return self.answer
-            if scaled(part.codec):
-                k, k_scale, v, v_scale = part.planes
-                if prefill.fits(self.q, k, v, (k_scale, v_scale)):  # nothing needs to be decoded
-                    seen = native.Seen(0, block=self.span.block)
-                    return prefill.causal(self.q, k, v, spec.scale, (k_scale, v_scale), seen)
+            if scaled(part.codec) and (kv := self._as_it_lies()) is not None:
+                k, v, scales = kv
+                return prefill.causal(self.q, k, v, spec.scale, scales, native.Seen(0, block=self.span.block))
             return ops.causal(self.q, part.k, part.v, spec.scale, self.span.block)
         mask = self.mask()
         if select is not None:
@@ -158,27 +156,38 @@ class Read:
                 return self.gathered(index.expand(part.size[0], -1, -1), valid)
         self.count(part.size[1])
         if self._moved is None:
-            if scaled(part.codec) and mask is not None and self.q.shape[0] > 1:
-                k, k_scale, v, v_scale = part.planes
-                if prefill.fits(self.q, k, v, (k_scale, v_scale)):
-                    cap = spec.scale, spec.softcap or 0.0
-                    return prefill.masked(self.q, k, v, mask, cap, (k_scale, v_scale))
+            many = scaled(part.codec) and mask is not None and self.q.shape[0] > 1
+            if many and (kv := self._as_it_lies()) is not None:
+                k, v, scales = kv
+                return prefill.masked(self.q, k, v, mask, (spec.scale, spec.softcap or 0.0), scales)
             return ops.attention(self.q, part.k, part.v, mask, spec.scale, spec.softcap)
         return ops.weigh(self.scores(), part.v, mask)[0]
 
     def lse(self) -> Tensor | None:
         """The log-sum-exp of the scores of many rows that read all they see, float32 [R, hq], if a kernel has it with
         their attention, which need not be computed again then."""
-        spec, part = self.step.model.config.attention[self.layer], self.part
+        spec = self.step.model.config.attention[self.layer]
         if self.q.shape[0] <= FEW or self.view is not None or not self.span.phase.reads_all(self.span):
             return None
-        if not isinstance(part.codec, Raw) or not self._causal(spec.softcap, spec.window):
+        kv = self._as_it_lies() if self._causal(spec.softcap, spec.window) else None
+        if kv is None:
             return None
-        k, v = part.planes
-        if not prefill.fits(self.q, k, v):
-            return None
-        self.answer, lse = prefill.causal_lse(self.q, k, v, spec.scale, native.Seen(0, block=self.span.block))
+        k, v, scales = kv
+        seen = native.Seen(0, block=self.span.block)
+        self.answer, lse = prefill.causal_lse(self.q, k, v, spec.scale, scales, seen)
         return lse
+
+    def _as_it_lies(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None:
+        """Keys, values and their scales as the prompt's kernel reads them, where nothing needs to be decoded for it."""
+        scales = None
+        if scaled(self.part.codec):
+            k, k_scale, v, v_scale = self.part.planes
+            scales = k_scale, v_scale
+        elif isinstance(self.part.codec, Raw):
+            k, v = self.part.planes
+        else:
+            return None
+        return (k, v, scales) if prefill.fits(self.q, k, v, scales) else None
 
     def scores(self) -> Tensor:
         """Float32 logits [h, G, R, N] of all slots as the rows meet them; nothing is hidden, nothing is counted."""

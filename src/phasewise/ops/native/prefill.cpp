@@ -30,7 +30,7 @@ template <class T> bool unseen(long sinks, long begin, long b) {
 }
 
 // The log-sum-exp of scores whose largest is 2^top; -inf of none.
-float log_of(float top, float total) { return total == 0 ? -INFINITY : (top + log2f(total)) * 0.6931471806f; }
+float lse_of(float top, float total) { return total == 0 ? -INFINITY : (top + log2f(total)) * 0.6931471806f; }
 
 // ---- jobs: the queries `first` .. of a KV head, numbered row * group + query head of the group
 template <class T> struct Job {
@@ -88,7 +88,7 @@ template <class T> struct Job {
       T* out = (T*)call.out + (row(first + i) * call.heads_q + head_q(first + i)) * call.dim;
       const float* from = tile.sum + r * shape.padded;
       float total = sum(tile.total[r]), scale = total == 0 ? 0 : 1 / total;  // a row that sees nothing reads 0
-      if (call.lse) call.lse[row(first + i) * call.heads_q + head_q(first + i)] = log_of(tile.top[r], total);
+      if (call.lse) call.lse[row(first + i) * call.heads_q + head_q(first + i)] = lse_of(tile.top[r], total);
       for (; d + LANES <= call.dim; d += LANES) store_floats(out + d, load<F>(from + d) * scale);
       for (; d < call.dim; d++) put(out + d, from[d] * scale);
     }

@@ -29,9 +29,12 @@ def causal(
     return _prefill(q, (k, v, scales), scale, seen)[0]
 
 
-def causal_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
+def causal_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, scales: tuple[Tensor, Tensor] | None = None,
+    seen: Seen | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`causal`, and the log-sum-exp of the scores, float32 [R, Hq]."""
-    out, lse = _prefill(q, (k, v, None), scale, seen, with_lse=True)
+    out, lse = _prefill(q, (k, v, scales), scale, seen, with_lse=True)
     assert lse is not None
     return out, lse
 
