@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from phasewise.bench.drafted import ALL, lengths, results, section, speeds, work
-from phasewise.bench.drafting import PLAIN, Drafting, Heat, answer, drafters, loops
+from phasewise.bench.drafting import PLAIN, Drafting, Heat, Question, answer, drafters, loops
 from phasewise.bench.drive import Bench
 from phasewise.bench.questions import CHAT, MADE, made, questions, spread
 from phasewise.bench.settings import Setting
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.request.counters import Counters
+from phasewise.request.params import Params
 from tests import tiny
+
+LIMITS = Limits(64 << 20, 8, True)
 
 
 def as_ids(messages: object) -> list[int]:
@@ -69,7 +72,8 @@ def test_the_clock_and_the_counters_of_answers() -> None:
     """Against plain decoding's closed form: every step after the first gives each request a token, in its turn."""
     bench = Bench.load(str(tiny.checkpoint()))
     engine, ticks = bench.engine({}, Limits(32 << 20, 2, False)), iter([10.0, 14.0])
-    seconds, turns, answers = answer(engine, tiny.prompts(9, 12, 7), 6, lambda: next(ticks))
+    asked = [Question(prompt, Params(max_tokens=6)) for prompt in tiny.prompts(9, 12, 7)]
+    seconds, turns, answers = answer(engine, asked, lambda: next(ticks))
     assert seconds == 4.0
     assert turns == sum(len(tokens) - 1 for tokens in answers)
     assert [len(tokens) for tokens in answers] == [6, 6, 6]
@@ -80,7 +84,7 @@ def test_contenders_answer_the_same_questions(batch: int, monkeypatch: pytest.Mo
     """A drafter gives plain decoding's answers in float32; who cannot run says why; counters add up to the tokens."""
     bench = Bench.load(str(tiny.checkpoint()))
     settings = [Setting(name, {"draft": name}) for name in ("prompt_lookup", "paced", "draft_model:model=nowhere")]
-    run = Drafting(bench, settings, Limits(64 << 20, 8, True), 12)
+    run = Drafting(bench, settings, LIMITS, 12)
     asked = {"a": tiny.prompts(20, 24), "b": tiny.prompts(15)}
     heats = (3 if batch == 1 else 2) * 3
     engines, ended = run.start(asked, batch), list[str]()
@@ -96,6 +100,21 @@ def test_contenders_answer_the_same_questions(batch: int, monkeypatch: pytest.Mo
     assert all(one.same == one.answers and one.tokens == 12 * one.answers for one in found)
     assert {one.answers for one in found if one.task == ALL} == {3}
     assert all(one.speed == 1 and one.per_pass == 1 for one in found if one.setting == PLAIN)
+
+
+def test_answers_are_as_long_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that plain decoding ends, and whose text a contender leaves, so that it would never end."""
+    bench = Bench.load(str(tiny.checkpoint()))
+    asked = {"a": tiny.prompts(20)}
+    (usual,) = tiny.plain(asked["a"], tiny.greedy(12))
+    end = max(usual.index(token) for token in set(usual))  # comes for the first time, after others
+    monkeypatch.setattr(bench.model, "config", replace(bench.model.config, eos=(usual[end],)))
+    half = {"skip": "unified:speedup=2,weights=none"}
+    run = Drafting(bench, [Setting("half", half), Setting("copies", {"draft": "prompt_lookup"})], LIMITS, 12)
+    list(run.run(run.start(asked, 1), asked, 1, 1))
+    answers = {heat.setting: heat.answers[0] for heat in run.heats}
+    assert answers[PLAIN] == answers["copies"] == usual[: end + 1]
+    assert usual[end] not in answers["half"] and len(answers["half"]) == end + 1 > 1
 
 
 def test_a_question_too_long_is_refused_before_anything_runs() -> None:

@@ -1,7 +1,9 @@
 """Drafters beside plain decoding on the same questions: tokens a pass, rows, passes, and the clock, paired.
 
-Answers end where the model ends them. With one request at a time every question is a round of its own, which all
-contenders answer in rotating order; with more, all questions of a task are, at most so many at once.
+Answers are as long as plain decoding's, which end where the model ends them: a text that rounding parts from it must
+not be fast or slow by its length, over a prompt that counts once. With one request at a time every question is a round
+of its own, which all contenders answer in rotating order; with more, all questions of a task are, at most so many at
+once.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +37,13 @@ SHORTEST = 24  # tokens of such an end
 def drafters() -> list[Setting]:
     """Every drafter of the catalogue, as its knobs are by default."""
     return [Setting(name, {"draft": name}) for name in catalog.names("draft")]
+
+
+class Question(NamedTuple):
+    """A prompt, and how it is answered: greedily."""
+
+    prompt: list[int]
+    params: Params
 
 
 @dataclass(frozen=True)
@@ -95,11 +105,12 @@ class Drafting:
         done = 0
         for task, prompts in asked.items():
             groups = [[prompt] for prompt in prompts] if batch == 1 else [list(prompts)]
+            fixed = [self._fixed(engines[PLAIN], group) for group in groups]
             for number in range(len(groups) * rounds):
                 question = number % len(groups)
                 for name in order(list(engines), number):
                     engines[name].forget_prefixes()
-                    heat = self._heat(name, task, batch, number, engines[name], groups[question])
+                    heat = self._heat(name, task, batch, number, engines[name], fixed[question])
                     self.heats.append(replace(heat, question=question))
                     done += 1
                     yield done
@@ -120,7 +131,7 @@ class Drafting:
         for setting in [Setting(PLAIN), *self.settings]:
             try:
                 engine = self.bench.engine({**self.base, **setting.verbs}, limits)
-                answer(engine, [warm] * batch, WARM)
+                answer(engine, [Question(warm, Params(max_tokens=WARM))] * batch)
             except UserError as error:
                 if setting.name == PLAIN:
                     raise
@@ -129,23 +140,29 @@ class Drafting:
                 engines[setting.name] = engine
         return engines
 
+    def _fixed(self, plain: Placed, prompts: Sequence[list[int]]) -> list[Question]:
+        """The prompts, each to be answered with as many tokens as plain decoding has for it, together with the others;
+        not timed."""
+        _, _, answers = answer(plain, [Question(prompt, Params(max_tokens=self.tokens)) for prompt in prompts])
+        return [
+            Question(prompt, Params(max_tokens=len(tokens), ignore_eos=True))
+            for prompt, tokens in zip(prompts, answers, strict=True)
+        ]
+
     def _heat(
-        self, name: str, task: str, batch: int, number: int, engine: Placed, prompts: Sequence[list[int]]
+        self, name: str, task: str, batch: int, number: int, engine: Placed, questions: Sequence[Question]
     ) -> Heat:
         before = copy.copy(engine.counters)
-        seconds, turns, answers = answer(engine, prompts, self.tokens)
+        seconds, turns, answers = answer(engine, questions)
         return Heat(name, task, batch, number, seconds, turns, engine.counters - before, answers)
 
 
 def answer(
-    engine: Placed,
-    prompts: Sequence[list[int]],
-    tokens: int,
-    clock: Callable[[], float] = time.perf_counter,
+    engine: Placed, questions: Sequence[Question], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, int, list[list[int]]]:
-    """Greedy answers. -> seconds, steps that gave a request tokens after its first (summed), the answers. Raises
-    UserError if one fails."""
-    requests = [Request(prompt, Params(max_tokens=tokens)) for prompt in prompts]
+    """-> seconds, steps that gave a request tokens after its first (summed), the answers. Raises UserError if one
+    fails."""
+    requests = [Request(question.prompt, question.params) for question in questions]
     made = {request.id: 0 for request in requests}
     turns, left, start = 0, len(requests), clock()
     with torch.inference_mode():
