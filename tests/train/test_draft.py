@@ -156,14 +156,19 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     wording, path = templated("pocket"), tmp_path / "lines.jsonl"
     lines = [json.dumps({"prompt": f"number {i}"}) for i in range(60)]
     lines += [json.dumps({"messages": [{"role": "user", "content": f"hi {i}"}]}) for i in range(60)]
+    lines += [json.dumps({"turns": [f"oh {i}", "and then?"], "category": "chat"}) for i in range(60)]
     path.write_text("\n".join(lines))
     learned, judged = ({tuple(of_file(wording, path, 64, part)(i)) for i in range(200)} for part in (False, True))
-    assert not learned & judged and len(learned) + len(judged) == 120
+    assert not learned & judged and len(learned) + len(judged) == 180
     texts = {wording.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in learned | judged}
-    assert {"<|begin|>number 7", "<|begin|><|im_start|>user\nhi 3<|im_end|>\n<|im_start|>assistant\n"} <= texts
+    chats = {f"<|begin|><|im_start|>user\n{said} 3<|im_end|>\n<|im_start|>assistant\n" for said in ("hi", "oh")}
+    assert {"<|begin|>number 7"} | chats <= texts
 
 
-@pytest.mark.parametrize(("line", "message"), [("{", "line 1 is not JSON"), ('{"text": "a"}', 'has neither a text "p')])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 1 is not JSON"), ('{"text": "a"}', 'has neither a text "p'), ('{"turns": [3]}', "nor a list")],
+)
 def test_lines_that_are_no_prompts(line: str, message: str, tmp_path: Path) -> None:
     wording, path = templated("pocket"), tmp_path / "lines.jsonl"
     path.write_text(line)

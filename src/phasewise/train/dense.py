@@ -23,6 +23,10 @@ from phasewise.errors import UserError
 from phasewise.model.source import source
 from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
 
+PADDED = 256
+"""Rows that go through the head come in multiples of this: oneDNN keeps what it prepared for every number of rows that
+it ever met, copies of the weights among it, and numbers differ from step to step (14 GB with a vocabulary of 49,152)."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -243,9 +247,11 @@ def losses(model: Dense, blocks: Sequence[Block], how: Pass = PLAIN) -> list[Ten
     """Cross-entropies (nats) of the learned tokens of each block, float32 [learned] each, in reading order."""
     targets = torch.cat([block.targets.flatten() for block in blocks])
     wanted = targets >= 0
-    logits = F.linear(model.hidden(blocks, how)[wanted], model.embed_tokens.weight)  # [learned, vocab]
-    each = F.cross_entropy(logits.float(), targets[wanted], reduction="none")
-    return list(torch.split(each, [int((block.targets >= 0).sum()) for block in blocks]))
+    hidden, targets = model.hidden(blocks, how)[wanted], targets[wanted]
+    spare = -len(targets) % PADDED
+    logits = F.linear(F.pad(hidden, (0, 0, 0, spare)), model.embed_tokens.weight)  # [learned and spare rows, vocab]
+    each = F.cross_entropy(logits.float(), F.pad(targets, (0, spare)), reduction="none")
+    return list(torch.split(each[: len(targets)], [int((block.targets >= 0).sum()) for block in blocks]))
 
 
 def save(model: Dense, folder: Path, eos: Sequence[int], bos: int | None = None) -> None:

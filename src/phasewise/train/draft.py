@@ -66,9 +66,10 @@ def train(job: Job) -> tuple[Path, Agreement, Agreement]:
     wording = Templated(files, config.eos)
     texts = list(sources(held_out=False).values())
     mixture = Mixture(wording.tokenizer, texts, job.seed, wording)
+    prompts = asked(job, wording, mixture, min(LONGEST, config.max_positions - job.new))
     job.out.mkdir(parents=True, exist_ok=True)
     run = pretrained(job, form, mixture)
-    written, heldout = continued(job, wording, mixture, min(LONGEST, config.max_positions - job.new))
+    written, heldout = continued(job, *prompts)
     before = agreement(run.model, heldout)
     tuned = _tuned(job, form, run.model, Written(written, wording.pad, job.seed))
     after = agreement(tuned.model, heldout)
@@ -101,26 +102,28 @@ def pretrained(job: Job, form: Shape, mixture: Mixture) -> Run[Dense]:
     return run
 
 
-def continued(job: Job, wording: Templated, mixture: Mixture, longest: int) -> tuple[list[Text], list[Text]]:
+def asked(job: Job, wording: Templated, mixture: Mixture, longest: int) -> tuple[Prompts, Prompts]:
+    """What the target goes on with: to learn from, and held out. Raises UserError for a file that is none of prompts,
+    before anything has been computed."""
+    if job.prompts is not None:
+        return of_file(wording, job.prompts, longest, False), of_file(wording, job.prompts, longest, True)
+    held = plain(wording.tokenizer, "\n\n".join(sources(held_out=True).values()))
+    streams = {False: mixture.stream.tolist(), True: held}
+    learned, judged = (of_mixture(wording, stream, longest, job.seed, part) for part, stream in streams.items())
+    return learned, judged
+
+
+def continued(job: Job, prompts: Prompts, judged: Prompts) -> tuple[list[Text], list[Text]]:
     """What the target writes to learn from, and, greedily, what the draft is judged by."""
     paths = {"written": job.out / "written.jsonl", "heldout": job.out / "heldout.jsonl"}
     if not job.resume:
         for path in paths.values():
             path.unlink(missing_ok=True)
-
-    def prompts(evaluation: bool) -> Prompts:
-        if job.prompts is not None:
-            return of_file(wording, job.prompts, longest, evaluation)
-        held = "\n\n".join(sources(held_out=True).values()) if evaluation else ""
-        stream = plain(wording.tokenizer, held) if evaluation else mixture.stream.tolist()
-        return of_mixture(wording, stream, longest, job.seed, evaluation)
-
     llm = LLM(job.target, device=_device())
     try:
-        asked = Params(max_tokens=job.new, temperature=1.0, seed=job.seed)
-        written = collect(llm, prompts(evaluation=False), paths["written"], asked, job.sequences)
-        greedy = replace(asked, temperature=0.0)
-        return written, collect(llm, prompts(evaluation=True), paths["heldout"], greedy, HELD_OUT)
+        drawn = Params(max_tokens=job.new, temperature=1.0, seed=job.seed)
+        written = collect(llm, prompts, paths["written"], drawn, job.sequences)
+        return written, collect(llm, judged, paths["heldout"], replace(drawn, temperature=0.0), HELD_OUT)
     finally:
         llm.close()
 

@@ -53,9 +53,10 @@ def of_mixture(wording: Templated, stream: Sequence[int], longest: int, seed: in
 
 
 def of_file(wording: Templated, path: Path, longest: int, evaluation: bool) -> Prompts:
-    """The lines of a file in turn: {"prompt": text} or {"messages": [...]}; one in 16, by hash, is held out.
+    """The lines of a file in turn: {"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}, whose first is a
+    user's message; one in 16, by hash, is held out.
 
-    Raises UserError for a line that is neither, and if there are no lines of that part.
+    Raises UserError for a line that is none of these, and if there are no lines of that part.
     """
     ids: list[list[int]] = []
     try:
@@ -80,7 +81,10 @@ def _asked(wording: Templated, line: str, where: str) -> list[int]:
         return wording.begin + plain(wording.tokenizer, value["prompt"])
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         return wording.ask(value["messages"])
-    raise UserError(f'{where} has neither a text "prompt" nor a list "messages"')
+    said = value.get("turns") if isinstance(value, dict) else None
+    if isinstance(said, list) and said and isinstance(said[0], str):
+        return wording.ask([{"role": "user", "content": said[0]}])
+    raise UserError(f'{where} has neither a text "prompt" nor a list "messages" or "turns"')
 
 
 def collect(llm: LLM, prompts: Prompts, path: Path, asked: Params, count: int) -> list[Text]:
