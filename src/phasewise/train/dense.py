@@ -25,7 +25,8 @@ from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
 
 PADDED = 256
 """Rows that go through the head come in multiples of this: oneDNN keeps what it prepared for every number of rows that
-it ever met, copies of the weights among it, and numbers differ from step to step (14 GB with a vocabulary of 49,152)."""
+it ever met, copies of the weights among it, and numbers differ from step to step (14 GB over a vocabulary of 49,152).
+"""
 
 
 @dataclass(frozen=True)
