@@ -25,6 +25,9 @@ def test_without_a_name_it_lists_the_systems(cli: Cli) -> None:
         ("snapkv --all", "leave 'snapkv' out"),
         ("snapkv --rounds 0", "--rounds"),
         ("snapkv --examples few", "--examples"),
+        ("snapkv --resume --json found.json", "--resume goes on with --all"),
+        ("--all --resume", "--json FILE"),
+        ("--all --resume --json pyproject.toml", "nothing to go on with"),
     ],
 )
 def test_mistakes(cli: Cli, words: str, says: str) -> None:
@@ -62,6 +65,26 @@ def test_all_systems_are_written_down(
     assert "`phasewise reproduce --all --no-time --quick`" in page
     assert page.index("| system | verdict |") < page.index("## Prompt lookup: ") < page.index("## DeepSpeed-FastGen")
     assert "Prompt lookup" in said.out and "## Prompt lookup" not in said.out
+
+
+def test_a_run_that_was_broken_off_goes_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is not measured again; nothing of it is lost while others have their turn; another machine's is
+    refused."""
+    file, out = tmp_path / "found.json", tmp_path / "reproduced.md"
+    words = ("reproduce", "--all", "--quick", "--no-time", "--json", file, "--out", out)
+    monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["prompt_lookup"])
+    assert cli(*words, "--resume").code == 0
+    found = json.loads(file.read_text())
+    found["reports"][0]["note"] = "from before"
+    file.write_text(json.dumps(found))
+    monkeypatch.setattr("phasewise.reproduce.index.names", lambda: ["fastgen", "prompt_lookup"])
+    assert cli(*words, "--resume").code == 0
+    assert out.read_text().index("## DeepSpeed-FastGen") < out.read_text().index("*Note.* from before")
+    assert len(json.loads(file.read_text())["reports"]) == 2
+    found["machine"]["cpu"] = "Another One"
+    file.write_text(json.dumps(found))
+    said = cli(*words, "--resume")
+    assert said.code == 2 and "measured on Another One" in said.err
 
 
 def test_without_weights_one_system_stops_and_all_of_them_go_on(

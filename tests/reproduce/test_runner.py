@@ -12,7 +12,7 @@ from phasewise.reproduce import index, loads
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.play import Entry, Run
 from phasewise.reproduce.report import Report, document
-from phasewise.reproduce.runner import reproduce, stages
+from phasewise.reproduce.runner import complete, reproduce, settled, stages, timed
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.reproduce.workload import Asked
 
@@ -142,6 +142,31 @@ def test_time_of_loads_and_of_resident_requests(clocked: Lab) -> None:
     assert all(s.method > 0 and s.other > 0 for s in report.speeds)
     verdicts = {c.name: c.passed for c in report.checks if c.name.startswith("a ")}
     assert verdicts == {"a load, method against baseline": True, "a resident, method against baseline": False}
+
+
+def test_times_are_taken_later(clocked: Lab) -> None:
+    """What was found before stays as it is, even if it could not be found again; times are taken anew."""
+    system = replace(LOSSY, timings=(Timing("a resident", 1e9, tokens=64),))
+    timed_at_once = reproduce("lossy", system, clocked)
+    clocked.scale = SMALL
+    before = reproduce("lossy", system, clocked)
+    assert settled(before, SMALL) and complete(before, SMALL) and not before.speeds
+    clocked.scale = replace(SMALL, time=True, rounds=2)
+    assert settled(before, clocked.scale) and not complete(before, clocked.scale)
+    broken = replace(system, load=lambda asked: [Entry(asked.code(2500), 4)])
+    for report in (before, timed_at_once):
+        after = timed(report, broken, clocked)
+        assert complete(after, clocked.scale) and [speed.faster.n for speed in after.speeds] == [2]
+        assert [c.name for c in after.checks] == [c.name for c in timed_at_once.checks]
+        assert [c for c in after.checks if c.passed is not False] == [c for c in before.checks if c.passed is not None]
+        assert after.grades == before.grades and after.verdict.word == timed_at_once.verdict.word == "partly"
+
+
+def test_other_examples_and_what_did_not_run_are_measured_again(lab: Lab) -> None:
+    report = reproduce("guessing", GUESSING, lab)
+    assert complete(report, SMALL) and not settled(report, replace(SMALL, seed=SMALL.seed + 1))
+    long = replace(GUESSING, load=lambda asked: [Entry(asked.code(2500), 4)])
+    assert not settled(reproduce("guessing", long, lab), SMALL)
 
 
 def test_a_report_comes_back_from_json_and_reads_the_same(clocked: Lab) -> None:

@@ -28,6 +28,17 @@ class Output:
 
     out: Annotated[Path, typer.Option(help="Where --all writes.")] = DOCUMENT
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything found as JSON.")] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what --json holds already, and take times that it lacks.")
+    ] = False
+
+    def kept(self) -> dict[str, Report]:
+        """What was found before, by name. Raises UserError for a file that is none of these, or of another machine."""
+        if not self.resume:
+            return {}
+        if self.json is None:
+            raise UserError("--resume goes on with what a file holds: name it with --json FILE")
+        return _kept(self.json) if self.json.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ def reproduce(
       phasewise reproduce
       phasewise reproduce snapkv --no-time
       phasewise reproduce --all --json reproduced.json
+      phasewise reproduce --all --no-time --json found.json && phasewise reproduce --all --json found.json --resume
     """
     from phasewise.reproduce import index
     from phasewise.reproduce.lab import Lab
@@ -79,33 +91,55 @@ def reproduce(
         raise UserError(f"--all tries every system: leave {name!r} out, or leave --all out")
     if name is not None:
         index.system(name)  # unknown names are refused before anything is done
-    scale = effort.scale()
+    if output.resume and not all_:
+        raise UserError("--resume goes on with --all: leave it out, or try every system")
+    scale, kept = effort.scale(), output.kept()
     reports: list[Report] = []
     with Lab.open(scale) as lab:
         for each in [name] if name is not None else index.names():
-            reports.append(_one(each, lab, all_))
+            reports.append(_one(each, lab, all_, kept.get(each)))
             if output.json is not None:
-                _save(output.json, reports)
+                _save(output.json, reports, kept)
             if all_:  # after each of them: it takes long
                 _write(output.out, reports, scale)
     print(overview(reports) if all_ else f"{reports[0].markdown()}\n\n{_machine()}")
 
 
-def _one(name: str, lab: Lab, among: bool) -> Report:
+def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
     from phasewise.reproduce import index
-    from phasewise.reproduce.runner import reproduce, stages
+    from phasewise.reproduce.runner import complete, reproduce, settled, stages, timed
 
     system, done = index.system(name), count()
+    if kept is not None and complete(kept, lab.scale):
+        return kept
     with counting(name, stages(system, lab.scale)) as bar:
+        if kept is not None and settled(kept, lab.scale):
+            return timed(kept, system, lab, lambda what: bar(next(done)))
         return reproduce(name, system, lab, lambda what: bar(next(done)), among=among)
 
 
-def _save(path: Path, reports: list[Report]) -> None:
+def _save(path: Path, reports: list[Report], kept: dict[str, Report]) -> None:
+    """With those kept whose turn has not come yet: a run that is broken off loses nothing."""
     from phasewise.bench.machine import describe
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"machine": describe(), "reports": [report.plain() for report in reports]}
+    everything = kept | {report.name: report for report in reports}
+    found = {"machine": describe(), "reports": [report.plain() for report in everything.values()]}
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _kept(path: Path) -> dict[str, Report]:
+    from phasewise.bench.machine import cpu
+    from phasewise.reproduce.report import Report
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        there, reports = found["machine"]["cpu"], [Report.from_plain(one) for one in found["reports"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"json={path} is nothing to go on with, as `reproduce --json` writes it: {error!r}") from error
+    if there != cpu():
+        raise UserError(f"json={path} was measured on {there}, this is {cpu()}: begin a file of its own")
+    return {report.name: report for report in reports}
 
 
 def _write(out: Path, reports: list[Report], scale: Scale) -> None:

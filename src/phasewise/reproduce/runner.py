@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phasewise.bench.rounds import agreement
 from phasewise.errors import Untrained, UserError
@@ -14,6 +14,7 @@ from phasewise.reproduce.system import Attempt, Case, Counter, Part, Saving, Sys
 from phasewise.reproduce.verdict import Check, judge
 
 Tell = Callable[[str], object]
+RUNS = "everything runs"  # a check that is there if it does not
 
 
 def stages(system: System, scale: Scale) -> int:
@@ -31,6 +32,9 @@ class Found:
     grades: list[Grade] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
 
+    def refuse(self, error: UserError) -> None:
+        self.checks.append(Check("counter", RUNS, f"refused: {error}", "a run to the end", False))
+
 
 def reproduce(
     name: str, system: System, lab: Lab, tell: Tell = lambda what: None, *, among: bool = False
@@ -43,10 +47,38 @@ def reproduce(
     found = Found()
     try:
         _measure(system, lab, tell, found)
+        _time(system, lab, tell, found)
     except UserError as error:
         if isinstance(error, Untrained) and not among:
             raise
-        found.checks.append(Check("counter", "everything runs", f"refused: {error}", "a run to the end", False))
+        found.refuse(error)
+    return _report(name, system, lab, found)
+
+
+def timed(report: Report, system: System, lab: Lab, tell: Tell = lambda what: None) -> Report:
+    """The same report with its times taken, anew if it has any; nothing else of it is measured again."""
+    times = {clock.time_check(timing, None).name for timing in system.timings}
+    found = Found([check for check in report.checks if check.name not in times], list(report.grades))
+    try:
+        _time(system, lab, tell, found)
+    except UserError as error:
+        found.refuse(error)
+    return _report(report.name, system, lab, found)
+
+
+def settled(report: Report, scale: Scale) -> bool:
+    """Whether a report made before stands for one of this scale, but for its times perhaps: all of it ran."""
+    return replace(report.scale, rounds=scale.rounds, time=scale.time) == scale and not any(
+        check.name == RUNS for check in report.checks
+    )
+
+
+def complete(report: Report, scale: Scale) -> bool:
+    """Whether nothing of one of this scale is missing: it is settled, and timed if times are wanted."""
+    return settled(report, scale) and (not scale.time or report.scale == scale)
+
+
+def _report(name: str, system: System, lab: Lab, found: Found) -> Report:
     missing = system.missing + ("samples large enough to conclude from: a quick run",) * lab.scale.quick
     return Report.of(
         name, system, lab.real(system.model), lab.scale, checks=tuple(found.checks), grades=tuple(found.grades),
@@ -68,12 +100,15 @@ def _measure(system: System, lab: Lab, tell: Tell, found: Found) -> None:
     for attempt in system.attempts:
         tell(attempt.name)
         checks.append(_tried(attempt, lab))
+
+
+def _time(system: System, lab: Lab, tell: Tell, found: Found) -> None:
     for timing in system.timings:
-        timed = clock.timed(lab, system, timing, tell) if lab.scale.time else None
+        taken = clock.timed(lab, system, timing, tell) if lab.scale.time else None
         if not timing.price:
-            checks.append(clock.time_check(timing, timed))
-        if timed is not None:
-            found.speeds.append(Speed(timing.name, timing.against, timed.method, timed.other, timed.faster))
+            found.checks.append(clock.time_check(timing, taken))
+        if taken is not None:
+            found.speeds.append(Speed(timing.name, timing.against, taken.method, taken.other, taken.faster))
 
 
 def _case(lab: Lab, system: System, tell: Tell) -> Case:
