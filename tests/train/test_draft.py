@@ -139,6 +139,14 @@ def test_shapes_that_cannot_be(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_prompts_are_read_before_anything_is_trained(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "a"}\n' * 3)
+    with pytest.raises(UserError, match="line 1 has neither|give more of them"):
+        train(job(tmp_path / "out", prompts=lines))
+    assert not (tmp_path / "out").exists()
+
+
 # ---- prompts
 def test_prompts_are_numbered_and_of_one_part() -> None:
     wording = templated("pocket")
