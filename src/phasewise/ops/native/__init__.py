@@ -33,6 +33,7 @@ SIGNATURES = {
     "attend_listed": 1,
     "seal": 1,
     "choose_pages": 1,
+    "choose_slots": 1,
     "prefill": 1,
     "received": 1,
     "stack": 1,
