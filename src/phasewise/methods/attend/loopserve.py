@@ -18,10 +18,11 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.methods.attend._lines import Lines, attend, cover, masses, sampled
-from phasewise.methods.attend._select import NEVER, furthest, single, tally
+from phasewise.methods.attend._select import NEVER, single, tally
 from phasewise.model.config import ModelConfig
 from phasewise.ops import attention as ops
 from phasewise.request.request import Request
+from phasewise.step.choice import furthest
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span

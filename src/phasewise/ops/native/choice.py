@@ -44,9 +44,10 @@ class Candidates(NamedTuple):
         """Slots that a head reads of n."""
         return n - (self.units - self.chosen) * self.size
 
-    def rows(self, known: int) -> int:
-        """From how many rows vectors are made where so many are there."""
-        return (self.end - known - 1) * self.step + self.step * self.parts
+    def rows(self, known: int, lasting: int) -> int:
+        """Of how many rows vectors are made where `known` are there: those that last, and those of the row's own."""
+        pieces = (lasting - known, self.end - max(known, lasting))
+        return sum((count + self.parts - 1) * self.step for count in pieces if count > 0)
 
     def words(self, known: int, ways: int, dim: int) -> array[int]:
         """Choice: `known` vectors are there; `ways` is the address of the layers' words."""
@@ -55,8 +56,8 @@ class Candidates(NamedTuple):
 
 class Chosen:
     """`words` of a Choice for a span of a stack, `ways` those of its layers. `bytes`: what its row reads of KV and
-    vectors in all layers. `done`: to be called after the step, which has added the vectors that were missing. `kept` lives
-    as long."""
+    vectors in all layers. `done`: to be called after the step, which has added the vectors that were missing. `kept`
+    lives as long."""
 
     __slots__ = ("_kept", "_words", "address", "bytes", "done")
 

@@ -258,7 +258,7 @@ struct LayerChoice {
   const int32_t* channels;  // [heads, width], those of a key that stand for it, and of a query that meet them; null: all
   const float* turn;        // cos and signed sin [2, turned], by which queries are turned before; null: they are not
   int64_t turned;
-  double scale;  // of products in a softmax
+  double scale;  // of products; 0: that of the layer's scores
 };
 
 // Of a span whose only row, at slot n - 1, reads in every head `chosen` of `units` candidates of `size` slots, the first

@@ -177,7 +177,7 @@ void multiply(const Voter& own, long head, long from, long to) {
 void sum_up(const Voter& own, long query, long chunk, long from, long to) {
   const Choice& choice = *own.choice;
   float* logits = own.logits + query * logits_of(choice) - choice.begin;
-  float scale = (float)own.layer->scale, top = -INFINITY, total = 0;
+  float scale = (float)(own.layer->scale ? own.layer->scale : own.scale), top = -INFINITY, total = 0;
   for (long j = from; j < to; j++) top = (logits[j] *= scale) > top ? logits[j] : top;
   F sums = {};
   long j = from;
@@ -359,7 +359,8 @@ API void choose_slots(const VotesCall* call) {
     rows.count = listed_of(choice, own.n), rows.slots = own.slots;
     float* states = at + call->heads_q * logits_of(choice);
     int32_t* numbers = (int32_t*)(states + call->heads_q * states_of(choice));
-    voters[b] = {&choice, choice.layers, rows, call->heads, call->heads_q / call->heads, call->dim, own.n, at, states, numbers};
+    voters[b] = {&choice,    choice.layers, rows, call->heads, call->heads_q / call->heads, call->dim, own.n, 0, at, states,
+                 numbers};
     at = (float*)(numbers + call->heads * numbers_of(choice));
   }
   int threads = enough(call->threads, vectors);
