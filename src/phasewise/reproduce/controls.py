@@ -248,6 +248,10 @@ class RandomPicks(Control):
 
 
 class _RandomPicks(Picker):
+    def __init__(self, knobs: Tidal, choosing: tuple[int, ...]) -> None:
+        super().__init__(knobs, choosing)
+        self.choice = None  # kernels draw nothing
+
     def weights(self, read: Read) -> Tensor:
         heads, n = read.part.size
         about = read.span.request.prompt_len, read.layer

@@ -272,6 +272,7 @@ struct Choice {
   int64_t step, parts;       // vector i is the mean, or has the bounds, of `parts` times `step` rows from i * step on
   int64_t width;
   const LayerChoice* layers;
+  uint16_t* queries;  // [layers, heads_q, dim]: where those of layers that list something are put; or null
 };
 
 struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans

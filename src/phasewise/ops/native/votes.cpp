@@ -297,6 +297,10 @@ void vote_part(const Voter& own, long part) {
 
 void list_part(const Voter& own, long head) {
   const Choice& choice = *own.choice;
+  if (choice.queries) {
+    long wide = own.group * own.dim, layer = own.layer - choice.layers;
+    memcpy(choice.queries + (layer * own.heads + head) * wide, (const bf16*)own.rows.q + head * wide, wide * 2);
+  }
   int32_t* slots = (int32_t*)own.rows.slots + head * own.rows.count;
   for (long slot = 0; slot < choice.first; slot++) *slots++ = (int32_t)slot;
   if (own.layer->way == GIVEN) {
