@@ -326,9 +326,15 @@ struct Electors {
   }
 };
 
+// Whether every candidate has one vector, its own.
+inline bool one_each(const Choice& choice) {
+  bool all = choice.at >= choice.begin && choice.at + choice.units <= choice.end;
+  return choice.each == 1 && !choice.before && all;
+}
+
 // Whether what is counted at first are the largest shares: no sum of shares is more than the number of queries times as
 // large, so few can be among the best.
-inline bool by_peaks(const Choice& choice) { return choice.rule == SHARE && choice.each == 1 && !choice.before; }
+inline bool by_peaks(const Choice& choice) { return choice.rule == SHARE && one_each(choice); }
 
 // The best of a head's candidates, or of all heads'.
 int32_t* list_units(const Voter& own, long head, int32_t* slots) {
@@ -391,7 +397,7 @@ void vote_part(const Voter& own, long part) {
   float votes[VOTES + LANES], best[VOTES];
   int32_t* numbers = own.numbers + head * numbers_of(choice) + from;
   Electors(own, head).vote(choice.rule != SHARE || by_peaks(choice), first, last, votes);
-  if (choice.each == 1 && !choice.before) return number(votes, to - from, numbers);
+  if (one_each(choice)) return number(votes, to - from, numbers);
   for (long u = from; u < to; u++) {
     long begin = choice.at + u * choice.each - choice.before, end = choice.at + (u + 1) * choice.each;
     float most = -INFINITY;
