@@ -6,6 +6,7 @@
 // is kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
 #include "curves.h"
 #include "levels.h"
+#include "mended.h"
 #include "parts.h"
 #include "plan.h"
 #include "rows.h"
@@ -295,12 +296,16 @@ static void read_sealed(const Call& call, const Job& job, long from, long to, St
     Lines here(call, job, slot);
     if (slot < keys.slots) score_sealed(keys, job.head, slot, count, call.dim, job.count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
+    if (slot < keys.slots && (keys.rank || keys.aparts))
+      score_mended(keys, job.head, slot, count, call.dim, job.count, queries, scores);
     for (long i = 0; i < job.count; i++) {
       see(call, job, i, cap, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
     }
     packed = packed < 0 ? 0 : packed;
     if (packed) add_sealed(values, job.head, slot, packed, call.dim, job.count, scores, s.sum);
+    if (packed && (values.rank || values.aparts))
+      add_mended(values, job.head, slot, packed, call.dim, job.count, scores, s.sum);
     const bf16* v = (const bf16*)here.v + packed * span.v_row;
     if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
   }

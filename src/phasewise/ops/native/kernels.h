@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 28;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 29;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -64,6 +64,12 @@ struct Sealed {
   int64_t levels_head, ends_head;   // strides count elements
   int64_t slots, rows;
   int64_t bits, group;
+  // Added to the levels of a block: left right^T, and of each line `aparts` numbers at these places of the line.
+  const uint16_t *left, *right;  // float16 [heads, blocks, rows, rank], [heads, blocks, dim, rank]
+  int64_t left_head, right_head, rank;  // 0: there are none
+  const uint16_t* apart;                // float16 [heads, lines, aparts]
+  const int16_t* places;
+  int64_t apart_head, aparts;  // 0: there are none
 };
 
 struct Sides {

@@ -96,6 +96,34 @@ template <int ALL> inline F ends_of(const uint16_t* p, long x) {
 #endif
 }
 
+// to[x][line] = number first + x, x < some, of the `all` float16 of each line; up to a whole register 0 where there are no
+// lines.
+template <long WIDTH>
+inline void spread_singly(const uint16_t* p, long all, long first, long some, long from, long lines, float (*to)[WIDTH]) {
+  for (long x = 0; x < some; x++)
+    for (long l = from; l < lines; l += LANES) {
+      I found = {};
+      for (long i = 0; i < LANES && l + i < lines; i++) found[i] = p[(l + i) * all + first + x];
+      store(to[x] + l, from_halves(found));
+    }
+}
+
+template <int ALL, long WIDTH>
+inline void spread_halves(const uint16_t* p, long first, long some, long lines, float (*to)[WIDTH]) {
+  const long whole = lines / LANES * LANES;
+  for (long x = 0; x < some; x++)
+    for (long l = 0; l < whole; l += LANES) store(to[x] + l, ends_of<ALL>(p + l * ALL, first + x));
+  spread_singly(p, ALL, first, some, whole, lines, to);
+}
+
+template <long WIDTH>
+inline void spread_halves(const uint16_t* p, long all, long first, long some, long lines, float (*to)[WIDTH]) {
+  if (all == 1) spread_halves<1>(p, first, some, lines, to);
+  else if (all == 2) spread_halves<2>(p, first, some, lines, to);
+  else if (all == 4) spread_halves<4>(p, first, some, lines, to);
+  else spread_singly(p, all, first, some, 0, lines, to);
+}
+
 inline int32_t most(I v) {
 #if LANES == 16
   return _mm512_reduce_max_epi32((__m512i)v);
@@ -216,32 +244,8 @@ struct Stripe {
       for (long l = 0; l < all; l += 4) words[l / 4] = four_lines(p + l * LANES, LANES, LANES, 4);
     else
       for (long l = 0; l < all; l += 4, p += 4 * row) words[l / 4] = four_lines<false>(p, row, LANES, 4);
-    spread(of.step, of.groups, first, step), spread(of.low, of.groups, first, low);
-  }
-
- private:
-  // `all` float16 of every line -> those from `first` on, each group's by itself
-  void spread(const uint16_t* ends, long all, long first, float (*to)[MOST_DIM]) const {
-    if (all == 1) spread<1>(ends, first, to);
-    else if (all == 2) spread<2>(ends, first, to);
-    else if (all == 4) spread<4>(ends, first, to);
-    else singly(ends, all, first, 0, to);
-  }
-
-  template <int ALL> void spread(const uint16_t* ends, long first, float (*to)[MOST_DIM]) const {
-    const long whole = lines / LANES * LANES;
-    for (long x = 0; x < groups; x++)
-      for (long l = 0; l < whole; l += LANES) store(to[x] + l, ends_of<ALL>(ends + l * ALL, first + x));
-    singly(ends, ALL, first, whole, to);
-  }
-
-  void singly(const uint16_t* ends, long all, long first, long from, float (*to)[MOST_DIM]) const {
-    for (long x = 0; x < groups; x++)
-      for (long l = from; l < lines; l += LANES) {
-        I some = {};
-        for (long i = 0; i < LANES && l + i < lines; i++) some[i] = ends[(l + i) * all + first + x];
-        store(to[x] + l, from_halves(some));
-      }
+    spread_halves(of.step, of.groups, first, groups, lines, step);
+    spread_halves(of.low, of.groups, first, groups, lines, low);
   }
 };
 

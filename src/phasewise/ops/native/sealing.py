@@ -37,6 +37,6 @@ def seal(blocks: Sequence[Sealing], by_channel: bool, bits: int, group: int) -> 
     for rows, levels, step, low, start, each in blocks:
         words.extend((rows.data_ptr(), rows.stride(0)))
         words.extend(x.data_ptr() + start * x.stride(1) * x.itemsize for x in (levels, step, low))
-        words.extend((levels.stride(0), step.stride(0), slots, each, bits, group))
+        words.extend((levels.stride(0), step.stride(0), slots, each, bits, group, *(0,) * 9))
     call = array("q", (words.buffer_info()[0], len(blocks), heads, dim, by_channel, torch.get_num_threads()))
     kernels.seal(call.buffer_info()[0])
