@@ -7,7 +7,7 @@
 
 constexpr long MOST_RANK = 16, MOST_APART = 64;
 
-typedef float Four __attribute__((vector_size(16)));  // of as many queries
+typedef Each Four;
 
 inline void turn_fours(Four (&x)[4]) {  // x[i][j] becomes x[j][i]
 #if LANES == 4
