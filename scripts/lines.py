@@ -17,10 +17,10 @@ SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
     ("", "verbs", "engine", "step", "request"): 6695,
     ("speculation",): 1210,
-    ("kv",): 3670,
+    ("kv",): 3695,
     ("cluster",): 4000,
     ("serve",): 7370,
-    ("ops",): 1750,
+    ("ops",): 1760,
     ("plan",): 3750,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

@@ -19,6 +19,7 @@ from phasewise.methods.store.kivi import Kivi
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native import spans
+from phasewise.ops.native.sealing import Sealing, Seals
 from phasewise.request.request import Request
 from phasewise.verbs.store import Codec
 from tests import tiny
@@ -140,6 +141,25 @@ def test_trees_read_bit_for_bit_what_their_paths_read(codec: Codec) -> None:
     assert torch.equal(logits[[0, 2, 4]], want[:3])
     one.commit([right[0], wrong[1], right[1], wrong[2], right[2]], [0, 2])
     assert torch.equal(one.feed(every[PROMPT + 2 : PROMPT + 3]), want[2:3]), "what was rejected leaves no trace"
+
+
+def test_where_blocks_go_is_found_once_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KIVI seals a row of values with every token, in all layers."""
+    made, called = list[int](), list[int]()
+
+    class Counted(Seals):
+        def __init__(self, blocks: Sequence[Sealing], by_channel: bool, bits: int, group: int) -> None:
+            made.append(len(blocks))
+            super().__init__(blocks, by_channel, bits, group)
+
+        def __call__(self, slots: int, first: int = 0, block: int = 0) -> None:
+            called.append(slots)
+            super().__call__(slots, first, block)
+
+    monkeypatch.setattr("phasewise.kv.packed.Seals", Counted)
+    _, one = fed(model(), KIVI)
+    assert set(made) == {len(one.kv.layers)}
+    assert called.count(1) == WHOLE - PROMPT and len(made) < (WHOLE - PROMPT) / 2
 
 
 def test_forks_and_dumps_in_between() -> None:

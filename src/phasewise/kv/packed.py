@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from phasewise.ops.native.sealing import Sealing, fits, seal
+from phasewise.ops.native.sealing import Sealing, Seals, fits
 from phasewise.ops.native.spans import Side, opens
 
 if TYPE_CHECKING:
@@ -99,30 +99,48 @@ def lying(
 Tail = tuple["Sealed", Sequence[Tensor], int]  # of a layer; its rows as they were made, from the last of these on
 
 
-def fill(tails: Sequence[Tail], side: int, start: int, stop: int) -> int:
+def seals(tails: Sequence[Tail], side: int) -> Seals | None:
+    """Where a kernel finds what it may seal, if it does."""
+    first, planes, _ = tails[0]
+    packing = None if first.packings is None else first.packings[side]
+    if packing is None or packing.rank or packing.apart or not fits(planes[side]):
+        return None
+    found, size = list[Sealing](), first.codec.cuts[side].rows
+    for sealed, own, base in tails:
+        step, low, levels = sealed.buffers[side].planes
+        found.append(Sealing(own[side], levels, step, low, 0, size, base))
+    return Seals(found, side == 0, packing.bits, packing.group)
+
+
+def fill(tails: Sequence[Tail], side: int, start: int, stop: int, found: Seals | None = None) -> int:
     """Seal the blocks `start` .. `stop` of layers that have sealed as many, in a call for all of them, as most of what
     few rows take is the call. They are not counted yet. -> bytes moved"""
     first, moved = tails[0][0], 0
     if stop <= start:
         return 0
+    assert first.buffers[side].refs == 1 and stop <= first.buffers[side].cap, "room is made before a step"
     size, blocks = first.codec.cuts[side].rows, slice(start, stop)
+    found = found or seals(tails, side)
+    if found is not None:
+        found((stop - start) * size, start * size, start)
+        return len(tails) * sum(plane[:, blocks].nbytes for plane in first.buffers[side].planes)
     rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
-    packing = None if first.packings is None else first.packings[side]
-    if packing is not None and not (packing.rank or packing.apart) and fits(rows[0]):
-        sealing = list[Sealing]()
-        for (sealed, _, _), own in zip(tails, rows):
-            step, low, levels = sealed.buffers[side].planes
-            assert sealed.buffers[side].refs == 1 and stop <= sealed.buffers[side].cap, "room is made before a step"
-            sealing.append(Sealing(own, levels, step, low, start, size))
-        moved = len(tails) * sum(plane[:, blocks].nbytes for plane in (step, low, levels))
-        seal(sealing, side == 0, packing.bits, packing.group)
-        return moved
     for which, made in enumerate(first.codec.seal(side, torch.cat(rows))):
         moved += made.nbytes
         for (sealed, _, _), new in zip(tails, torch.split(made, first.shape.heads)):
-            buffer = sealed.buffers[side]
-            assert buffer.refs == 1 and stop <= buffer.cap, "room is made before a step"
-            buffer.planes[which][:, blocks] = new
+            sealed.buffers[side].planes[which][:, blocks] = new
+    return moved
+
+
+def seal_full(tails: Sequence[Tail], n: int, found: Sequence[Seals | None] = (None, None)) -> int:
+    """Seal what `n` committed rows fill. -> bytes moved"""
+    first, moved = tails[0][0], 0
+    for side, cut in enumerate(first.codec.cuts):
+        start, stop = first.counts[side], cut.blocks(n)
+        if start < stop:
+            moved += fill(tails, side, start, stop, found[side])
+            for sealed, _, _ in tails:
+                sealed.counts[side] = stop
     return moved
 
 
@@ -163,14 +181,8 @@ def seal_alike(layers: Sequence[LayerKV]) -> int | None:
     ]
     if len(tails) < len(layers) or not alike([sealed for sealed, _, _ in tails]):
         return None
-    n, (first, _, _), moved = layers[0].n, tails[0], 0
-    if any(layer.n != n for layer in layers):
-        return None
-    for side, cut in enumerate(first.codec.cuts):
-        moved += fill(tails, side, first.counts[side], cut.blocks(n))
-        for sealed, _, _ in tails:
-            sealed.counts[side] = max(sealed.counts[side], cut.blocks(n))
-    return moved
+    n = layers[0].n
+    return None if any(layer.n != n for layer in layers) else seal_full(tails, n)
 
 
 def alike(layers: Sequence[Sealed]) -> bool:

@@ -79,7 +79,7 @@ struct Sides {
 struct Seal {  // rows of a layer's keys or values that become blocks
   const uint16_t* rows;  // bfloat16 [heads, slots, dim], the first that does; slots of a head lie one after the other
   int64_t row_head;
-  Sealed to;  // where its blocks begin; `slots` of them are packed
+  Sealed to;  // where its blocks begin
 };
 
 struct SealCall {
@@ -87,6 +87,8 @@ struct SealCall {
   int64_t count, heads, dim;
   int64_t by_channel;  // as keys, else as values
   int64_t threads;
+  int64_t slots;         // that are packed, of each
+  int64_t rows, blocks;  // so many further than their seals say
 };
 
 struct Head {  // of a span whose KV heads hold unequally many rows: as if they all held `n`, which end at the same slot

@@ -1,7 +1,7 @@
 // What is added to packed levels: of every block a product of thin matrices, and of every line a few numbers apart.
 //
-// Queries and weights meet the thin matrices one after the other, so that a row costs `rank` products more; numbers apart
-// meet four queries at once.
+// Queries and weights meet the thin matrices one after the other, so that a row costs `rank` products more; numbers
+// apart meet four queries at once.
 #pragma once
 #include "sealed.h"
 
@@ -11,7 +11,8 @@ typedef Each Four;
 
 inline void turn_fours(Four (&x)[4]) {  // x[i][j] becomes x[j][i]
 #if LANES == 4
-  float32x4x2_t a = vtrnq_f32((float32x4_t)x[0], (float32x4_t)x[1]), b = vtrnq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
+  float32x4x2_t a = vtrnq_f32((float32x4_t)x[0], (float32x4_t)x[1]);
+  float32x4x2_t b = vtrnq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
   for (int i = 0; i < 2; i++) {
     x[i] = (Four)vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i]));
     x[i + 2] = (Four)vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i]));
@@ -42,8 +43,8 @@ inline void add_fours(const Four* from, long row, long queries, long n, float* x
   }
 }
 
-// sum[place] += of[line] * number, for all numbers apart of `lines` lines; places outside `from` .. `from + count` go to
-// one behind them.
+// sum[place] += of[line] * number, for all numbers apart of `lines` lines; places outside `from` .. `from + count` go
+// to one behind them.
 inline void add_apart(const Sealed& side, long head, long first, long lines, const Four* of, long from, long count,
                       Four* sum) {
   const long each = side.aparts, at_once = MOST_APART / each;
@@ -78,7 +79,8 @@ inline void score_mended(const Sealed& side, long head, long slot, long count, l
       F found = {};
       for (long d = 0; d < dim; d += LANES) found += load<F>(x[i] + d) * load<F>(right[r] + d);
       float share = total(found);
-      for (long j = 0; j < count; j += LANES) store(scores[i] + j, load<F>(scores[i] + j) + load<F>(left[r] + j) * share);
+      for (long j = 0; j < count; j += LANES)
+        store(scores[i] + j, load<F>(scores[i] + j) + load<F>(left[r] + j) * share);
     }
   for (long i = 0; side.aparts && i < queries; i += 4) {
     Four numbers[MOST_DIM], found[KEYS + 1] = {};
@@ -88,7 +90,7 @@ inline void score_mended(const Sealed& side, long head, long slot, long count, l
   }
 }
 
-// found[i][d] += what is added to the values of `count` slots from `slot` on, which lie in one block, under these weights
+// found[i][d] += what is added to the values of `count` slots from `slot` on, which lie in one block, under weights
 inline void add_block_mended(const Sealed& side, long head, long slot, long count, long dim, long queries,
                              const float (*weights)[KEYS], float (*found)[MOST_DIM]) {
   const long block = slot / side.rows, rank = side.rank;

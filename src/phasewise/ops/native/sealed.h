@@ -99,7 +99,8 @@ inline void unzip(I& a, I& b) {
 }
 #endif
 
-// Those of groups x and x + 1, if there is one, of a register's worth of lines, which have ALL (1, 2 or 4) float16 each.
+// Those of groups x and x + 1, if there is one, of a register's worth of lines, which have ALL (1, 2 or 4) float16
+// each.
 template <int ALL> inline void ends_of(const uint16_t* p, long x, F& one, F& other) {
 #if LANES == 16
   if constexpr (ALL == 1) {
@@ -129,10 +130,11 @@ template <int ALL> inline void ends_of(const uint16_t* p, long x, F& one, F& oth
 #endif
 }
 
-// to[x][line] = number first + x, x < some, of the `all` float16 of each line; up to a whole register 0 where there are no
-// lines.
+// to[x][line] = number first + x, x < some, of the `all` float16 of each line; up to a whole register 0 where there are
+// no lines.
 template <long WIDTH>
-inline void spread_singly(const uint16_t* p, long all, long first, long some, long from, long lines, float (*to)[WIDTH]) {
+inline void spread_singly(const uint16_t* p, long all, long first, long some, long from, long lines,
+                          float (*to)[WIDTH]) {
   for (long x = 0; x < some; x++)
     for (long l = from; l < lines; l += LANES) {
       I found = {};
@@ -191,7 +193,8 @@ typedef int32_t Whole __attribute__((vector_size(16)));
 inline Whole most_of(const I (&v)[4]) {
 #if LANES == 16
   auto pair = [](I a, I b) {
-    return _mm512_max_epi32(_mm512_unpacklo_epi32((__m512i)a, (__m512i)b), _mm512_unpackhi_epi32((__m512i)a, (__m512i)b));
+    __m512i x = (__m512i)a, y = (__m512i)b;
+    return _mm512_max_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
   };
   __m512i a = pair(v[0], v[1]), b = pair(v[2], v[3]);
   a = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
@@ -205,7 +208,9 @@ inline Whole most_of(const I (&v)[4]) {
 // The sum of each of four registers.
 inline Each totals_of(const F (&v)[4]) {
 #if LANES == 16
-  auto pair = [](F a, F b) { return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b); };
+  auto pair = [](F a, F b) {
+    return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+  };
   __m512d a = (__m512d)pair(v[0], v[1]), b = (__m512d)pair(v[2], v[3]);
   __m512 all = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
   __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
@@ -338,8 +343,8 @@ struct Factors {
   alignas(64) int8_t high[4][LANES][MOST_DIM], low[4][LANES][MOST_DIM];
   Each step[LANES], rest[LANES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
 
-  // x: Q of [lines], `row` apart, and numbers up to a whole register; memory goes on for some. All below 1e-30 are taken
-  // for nothing.
+  // x: Q of [lines], `row` apart, and numbers up to a whole register; memory goes on for some. All below 1e-30 are
+  // taken for nothing.
   template <int Q> void take(const float* x, long row, const Stripe& stripe) {
     for (long g = 0; g < stripe.groups; g++) {
       if (stripe.lines == AT_ONCE * LANES) take<Q, true>(x, row, stripe, g);
@@ -428,8 +433,7 @@ inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead&
   else sum_lines<Q, BITS, 0>(factors, stripe, ahead, found);
 }
 
-// Whole sums as the numbers they stand for, in the order in which they lie: not inlined, so that they are rounded alike
-// whatever else is read.
+// Whole sums as the numbers they stand for, in the order in which they lie.
 template <int BITS>
 inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, const Stripe& stripe,
                                         F (&numbers)[8 / BITS]) {
@@ -452,8 +456,8 @@ inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, cons
 
 // put(query, number, register): what the queries x [queries, row] make of the numbers between two bytes of all lines
 template <int Q, int BITS, class Put>
-inline void contract(const Stripe& stripe, const Ahead& ahead, const float* x, long row, long first, long queries, long at,
-                     const Put& put) {
+inline void contract(const Stripe& stripe, const Ahead& ahead, const float* x, long row, long first, long queries,
+                     long at, const Put& put) {
   for (; queries - first >= Q; first += Q) {
     Factors factors;
     I found[Q][8 / BITS];
@@ -469,8 +473,8 @@ inline void contract(const Stripe& stripe, const Ahead& ahead, const float* x, l
 }
 
 template <int BITS, class Put>
-inline void contract(const PackedLines& lines, const Ahead& next, const float* x, long row, long queries, long from, long to,
-                     const Put& put) {
+inline void contract(const PackedLines& lines, const Ahead& next, const float* x, long row, long queries, long from,
+                     long to, const Put& put) {
   constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
   long passes = (queries + Q - 1) / Q, each = (queries + passes - 1) / passes;
   Stripe stripe;
@@ -486,7 +490,7 @@ inline void contract(const PackedLines& lines, const Ahead& next, const float* x
   }
 }
 
-// scores[i][..] = query i . the keys of `count` slots from `slot` on, which lie in one block; those behind them are next
+// scores[i][..] = query i . the keys of `count` slots from `slot` on, which lie in one block; those behind are next
 inline void score_sealed(const Sealed& side, const PackedLines& all, long slot, long count, long dim, long queries,
                          const float (*x)[MOST_DIM], float (*scores)[KEYS]) {
   const long block = slot / side.rows, first = slot - block * side.rows, from = first * side.bits / 8;
