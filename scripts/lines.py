@@ -17,10 +17,10 @@ SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
     ("", "verbs", "engine", "step", "request"): 6935,
     ("speculation",): 1210,
-    ("kv",): 3740,
+    ("kv",): 3800,
     ("cluster",): 4000,
     ("serve",): 7370,
-    ("ops",): 1840,
+    ("ops",): 1880,
     ("plan",): 3750,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

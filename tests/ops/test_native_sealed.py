@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phasewise.kv.blocks import KEYS, SIDES, VALUES, BlockCut
 from phasewise.kv.buffer import KVShape
-from phasewise.methods.store._grouped import Grouped
+from phasewise.methods.store._approximated import Approximated
 from phasewise.ops.attention import attention
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few, Side
@@ -27,6 +27,7 @@ from tests.ops.targets import HERE, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
 FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
+FORMS += [(2, 64, 64, 0, 64, 4, 0.02), (4, 8, 40, 24, 24, 3, 0.2), (2, 32, 128, 30, 1, 0, 0.1), (4, 16, 16, 8, 16, 1)]
 SCALE = 0.2
 
 
@@ -37,16 +38,20 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class Form(NamedTuple):
-    """Bits, numbers that share a step (or as many as a line of values has), slots of a block of keys, and how many of
-    the newest values lie as they were made."""
+    """Bits, numbers that share a step (or as many as a line of values has), slots of a block of keys, how many of the
+    newest values lie as they were made, and slots of a block of values; rank and share of numbers apart added."""
 
     bits: int
     group: int
     rows: int
     tail: int
+    of: int = 1
+    rank: int = 0
+    sparse: float = 0.0
 
-    def codec(self, dim: int) -> Grouped:
-        return Grouped(self.bits, self.group, (BlockCut(self.rows), BlockCut(1, self.tail)))
+    def codec(self, dim: int) -> Approximated:
+        cuts = BlockCut(self.rows), BlockCut(self.of, self.tail)
+        return Approximated(self.bits, self.group, cuts, rank=self.rank, sparse=self.sparse)
 
     @property
     def of_keys(self) -> int:
@@ -63,11 +68,25 @@ class Form(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A span as the kernel reads it; and as float64 [H, N, D]: what keys and values are."""
+    """A span as the kernel reads it; and as float64 [H, N, D]: what keys and values are, and how large what is added to
+    their levels may get on its way."""
 
     few: Few
     k: Tensor
     v: Tensor
+    added: tuple[Tensor, Tensor]
+
+
+def added(codec: Approximated, side: int, planes: list[Tensor], dim: int) -> Tensor:
+    """Magnitudes of the products of thin matrices, and of numbers apart: float64 [h, blocks * rows, D]."""
+    planes = [plane.double().abs() for plane in planes]
+    step = planes[-3]
+    lines = torch.zeros(*step.shape[:3], codec.form(side, dim)[1], dtype=torch.float64)
+    if codec.sparse:
+        values, places = planes[-5:-3]
+        lines.scatter_add_(-1, places.long(), values)
+    rows = codec.rows(side, lines)
+    return rows + (planes[0] @ planes[1].mT).flatten(1, 2) if codec.rank else rows
 
 
 def make(
@@ -80,7 +99,7 @@ def make(
     q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
     size = 10.0 ** torch.randint(-2, 2, (2, heads, 1, dim), generator=generator)  # of channels
     made = [(torch.randn(heads, n, dim, generator=generator) * size[i] * 0.3).bfloat16() for i in range(2)]
-    codec, sides, found = form.codec(dim), list[Side](), list[Tensor]()
+    codec, sides, found, more = form.codec(dim), list[Side](), list[Tensor](), list[Tensor]()
     each = form.of_keys, form.of_values(dim)
     for side in SIDES:
         cut = codec.cuts[side]
@@ -88,14 +107,18 @@ def make(
         room = cut.rows * (count // cut.rows + 2)
         spare = torch.full((heads, room - count, dim), 7.0)
         planes = codec.seal(side, torch.cat((raw[:, :count].float(), spare), 1))
-        whole = codec.open(side, [p[:, : count // cut.rows] for p in planes], KVShape(heads, dim, torch.float64))
+        there = [p[:, : count // cut.rows] for p in planes]
+        whole = codec.open(side, there, KVShape(heads, dim, torch.float64))
         found.append(torch.cat((whole, raw[:, count:].double()), 1))
-        step, low, levels = planes
-        sides.append(Side(levels, step, low, count, cut.rows, form.bits, each[side]))
+        more.append(torch.zeros_like(found[side]))
+        more[side][:, :count] = added(codec, side, there, dim)
+        step, low, levels = planes[-3:]
+        thin, apart = planes[:2] if form.rank else (), planes[-5:-3] if form.sparse else ()
+        sides.append(Side(levels, step, low, count, cut.rows, form.bits, each[side], thin, apart))
     base = min(side.slots for side in sides) if start is None else start
     sees = ancestors([i // 2 - 1 if i < 2 else (i - 1) // 2 for i in range(rows)]) if tree else None
     k, v = (x[:, base:].contiguous() for x in made)
-    return Kept(Few(q, k, v, sees, base, sealed=(sides[KEYS], sides[VALUES])), *found)
+    return Kept(Few(q, k, v, sees, base, sealed=(sides[KEYS], sides[VALUES])), found[0], found[1], (more[0], more[1]))
 
 
 def sight(few: Few, window: int | None) -> Tensor:
@@ -116,7 +139,7 @@ def levels_of(side: Side, numbers: int) -> tuple[Tensor, Tensor]:
 
 def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, window: int | None = None) -> None:
     """Against sums in float64, within `bounds`."""
-    few, k, v = kept
+    few, k, v, (k_added, v_added) = kept
     assert few.sealed is not None
     keys, values = few.sealed
     group, dim = few.q.shape[1] // k.shape[0], k.shape[2]
@@ -131,6 +154,7 @@ def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, win
     off = 4e-6 * (q.abs() @ wide.abs().mT)
     lows = (wide[:, : keys.slots] - levels.repeat_interleave(group, 0) * wide_steps).abs() + wide_steps * 15
     off[..., : keys.slots] = largest / 65024 * sums[:, None] + 4e-6 * (q.abs() @ lows.mT)
+    off += 4e-6 * (q.abs() @ k_added.repeat_interleave(group, 0).mT)
     off *= SCALE
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -146,6 +170,7 @@ def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, win
         worth = (shares[:, :, some, None] * steps[:, some].repeat_interleave(group, 0)[:, None]).amax(2)  # [Hq, R, D]
         bound += 1.01 * worth / 65024 * levels[:, some].sum(1).repeat_interleave(group, 0)[:, None]
     bound += shares[..., values.slots :] @ v[:, values.slots :].abs().repeat_interleave(group, 0) / 250
+    bound += 1e-5 * (shares @ v_added.repeat_interleave(group, 0))
     bound += 1e-5 * (shares @ v.abs().repeat_interleave(group, 0)) + 1e-5 * 15 * float(values.step.double().max())
     assert bool(((got.double().transpose(0, 1) - want).abs() <= bound).all())
     assert lse is None or bool(((lse.double().T - want_lse).abs() <= most + 1e-5).all())
@@ -168,11 +193,11 @@ def test_near_exact_sums(shape: tuple[int, int, int], form: Any) -> None:
         check(rows, rows_lse, kept)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("form", [(2, 32, 128, 128), (4, 32, 128, 128), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)
 @pytest.mark.usefixtures("target")
-def test_near_the_plain_twin(bits: int) -> None:
+def test_near_the_plain_twin(form: Any) -> None:
     """Blocks opened, and attention over bfloat16: the two are as near as rounding opened blocks to it allows."""
-    kept = make((9, 3, 64), Form(bits, 32, 128, 128), 1, 900, 3)
+    kept = make((9, 3, 64), Form(*form), 1, 900, 3)
     twin = attention(kept.few.q, kept.k.bfloat16(), kept.v.bfloat16(), None, SCALE)
     got, _ = spans.attend([kept.few], SCALE)
     assert float((got.float() - twin.float()).norm() / twin.float().norm()) < 2e-2
@@ -187,7 +212,7 @@ def test_capped_scores(softcap: float) -> None:
 
 
 @pytest.mark.parametrize("window", [3, 64, 300, 1100])
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[4]], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[4], (4, 8, 40, 24, 24, 3, 0.2)], ids=str)
 @pytest.mark.usefixtures("target")
 def test_windows(window: int, form: Any) -> None:
     kept = make((9, 3, 96), Form(*form), 5, 1500, 7)
@@ -201,13 +226,15 @@ def test_windows(window: int, form: Any) -> None:
     group=st.sampled_from([4, 8, 12, 16, 32, 64]),
     blocks=st.integers(1, 6), tail=st.integers(0, 150), heads=st.integers(1, 3), each=st.integers(1, 9),
     dim=st.sampled_from([32, 64, 128, 192]), threads=st.integers(1, 3),
+    more=st.sampled_from([(1, 0, 0.0), (8, 4, 0.05), (40, 2, 0.1), (16, 0, 0.02)]),
 )  # fmt: skip
 @pytest.mark.usefixtures("target")
 def test_mates_threads_and_cuts_change_no_bit(
-    seed: int, n: int, bits: int, group: int, blocks: int, tail: int, heads: int, each: int, dim: int, threads: int
-) -> None:
+    seed: int, n: int, bits: int, group: int, blocks: int, tail: int, heads: int, each: int, dim: int, threads: int,
+    more: tuple[int, int, float],
+) -> None:  # fmt: skip
     """Beside spans of other forms, and of rows as they were made; and rows of one span by themselves."""
-    form, shape = Form(bits, group, 2 * group * blocks, tail), (heads * each, heads, dim)
+    form, shape = Form(bits, group, 2 * group * blocks, tail, *more), (heads * each, heads, dim)
     assume(form.fits(dim))
     batch = [make(shape, form, rows, n + extra, seed + rows) for rows, extra in ((1, 0), (4, 500), (12, 12))]
     other = Form(6 - bits, 8, 16, 8)
@@ -236,9 +263,10 @@ def _opened(kept: Kept) -> Few:
 
 
 @pytest.mark.usefixtures("target")
-def test_what_is_packed_is_read_there_and_nothing_else_is() -> None:
+@pytest.mark.parametrize("form", [(2, 32, 128, 100), (2, 32, 128, 100, 24, 4, 0.05)], ids=str)
+def test_what_is_packed_is_read_there_and_nothing_else_is(form: Any) -> None:
     """Rows that are packed as well may hold anything, and so may blocks beyond."""
-    form, shape = Form(2, 32, 128, 100), (4, 2, 64)
+    form, shape = Form(*form), (4, 2, 64)
     kept = make(shape, form, 2, 700, 3, start=0)
     want = spans.attend([kept.few], SCALE)[0]
     assert kept.few.sealed is not None
@@ -248,6 +276,8 @@ def test_what_is_packed_is_read_there_and_nothing_else_is() -> None:
         plane[:, : side.slots] = float("nan")
         side.step[:, side.slots // side.rows :] = float("nan")
         side.low[:, side.slots // side.rows :] = float("nan")
+        for beyond in (*side.thin, *side.apart[:1]):
+            beyond[:, side.slots // side.rows :] = float("nan")
     assert torch.equal(spans.attend([kept.few], SCALE)[0], want)
 
 
@@ -283,3 +313,4 @@ def test_other_numbers_are_left_to_the_open_path() -> None:
     assert not spans.fits(few._replace(q=few.q.float(), k=few.k.float(), v=few.v.float()))
     assert not spans.opens(3, 32, 128, 64) and not spans.opens(2, 2, 128, 64) and not spans.opens(2, 32, 12, 64)
     assert not spans.opens(2, 4, 128, 48) and spans.opens(2, 4, 8, 32)
+    assert spans.opens(2, 4, 8, 32, 16, 64) and not spans.opens(2, 4, 8, 32, 17) and not spans.opens(2, 4, 8, 32, 0, 65)

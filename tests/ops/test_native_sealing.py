@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phasewise.kv.blocks import KEYS, SIDES, BlockCut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.ops.native import sealing
-from phasewise.ops.native.sealing import Sealing
+from phasewise.ops.native.sealing import Sealing, Seals
 from tests.ops.targets import HERE, running
 
 
@@ -26,7 +26,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
 @given(
     seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 12, 32]),
     size=st.integers(1, 3), blocks=st.integers(1, 3), heads=st.integers(1, 3), layers=st.integers(1, 4),
-    dim=st.sampled_from([32, 64, 96]), start=st.integers(0, 2), threads=st.integers(1, 3),
+    dim=st.sampled_from([32, 64, 96]), start=st.integers(0, 2), threads=st.integers(1, 3), apart=st.booleans(),
 )  # fmt: skip
 @pytest.mark.usefixtures("target")
 def test_as_torch_does(
@@ -40,8 +40,10 @@ def test_as_torch_does(
     dim: int,
     start: int,
     threads: int,
+    apart: bool,
 ) -> None:
-    """Numbers of all sizes, groups whose numbers are alike, what float16 has no number for; nothing else is written."""
+    """In one call, or block by block. Numbers of all sizes, groups whose numbers are alike, what float16 has no number
+    for; nothing else is written."""
     if dim % min(group, dim):
         return
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +66,9 @@ def test_as_torch_does(
                     plane[:, start : start + blocks] = new
                 tasks.append(Sealing(own, planes[2], planes[0], planes[1], start, rows))
             assert all(sealing.fits(task.rows) for task in tasks)
-            sealing.seal(tasks, side == KEYS, bits, codec.form(side, dim)[2])
+            seals = Seals(tasks, side == KEYS, bits, codec.form(side, dim)[2])
+            for block in range(blocks) if apart else [0]:
+                seals(rows if apart else blocks * rows, block * rows, block)
             for task, planes in zip(tasks, want):
                 for got, plane in zip((task.step, task.low, task.levels), planes):
                     assert torch.equal(got, plane)
@@ -79,7 +83,7 @@ def test_what_is_not_a_number_stays_none() -> None:
     x[0, 2, 7] = float("nan")
     planes = codec.seal(KEYS, x)
     task = Sealing(x, *(torch.zeros_like(planes[i]) for i in (2, 0, 1)), 0, 8)
-    sealing.seal([task], True, 4, 8)
+    Seals([task], True, 4, 8)(8)
     for got, plane in ((task.step, planes[0]), (task.low, planes[1])):
         assert torch.equal(got.isnan(), plane.isnan()) and int(got.isnan().sum()) == 1
         assert torch.equal(got.nan_to_num(), plane.nan_to_num())

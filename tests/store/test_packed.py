@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor
 
 from phasewise.engine.engine import Engine
 from phasewise.kv.blocks import SIDES, BlockCut
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.packed import packings
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store.gear import Gear
 from phasewise.methods.store.kivi import Kivi
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native import spans
+from phasewise.ops.native.sealing import Sealing, Seals
 from phasewise.request.request import Request
 from phasewise.verbs.store import Codec
 from tests import tiny
@@ -27,7 +31,10 @@ PROMPT, WHOLE = 37, 90
 KIVI = Kivi(bits=2, group=4, residual=16).codec()
 WIDE = Kivi(bits=4, group=16, residual=32).codec()
 LEVELS = Gear(bits=4, group=8, block=16, rank=0, sparse=0).codec()  # GEAR without what mends its levels
-CODECS = pytest.mark.parametrize("codec", [KIVI, WIDE, LEVELS], ids=["kivi", "wide", "levels"])
+MENDED = Gear(bits=2, group=8, block=16, rank=3, sparse=0.2).codec()
+APART = Gear(bits=4, group=16, block=16, rank=0, sparse=0.1).codec()
+EVERY = {"kivi": KIVI, "wide": WIDE, "levels": LEVELS, "mended": MENDED, "apart": APART}
+CODECS = pytest.mark.parametrize("codec", EVERY.values(), ids=EVERY)
 
 
 def model() -> Model:
@@ -136,6 +143,25 @@ def test_trees_read_bit_for_bit_what_their_paths_read(codec: Codec) -> None:
     assert torch.equal(one.feed(every[PROMPT + 2 : PROMPT + 3]), want[2:3]), "what was rejected leaves no trace"
 
 
+def test_where_blocks_go_is_found_once_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KIVI seals a row of values with every token, in all layers."""
+    made, called = list[int](), list[int]()
+
+    class Counted(Seals):
+        def __init__(self, blocks: Sequence[Sealing], by_channel: bool, bits: int, group: int) -> None:
+            made.append(len(blocks))
+            super().__init__(blocks, by_channel, bits, group)
+
+        def __call__(self, slots: int, first: int = 0, block: int = 0) -> None:
+            called.append(slots)
+            super().__call__(slots, first, block)
+
+    monkeypatch.setattr("phasewise.kv.packed.Seals", Counted)
+    _, one = fed(model(), KIVI)
+    assert set(made) == {len(one.kv.layers)}
+    assert called.count(1) == WHOLE - PROMPT and len(made) < (WHOLE - PROMPT) / 2
+
+
 def test_forks_and_dumps_in_between() -> None:
     every, of = tokens(), model()
     want, _ = fed(of, KIVI)
@@ -195,12 +221,15 @@ def test_what_is_read_is_counted_packed() -> None:
 
 
 def test_who_is_left_to_the_open_path() -> None:
-    """Heads of other widths, float32, blocks that are more than levels."""
+    """Heads of other widths, float32, blocks to whose levels too much is added."""
     assert KIVI.packings(32) is not None and KIVI.packings(32) == KIVI.packings(64)  # type: ignore[attr-defined]
     cut = BlockCut(8)
-    assert Approximated(2, 4, (cut, cut), rank=1, sparse=0).packings(32) is None
-    assert Approximated(2, 4, (cut, cut), rank=0, sparse=0.1).packings(32) is None
-    assert Approximated(2, 4, (cut, cut), rank=0, sparse=0).packings(32) is not None
+    shape = KVShape(2, 64, torch.bfloat16)
+    assert packings(Approximated(2, 4, (cut, cut), rank=1, sparse=0.1), shape) is not None
+    large = BlockCut(64), BlockCut(64)
+    assert packings(Approximated(2, 4, large, rank=16, sparse=0), shape) is not None
+    assert packings(Approximated(2, 4, large, rank=17, sparse=0), shape) is None
+    assert packings(Approximated(2, 4, (cut, cut), rank=1), replace(shape, dtype=torch.float32)) is None
     assert spans.opens(2, 4, 8, 32) and not spans.opens(2, 4, 8, 16)
     for width, dtype in ((64, torch.bfloat16), (128, torch.float32)):
         _, one = fed(Model.load(tiny.checkpoint(hidden=width), dtype=dtype), KIVI)

@@ -182,6 +182,9 @@ class KV:
         """The prompt is complete and stays here: pack blocks of rows that are full by now; to be called after every
         later commit as well. `marks` (layer, start, stop): see `kv/blocks.py: Marks`."""
         if self.seals:
+            if self.sealed and self._flat is not None and self._walk is None and self._flat.cuts is not None:
+                self.counters.kv_bytes_moved += self._flat.seal()
+                return
             moved = seal_alike(self.layers) if self.sealed else None
             self.sealed = True
             if moved is None:

@@ -7,12 +7,13 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from phasewise.kv.blocks import BlockCut
+from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, words
+from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, seal_full, seals, words
 from phasewise.kv.unequal import Unequal, unequal
 from phasewise.kv.vectors import VectorTable
+from phasewise.ops.native.sealing import Seals
 
 
 class ContiguousView:
@@ -25,8 +26,8 @@ class ContiguousView:
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them.
     """
 
-    __slots__ = ("_line", "_planes", "_sealed", "_sides", "_slabs", "address", "gaps", "layers", "n", "row_bytes",
-                 "tables", "unequal")  # fmt: skip
+    __slots__ = ("_line", "_planes", "_sealed", "_seals", "_sides", "_slabs", "address", "gaps", "layers", "n",
+                 "row_bytes", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables = layers, dict[Hashable, VectorTable]()
@@ -50,6 +51,7 @@ class ContiguousView:
         self.address = self._planes.buffer_info()[0]
         self._sealed = [(layer.sealed, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
                         if layer.sealed is not None and layer.sealed.active]  # fmt: skip
+        self._seals: Sequence[Seals | None] = ()  # made when first asked for
         self._sides = array("q", [word for sealed, _, _ in self._sealed for word in words(sealed)])
 
     @classmethod
@@ -86,6 +88,12 @@ class ContiguousView:
     def ahead(self, upto: Sequence[int]) -> None:
         """Seal so many committed rows, as far as that has not been done, without counting them."""
         ahead(self._sealed, upto)
+
+    def seal(self) -> int:
+        """Seal what committed rows fill. -> bytes moved"""
+        if not self._seals:
+            self._seals = [seals(self._sealed, side) for side in SIDES]
+        return seal_full(self._sealed, self.n, self._seals)
 
     def reads(self, upto: Sequence[int], n: int) -> int:
         """What reading `n` rows costs in all layers with the first `upto` of them sealed."""

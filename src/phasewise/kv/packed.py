@@ -1,7 +1,6 @@
 """Sealed blocks as native kernels read them: packed, where a codec says as data how its planes lie (`Packing`).
 
-Left out: float32, and what codecs keep beside levels and their ends (thin matrices, outliers): such blocks are opened
-in front of the kernels (`Sealed.opened`).
+Left out: float32, and blocks that lie in any other way: these are opened in front of the kernels (`Sealed.opened`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from phasewise.ops.native.sealing import Sealing, fits, seal
+from phasewise.ops.native.sealing import Sealing, Seals, fits
 from phasewise.ops.native.spans import Side, opens
 
 if TYPE_CHECKING:
@@ -27,10 +26,20 @@ if TYPE_CHECKING:
 class Packing:
     """The planes of a side are step and low, float16 [h, blocks, lines, groups], and levels uint8 [h, blocks, lines,
     bytes] as `ops/packing.py` makes them: of keys a line is what a block has of one channel, of values what it has of
-    one row."""
+    one row. Before these may lie what is added to them: the thin matrices of a product of this `rank`, float16 [h,
+    blocks, rows, rank] and [h, blocks, D, rank], and numbers `apart` of each line, float16 [h, blocks, lines, apart],
+    with their places int16."""
 
     bits: int
     group: int
+    rank: int = 0
+    apart: int = 0
+
+    def side(self, planes: Sequence[Tensor], slots: int, rows: int) -> Side:
+        """What kernels read of the first `slots` rows."""
+        *more, step, low, levels = planes
+        thin, apart = more[:2] if self.rank else (), more[-2:] if self.apart else ()
+        return Side(levels, step, low, slots, rows, self.bits, self.group, thin, apart)
 
 
 @dataclass(slots=True)
@@ -72,8 +81,8 @@ def packings(codec: Blocks, shape: KVShape) -> tuple[Packing, Packing] | None:
     if found is None or shape.dtype != torch.bfloat16 or shape.device != "cpu":
         return None
     (keys, values), rows = found, codec.cuts[0].rows
-    fit = opens(keys.bits, keys.group, rows, shape.dim) and opens(values.bits, values.group, 8, shape.dim)
-    return found if fit else None
+    fit = opens(keys.bits, keys.group, rows, shape.dim, keys.rank, keys.apart)
+    return found if fit and opens(values.bits, values.group, 8, shape.dim, values.rank, values.apart) else None
 
 
 def lying(
@@ -90,29 +99,48 @@ def lying(
 Tail = tuple["Sealed", Sequence[Tensor], int]  # of a layer; its rows as they were made, from the last of these on
 
 
-def fill(tails: Sequence[Tail], side: int, start: int, stop: int) -> int:
+def seals(tails: Sequence[Tail], side: int) -> Seals | None:
+    """Where a kernel finds what it may seal, if it does."""
+    first, planes, _ = tails[0]
+    packing = None if first.packings is None else first.packings[side]
+    if packing is None or packing.rank or packing.apart or not fits(planes[side]):
+        return None
+    found, size = list[Sealing](), first.codec.cuts[side].rows
+    for sealed, own, base in tails:
+        step, low, levels = sealed.buffers[side].planes
+        found.append(Sealing(own[side], levels, step, low, 0, size, base))
+    return Seals(found, side == 0, packing.bits, packing.group)
+
+
+def fill(tails: Sequence[Tail], side: int, start: int, stop: int, found: Seals | None = None) -> int:
     """Seal the blocks `start` .. `stop` of layers that have sealed as many, in a call for all of them, as most of what
     few rows take is the call. They are not counted yet. -> bytes moved"""
     first, moved = tails[0][0], 0
     if stop <= start:
         return 0
+    assert first.buffers[side].refs == 1 and stop <= first.buffers[side].cap, "room is made before a step"
     size, blocks = first.codec.cuts[side].rows, slice(start, stop)
+    found = found or seals(tails, side)
+    if found is not None:
+        found((stop - start) * size, start * size, start)
+        return len(tails) * sum(plane[:, blocks].nbytes for plane in first.buffers[side].planes)
     rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
-    if first.packings is not None and fits(rows[0]):
-        packing, sealing = first.packings[side], list[Sealing]()
-        for (sealed, _, _), own in zip(tails, rows):
-            step, low, levels = sealed.buffers[side].planes
-            assert sealed.buffers[side].refs == 1 and stop <= sealed.buffers[side].cap, "room is made before a step"
-            sealing.append(Sealing(own, levels, step, low, start, size))
-        moved = len(tails) * sum(plane[:, blocks].nbytes for plane in (step, low, levels))
-        seal(sealing, side == 0, packing.bits, packing.group)
-        return moved
     for which, made in enumerate(first.codec.seal(side, torch.cat(rows))):
         moved += made.nbytes
         for (sealed, _, _), new in zip(tails, torch.split(made, first.shape.heads)):
-            buffer = sealed.buffers[side]
-            assert buffer.refs == 1 and stop <= buffer.cap, "room is made before a step"
-            buffer.planes[which][:, blocks] = new
+            sealed.buffers[side].planes[which][:, blocks] = new
+    return moved
+
+
+def seal_full(tails: Sequence[Tail], n: int, found: Sequence[Seals | None] = (None, None)) -> int:
+    """Seal what `n` committed rows fill. -> bytes moved"""
+    first, moved = tails[0][0], 0
+    for side, cut in enumerate(first.codec.cuts):
+        start, stop = first.counts[side], cut.blocks(n)
+        if start < stop:
+            moved += fill(tails, side, start, stop, found[side])
+            for sealed, _, _ in tails:
+                sealed.counts[side] = stop
     return moved
 
 
@@ -139,8 +167,7 @@ def packed(
             index = torch.tensor([*range(done, n), *after[: upto[side] - n]]) - base
             more = sealed.codec.seal(side, tail[side][:, index])
             planes = [torch.cat((p[:, : sealed.counts[side]], new), 1) for p, new in zip(planes, more)]
-        step, low, levels = planes
-        sides.append(Side(levels, step, low, upto[side], cut.rows, packing.bits, packing.group))
+        sides.append(packing.side(planes, upto[side], cut.rows))
     return Packed((sides[0], sides[1]), tail, base)
 
 
@@ -154,14 +181,8 @@ def seal_alike(layers: Sequence[LayerKV]) -> int | None:
     ]
     if len(tails) < len(layers) or not alike([sealed for sealed, _, _ in tails]):
         return None
-    n, (first, _, _), moved = layers[0].n, tails[0], 0
-    if any(layer.n != n for layer in layers):
-        return None
-    for side, cut in enumerate(first.codec.cuts):
-        moved += fill(tails, side, first.counts[side], cut.blocks(n))
-        for sealed, _, _ in tails:
-            sealed.counts[side] = max(sealed.counts[side], cut.blocks(n))
-    return moved
+    n = layers[0].n
+    return None if any(layer.n != n for layer in layers) else seal_full(tails, n)
 
 
 def alike(layers: Sequence[Sealed]) -> bool:
@@ -169,7 +190,7 @@ def alike(layers: Sequence[Sealed]) -> bool:
     return all(each.active and each.packings is not None and each.counts == layers[0].counts for each in layers)
 
 
-WORDS, SLOTS = 18, (5, 14)  # of a layer in a table; which of them say how many rows are sealed
+WORDS, SLOTS = 36, (5, 23)  # of a layer in a table; which of them say how many rows are sealed
 
 
 def words(sealed: Sealed) -> list[int]:
@@ -177,6 +198,5 @@ def words(sealed: Sealed) -> list[int]:
     assert sealed.packings is not None
     found = list[int]()
     for side, (packing, cut, buffer) in enumerate(zip(sealed.packings, sealed.codec.cuts, sealed.buffers)):
-        (step, low, levels), sizes = buffer.addresses, [plane.stride(0) for plane in buffer.planes]
-        found += (levels, step, low, sizes[2], sizes[0], sealed.rows(side), cut.rows, packing.bits, packing.group)
+        found += packing.side(buffer.planes, sealed.rows(side), cut.rows).words
     return found

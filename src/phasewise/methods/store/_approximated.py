@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.blocks import SIDES
 from phasewise.kv.buffer import Kind, KVShape
 from phasewise.kv.packed import Packing
 from phasewise.methods.store._grouped import Grouped
@@ -44,8 +45,12 @@ class Approximated(Grouped):
         return [*found, *super().kinds(side, shape)]
 
     def packings(self, dim: int) -> tuple[Packing, Packing] | None:
-        """None where a block is more than its levels: it is opened then."""
-        return None if self.rank or self.sparse else super().packings(dim)
+        bare = super().packings(dim)
+        if bare is None:
+            return None
+        apart = (2 * self.outliers(self.form(side, dim)[1]) for side in SIDES)
+        keys, values = (replace(each, rank=self.rank, apart=count) for each, count in zip(bare, apart))
+        return keys, values
 
     def seal(self, side: int, x: Tensor) -> Sequence[Tensor]:
         x = x.float()
@@ -100,4 +105,4 @@ def _without_outliers(lines: Tensor, k: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def _half(x: Tensor) -> Tensor:
-    return x.clamp(-LARGEST, LARGEST).to(torch.float16)
+    return x.clamp(-LARGEST, LARGEST).to(torch.float16, memory_format=torch.contiguous_format)

@@ -25,10 +25,10 @@ class Gear:
     `group` numbers of a line at a time, and what that misses is kept as a product of two 16-bit matrices of `rank`
     columns, found by power iteration from the same start for every block.
 
-    16 bits = rows as they are. Left out: one product for all of a prompt, and fewer columns for what comes after it
-    (every block has its own, which makes blocks functions of their rows alone); outliers across heads; products of
-    queries with the thin matrices: blocks are opened before rows read them, so that nothing is gained in time, but with
-    `rank=0,sparse=0`, whose blocks are levels alone (see `kivi`).
+    16 bits = rows as they are. In bfloat16, native kernels multiply queries and weights with packed levels, thin
+    matrices and outliers as they lie, for the heads and blocks that `kivi` names and ranks up to 16; elsewhere blocks
+    are opened before rows read them. Left out: one product for all of a prompt, and fewer columns for what comes after
+    it (every block has its own, which makes blocks functions of their rows alone); outliers across heads.
     """
 
     bits: Literal[2, 4, 16] = 2

@@ -6,6 +6,7 @@
 // is kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
 #include "curves.h"
 #include "levels.h"
+#include "mended.h"
 #include "parts.h"
 #include "plan.h"
 #include "rows.h"
@@ -285,6 +286,7 @@ static void add_rows(const Call& call, const Job& job, const bf16* v, long row, 
 static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   const Sealed &keys = span.sealed->keys, &values = span.sealed->values;
+  const PackedLines key_lines(keys, job.head, keys.rows), value_lines(values, job.head, call.dim);
   alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
@@ -293,14 +295,18 @@ static void read_sealed(const Call& call, const Job& job, long from, long to, St
     end = block_end(keys, slot, to);
     long count = end - slot, packed = values.slots - slot < count ? values.slots - slot : count;
     Lines here(call, job, slot);
-    if (slot < keys.slots) score_sealed(keys, job.head, slot, count, call.dim, job.count, queries, scores);
+    if (slot < keys.slots) score_sealed(keys, key_lines, slot, count, call.dim, job.count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
+    if (slot < keys.slots && (keys.rank || keys.aparts))
+      score_mended(keys, job.head, slot, count, call.dim, job.count, queries, scores);
     for (long i = 0; i < job.count; i++) {
       see(call, job, i, cap, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
     }
     packed = packed < 0 ? 0 : packed;
-    if (packed) add_sealed(values, job.head, slot, packed, call.dim, job.count, scores, s.sum);
+    if (packed) add_sealed(values, value_lines, slot, packed, call.dim, job.count, scores, s.sum);
+    if (packed && (values.rank || values.aparts))
+      add_mended(values, job.head, slot, packed, call.dim, job.count, scores, s.sum);
     const bf16* v = (const bf16*)here.v + packed * span.v_row;
     if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
   }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}  # numbers that they compute with, as they name them
 MOST_DIM = 256  # of a head, as in attention.cpp and prefill.cpp
+MOST_RANK, MOST_APART = 16, 64  # of packed blocks, as in mended.h
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None) -> bool:

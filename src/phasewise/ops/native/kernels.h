@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 28;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 30;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -64,6 +64,12 @@ struct Sealed {
   int64_t levels_head, ends_head;   // strides count elements
   int64_t slots, rows;
   int64_t bits, group;
+  // Added to the levels of a block: left right^T, and of each line `aparts` numbers at these places of the line.
+  const uint16_t *left, *right;  // float16 [heads, blocks, rows, rank], [heads, blocks, dim, rank]
+  int64_t left_head, right_head, rank;  // 0: there are none
+  const uint16_t* apart;                // float16 [heads, lines, aparts]
+  const int16_t* places;
+  int64_t apart_head, aparts;  // 0: there are none
 };
 
 struct Sides {
@@ -73,7 +79,7 @@ struct Sides {
 struct Seal {  // rows of a layer's keys or values that become blocks
   const uint16_t* rows;  // bfloat16 [heads, slots, dim], the first that does; slots of a head lie one after the other
   int64_t row_head;
-  Sealed to;  // where its blocks begin; `slots` of them are packed
+  Sealed to;  // where its blocks begin
 };
 
 struct SealCall {
@@ -81,6 +87,8 @@ struct SealCall {
   int64_t count, heads, dim;
   int64_t by_channel;  // as keys, else as values
   int64_t threads;
+  int64_t slots;         // that are packed, of each
+  int64_t rows, blocks;  // so many further than their seals say
 };
 
 struct Head {  // of a span whose KV heads hold unequally many rows: as if they all held `n`, which end at the same slot

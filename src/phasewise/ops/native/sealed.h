@@ -14,12 +14,39 @@ struct PackedLines {  // of a head, from the first that is read on
   long group;                  // bytes of a group
   long count;
 
-  // Lines of `numbers` numbers, from number `first` of all lines of a head on.
-  PackedLines(const Sealed& side, long head, long first, long numbers, long count)
-      : bytes(numbers * side.bits / 8), groups(numbers / side.group), group(side.group * side.bits / 8), count(count) {
-    levels = side.levels + head * side.levels_head + first * bytes;
-    step = side.step + head * side.ends_head + first * groups;
-    low = side.low + head * side.ends_head + first * groups;
+  // All lines of a head, of `numbers` numbers.
+  PackedLines(const Sealed& side, long head, long numbers)
+      : bytes(numbers * side.bits / 8), groups(numbers / side.group), group(side.group * side.bits / 8), count(0) {
+    levels = side.levels + head * side.levels_head;
+    step = side.step + head * side.ends_head, low = side.low + head * side.ends_head;
+  }
+
+  // `some` of them, from line `first` on.
+  PackedLines from(long first, long some) const {
+    PackedLines lines = *this;
+    lines.levels += first * bytes, lines.step += first * groups, lines.low += first * groups, lines.count = some;
+    return lines;
+  }
+};
+
+// Lines that are read next, from some byte on: four are fetched at a time, while others are summed.
+struct Ahead {
+  const char *levels, *step, *low;
+  long bytes, ends;  // of a line
+
+  Ahead(const PackedLines& of, long byte)
+      : levels((const char*)of.levels + byte), step((const char*)(of.step + byte / of.group)),
+        low((const char*)(of.low + byte / of.group)), bytes(of.bytes), ends(of.groups * 2) {}
+
+  // Inlined, as a compiler leaves out the call of what has no effect.
+  __attribute__((always_inline)) void fetch(long line) const {
+    __builtin_prefetch(levels + line * bytes, 0, 3);
+    if (bytes >= 32) __builtin_prefetch(levels + (line + 2) * bytes, 0, 3);
+    if (bytes >= 64) {
+      __builtin_prefetch(levels + (line + 1) * bytes, 0, 3);
+      __builtin_prefetch(levels + (line + 3) * bytes, 0, 3);
+    }
+    __builtin_prefetch(step + line * ends, 0, 3), __builtin_prefetch(low + line * ends, 0, 3);
   }
 };
 
@@ -72,17 +99,23 @@ inline void unzip(I& a, I& b) {
 }
 #endif
 
-// Those of group x of a register's worth of lines, which have ALL (1, 2 or 4) float16 each.
-template <int ALL> inline F ends_of(const uint16_t* p, long x) {
+// Those of groups x and x + 1, if there is one, of a register's worth of lines, which have ALL (1, 2 or 4) float16
+// each.
+template <int ALL> inline void ends_of(const uint16_t* p, long x, F& one, F& other) {
 #if LANES == 16
-  if constexpr (ALL == 1) return (F)_mm512_cvtph_ps(load<__m256i>(p));
-  __m512i pair = load<__m512i>(p);
-  if constexpr (ALL == 4) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    __m512i order = _mm512_add_epi32(even, _mm512_set1_epi32((int)(x / 2)));
-    pair = _mm512_permutex2var_epi32(pair, order, load<__m512i>(p + 2 * LANES));
+  if constexpr (ALL == 1) {
+    one = (F)_mm512_cvtph_ps(load<__m256i>(p));
+  } else {
+    alignas(64) constexpr uint16_t each[32] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
+                                               0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);
+    __m512i order = _mm512_slli_epi16(load<__m512i>(each), ALL / 2), both;
+    order = _mm512_add_epi16(order, _mm512_add_epi16(second, _mm512_set1_epi16((short)x)));
+    if constexpr (ALL == 2) both = _mm512_permutexvar_epi16(order, load<__m512i>(p));
+    else both = _mm512_permutex2var_epi16(load<__m512i>(p), order, load<__m512i>(p + 2 * LANES));
+    one = (F)_mm512_cvtph_ps(_mm512_castsi512_si256(both));
+    other = (F)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1));
   }
-  return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(x % 2 ? _mm512_srli_epi32(pair, 16) : pair));
 #else
   I pairs[2] = {};
   if constexpr (ALL == 1) pairs[0] = load_halves(p);
@@ -91,9 +124,44 @@ template <int ALL> inline F ends_of(const uint16_t* p, long x) {
     pairs[1] = load<I>(p + 2 * LANES);
     unzip(pairs[0], pairs[1]);
   }
-  I pair = pairs[x / 2];
-  return from_halves((x % 2 ? pair >> 16 : pair) & 0xffff);
+  auto number = [&](long x) { return from_halves((x % 2 ? pairs[x / 2] >> 16 : pairs[x / 2]) & 0xffff); };
+  one = number(x);
+  if (x + 1 < ALL) other = number(x + 1);
 #endif
+}
+
+// to[x][line] = number first + x, x < some, of the `all` float16 of each line; up to a whole register 0 where there are
+// no lines.
+template <long WIDTH>
+inline void spread_singly(const uint16_t* p, long all, long first, long some, long from, long lines,
+                          float (*to)[WIDTH]) {
+  for (long x = 0; x < some; x++)
+    for (long l = from; l < lines; l += LANES) {
+      I found = {};
+      for (long i = 0; i < LANES && l + i < lines; i++) found[i] = p[(l + i) * all + first + x];
+      store(to[x] + l, from_halves(found));
+    }
+}
+
+template <int ALL, long WIDTH>
+inline void spread_halves(const uint16_t* p, long first, long some, long lines, float (*to)[WIDTH]) {
+  const long whole = lines / LANES * LANES;
+  for (long x = 0; x < some; x += 2)
+    for (long l = 0; l < whole; l += LANES) {
+      F one, other;
+      ends_of<ALL>(p + l * ALL, first + x, one, other);
+      store(to[x] + l, one);
+      if (x + 1 < some) store(to[x + 1] + l, other);
+    }
+  spread_singly(p, ALL, first, some, whole, lines, to);
+}
+
+template <long WIDTH>
+inline void spread_halves(const uint16_t* p, long all, long first, long some, long lines, float (*to)[WIDTH]) {
+  if (all == 1) spread_halves<1>(p, first, some, lines, to);
+  else if (all == 2) spread_halves<2>(p, first, some, lines, to);
+  else if (all == 4) spread_halves<4>(p, first, some, lines, to);
+  else spread_singly(p, all, first, some, 0, lines, to);
 }
 
 inline int32_t most(I v) {
@@ -115,6 +183,40 @@ inline float total(F v) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 #else
   return sum(v);
+#endif
+}
+
+typedef float Each __attribute__((vector_size(16)));  // of up to four queries
+typedef int32_t Whole __attribute__((vector_size(16)));
+
+// The largest of each of four registers.
+inline Whole most_of(const I (&v)[4]) {
+#if LANES == 16
+  auto pair = [](I a, I b) {
+    __m512i x = (__m512i)a, y = (__m512i)b;
+    return _mm512_max_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+  };
+  __m512i a = pair(v[0], v[1]), b = pair(v[2], v[3]);
+  a = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+  return (Whole)_mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+#else
+  return Whole{most(v[0]), most(v[1]), most(v[2]), most(v[3])};
+#endif
+}
+
+// The sum of each of four registers.
+inline Each totals_of(const F (&v)[4]) {
+#if LANES == 16
+  auto pair = [](F a, F b) {
+    return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+  };
+  __m512d a = (__m512d)pair(v[0], v[1]), b = (__m512d)pair(v[2], v[3]);
+  __m512 all = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+  __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
+  return (Each)(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#else
+  return Each{total(v[0]), total(v[1]), total(v[2]), total(v[3])};
 #endif
 }
 
@@ -187,6 +289,17 @@ template <bool DENSE = true> inline I four_lines(const uint8_t* p, long row, lon
 #endif
 }
 
+#if LANES == 16
+// The same of two registers of lines that follow each other, from byte `at` (0 or 16) of each on.
+inline I four_halves(const uint8_t* p, long at) {
+  const __m512i words = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i from = _mm512_add_epi32(words, _mm512_set1_epi32((int)(at / 4)));
+  __m512i all = _mm512_permutex2var_epi32(load<__m512i>(p), from, load<__m512i>(p + 64));
+  return (I)_mm512_shuffle_epi8(all, _mm512_broadcast_i32x4(order));
+}
+#endif
+
 // acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (0 .. 15)
 inline I dot_levels(I acc, I w, I x) {
 #if LANES == 8
@@ -214,66 +327,62 @@ struct Stripe {
       for (long l = 0; l < all; l += 4) words[l / 4] = four_lines(p + l * row, row, count, all - l);
     else if (row == LANES)
       for (long l = 0; l < all; l += 4) words[l / 4] = four_lines(p + l * LANES, LANES, LANES, 4);
+#if LANES == 16
+    else if (row == 2 * LANES && byte % LANES == 0)
+      for (long l = 0; l < all; l += 4) words[l / 4] = four_halves(p - byte + l * row, byte);
+#endif
     else
       for (long l = 0; l < all; l += 4, p += 4 * row) words[l / 4] = four_lines<false>(p, row, LANES, 4);
-    spread(of.step, of.groups, first, step), spread(of.low, of.groups, first, low);
-  }
-
- private:
-  // `all` float16 of every line -> those from `first` on, each group's by itself
-  void spread(const uint16_t* ends, long all, long first, float (*to)[MOST_DIM]) const {
-    if (all == 1) spread<1>(ends, first, to);
-    else if (all == 2) spread<2>(ends, first, to);
-    else if (all == 4) spread<4>(ends, first, to);
-    else singly(ends, all, first, 0, to);
-  }
-
-  template <int ALL> void spread(const uint16_t* ends, long first, float (*to)[MOST_DIM]) const {
-    const long whole = lines / LANES * LANES;
-    for (long x = 0; x < groups; x++)
-      for (long l = 0; l < whole; l += LANES) store(to[x] + l, ends_of<ALL>(ends + l * ALL, first + x));
-    singly(ends, ALL, first, whole, to);
-  }
-
-  void singly(const uint16_t* ends, long all, long first, long from, float (*to)[MOST_DIM]) const {
-    for (long x = 0; x < groups; x++)
-      for (long l = from; l < lines; l += LANES) {
-        I some = {};
-        for (long i = 0; i < LANES && l + i < lines; i++) some[i] = ends[(l + i) * all + first + x];
-        store(to[x] + l, from_halves(some));
-      }
+    spread_halves(of.step, of.groups, first, groups, lines, step);
+    spread_halves(of.low, of.groups, first, groups, lines, low);
   }
 };
 
-// What the lines of a stripe are multiplied with for one query, by group.
+// What the lines of a stripe are multiplied with for up to four queries, by group.
 struct Factors {
-  alignas(64) int8_t high[LANES][MOST_DIM], low[LANES][MOST_DIM];
-  float step[LANES], rest[LANES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
+  alignas(64) int8_t high[4][LANES][MOST_DIM], low[4][LANES][MOST_DIM];
+  Each step[LANES], rest[LANES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
 
-  // x: [lines], and numbers up to a whole register; memory goes on for some. All below 1e-30 are taken for nothing.
-  void take(const float* x, const Stripe& stripe) {
+  // x: Q of [lines], `row` apart, and numbers up to a whole register; memory goes on for some. All below 1e-30 are
+  // taken for nothing.
+  template <int Q> void take(const float* x, long row, const Stripe& stripe) {
     for (long g = 0; g < stripe.groups; g++) {
-      F lows = {};
-      I top = {};
-      for (long l = 0; l < stripe.lines; l += LANES) {
-        I size = (I)(load<F>(x + l) * load<F>(stripe.step[g] + l)) & 0x7fffffff;
-        top = size > top ? size : top;  // NaN is larger than all
-        lows += load<F>(x + l) * load<F>(stripe.low[g] + l);
-      }
-      int32_t bits = most(top);
-      float largest;
-      memcpy(&largest, &bits, 4);
-      float inverse = largest >= 1e-30f && largest <= 3.4e38f ? 32512 / largest : 0;
-      step[g] = largest <= 3.4e38f ? largest / 32512 : NAN, rest[g] = total(lows);
-      for (long l = 0; l < stripe.lines; l += AT_ONCE * LANES) {
+      if (stripe.lines == AT_ONCE * LANES) take<Q, true>(x, row, stripe, g);
+      else take<Q, false>(x, row, stripe, g);
+    }
+  }
+
+ private:
+  // ONCE: what lines and x come to is held, as it fits the registers.
+  template <int Q, bool ONCE> void take(const float* x, long row, const Stripe& stripe, long g) {
+    const float *steps = stripe.step[g], *least = stripe.low[g];
+    F lows[4] = {}, held[Q][AT_ONCE];
+    I top[4] = {};
+    auto meet = [&](int q, long l) {
+      F share = load<F>(x + q * row + l) * load<F>(steps + l);
+      I size = (I)share & 0x7fffffff;
+      top[q] = size > top[q] ? size : top[q];  // NaN is larger than all
+      lows[q] += load<F>(x + q * row + l) * load<F>(least + l);
+      return share;
+    };
+    for (int q = 0; q < Q; q++) {
+      if constexpr (ONCE) for (int i = 0; i < AT_ONCE; i++) held[q][i] = meet(q, i * LANES);
+      else for (long l = 0; l < stripe.lines; l += LANES) meet(q, l);
+    }
+    Each largest = (Each)most_of(top), inverse;
+    auto finite = largest <= 3.4e38f;
+    inverse = (largest >= 1e-30f) & finite ? 32512 / largest : Each{};
+    step[g] = finite ? largest / 32512 : Each{} + NAN, rest[g] = totals_of(lows);
+    for (int q = 0; q < Q; q++)
+      for (long l = 0; l < (ONCE ? AT_ONCE * LANES : stripe.lines); l += AT_ONCE * LANES) {
         I whole[AT_ONCE];
         for (int i = 0; i < AT_ONCE; i++) {  // of lines that there are not, whatever comes out meets nothing
-          F share = load<F>(x + l + i * LANES) * load<F>(stripe.step[g] + l + i * LANES);
-          whole[i] = (I)(share * inverse + MAGIC) - (I)splat(MAGIC);
+          long at = l + i * LANES;
+          F share = ONCE ? held[q][i] : load<F>(x + q * row + at) * load<F>(steps + at);
+          whole[i] = (I)(share * inverse[q] + MAGIC) - (I)splat(MAGIC);
         }
-        split(whole, high[g] + l, low[g] + l);
+        split(whole, high[q][g] + l, low[q][g] + l);
       }
-    }
   }
 };
 
@@ -288,44 +397,53 @@ template <int G> inline I factors_of(const int8_t (*bytes)[MOST_DIM], const Stri
 // found[q][s] = the sums of Q queries over the lines of a stripe: lane i, number s of byte i. They stay below 2^31:
 // 256 x 15 x 32512.
 template <int Q, int BITS, int G>
-inline void sum_lines(const Factors* factors, const Stripe& stripe, I (*found)[8 / BITS]) {
+inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead& ahead, I (*found)[8 / BITS]) {
   constexpr int S = 8 / BITS;
   const I mask = splat(BITS == 2 ? 0x03030303 : 0x0f0f0f0f);
   I high[Q][S], low[Q][S], lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
+#pragma GCC unroll 4
   for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
     for (int s = 0; s < S; s++) high[q][s] = low[q][s] = I{};
   for (long l = 0; l < stripe.lines; l += 4) {
+    ahead.fetch(l);
     I word = stripe.words[l / 4], levels[S];
+#pragma GCC unroll 4
     for (int s = 0; s < S; s++) levels[s] = word >> s * BITS & mask;
+#pragma GCC unroll 4
     for (int q = 0; q < Q; q++) {
-      I upper = factors_of<G>(factors[q].high, stripe, lane, l), lower = factors_of<G>(factors[q].low, stripe, lane, l);
+      I upper = factors_of<G>(factors.high[q], stripe, lane, l), lower = factors_of<G>(factors.low[q], stripe, lane, l);
+#pragma GCC unroll 4
       for (int s = 0; s < S; s++) high[q][s] = dot_levels(high[q][s], upper, levels[s]);
+#pragma GCC unroll 4
       for (int s = 0; s < S; s++) low[q][s] = dot_levels(low[q][s], lower, levels[s]);
     }
   }
+#pragma GCC unroll 4
   for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
     for (int s = 0; s < S; s++) found[q][s] = (high[q][s] << 8) + low[q][s];
 }
 
-template <int Q, int BITS> inline void sum_lines(const Factors* factors, const Stripe& stripe, I (*found)[8 / BITS]) {
-  if (stripe.groups == 1) sum_lines<Q, BITS, 1>(factors, stripe, found);
-  else if (stripe.groups == 2) sum_lines<Q, BITS, 2>(factors, stripe, found);
-  else sum_lines<Q, BITS, 0>(factors, stripe, found);
+template <int Q, int BITS>
+inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead& ahead, I (*found)[8 / BITS]) {
+  if (stripe.groups == 1) sum_lines<Q, BITS, 1>(factors, stripe, ahead, found);
+  else if (stripe.groups == 2) sum_lines<Q, BITS, 2>(factors, stripe, ahead, found);
+  else sum_lines<Q, BITS, 0>(factors, stripe, ahead, found);
 }
 
-// Whole sums as the numbers they stand for, in the order in which they lie: not inlined, so that they are rounded alike
-// whatever else is read.
+// Whole sums as the numbers they stand for, in the order in which they lie.
 template <int BITS>
-__attribute__((noinline)) void worth_of(const I (&found)[8 / BITS], const Factors& own, const Stripe& stripe,
+inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, const Stripe& stripe,
                                         F (&numbers)[8 / BITS]) {
   constexpr int S = 8 / BITS;
-  F step = splat(own.step[0]), rest = splat(own.rest[0]);
+  F step = splat(own.step[0][q]), rest = splat(own.rest[0][q]);
   I lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   for (long g = 1; g < stripe.groups; g++) {
     I from = lane >= stripe.start[g];
-    step = select(from, splat(own.step[g]), step), rest = select(from, splat(own.rest[g]), rest);
+    step = select(from, splat(own.step[g][q]), step), rest = select(from, splat(own.rest[g][q]), rest);
   }
   for (int s = 0; s < S; s++) numbers[s] = __builtin_convertvector(found[s], F) * step + rest;
   if constexpr (S == 4) {
@@ -338,47 +456,53 @@ __attribute__((noinline)) void worth_of(const I (&found)[8 / BITS], const Factor
 
 // put(query, number, register): what the queries x [queries, row] make of the numbers between two bytes of all lines
 template <int Q, int BITS, class Put>
-inline void contract(const Stripe& stripe, const float* x, long row, long first, long queries, long at, const Put& put) {
+inline void contract(const Stripe& stripe, const Ahead& ahead, const float* x, long row, long first, long queries,
+                     long at, const Put& put) {
   for (; queries - first >= Q; first += Q) {
-    Factors factors[Q];
+    Factors factors;
     I found[Q][8 / BITS];
-    for (int q = 0; q < Q; q++) factors[q].take(x + (first + q) * row, stripe);
-    sum_lines<Q, BITS>(factors, stripe, found);
+    factors.take<Q>(x + first * row, row, stripe);
+    sum_lines<Q, BITS>(factors, stripe, ahead, found);
     for (int q = 0; q < Q; q++) {
       F numbers[8 / BITS];
-      worth_of<BITS>(found[q], factors[q], stripe, numbers);
+      worth_of<BITS>(found[q], factors, q, stripe, numbers);
       put(first + q, at, numbers);
     }
   }
-  if constexpr (Q > 1) contract<Q - 1, BITS>(stripe, x, row, first, queries, at, put);
+  if constexpr (Q > 1) contract<Q - 1, BITS>(stripe, ahead, x, row, first, queries, at, put);
 }
 
 template <int BITS, class Put>
-inline void contract(const PackedLines& lines, const float* x, long row, long queries, long from, long to, const Put& put) {
+inline void contract(const PackedLines& lines, const Ahead& next, const float* x, long row, long queries, long from,
+                     long to, const Put& put) {
   constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
   long passes = (queries + Q - 1) / Q, each = (queries + passes - 1) / passes;
   Stripe stripe;
   for (long byte = from; byte < to; byte += LANES) {
     long at = (byte - from) * (8 / BITS);
     stripe.take(lines, byte, to);
-    if (Q > 3 && each > 3) contract<Q, BITS>(stripe, x, row, 0, queries, at, put);
-    else if (Q > 2 && each > 2) contract<(Q < 3 ? Q : 3), BITS>(stripe, x, row, 0, queries, at, put);
-    else if (Q > 1 && each > 1) contract<(Q < 2 ? Q : 2), BITS>(stripe, x, row, 0, queries, at, put);
-    else contract<1, BITS>(stripe, x, row, 0, queries, at, put);
+    Ahead ahead = next;
+    ahead.levels += byte - from;
+    if (Q > 3 && each > 3) contract<Q, BITS>(stripe, ahead, x, row, 0, queries, at, put);
+    else if (Q > 2 && each > 2) contract<(Q < 3 ? Q : 3), BITS>(stripe, ahead, x, row, 0, queries, at, put);
+    else if (Q > 1 && each > 1) contract<(Q < 2 ? Q : 2), BITS>(stripe, ahead, x, row, 0, queries, at, put);
+    else contract<1, BITS>(stripe, ahead, x, row, 0, queries, at, put);
   }
 }
 
-// scores[i][..] = query i . the keys of `count` slots from `slot` on, which lie in one block
-inline void score_sealed(const Sealed& side, long head, long slot, long count, long dim, long queries,
+// scores[i][..] = query i . the keys of `count` slots from `slot` on, which lie in one block; those behind are next
+inline void score_sealed(const Sealed& side, const PackedLines& all, long slot, long count, long dim, long queries,
                          const float (*x)[MOST_DIM], float (*scores)[KEYS]) {
-  long block = slot / side.rows, from = slot % side.rows;
-  PackedLines lines(side, head, block * dim, side.rows, dim);
+  const long block = slot / side.rows, first = slot - block * side.rows, from = first * side.bits / 8;
+  const bool within = first + count < side.rows;
+  const long to = from + (count * side.bits + 7) / 8;
+  PackedLines lines = all.from(block * dim, dim);
+  Ahead ahead(within ? lines : all.from((block + 1) * dim, dim), within ? to : 0);
   auto put = [&](long i, long at, const auto& numbers) {
     for (const F& some : numbers) store(scores[i] + at, some), at += LANES;
   };
-  from = from * side.bits / 8, count = (count * side.bits + 7) / 8;
-  if (side.bits == 2) contract<2>(lines, x[0], MOST_DIM, queries, from, from + count, put);
-  else contract<4>(lines, x[0], MOST_DIM, queries, from, from + count, put);
+  if (side.bits == 2) contract<2>(lines, ahead, x[0], MOST_DIM, queries, from, to, put);
+  else contract<4>(lines, ahead, x[0], MOST_DIM, queries, from, to, put);
 }
 
 // sum[d], in the order that `place` tells, += a register's numbers from d on
@@ -395,10 +519,11 @@ template <int N> inline void add_in_place(const F (&numbers)[N], long d, long di
 }
 
 // sum[i] += the values of `count` slots from `slot` on under the weights of query i
-inline void add_sealed(const Sealed& side, long head, long slot, long count, long dim, long queries,
+inline void add_sealed(const Sealed& side, const PackedLines& all, long slot, long count, long dim, long queries,
                        const float (*weights)[KEYS], float (*sum)[MOST_DIM]) {
-  PackedLines lines(side, head, slot, dim, count);
+  PackedLines lines = all.from(slot, count);
+  Ahead ahead(all.from(slot + count, count), 0);
   auto put = [&](long i, long at, const auto& numbers) { add_in_place(numbers, at, dim, sum[i]); };
-  if (side.bits == 2) contract<2>(lines, weights[0], KEYS, queries, 0, lines.bytes, put);
-  else contract<4>(lines, weights[0], KEYS, queries, 0, lines.bytes, put);
+  if (side.bits == 2) contract<2>(lines, ahead, weights[0], KEYS, queries, 0, lines.bytes, put);
+  else contract<4>(lines, ahead, weights[0], KEYS, queries, 0, lines.bytes, put);
 }

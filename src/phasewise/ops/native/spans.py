@@ -38,7 +38,9 @@ class Side(NamedTuple):
     """Keys or values of the first `slots` slots, packed (ops/packing.py): `levels` uint8 [H, B, lines, bytes] of `bits`
     each, of which `group` consecutive ones of a line share `step` and `low`, float16 [H, B, lines, groups].
 
-    Of keys a line is what a block of `rows` slots has of one channel, of values what a slot has of all.
+    Of keys a line is what a block of `rows` slots has of one channel, of values what a slot has of all. Added to it are
+    a `thin` product of each block, float16 [H, B, rows, r] and [H, B, D, r], and numbers `apart` of each line, float16
+    [H, B, lines, k] at int16 places.
     """
 
     levels: Tensor
@@ -48,17 +50,28 @@ class Side(NamedTuple):
     rows: int
     bits: int
     group: int
+    thin: Sequence[Tensor] = ()
+    apart: Sequence[Tensor] = ()
 
     @property
     def words(self) -> tuple[int, ...]:
         """As the kernels take it (Sealed)."""
         addresses = (x.data_ptr() for x in (self.levels, self.step, self.low))
-        return *addresses, self.levels.stride(0), self.step.stride(0), self.slots, self.rows, self.bits, self.group
+        words = *addresses, self.levels.stride(0), self.step.stride(0), self.slots, self.rows, self.bits, self.group
+        return *words, *_pair(self.thin, 2), *_pair(self.apart, 1)
 
 
-def opens(bits: int, group: int, rows: int, dim: int) -> bool:
+def _pair(planes: Sequence[Tensor], strides: int) -> tuple[int, ...]:
+    """Where two planes lie, numbers between two heads of so many of them, and how many numbers a line has."""
+    if not planes:
+        return (0,) * (3 + strides)
+    return *(x.data_ptr() for x in planes), *(x.stride(0) for x in planes[:strides]), planes[0].shape[-1]
+
+
+def opens(bits: int, group: int, rows: int, dim: int, rank: int = 0, apart: int = 0) -> bool:
     """Whether the kernels read keys, or values, that lie packed like that, of heads of `dim` numbers."""
-    return bits in (2, 4) and group * bits % 8 == 0 and rows % 8 == 0 and dim % 32 == 0 and dim <= fit.MOST_DIM
+    levels = bits in (2, 4) and group * bits % 8 == 0 and rows % 8 == 0
+    return levels and dim % 32 == 0 and dim <= fit.MOST_DIM and rank <= fit.MOST_RANK and apart <= fit.MOST_APART
 
 
 class Few(NamedTuple):
