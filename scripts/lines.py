@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 6695,
+    ("", "verbs", "engine", "step", "request"): 6720,
     ("speculation",): 1210,
-    ("kv",): 3660,
+    ("kv",): 3705,
     ("cluster",): 4000,
     ("serve",): 7370,
     ("ops",): 1735,

@@ -1,6 +1,9 @@
-"""Windows with sinks in native steps: as the open path reads them, for prompts, tokens and draft trees."""
+"""Windows with sinks in native steps, in all heads or some: as the open path reads them, for prompts, tokens, trees."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +13,15 @@ from phasewise.bench.drive import Bench
 from phasewise.engine.limits import Limits
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.request.request import Request
 from tests import tiny
 from tests.engine.test_native_steps import Follows
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 PROMPT, TOKENS = 330, 120
+SOME = ["rlkv:share=0.6,sinks=3,window=25,weights=random:1", "rlkv:share=1.0,sinks=0,window=40,weights=random:1",
+        "longgen:sinks=3,window=25,weights=none", "longgen:sinks=0,window=70,full=none,weights=none"]  # fmt: skip
 
 
 SMALL = tiny.checkpoint(hidden=64)
@@ -56,12 +62,68 @@ def test_sinks_and_windows_are_read_as_the_open_path_reads_them(
     assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
 
 
+@pytest.mark.parametrize("prompt", [30, 60, PROMPT])
+@pytest.mark.parametrize("store", ["slab", "int8"])
+@pytest.mark.parametrize("evict", SOME)
+def test_windows_of_some_heads_are_read_as_the_open_path_reads_them(
+    evict: str, store: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are whole steps, between two times that rows are dropped and after them."""
+    model, made = loaded(), passes(monkeypatch)
+    whole, read = written(model, {"evict": evict, "store": store}, prompt)
+    assert len(made) == TOKENS and all(each.whole for each in made[1:]), "a token was no whole step"
+    monkeypatch.setattr(model, "stack", None)
+    opened, same = written(model, {"evict": evict, "store": store}, prompt)
+    exact, _ = written(Model.load(SMALL, dtype=torch.float32), {"evict": evict, "store": store}, prompt)
+    dense, all_of_it = written(model, {"store": store}, prompt)
+    assert read < same < all_of_it, "what a step does not see is not read"
+    assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
+
+
+@pytest.mark.parametrize("evict", SOME)
+def test_bytes_read_where_some_heads_see_windows(evict: str) -> None:
+    """All rows of the others, and of these just those seen: no row that waits to be dropped."""
+    model, prompt = loaded(), 100
+    config, text = model.config, tiny.prompts(200)[0]
+    engine: Any = tiny.engine({"evict": evict, "schedule": "prefill_first"}, of=model, prefix_cache=False)
+    sight = engine.parts.phases[-1].sight
+    assert sight is not None and sight.heads is not None
+    narrow = sum(map(sum, sight.heads))
+    others, each = config.layers * config.kv_heads - narrow, 2 * config.head_dim * 2
+    request = Request(text[:prompt], tiny.greedy(80))
+    engine.add(request)
+    while request.n_out < 1:
+        engine.step()
+    for at in range(prompt, prompt + 79):
+        before = engine.counters.kv_bytes_read
+        engine.step()
+        wanted = each * (others * (at + 1) + narrow * (sight.sinks + sight.window))
+        assert engine.counters.kv_bytes_read - before == wanted
+
+
+@pytest.mark.parametrize("evict", SOME)
+def test_windows_of_some_heads_depend_on_no_mates(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same likelihoods bit for bit, alone and beside others."""
+    model, made = loaded(), passes(monkeypatch)
+    verbs, texts = {"evict": evict, "schedule": "prefill_first"}, [list(text) for text in tiny.prompts(90, 40, 200)]
+
+    def scores(of: list[list[int]]) -> list[list[float]]:
+        asked = replace(tiny.greedy(50), logprobs=3)
+        requests = tiny.run(tiny.engine(verbs, of=model, prefix_cache=False), of, asked)
+        return [[score.logprob for _, score in sorted(request.scores.items())] for request in requests]
+
+    together = scores(texts)
+    assert sum(each.whole for each in made) >= 49 and len(together[0]) == 50
+    assert together == [scores([text])[0] for text in texts]
+
+
+@pytest.mark.parametrize("evict", ["streaming:sinks=3,window=25", *SOME])
 @pytest.mark.parametrize("draft", ["prompt_lookup:k=4"])
-def test_draft_trees_over_sinks(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_trees_over_sinks(draft: str, evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that come true and others: the same tokens as one by one, in native steps."""
     model, prompts = loaded(), tiny.prompts(90, 40)
     prompts = [prompt + prompt[:30] for prompt in prompts]
-    verbs = {"evict": "streaming:sinks=3,window=25", "schedule": "prefill_first"}
+    verbs = {"evict": evict, "schedule": "prefill_first"}
 
     def outs(**more: str) -> list[list[int]]:
         return tiny.outs(tiny.run(tiny.engine(verbs | more, of=model), prompts, tiny.greedy(60)))
@@ -69,7 +131,7 @@ def test_draft_trees_over_sinks(draft: str, monkeypatch: pytest.MonkeyPatch) -> 
     plain = outs()
     made = passes(monkeypatch)
     drafted = outs(draft=draft)
-    assert made and all(each.whole for each in made)
+    assert made and all(each.whole for each in made if each.rows <= 64)
     agree = sum(a == b for one, two in zip(plain, drafted) for a, b in zip(one, two))
     assert agree > 0.9 * sum(map(len, plain)), "more than near-ties fell the other way"
 

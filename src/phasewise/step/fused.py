@@ -101,7 +101,11 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, whole, stack)):
         return whole._replace(weighed=weighed)
     if phase.sight is not None and phase.sight.hides(span):
-        return None if windows or span.first else phase.sight.natively(span, flat, whole)
+        if phase.sight.heads is None:
+            return None if windows else phase.sight.natively(span, flat, whole)
+        unasked = phase.reads_all(span) and _takes_unequal(span, stack) and not any(w < end for w in windows)
+        if unasked and (narrow := phase.sight.natively(span, flat, whole)) is not None:
+            return narrow
     choice = phase.choice
     if choice is None or not choice.acts(span) or stack.capped or any(w < end for w in windows) or phase.watches(span):
         return whole

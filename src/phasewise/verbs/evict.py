@@ -28,9 +28,9 @@ class Evict(Protocol):
             not asked, and its step need not be halved. It must depend on the span and its request alone
         most(total: int) -> int  -- how many rows it ever leaves of a text of `total` tokens, where that is known: a
             request then needs no memory for all of them, and its prompt comes in pieces
-        sight: Sight  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing to do:
-            native steps then see that much and ask nobody, as long as all heads and layers keep the same rows, the
-            first ones and then consecutive ones. `view` is still asked on the open path
+        sight: Sight | None  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing
+            to do: native steps then see that much and ask nobody, as long as all heads that it narrows keep the first
+            rows and then consecutive ones, and, if it narrows all alike, the same. `view` is still asked elsewhere
         weighs(span: Span) -> Weighs | None  -- for a span with a single row of a text, what `view` comes to as data:
             bool [layers, h, n], which of the cached rows it does not see (h of 1: alike in all heads), and whom to tell
             what it attends to, float32 [layers, H, n + 1] summed over the query heads that share a KV head, its own row

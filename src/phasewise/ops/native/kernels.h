@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 28;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 29;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -83,10 +83,13 @@ struct SealCall {
   int64_t threads;
 };
 
-struct Head {  // of a span whose KV heads hold unequally many rows: as if they all held `n`, which end at the same slot
+// Of a span whose KV heads hold unequally many rows, or of whose heads some see windows: as if they all held `n` rows,
+// which end at the same slot.
+struct Head {
   const void *k, *v;                  // where its slot 0 would be
   const uint16_t *k_scale, *v_scale;  // likewise; null as in a Span
   int64_t begin;                      // the first slot that there is
+  int64_t window, sinks;              // as in Sight, whose window the span has not; the sinks are from `begin` on
 };
 
 struct Tally {  // of a span with a single row, and at most QUERIES query heads to a KV head

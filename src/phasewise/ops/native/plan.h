@@ -38,12 +38,18 @@ inline long group(const AttentionCall& call) { return call.heads_q / call.heads;
 inline long limit(const Span& span, long row) {
   return span.sees ? span.n : span.n - span.rows + own_seen(span.sight, span.rows, row);
 }
-// The first slot of a row's window, and how many slots it sees before that.
-inline long start(const AttentionCall& call, const Span& span, long row) {
+// The first slot of a row's window.
+inline long start(const AttentionCall& call, const Span& span, long head, long row) {
   const Sight& sight = span.sight;
-  long window = sight.window ? sight.window : call.window;
+  long window = span.heads ? span.heads[head].window : sight.window;
+  if (!window) window = call.window;
   long end = (sight.seats ? sight.seats[row] : span.n - span.rows + row) + 1;
   return window && end > window ? end - window : 0;
 }
-inline long sinks(const Span& span) { return span.sight.window ? span.sight.sinks : 0; }
+// The first slot of a KV head, and the end of those that are seen from beyond their window; 0: of none.
+inline long begin_of(const Span& span, long head) { return span.heads ? span.heads[head].begin : 0; }
+inline long sinks(const Span& span, long head) {
+  if (span.heads) return span.heads[head].window ? span.heads[head].begin + span.heads[head].sinks : 0;
+  return span.sight.window ? span.sight.sinks : 0;
+}
 inline long parts_in_common(const Span& span) { return (span.common + PART - 1) / PART; }

@@ -307,7 +307,7 @@ API int64_t stack(const StackCall* call) {
   auto spans = [&](long i) { return room.spans + i * call->span_count; };
   auto begin_alike = [&](const Head* one, const Head* other) {
     for (long h = 0; one && h < call->heads; h++)
-      if (one[h].begin != other[h].begin) return false;
+      if (memcmp(&one[h].begin, &other[h].begin, 3 * sizeof(int64_t))) return false;  // and window, and sinks
     return true;
   };
   auto same_as = [&](long i) {  // layers of one window, in which the same spans read the same slots, share one plan
