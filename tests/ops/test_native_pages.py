@@ -17,8 +17,9 @@ from phasewise.kv.pages import VECTORS, By, PageKeys
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import listed, stack, weights
+from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen
 from phasewise.ops.native.listed import Listed, Pages
-from phasewise.ops.native.stack import Chosen, Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
+from phasewise.ops.native.stack import Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import Packed
 from phasewise.verbs.store import Codec
 from tests.ops.targets import HERE
@@ -69,6 +70,7 @@ class Held:
     dense: int
     keys: list[PageKeys] = field(default_factory=list)
     words: array[int] = field(default_factory=lambda: array("q"))
+    ways: array[int] = field(default_factory=lambda: array("q"))
 
     @property
     def pages(self) -> int:
@@ -84,14 +86,15 @@ class Held:
                 k, k_scale, v, v_scale = buffer.addresses
                 planes.extend((k, v, buffer.cap * kv.shape.dim, k_scale, v_scale, buffer.cap))
             high = keys.vectors[1].data_ptr() if VECTORS[self.by] == 2 else 0
-            table.extend((0, 0, 0) if layer < self.dense else (keys.vectors.data_ptr(), high, keys.vectors.stride(1)))
-        self.words = planes + table
+            way = ALL if layer < self.dense else CHOSEN
+            table.extend((way, keys.vectors.data_ptr(), high, keys.vectors.stride(1), 0, 0, 0, 0))
+        self.words, self.ways = planes, table
         start = self.words.buffer_info()[0]
         whole = StackSpan(self.n + 1, 1, None, start)
         if not choosing:
             return whole
-        words = self.pages, self.size, self.chosen, sealed, start + 8 * len(planes)
-        return whole._replace(choice=Chosen(words, 0, lambda: None))
+        among = Candidates(0, self.pages, self.size, self.chosen, PROMISE, False, 0, self.pages, step=self.size)
+        return whole._replace(choice=Chosen(among, sealed, self.ways, 0, lambda: None, self.kvs[0].shape.dim))
 
 
 def held(

@@ -9,8 +9,8 @@ from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, words
-from phasewise.kv.pages import PageTable
 from phasewise.kv.unequal import Narrow, Unequal, lined, unequal
+from phasewise.kv.vectors import VectorTable
 
 
 class ContiguousView:
@@ -20,14 +20,14 @@ class ContiguousView:
 
     `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
     up; which they are may differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it.
-    `row_bytes`: what a row takes in all layers. `tables`: of page keys beside them, by whoever asked for them.
+    `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them.
     """
 
     __slots__ = ("_line", "_narrow", "_planes", "_sealed", "_sides", "_slabs", "address", "gaps", "layers", "n",
                  "row_bytes", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
-        self.layers, self.tables = layers, dict[Hashable, PageTable]()
+        self.layers, self.tables = layers, dict[Hashable, VectorTable]()
         self._slabs = [slab for layer in layers for slab in layer.slabs]
         self.n = max(layer.n for layer in layers)
         self.unequal = Unequal(layers, self.n) if unequal(layers) else None

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from array import array
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from phasewise.kv.pages import By, PageTable
-from phasewise.ops.native.stack import Chosen, StackSpan
+from torch import Tensor
+
+from phasewise.kv.pages import By, PageKeys
+from phasewise.kv.vectors import Kept, VectorTable
+from phasewise.ops.native.choice import CHANNELS, CHOSEN, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen
+from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
+    from phasewise.kv.layer_kv import LayerKV
+    from phasewise.step.read import Read
     from phasewise.step.span import Span
+
+
+class Choice(Protocol):
+    """What a whole step has to know of rows that choose."""
+
+    def acts(self, span: Span) -> bool:
+        """Whether a row of the span may read less than it sees."""
+        ...
+
+    def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
+        """`whole`, which reads everything, as it is with this choice; None where a native step does not make it."""
+        ...
+
+
+def simple(span: Span, flat: ContiguousView, whole: StackSpan) -> bool:
+    """Whether it is one row that sees all before it, none missing, in slots of their positions."""
+    plain = span.rows == 1 and whole.sees is None and flat.unequal is None
+    return plain and not flat.gaps and flat.n == span.positions[0]
+
+
+def furthest(span: Span) -> int:
+    """The largest position of its rows."""
+    positions = span.positions
+    return positions[-1] if isinstance(positions, range) else max(positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +63,136 @@ class PageChoice:
     by: By = "bounds"
 
     def acts(self, span: Span) -> bool:
-        """Whether a row of the span sees more than it may read."""
-        positions = span.positions
-        return (positions[-1] if isinstance(positions, range) else max(positions)) >= self.most
+        return furthest(span) >= self.most
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
-        """`whole`, which reads everything, as it is with this choice.
-
-        None where a native step does not make it: for spans with structure or of several rows, where rows were given
-        up, or where the budget has no room for page keys.
-        """
-        if span.rows != 1 or whole.sees is not None or flat.gaps or flat.n != span.positions[0]:
+        """None for spans with structure or of several rows, where rows were given up, or where the budget has no room
+        for page keys."""
+        if not simple(span, flat, whole):
             return None
         table = self._table(flat, span.phase.walk or range(len(flat.layers)))
         if table is None:
             return None
-        n = flat.n + 1
+        n, dim = flat.n + 1, flat.layers[0].shape.dim
         pages = flat.n // self.page
         fit = (self.most - n + pages * self.page) // self.page
+        candidates = Candidates(0, pages, self.page, fit, PROMISE, False, 0, pages, step=self.page)
         known = table.known(pages)
-        rows = fit * self.page + n - pages * self.page
-        read = rows * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + pages * table.page_bytes
+        read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + pages * table.each
         if known < pages:
             read += (flat.n - known * self.page) * table.key_bytes
-        return whole._replace(
-            choice=Chosen((pages, self.page, fit, known, table.address), read, partial(table.sealed, pages))
-        )
+        chosen = Chosen(candidates, known, table.words, read, partial(table.made, pages), dim, table)
+        return whole._replace(choice=chosen)
 
-    def _table(self, flat: ContiguousView, layers: Sequence[int]) -> PageTable | None:
+    def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
+        key = PageKeys.key(self.by, self.page)
         table = flat.tables.get(self)
-        if table is None:
-            table = PageTable.of(flat.layers, [layer < self.dense_layers for layer in layers], self.by, self.page)
+        if table is None or not table.holds(flat.layers, key):
+
+            def none(i: int, keys: Tensor) -> PageKeys | None:
+                return None if layers[i] < self.dense_layers else PageKeys.none(self.by, self.page, keys)
+
+            table = VectorTable.of(flat.layers, key, none, lambda rows: rows // self.page, [1.0] * len(flat.layers))
             if table is not None:
                 flat.tables[self] = table
         return table
+
+
+@dataclass(frozen=True, eq=False)
+class VectorChoice:
+    """Rows choose among rows, or blocks of them, by votes for vectors that stand for keys and lie beside them by `key`.
+
+    `candidates(n)`: of the row at slot n - 1. It acts on rows that see at least `least`, and on no layer before
+    `dense_layers`. `lasting(n)`: how many vectors n committed rows have. `scales`: of every layer, of products in the
+    votes. `channels`: of every layer, int32 [H, width]: vectors are these numbers of keys. `make(layer, keys, start)`:
+    vectors [H, m, width] of the keys [H, m, D] from slot `start` on, where kernels do not make them; it is asked for
+    those of many rows at a time. `turned(layer, position)`: by what queries are turned before, cos and signed sin
+    float32 [2, R]; None: they are not.
+    """
+
+    key: Hashable
+    candidates: Callable[[int], Candidates]
+    least: int
+    lasting: Callable[[int], int]
+    scales: Sequence[float]
+    dense_layers: int = 0
+    channels: Sequence[Tensor] | None = None
+    make: Callable[[int, Tensor, int], Tensor] | None = None
+    turned: Callable[[int, int], Tensor | None] | None = None
+
+    def acts(self, span: Span) -> bool:
+        return furthest(span) + 1 >= self.least
+
+    def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
+        """None for spans with structure or of several rows, where rows were given up, or where the budget has no room
+        for vectors."""
+        if not simple(span, flat, whole):
+            return None
+        layers = span.phase.walk or range(len(flat.layers))
+        table = self._table(flat, layers)
+        if table is None:
+            return None
+        n, candidates = flat.n + 1, self.candidates(flat.n + 1)
+        lasting = self.lasting(flat.n)
+        known = table.known(lasting)
+        read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes)
+        read += (candidates.end - candidates.begin) * table.each
+        if known < candidates.end and self.make is not None:
+            read += (lasting - known) * table.key_bytes
+            self._make(table, flat.layers, layers, lasting)
+            known = lasting
+        elif known < candidates.end:
+            read += candidates.rows(known) * table.key_bytes
+        turns = self._turn(table, layers, flat.n)
+        dim, done = flat.layers[0].shape.dim, partial(table.made, lasting)
+        return whole._replace(choice=Chosen(candidates, known, table.words, read, done, dim, (table, turns)))
+
+    def ballot(self, read: Read, kept: Kept) -> Ballot:
+        """The same for one single row at one layer of a step in halves."""
+        part, layer = read.part, read.layer
+        n = part.size[1]
+        words = array("q", (CHOSEN, kept.rows.data_ptr(), 0, kept.rows.stride(0), 0, 0, 0))
+        words.frombytes(struct.pack("d", self.scales[layer]))
+        channels, turn = None, None
+        if self.channels is not None:
+            channels = self.channels[layer] if part.heads is None else self.channels[layer][part.heads]
+            words[CHANNELS] = channels.data_ptr()
+        if self.turned is not None and (turn := self.turned(layer, n - 1)) is not None:
+            words[TURN : TURN + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
+        k, scale = part.planes[:2] if len(part.planes) == 4 else (part.planes[0], None)
+        return Ballot(read.q, k, scale, self.candidates(n), kept.upto, words, (kept, channels, turn))
+
+    def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
+        table = flat.tables.get(self)
+        if table is None or not table.holds(flat.layers, self.key):
+            width = self.candidates(self.least).width
+
+            def none(i: int, keys: Tensor) -> Kept | None:
+                shape = (keys.shape[0], 0, width or keys.shape[2])
+                return None if layers[i] < self.dense_layers else Kept(keys.new_empty(shape))
+
+            table = VectorTable.of(flat.layers, self.key, none, self.lasting, [self.scales[i] for i in layers])
+            if table is None:
+                return None
+            for at, layer in enumerate(layers):
+                if self.channels is not None:
+                    table.words[at * WAY_WORDS + CHANNELS] = self.channels[layer].data_ptr()
+            flat.tables[self] = table
+        return table
+
+    def _make(self, table: VectorTable, rows: Sequence[LayerKV], layers: Sequence[int], upto: int) -> None:
+        assert self.make is not None
+        for own, cache, layer in zip(table.kept, rows, layers):
+            if isinstance(own, Kept):
+                own.add(self.make(layer, cache.read()[0].keys(own.upto, upto), own.upto))
+
+    def _turn(self, table: VectorTable, layers: Sequence[int], position: int) -> list[Tensor]:
+        """By what the queries at a position are turned, into the table's words."""
+        if self.turned is None:
+            return []
+        found = [self.turned(layer, position) for layer in layers]
+        for at, turn in enumerate(found):
+            if turn is not None:
+                start = at * WAY_WORDS + TURN
+                table.words[start : start + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
+        return [turn for turn in found if turn is not None]

@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
     from phasewise.request.request import Request
-    from phasewise.step.choice import PageChoice
+    from phasewise.step.choice import Choice
     from phasewise.step.late import Late
     from phasewise.step.sight import Sight
     from phasewise.step.span import Span
@@ -55,7 +55,7 @@ class Phase:
     walk: tuple[int, ...] | None = field(init=False)  # the layers that its rows run, where that is known; None = all
     walks: bool = field(init=False)  # rows run `walk`: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
-    choice: PageChoice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
+    choice: Choice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
     told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
     again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
     until: Callable[[Request], int | None] | None = field(init=False)  # likewise

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 29;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 30;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -246,11 +246,36 @@ struct Embeddings {  // a table [outputs, inputs] of `packed`, or as it lies; it
   double scale;
 };
 
-struct Choice {  // of a span whose only row, at slot n - 1, reads some pages of `size` slots of those before its own
-  int64_t pages, size, chosen;  // as in Pages; the slots after these pages are read in any case
-  int64_t sealed;               // of so many pages the vectors are there; the call adds those of the others
-  const int64_t* vectors;       // [layers, 3]: addresses of low and high as in Pages, numbers between two heads; low null:
-};                              // the layer's rows read everything. High null: a page has the mean of its keys
+// How a layer's rows choose: they read everything; what they choose now; everything, but the layers after it read what it
+// has chosen; what the layer before it that chose has; or what is given.
+enum Way { ALL, CHOSEN, PICKS, AGAIN, GIVEN };
+// What makes a candidate: the largest promise of its vectors to a query of the group; the shares of the softmaxes of the
+// group's queries that they get, summed; the largest of these shares.
+enum Rule { PROMISE, SHARE, PEAK };
+
+struct LayerChoice {
+  int64_t way;
+  void *low, *high;         // vectors bfloat16 [heads, .., width] that stand for keys. `high` null: there is one for
+                            // each, else two bounds; both null: keys as they lie. Or lists int32 [heads, chosen]
+  int64_t head;             // numbers between two heads
+  const int32_t* channels;  // [heads, width], those of a key that stand for it, and of a query that meet them; null: all
+  const float* turn;        // cos and signed sin [2, turned], by which queries are turned before; null: they are not
+  int64_t turned;
+  double scale;  // of products in a softmax
+};
+
+// Of a span whose only row, at slot n - 1, reads in every head `chosen` of `units` candidates of `size` slots, the first
+// at slot `first`, and all slots before and after them; in order, of equal ones the earlier.
+struct Choice {
+  int64_t first, units, size, chosen;
+  int64_t rule, joint;       // joint: all heads choose together, of a group of all queries
+  int64_t begin, end;        // of which vectors there are shares
+  int64_t at, each, before;  // of unit u: those from at + u * each - before to at + (u + 1) * each, within these
+  int64_t known;             // so many are written; the call adds those up to `end`, of keys that are there:
+  int64_t step, parts;       // vector i is the mean, or has the bounds, of `parts` times `step` rows from i * step on
+  int64_t width;
+  const LayerChoice* layers;
+};
 
 struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans
   int64_t n, rows;

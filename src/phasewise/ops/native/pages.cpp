@@ -1,7 +1,8 @@
 // Which pages of cached rows a query should read: those whose bounds let a key promise the largest score, or whose vector
 // gives the largest one.
 #include "kernels.h"
-#include "listed.h"
+#include "pool.h"
+#include "ranking.h"
 #include "softmax.h"
 
 namespace {
@@ -37,52 +38,12 @@ template <class T> void score_all(const PagesCall& call, const Pages& own, long 
   }
 }
 
-// Whole numbers in the order of floats that are no NaN.
-void number(const float* values, long count, int32_t* numbers) {
-  for (long p = 0; p < count; p++) {
-    float value = values[p] + 0.0f;  // one nought
-    int32_t bits;
-    memcpy(&bits, &value, 4);
-    numbers[p] = bits < 0 ? bits ^ 0x7fffffff : bits;
-  }
-}
-
-long reach(const int32_t* numbers, long count, int32_t least) {
-  int32_t found = 0;
-  for (long p = 0; p < count; p++) found += numbers[p] >= least;
-  return found;
-}
-
-// The largest number that `some` of all (at least one, less than all) reach. Its bits are found one by one: no branch
-// depends on the numbers.
-int32_t threshold(const int32_t* numbers, long count, long some) {
-  int32_t found = reach(numbers, count, 0) >= some ? 0 : INT32_MIN;
-  for (int32_t bit = 1 << 30; bit; bit >>= 1)
-    if (reach(numbers, count, found | bit) >= some) found |= bit;
-  return found;
-}
-
-// The slots of the best `chosen` pages in order, of equal ones the earlier; then those read in any case.
-void list(const Pages& own, const int32_t* numbers, int32_t* slots) {
-  int32_t least = own.chosen ? INT32_MIN : INT32_MAX;  // which no float has
-  long equal = 0;                                      // how many pages that are no better are taken
-  if (own.chosen && own.chosen < own.pages) {
-    least = threshold(numbers, own.pages, own.chosen);
-    equal = own.chosen - reach(numbers, own.pages, least + 1);
-  }
-  for (long p = 0; p < own.pages; p++) {
-    if (numbers[p] < least || (numbers[p] == least && equal-- <= 0)) continue;
-    for (long j = 0; j < own.size; j++) *slots++ = (int32_t)(p * own.size + j);
-  }
-  for (long slot = own.own; slot < own.n; slot++) *slots++ = (int32_t)slot;
-}
-
-}  // namespace
-
+// Bytes that a thread works with.
 long pages_room(const PagesCall& call, long most) {
   return (most * 8 + 2 * call.heads_q / call.heads * call.dim * 4 + 63) / 64 * 64;
 }
 
+// Which slots one head of a row is to read.
 void choose_of_head(const PagesCall& call, const Pages& own, long head, void* room) {
   float* values = (float*)room;
   int32_t* numbers = (int32_t*)(values + own.pages);
@@ -90,8 +51,12 @@ void choose_of_head(const PagesCall& call, const Pages& own, long head, void* ro
   if (call.kind == FLOAT) score_all(call, own, head, values, (float*)parts);
   else score_all(call, own, head, values, (bf16*)parts);
   number(values, own.pages, numbers);
-  list(own, numbers, own.slots + head * (own.chosen * own.size + own.n - own.own));
+  int32_t* slots = own.slots + head * (own.chosen * own.size + own.n - own.own);
+  slots = list_best(numbers, own.pages, own.chosen, 0, own.size, slots);
+  for (long slot = own.own; slot < own.n; slot++) *slots++ = (int32_t)slot;
 }
+
+}  // namespace
 
 API void choose_pages(const PagesCall* call) {
   long most = 0, work = 0;

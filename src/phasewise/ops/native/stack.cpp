@@ -113,7 +113,7 @@ static void attend(const Stage& stage, long index, const Span* spans, Shares* sh
   Shares* own = shares + room.stages;
   slices(call, layer, spans, room.packed,
          [&](const PrefillCall& slice, long i, char* packed) { prefill_pack(slice, packed, own + 2 * i); });
-  if (room.choosing) read_chosen(*room.choosing, index, stage.thread, stage.all);
+  if (room.choosing) read_chosen(*room.choosing, index, stage.all);
   attention_part(attention_of(call, layer, spans), stage.plans[index], shares, stage.all);
   wait_for_all(stage.all);
   if (!room.slices) return;
@@ -210,7 +210,7 @@ static void fill_spans(const StackCall& call, const Room& room) {
       const int64_t* planes = own.unequal ? nowhere : own.planes + (first_layer(call) + i) * 6;
       span = {};
       span.n = own.n;
-      bool elsewhere = is_slice(own) || own.done || chooses(own, first_layer(call) + i);  // its rows are read
+      bool elsewhere = is_slice(own) || own.done || lists(own, first_layer(call) + i);  // its rows are read
       span.rows = elsewhere ? 0 : own.rows;
       span.sees = own.sees, span.common = own.common;
       span.k = (void*)planes[0], span.v = (void*)planes[1];
@@ -273,7 +273,7 @@ static char* lay_out(const StackCall& call, Room& room, int threads, char* at) {
   room.low = (bf16*)take(at, rows * room.low_width * 2);
   room.tuned = (Shares*)take(at, layer_count(call) * call.tuned_count * 8 * sizeof(Shares));
   room.mixing = take(at, mixing);
-  long choosing = choosing_room(call, first_layer(call), layer_count(call), threads);
+  long choosing = choosing_room(call, first_layer(call), layer_count(call));
   room.choosing = choosing ? (Choosing*)take(at, choosing) : nullptr;
   room.packed = at;
   slices(call, call.layers[0], nullptr, nullptr,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.choice import Chosen
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weights import Packed
 
@@ -75,22 +76,6 @@ class Turns:
         for cos, sin in tables:
             self._words.extend((cos.data_ptr(), sin.data_ptr(), cos.shape[-1]))
         self.address = self._words.buffer_info()[0]
-
-
-class Chosen:
-    """How a single row, at slot n - 1, reads pages of the slots before it. `words`: pages before its own, their size,
-    how many of them it reads, of how many there are page keys already (the step adds the others), and the address of
-    int64 [layers, 3]: those of low and high [H, room, D] and room * D. High 0: low is the means; low 0: the layer's row
-    reads everything.
-
-    `bytes`: what it reads of KV and page keys in all layers. `done`: to be called once the step has added page keys.
-    """
-
-    __slots__ = ("_words", "address", "bytes", "done")
-
-    def __init__(self, words: tuple[int, int, int, int, int], read: int, done: Callable[[], None]) -> None:
-        self._words = array("q", words)
-        self.address, self.bytes, self.done = self._words.buffer_info()[0], read, done
 
 
 MOST_SHARING = 16  # query heads of a KV head whose row can be weighed (QUERIES)

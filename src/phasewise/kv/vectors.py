@@ -1,0 +1,139 @@
+"""What stands for the keys of a layer, row by row or for runs of rows, beside its rows; and where a native step finds
+that of all layers."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.layer_kv import LayerKV
+from phasewise.ops.native.choice import ALL, CHOSEN, WAY_WORDS
+
+
+class Standing(Protocol):
+    """Vectors for the first `upto` keys (or runs of keys), all committed: `vectors` [planes, h, room, width]."""
+
+    upto: int
+
+    @property
+    def vectors(self) -> Tensor: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def fork(self) -> Standing: ...
+
+    def roomy(self, room: int) -> Standing: ...
+
+
+class Kept:
+    """One vector for each of the first `upto` committed rows of a layer (or runs of them): `rows` [h, room, width].
+
+    There is room for more; who holds it alone writes there.
+    """
+
+    def __init__(self, rows: Tensor, upto: int = 0) -> None:
+        self.rows, self.upto = rows, upto
+
+    @property
+    def vectors(self) -> Tensor:
+        return self.rows[None]
+
+    @property
+    def bytes(self) -> int:
+        return self.rows.nbytes
+
+    @property
+    def known(self) -> Tensor:
+        """[h, upto, width]."""
+        return self.rows[:, : self.upto]
+
+    def fork(self) -> Kept:
+        return Kept(self.rows.clone(), self.upto)
+
+    def roomy(self, room: int) -> Kept:
+        """The same with room for so many; itself where it has that."""
+        if room <= self.rows.shape[1]:
+            return self
+        rows = self.rows.new_empty((self.rows.shape[0], room, self.rows.shape[2]))
+        rows[:, : self.upto] = self.known
+        return Kept(rows, self.upto)
+
+    def add(self, new: Tensor) -> None:
+        """The next ones, [h, m, width], for which there is room."""
+        self.rows[:, self.upto : self.upto + new.shape[1]] = new
+        self.upto += new.shape[1]
+
+
+class VectorTable:
+    """Where a native step finds the vectors beside a request's layers, and what reading them costs.
+
+    `words`: of LayerChoice (kernels.h) [layers]. `row_bytes` and `key_bytes` of a row, `each` of a vector: in all
+    layers that have some. `count`: of how many keys, or runs, all of them know the vector.
+    """
+
+    __slots__ = ("_of", "count", "each", "key_bytes", "kept", "row_bytes", "words")
+
+    def __init__(self, layers: Sequence[LayerKV], kept: Sequence[Standing | None], scales: Sequence[float]) -> None:
+        self.kept, self.words = kept, array("q")
+        self.row_bytes = self.key_bytes = self.each = 0
+        for layer, own, scale in zip(layers, kept, scales):
+            if own is None:
+                self.words.extend((ALL, *[0] * (WAY_WORDS - 1)))
+                continue
+            vectors = own.vectors
+            low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
+            self.words.extend((CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
+            self.words.frombytes(struct.pack("d", scale))
+            entry = entry_bytes(layer.codec, layer.shape)
+            self.row_bytes += entry * layer.shape.heads
+            self.key_bytes += entry // 2 * layer.shape.heads
+            self.each += vectors[:, :, :1].nbytes
+        self.count = min((own.upto for own in kept if own is not None), default=0)
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[LayerKV], key: Hashable, none: Callable[[int, Tensor], Standing | None],
+        room: Callable[[int], int], scales: Sequence[float],
+    ) -> VectorTable | None:  # fmt: skip
+        """Of plain layers, with room for all vectors of as many rows as their buffers hold, `room(rows)`. `none`: of a
+        layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None where the
+        budget has no room for them."""
+        kept: list[Standing | None] = []
+        for i, layer in enumerate(layers):
+            shape = layer.shape
+            found = none(i, torch.empty((shape.heads, 0, shape.dim), dtype=shape.dtype))
+            if found is not None:
+                known = layer.beside.get(key)
+                found = known if isinstance(known, type(found)) else found
+                roomy = found.roomy(room(layer.slabs[0].buffer.cap))
+                if known is not roomy:
+                    layer.beside.keep(key, roomy)
+                if layer.beside.get(key) is not roomy:
+                    return None
+                found = roomy
+            kept.append(found)
+        return cls(layers, kept, scales)
+
+    def holds(self, layers: Sequence[LayerKV], key: Hashable) -> bool:
+        """Whether these are still the ones that lie there."""
+        return all(own is None or layer.beside.get(key) is own for layer, own in zip(layers, self.kept))
+
+    def known(self, wanted: int) -> int:
+        """How many all layers know, of those wanted; a step in halves may have added some."""
+        if self.count < wanted:
+            self.count = min(own.upto for own in self.kept if own is not None)
+        return min(self.count, wanted)
+
+    def made(self, count: int) -> None:
+        """All layers know so many now."""
+        for own in self.kept:
+            if own is not None:
+                own.upto = max(own.upto, count)
+        self.count = count

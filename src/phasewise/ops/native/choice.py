@@ -1,0 +1,108 @@
+"""How a single row chooses what it reads, as native kernels take it, and lists that come of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native import fit, library
+
+ALL, CHOSEN, PICKS, AGAIN, GIVEN = range(5)  # Way (kernels.h): of a layer, the first of its WAY_WORDS (LayerChoice)
+WAY_WORDS, CHANNELS, TURN = 8, 4, 5
+PROMISE, SHARE, PEAK = range(3)  # Rule
+
+
+class Candidates(NamedTuple):
+    """What the row at slot n - 1 chooses among in every layer that chooses, as `Choice` (kernels.h) has it: `chosen` of
+    `units` candidates of `size` slots, the first at slot `first`; what lies before and after them is read anyway.
+
+    `rule`: what makes a candidate. `joint`: all heads choose together. Its vectors, of which those from `begin` to
+    `end` count, are at + u * each - before to at + (u + 1) * each, each of `width` numbers, and made of the `parts`
+    times `step` rows from i * step on. width 0: keys as they lie.
+    """
+
+    first: int
+    units: int
+    size: int
+    chosen: int
+    rule: int
+    joint: bool
+    begin: int
+    end: int
+    at: int = 0
+    each: int = 1
+    before: int = 0
+    step: int = 1
+    parts: int = 1
+    width: int = 0
+
+    def listed(self, n: int) -> int:
+        """Slots that a head reads of n."""
+        return n - (self.units - self.chosen) * self.size
+
+    def rows(self, known: int) -> int:
+        """From how many rows vectors are made where so many are there."""
+        return (self.end - known - 1) * self.step + self.step * self.parts
+
+    def words(self, known: int, ways: int, dim: int) -> array[int]:
+        """Choice: `known` vectors are there; `ways` is the address of the layers' words."""
+        return array("q", (*self[:11], known, self.step, self.parts, self.width or dim, ways))
+
+
+class Chosen:
+    """`words` of a Choice for a span of a stack, `ways` those of its layers. `bytes`: what its row reads of KV and
+    vectors in all layers. `done`: to be called after the step, which has added the vectors that were missing. `kept` lives
+    as long."""
+
+    __slots__ = ("_kept", "_words", "address", "bytes", "done")
+
+    def __init__(
+        self, candidates: Candidates, known: int, ways: array[int], read: int, done: Callable[[], None],
+        dim: int, kept: object = None,
+    ) -> None:  # fmt: skip
+        self._words, self._kept = candidates.words(known, ways.buffer_info()[0], dim), (ways, kept)
+        self.address, self.bytes, self.done = self._words.buffer_info()[0], read, done
+
+
+class Ballot(NamedTuple):
+    """One row q bfloat16 [1, Hq, D] at the last of n slots of keys k [H, n, D], bfloat16 or int8 with scales [H, n],
+    and the words of its layer (LayerChoice), of which `kept` must outlive the call."""
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor | None
+    candidates: Candidates
+    known: int
+    layer: array[int]
+    kept: object = None
+
+
+def takes(ballot: Ballot) -> bool:
+    """Whether `choose` does this one."""
+    q, k, scale = ballot[:3]
+    fits = fit.fits(q, k, k, None if scale is None else (scale, scale))
+    return q.dtype == torch.bfloat16 and fits and library() is not None
+
+
+def choose(ballots: Sequence[Ballot]) -> list[Tensor]:
+    """The slots to read, int32 [H, 1, S], increasing; vectors that were missing are there after it. All of one head
+    shape; every one must be taken (`takes`)."""
+    kernels = library()
+    assert kernels is not None
+    heads_q, dim = ballots[0].q.shape[1:]
+    heads, out, words, kept = ballots[0].k.shape[0], list[Tensor](), array("q"), list[object]()
+    for q, k, scale, candidates, known, layer, _ in ballots:
+        q = q.contiguous()
+        choice = candidates.words(known, layer.buffer_info()[0], dim)
+        out.append(torch.empty((heads, 1, candidates.listed(k.shape[1])), dtype=torch.int32))
+        kept += (q, choice)
+        words.extend((choice.buffer_info()[0], q.data_ptr(), k.data_ptr(), *k.stride()[:2]))
+        words.extend((0, 0) if scale is None else (scale.data_ptr(), scale.stride(0)))
+        words.extend((k.shape[1], out[-1].data_ptr()))
+    call = array("q", (words.buffer_info()[0], len(ballots), heads_q, heads, dim, torch.get_num_threads()))
+    kernels.choose_slots(call.buffer_info()[0])
+    return out

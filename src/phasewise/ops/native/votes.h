@@ -1,0 +1,28 @@
+// What one row of a span makes of the slots that it may read in one layer: the vectors that stand for them, their votes,
+// and lists.
+#pragma once
+#include "kernels.h"
+
+struct Voter {
+  const Choice* choice;
+  const LayerChoice* layer;
+  Listed rows;          // where queries, keys and lists are
+  long heads, group, dim, n;
+  float* logits;        // [heads * group, logits_of]
+  float* states;        // [heads * group, chunks, 2]: largest logit of a chunk, sum of the others' weights beside it
+  int32_t* numbers;     // [heads, numbers_of]
+};
+
+// Parts of the work, of which each may be anyone's: vectors are made and multiplied, then votes are counted, then a head's
+// list is written. All of one come before any of the next.
+long scoring_parts(const Choice& choice, long heads);
+long voting_parts(const Choice& choice, long heads);
+void score_part(const Voter& voter, long part);
+void vote_part(const Voter& voter, long part);
+void list_part(const Voter& voter, long head);
+
+// Numbers of a voter's memory.
+long logits_of(const Choice& choice);
+long states_of(const Choice& choice);
+long numbers_of(const Choice& choice);
+long listed_of(const Choice& choice, long n);  // slots of a list
