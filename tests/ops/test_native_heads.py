@@ -4,8 +4,10 @@ every instruction set of this machine."""
 from __future__ import annotations
 
 import random
+import struct
 from array import array
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
-from phasewise.ops.native import spans
+from phasewise.ops.native import fit, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors, depths
 from tests.ops.targets import HERE
@@ -46,11 +48,10 @@ class Lying:
     sees: Tensor | None = None
     seats: Tensor | None = None
 
-    def few(self) -> tuple[Few, list[object]]:
-        """And what it must not outlive."""
-        n = self.n
-        words, kept, codec = array("q"), list[object](), Int8().codec()
-        planes = codec.encode(self.k, self.v) if self.rounded else [self.k, self.v]
+    def lie(self) -> tuple[array[int], list[Tensor], list[Tensor]]:
+        """Words of Head for each, rows as they are kept, and what must outlive a call."""
+        n, words, kept, codec = self.n, array("q"), list[Tensor](), Int8().codec()
+        planes = list(codec.encode(self.k, self.v) if self.rounded else (self.k, self.v))
         for h, begin in enumerate(self.begins):
             lie = []
             for plane in planes:
@@ -61,10 +62,27 @@ class Lying:
                 lie.append(room.data_ptr() + (4 - begin) * room.stride(0) * room.element_size())
             k, k_scale, v, v_scale = lie if self.rounded else (lie[0], 0, lie[1], 0)
             words.extend((k, v, k_scale, v_scale, begin, self.windows[h], self.sinks[h]))
+        return words, planes, kept
+
+    def few(self) -> tuple[Few, object]:
+        """And what it must not outlive."""
+        words, planes, kept = self.lie()
         seen = None if self.seats is None else Seen(0, seats=self.seats)
         scales = (planes[1], planes[3]) if self.rounded else None
         k, v = (planes[0], planes[2]) if self.rounded else (self.k, self.v)
-        return Few(self.q, k, v, self.sees, 0, scales, seen, heads=words.buffer_info()[0]), [*kept, *planes, words]
+        return Few(self.q, k, v, self.sees, 0, scales, seen, heads=words.buffer_info()[0]), (words, planes, kept)
+
+    def slice(self, kernels: Any) -> Tensor:
+        """As a slice of a prompt reads it."""
+        (rows, heads_q, dim), (words, planes, kept) = self.q.shape, self.lie()
+        out = torch.empty((rows, heads_q, dim), dtype=self.q.dtype)
+        call = array("q", (self.q.data_ptr(), 0, 0, out.data_ptr(), *self.q.stride()[:2], 0, dim, 0, dim))
+        call.extend((self.n, rows, heads_q, len(self.begins), dim, fit.KIND[self.q.dtype], 2))
+        call.frombytes(struct.pack("d", 0.2))
+        call.extend((*[int(self.rounded)] * 2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, words.buffer_info()[0]))
+        kernels.prefill(call.buffer_info()[0])
+        assert planes and kept, "alive until now"
+        return out
 
     def mask(self) -> Tensor:
         """By the book: bool [H, R, n]."""
@@ -157,6 +175,35 @@ def test_rows_depend_on_nothing_else(seed: int, kind: torch.dtype, rounded: bool
         for i in range(rows):
             assert torch.equal(read([lying.rows(i, i + 1)]), alone[i : i + 1])
         at += rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
+def test_slices_of_prompts(target: str, shape: tuple[int, int, int], kind: torch.dtype, rounded: bool) -> None:
+    """As the twin has them; what a row reads is the same bit for bit however they are cut."""
+    torch.manual_seed(0)
+    draw, kernels = random.Random(shape[0]), native.load(target)
+    for rows, n in [
+        (1, 1),
+        (2, 300),
+        (65, 65),
+        (97, 1000),
+        (300, 611),
+        *((draw.randint(1, 99), 300) for _ in range(8)),
+    ]:
+        lying = replace(made(shape, rows, n, kind, draw), rounded=rounded)
+        k, v, tolerance = lying.k, lying.v, 2e-2 if kind == torch.bfloat16 else 1e-5
+        if rounded:
+            k, v = Int8().codec().decode(Int8().codec().encode(k, v), kind)
+        want = attention.reference(lying.q.float(), k.float(), v.float(), lying.mask(), 0.2, None)[0]
+        got = lying.slice(kernels)
+        torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+        at = 0
+        while at < rows:
+            own = min(draw.randint(1, 80), rows - at)
+            assert torch.equal(lying.rows(at, at + own).slice(kernels), got[at : at + own])
+            at += own
 
 
 @pytest.mark.parametrize("kind", KINDS)

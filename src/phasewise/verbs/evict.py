@@ -20,8 +20,7 @@ class Evict(Protocol):
     """evict: which cached rows are given up for good?
 
     The verb's default binds to None, which is asked nothing. A method that is done when the prompt is says `phases =
-    ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them,
-    unless layers or heads differ in how many rows they keep.
+    ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them.
 
     Optional:
         looks(span: Span) -> bool  -- whether `observe` and `view` have anything to do for this span; if not, they are

@@ -181,7 +181,8 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   Sight sight;
   const uint8_t* sees;  // [heads, rows, n], which of these slots a row sees; null: all of them
   int64_t sees_head, sees_row;
-  float* lse;  // [rows, heads_q] or null
+  float* lse;           // [rows, heads_q] or null
+  const Head* unequal;  // [heads], as `heads` of a Span; or null. Such a call has no `sees`, and no queries of sinks
 };
 
 struct Noise {  // added to scores, Gumbel(0, 1), a draw by row, key, query head and layer
@@ -289,7 +290,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t block, first;
   const Choice* choice;  // or null; such a span has no window, nothing in common, and no layer a cap of its scores
   const Sides* sealed;   // [layers], as in Span; or null
-  const Head* unequal;   // [layers, heads], as in Span; or null. No slice, and without a choice
+  const Head* unequal;   // [layers, heads], as in Span; or null. Without a choice
   const Tally* tally;    // [layers], as in Span; or null
 };
 

@@ -91,6 +91,7 @@ static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Spa
   slice.v = span->v, slice.v_head = span->v_head, slice.v_row = span->v_row;
   slice.k_scale = span->k_scale, slice.k_scale_head = span->k_scale_head;
   slice.v_scale = span->v_scale, slice.v_scale_head = span->v_scale_head;
+  slice.unequal = span->heads;
   return slice;
 }
 

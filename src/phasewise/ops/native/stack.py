@@ -115,7 +115,7 @@ class StackSpan(NamedTuple):
     (kernels.h) for every layer, where its first slots lie packed, and `size` the bytes of all it then reads. If these
     are others for each of its rows, `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each, or
-    where some see windows (`narrow`); such a span is no slice, and has neither window nor choice. With a `weighed` its
+    where some see windows (`narrow`); such a span has neither window nor choice. With a `weighed` its
     only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
     the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with.
     """
