@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phasewise.bench.drive import Bench
 from phasewise.engine.limits import Limits
+from phasewise.methods.evict._windows import EVERY
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.request import Request
@@ -77,7 +78,7 @@ def test_windows_of_some_heads_are_read_as_the_open_path_reads_them(
     opened, same = written(model, {"evict": evict, "store": store}, prompt)
     exact, _ = written(Model.load(SMALL, dtype=torch.float32), {"evict": evict, "store": store}, prompt)
     dense, all_of_it = written(model, {"store": store}, prompt)
-    assert read < same < all_of_it, "what a step does not see is not read"
+    assert read <= same < all_of_it
     assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
 
 
@@ -95,23 +96,22 @@ def test_beside_windows_of_the_models_own(evict: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("evict", SOME)
 def test_bytes_read_where_some_heads_see_windows(evict: str) -> None:
-    """All rows of the others, and of these just those seen: no row that waits to be dropped."""
+    """All that is held, the rows that wait to be dropped among it, and the row itself."""
     model, prompt = loaded(), 100
     config, text = model.config, tiny.prompts(200)[0]
     engine: Any = tiny.engine({"evict": evict, "schedule": "prefill_first"}, of=model, prefix_cache=False)
-    sight = engine.parts.phases[-1].sight
-    assert sight is not None and sight.heads is not None
-    narrow = sum(map(sum, sight.heads))
-    others, each = config.layers * config.kv_heads - narrow, 2 * config.head_dim * 2
+    sight, heads = engine.parts.phases[-1].sight, config.layers * config.kv_heads
+    narrow, each = sum(map(sum, sight.heads)), 2 * config.head_dim * 2
     request = Request(text[:prompt], tiny.greedy(80))
     engine.add(request)
     while request.n_out < 1:
         engine.step()
     for at in range(prompt, prompt + 79):
-        before = engine.counters.kv_bytes_read
+        before, size = engine.counters.kv_bytes_read, sight.sinks + sight.window - 1
+        first = max(prompt, size + EVERY)  # so many have left the window when they are first dropped
+        held = at if at < first else size + (at - first) % EVERY
         engine.step()
-        wanted = each * (others * (at + 1) + narrow * (sight.sinks + sight.window))
-        assert engine.counters.kv_bytes_read - before == wanted
+        assert engine.counters.kv_bytes_read - before == each * ((heads - narrow) * at + narrow * held + heads)
 
 
 @pytest.mark.parametrize("evict", SOME)

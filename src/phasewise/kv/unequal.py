@@ -12,6 +12,7 @@ import torch
 
 from phasewise.kv.buffer import entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV, Slab
+from phasewise.ops.native.spans import BLOCK
 
 
 class Narrow(NamedTuple):
@@ -55,8 +56,9 @@ class Unequal:
         self.address = self._words.buffer_info()[0]
 
     def unseen(self, start: int) -> int:
-        """Bytes that narrow heads hold between their sinks and a window from slot `start` on."""
-        return sum(each * max(0, start - end) for end, each in self._ends.items())
+        """Bytes that narrow heads hold between their sinks and a window from slot `start` on, in whole blocks: these
+        are passed over, and of others every row is read."""
+        return sum(each * max(0, start // BLOCK - -(-end // BLOCK)) * BLOCK for end, each in self._ends.items())
 
 
 def _heads(layer: LayerKV, slab: Slab) -> Sequence[int]:
