@@ -75,13 +75,15 @@ def test_the_kept_keys_are_as_before_rotation() -> None:
 
 
 def test_bytes_read_are_the_closed_form() -> None:
-    """The rows of the list, one key of every row before, and keys that are turned back, each once."""
+    """The rows of the list, one key of every row that is ranked, and keys that are turned back, each once."""
     one = started(runtime(k=12, first=3, local=5))
     key, turned = HEADS * DIM * 4, 0
     for token in TOKENS[PROMPT:]:
         n, before = one.request.computed + 1, one.counters.kv_bytes_read
         one.feed([token])
-        assert one.counters.kv_bytes_read - before == key * (2 * n + (LAYERS - 1) * (2 * 20 + n - 1 + n - 1 - turned))
+        assert one.counters.kv_bytes_read - before == key * (
+            2 * n + (LAYERS - 1) * (2 * 20 + n - 3 - 5 + n - 1 - turned)
+        )
         turned = n - 1
 
 

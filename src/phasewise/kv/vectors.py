@@ -74,16 +74,17 @@ class Kept:
 class VectorTable:
     """Where a native step finds the vectors beside a request's layers, and what reading them costs.
 
-    `words`: of LayerChoice (kernels.h) [layers]. `row_bytes` and `key_bytes` of a row, `each` of a vector: in all
-    layers that have some. `count`: of how many keys, or runs, all of them know the vector.
+    `words`: of LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` and
+    `key_bytes` of a row, `each` of a vector: in all layers that have some. `count`: of how many keys, or runs, all of
+    them know the vector.
     """
 
-    __slots__ = ("_of", "count", "each", "key_bytes", "kept", "row_bytes", "words")
+    __slots__ = ("_of", "count", "each", "kept", "key_bytes", "row_bytes", "words")
 
-    def __init__(self, layers: Sequence[LayerKV], kept: Sequence[Standing | None], scales: Sequence[float]) -> None:
+    def __init__(self, layers: Sequence[LayerKV], kept: Sequence[Standing | None], scale: float) -> None:
         self.kept, self.words = kept, array("q")
         self.row_bytes = self.key_bytes = self.each = 0
-        for layer, own, scale in zip(layers, kept, scales):
+        for layer, own in zip(layers, kept):
             if own is None:
                 self.words.extend((ALL, *[0] * (WAY_WORDS - 1)))
                 continue
@@ -100,7 +101,7 @@ class VectorTable:
     @classmethod
     def of(
         cls, layers: Sequence[LayerKV], key: Hashable, none: Callable[[int, Tensor], Standing | None],
-        room: Callable[[int], int], scales: Sequence[float],
+        room: Callable[[int], int], scale: float = 0.0,
     ) -> VectorTable | None:  # fmt: skip
         """Of plain layers, with room for all vectors of as many rows as their buffers hold, `room(rows)`. `none`: of a
         layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None where the
@@ -119,7 +120,7 @@ class VectorTable:
                     return None
                 found = roomy
             kept.append(found)
-        return cls(layers, kept, scales)
+        return cls(layers, kept, scale)
 
     def holds(self, layers: Sequence[LayerKV], key: Hashable) -> bool:
         """Whether these are still the ones that lie there."""

@@ -199,6 +199,12 @@ class Model:
         kind = self.config.rope_of[layer]
         return k if kind is None else self._ropes.shift(kind, k, delta)
 
+    def turning(self, layer: int, delta: Tensor) -> Tensor | None:
+        """What `rotate` turns by, for whoever does it elsewhere: cos and signed sin of each of `delta` int64 [n],
+        float32 [n, 2, R]; None on a layer without rotary positions."""
+        kind = self.config.rope_of[layer]
+        return None if kind is None else torch.stack(self._ropes.angles(kind, delta), -2)
+
 
 def _offset(weight: Tensor, config: ModelConfig) -> Tensor:
     return weight if config.norm_offset == 0.0 else weight.float() + config.norm_offset

@@ -286,8 +286,12 @@ class RopeTables:
         """Rotated keys `k` [..., D] moved by `delta` positions (int, or a tensor that broadcasts over k's leading
         dimensions), in float32 but for the angles, and returned in k's dtype. The factor on cos and sin is already in
         `k`."""
-        steps = torch.as_tensor(delta, dtype=torch.float64, device=k.device)[..., None]
-        angles = steps * self.signed[kind].double()
-        size = angles.shape[-1]
-        moved = _turn(k[..., :size].float(), angles.cos().float(), angles.sin().float()).to(k.dtype)
+        cos, sin = self.angles(kind, torch.as_tensor(delta, device=k.device))
+        size = cos.shape[-1]
+        moved = _turn(k[..., :size].float(), cos, sin).to(k.dtype)
         return moved if size == k.shape[-1] else torch.cat((moved, k[..., size:]), -1)
+
+    def angles(self, kind: int, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of moves by `delta` int64 [...], float32 [..., R]."""
+        angles = delta.double()[..., None] * self.signed[kind].double()
+        return angles.cos().float(), angles.sin().float()

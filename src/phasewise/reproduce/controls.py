@@ -14,7 +14,7 @@ from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Wire
-from phasewise.methods.attend._select import furthest, listing, share
+from phasewise.methods.attend._select import listing, share
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.tidal import Picker, Tidal
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
@@ -30,6 +30,7 @@ from phasewise.methods.skip.lazyllm import Lazy, LazyLLM
 from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
+from phasewise.step.choice import furthest
 from phasewise.step.phase import Hidden
 from phasewise.step.probe import Shaped
 from phasewise.step.read import Read, View
@@ -247,6 +248,10 @@ class RandomPicks(Control):
 
 
 class _RandomPicks(Picker):
+    def __init__(self, knobs: Tidal, choosing: tuple[int, ...]) -> None:
+        super().__init__(knobs, choosing)
+        self.choice = None  # kernels draw nothing
+
     def weights(self, read: Read) -> Tensor:
         heads, n = read.part.size
         about = read.span.request.prompt_len, read.layer
@@ -392,6 +397,10 @@ class RandomTokens(Control):
 class RandomBlocks(InfLLM):
     """attend: as many blocks as InfLLM v2 reads, first and local ones among them, the others drawn at random per head,
     for every row anew."""
+
+    @property
+    def choice(self) -> None:  # type: ignore[override]
+        """Kernels draw nothing."""
 
     def _votes(self, read: Read, means: Tensor) -> Tensor:
         heads, blocks = len(means), furthest(read.span) // self.block + 1

@@ -29,6 +29,8 @@ class RandomLines(Control):
 
 
 class _RandomLines(Looping):
+    ranks = False
+
     def lines(self, read: Read) -> Lines:
         found, about = super().lines(read), (read.span.request.prompt[-8:], read.layer)
         return Lines(*(self._drawn(kind, drawn(*about, i)) for i, kind in enumerate(found)))

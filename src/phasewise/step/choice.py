@@ -92,7 +92,7 @@ class PageChoice:
             def none(i: int, keys: Tensor) -> PageKeys | None:
                 return None if layers[i] < self.dense_layers else PageKeys.none(self.by, self.page, keys)
 
-            table = VectorTable.of(flat.layers, key, none, lambda rows: rows // self.page, [1.0] * len(flat.layers))
+            table = VectorTable.of(flat.layers, key, none, lambda rows: rows // self.page)
             if table is not None:
                 flat.tables[self] = table
         return table
@@ -103,19 +103,19 @@ class VectorChoice:
     """Rows choose among rows, or blocks of them, by votes for vectors that stand for keys and lie beside them by `key`.
 
     `candidates(n)`: of the row at slot n - 1. It acts on rows that see at least `least`, and on no layer before
-    `dense_layers`. `lasting(n)`: how many vectors n committed rows have. `scales`: of every layer, of products in the
-    votes. `channels`: of every layer, int32 [H, width]: vectors are these numbers of keys. `make(layer, keys, start)`:
-    vectors [H, m, width] of the keys [H, m, D] from slot `start` on, where kernels do not make them; it is asked for
-    those of many rows at a time. `turned(layer, position)`: by what queries are turned before, cos and signed sin
-    float32 [2, R]; None: they are not.
+    `dense_layers`. `lasting(n)`: how many vectors n committed rows have. `scaled`: products are multiplied with the
+    scale of a layer's scores. `channels`: of every layer, int32 [H, width]: vectors are these numbers of keys.
+    `make(layer, keys, start)`: vectors [H, m, width] of the keys [H, m, D] from slot `start` on, where kernels do not
+    make them; it is asked for those of many rows at a time. `turned(layer, position)`: by what queries are turned
+    before, cos and signed sin float32 [2, R]; None: they are not.
     """
 
     key: Hashable
     candidates: Callable[[int], Candidates]
     least: int
     lasting: Callable[[int], int]
-    scales: Sequence[float]
     dense_layers: int = 0
+    scaled: bool = True
     channels: Sequence[Tensor] | None = None
     make: Callable[[int, Tensor, int], Tensor] | None = None
     turned: Callable[[int, int], Tensor | None] | None = None
@@ -136,15 +136,15 @@ class VectorChoice:
         lasting = self.lasting(flat.n)
         known = table.known(lasting)
         read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes)
-        read += (candidates.end - candidates.begin) * table.each
-        if known < candidates.end and self.make is not None:
+        read += (min(candidates.end, lasting) - candidates.begin) * table.each
+        if self.make is None:
+            read += candidates.rows(known, lasting) * table.key_bytes
+        elif known < candidates.end:
             read += (lasting - known) * table.key_bytes
             self._make(table, flat.layers, layers, lasting)
-            known = lasting
-        elif known < candidates.end:
-            read += candidates.rows(known) * table.key_bytes
+            table.made(known := lasting)
         turns = self._turn(table, layers, flat.n)
-        dim, done = flat.layers[0].shape.dim, partial(table.made, lasting)
+        dim, done = flat.layers[0].shape.dim, partial(table.made, lasting if self.make is None else known)
         return whole._replace(choice=Chosen(candidates, known, table.words, read, done, dim, (table, turns)))
 
     def ballot(self, read: Read, kept: Kept) -> Ballot:
@@ -152,7 +152,7 @@ class VectorChoice:
         part, layer = read.part, read.layer
         n = part.size[1]
         words = array("q", (CHOSEN, kept.rows.data_ptr(), 0, kept.rows.stride(0), 0, 0, 0))
-        words.frombytes(struct.pack("d", self.scales[layer]))
+        words.frombytes(struct.pack("d", read.scale if self.scaled else 1.0))
         channels, turn = None, None
         if self.channels is not None:
             channels = self.channels[layer] if part.heads is None else self.channels[layer][part.heads]
@@ -171,7 +171,7 @@ class VectorChoice:
                 shape = (keys.shape[0], 0, width or keys.shape[2])
                 return None if layers[i] < self.dense_layers else Kept(keys.new_empty(shape))
 
-            table = VectorTable.of(flat.layers, self.key, none, self.lasting, [self.scales[i] for i in layers])
+            table = VectorTable.of(flat.layers, self.key, none, self.lasting, 0.0 if self.scaled else 1.0)
             if table is None:
                 return None
             for at, layer in enumerate(layers):
@@ -183,7 +183,7 @@ class VectorChoice:
     def _make(self, table: VectorTable, rows: Sequence[LayerKV], layers: Sequence[int], upto: int) -> None:
         assert self.make is not None
         for own, cache, layer in zip(table.kept, rows, layers):
-            if isinstance(own, Kept):
+            if isinstance(own, Kept) and own.upto < upto:
                 own.add(self.make(layer, cache.read()[0].keys(own.upto, upto), own.upto))
 
     def _turn(self, table: VectorTable, layers: Sequence[int], position: int) -> list[Tensor]:

@@ -9,7 +9,7 @@ replays and caches with gaps choose as single steps would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.layer_kv import rounded
+from phasewise.kv.vectors import Kept
+from phasewise.ops.native import choice as native
+from phasewise.step.choice import VectorChoice
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
-from phasewise.step.span import Span
 
 NEVER = float("-inf")
 
@@ -28,12 +30,6 @@ NEVER = float("-inf")
 def share(value: float, whole: int) -> int:
     """Up to 1 a share of `whole`, rounded up, above a number; within 1 and `whole`."""
     return max(1, min(whole, -int(-value * whole // 1) if value <= 1 else int(value)))
-
-
-def furthest(span: Span) -> int:
-    """The largest position of its rows."""
-    positions = span.positions
-    return positions[-1] if isinstance(positions, range) else max(positions)
 
 
 def single(read: Read) -> bool:
@@ -45,41 +41,6 @@ def single(read: Read) -> bool:
 def grouped(q: Tensor, heads: int) -> Tensor:
     """q [R, h * G, D] -> float32 [h, G, R, D]."""
     return q.float().view(q.shape[0], heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-
-
-class Kept:
-    """Something for each of the first `upto` committed rows of a layer (or runs of them): `rows` [h, room, width].
-
-    There is room for more; who holds it alone writes there.
-    """
-
-    def __init__(self, rows: Tensor, upto: int = 0) -> None:
-        self.rows, self.upto = rows, upto
-
-    @property
-    def bytes(self) -> int:
-        return self.rows.nbytes
-
-    @property
-    def known(self) -> Tensor:
-        """[h, upto, width]."""
-        return self.rows[:, : self.upto]
-
-    def fork(self) -> Kept:
-        return Kept(self.rows.clone(), self.upto)
-
-    def roomy(self, room: int) -> Kept:
-        """The same with room for so many; itself where it has that."""
-        if room <= self.rows.shape[1]:
-            return self
-        rows = self.rows.new_empty((self.rows.shape[0], room, self.rows.shape[2]))
-        rows[:, : self.upto] = self.known
-        return Kept(rows, self.upto)
-
-    def add(self, new: Tensor) -> None:
-        """The next ones, [h, m, width], for which there is room."""
-        self.rows[:, self.upto : self.upto + new.shape[1]] = new
-        self.upto += new.shape[1]
 
 
 def kept(read: Read, name: str, width: int, make: Callable[[int, int], Tensor]) -> Kept:
@@ -147,6 +108,7 @@ class Voter(Protocol):
     """How a selector ranks rows, by something that stands for their keys."""
 
     name: str
+    choice: VectorChoice  # the same, said as data
 
     def width(self, dim: int) -> int:
         """Numbers that stand for a key of so many."""
@@ -166,25 +128,48 @@ def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int
     """Attention over at most `most` rows per query row and KV head; None where there are no more, or the layer is one
     of the first `dense`. What stands for keys is kept beside the rows; single rows are read in one call."""
     out: list[Tensor | None] = [None] * len(reads)
-    lists: dict[int, Tensor] = {}
+    alone: dict[int, tuple[Read, Kept]] = {}
     for i, read in enumerate(reads):
-        part = read.part
-        heads, n = part.size
-        if read.layer < dense or n <= most:
+        if read.layer < dense or read.part.size[1] <= most:
             continue
         known = kept(read, voter.name, voter.width(read.q.shape[2]), partial(voter.stand, read))
-        read.count_bytes(known.known.nbytes)
         if single(read):
-            own = n - local
-            votes = voter.votes(read, known.known[:, first:own], None)[:, 0]  # [1 | h, own - first]
-            lists[i] = listing(votes, first, most - first - local, own, n).expand(heads, -1, -1)
+            alone[i] = read, known
         else:
+            read.count_bytes(known.known.nbytes)
             out[i] = read.attend(_selected(read, voter, known.known, Sorted.of(read, first, local), most))
+    lists = voted(voter.choice, alone)
+    for i in alone.keys() - lists.keys():
+        read, known = alone[i]
+        read.count_bytes(known.known[:, first : read.part.size[1] - local].nbytes)
+        heads, n = read.part.size
+        votes = voter.votes(read, known.known[:, first : n - local], None)[:, 0]  # [1 | h, n - local - first]
+        lists[i] = listing(votes, first, most - first - local, n - local, n).expand(heads, -1, -1)
     if lists:
         some = [reads[i] for i in lists]
         for i, result in zip(lists, attend_listed(some, [*lists.values()])):
             out[i] = result
     return out
+
+
+def voted(choice: VectorChoice, alone: Mapping[int, tuple[Read, Kept]]) -> dict[int, Tensor]:
+    """The slots that single rows read, int32 [h, 1, S], of those for which kernels make the choice; what it
+    reads is counted."""
+    ballots: dict[int, native.Ballot] = {}
+    for i, (read, known) in alone.items():
+        ballot = choice.ballot(read, known)
+        if native.takes(ballot):
+            begin, end = ballot.candidates.begin, ballot.candidates.end
+            read.count_bytes((min(end, known.upto) - begin) * known.rows[:, :1].nbytes)
+            read.count_keys(ballot.candidates.rows(known.upto, known.upto) * known.rows.shape[0])
+            ballots[i] = ballot
+    shapes: dict[int, list[int]] = {}  # a call takes one
+    for i, ballot in ballots.items():
+        shapes.setdefault(ballot.k.shape[0], []).append(i)
+    lists: dict[int, Tensor] = {}
+    for members in shapes.values():
+        lists |= zip(members, native.choose([ballots[i] for i in members]))
+    return lists
 
 
 def _selected(read: Read, voter: Voter, known: Tensor, rows: Sorted, most: int) -> Tensor:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
-from phasewise.methods.attend._select import elect, furthest, grouped, share, tally
+from phasewise.methods.attend._select import elect, grouped, share, tally
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
+from phasewise.ops.native.choice import SHARE, Candidates
+from phasewise.step.choice import VectorChoice
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -77,6 +79,13 @@ class _DoubleSparsity:
         order = [each.sort(dim=-1, descending=True, stable=True).indices[:, :count] for each in heavy]
         self.channels = [each.sort(-1).values for each in order]  # int64 [H, r]
         self.count = count
+        labels = [each.int().contiguous() for each in self.channels]
+        self.choice = VectorChoice(
+            (self.name, 0), self._candidates, knobs.k + 1, lambda rows: rows, knobs.dense_layers, channels=labels
+        )
+
+    def _candidates(self, n: int) -> Candidates:
+        return Candidates(0, n - 1, 1, self.knobs.k - 1, SHARE, False, 0, n - 1, width=self.count)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         if layer < self.knobs.dense_layers or end <= self.knobs.k:
@@ -84,7 +93,7 @@ class _DoubleSparsity:
         return end * shape.heads * self.count * shape.dtype.itemsize
 
     def looks(self, span: Span) -> bool:
-        return furthest(span) >= self.knobs.k
+        return self.choice.acts(span)
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return elect(reads, self, 0, 1, self.knobs.k, self.knobs.dense_layers)

@@ -8,8 +8,9 @@ A model that did not has never been without the blocks that are left out here, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,10 +20,15 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.layer_kv import rounded
-from phasewise.methods.attend._select import NEVER, Kept, best, furthest, grouped, single, tally
+from phasewise.kv.vectors import Kept
+from phasewise.methods.attend._select import NEVER, best, grouped, single, tally, voted
+from phasewise.ops.native.choice import SHARE, Candidates
+from phasewise.step.choice import VectorChoice, furthest
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
+
+NAME = "infllm"
 
 
 @dataclass(frozen=True)
@@ -94,22 +100,43 @@ class InfLLM:
     def looks(self, span: Span) -> bool:
         return self.acts(furthest(span) + 1)
 
+    @cached_property
+    def choice(self) -> VectorChoice | None:
+        """What single rows do, said as data."""
+        least = max(self.dense_len, self.most + 1)
+        return VectorChoice((NAME, self.block, 0), self._candidates, least, self.windows)
+
+    def _candidates(self, n: int) -> Candidates:
+        init, own = self.init, (n - 1) // self.block - self.local + 1  # own: the first local block
+        return Candidates(
+            init * self.block, own - init, self.block, self.topk, SHARE, False, 0, self.windows(n),
+            at=4 * init, each=4, before=1, step=self.stride, parts=2,
+        )  # fmt: skip
+
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
-        lists: dict[int, Tensor] = {}
+        alone: dict[int, Read] = {}
         for i, read in enumerate(reads):
             if not self.looks(read.span):
                 continue
             if single(read):
-                lists[i] = self._list(read)
+                alone[i] = read
             else:
                 out[i] = read.attend(self._select(read))
+        lists = self._lists(alone)
         if lists:
             for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
                 out[i] = result
         return out
 
     # ---- which blocks
+    def _lists(self, alone: Mapping[int, Read]) -> dict[int, Tensor]:
+        """For single rows, the slots of the blocks that they read, int32 [h, 1, S]."""
+        lists = dict[int, Tensor]()
+        if self.choice is not None:
+            lists = voted(self.choice, {i: (read, self._kept(read)) for i, read in alone.items()})
+        return lists | {i: self._list(read) for i, read in alone.items() if i not in lists}
+
     def _list(self, read: Read) -> Tensor:
         """For a single row: the slots of the blocks it reads, int32 [h, 1, S]."""
         (heads, n), size = read.part.size, self.block
@@ -166,7 +193,18 @@ class InfLLM:
     def _means(self, read: Read) -> Tensor:
         """Of all windows that are complete with this step's rows, [h, W, D]. Those of committed rows are kept."""
         part, stride = read.part, self.stride
-        key = "infllm", self.block, part.slab
+        found = self._kept(read)
+        read.count_bytes(found.known.nbytes)
+        upto, fresh = found.upto, self.windows(part.size[1])
+        if fresh == upto:
+            return found.known
+        read.count_keys((fresh + 1 - upto) * stride * part.size[0])
+        return torch.cat((found.known, self._mean(part.keys(upto * stride, (fresh + 1) * stride))), 1)
+
+    def _kept(self, read: Read) -> Kept:
+        """The means of windows of committed rows."""
+        part, stride = read.part, self.stride
+        key = NAME, self.block, part.slab
         found = part.derived.get(key)
         if not isinstance(found, Kept):
             found = Kept(part.keys(0, 0))
@@ -176,17 +214,15 @@ class InfLLM:
             found = found.roomy(self.windows(rounded(part.size[1])))
             found.add(self._mean(part.keys(found.upto * stride, (upto + 1) * stride)))
             part.derived.keep(key, found)
-        read.count_bytes(found.known.nbytes)
-        fresh = self.windows(part.size[1])
-        if fresh == upto:
-            return found.known
-        read.count_keys((fresh + 1 - upto) * stride * part.size[0])
-        return torch.cat((found.known, self._mean(part.keys(upto * stride, (fresh + 1) * stride))), 1)
+        return found
 
     def _mean(self, keys: Tensor) -> Tensor:
         """The means of the windows in consecutive rows [h, m, D], in the keys' type."""
         heads, _, dim = keys.shape
-        quarters = keys.float().view(heads, -1, self.stride, dim).sum(2)  # [h, W + 1, D]
+        rows = keys.float().view(heads, -1, self.stride, dim)
+        quarters = rows[:, :, 0]  # [h, W + 1, D]
+        for j in range(1, self.stride):  # in order, as the kernel adds
+            quarters = quarters + rows[:, :, j]
         return ((quarters[:, :-1] + quarters[:, 1:]) / (2 * self.stride)).to(keys.dtype)
 
     def _slow_votes(self, read: Read, seen: Tensor) -> Tensor:

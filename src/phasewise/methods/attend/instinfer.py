@@ -19,8 +19,9 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.layer_kv import rounded
 from phasewise.kv.part import Part
-from phasewise.methods.attend._select import NEVER, Sorted, best, furthest, grouped, listing, share, single
+from phasewise.methods.attend._select import NEVER, Sorted, best, grouped, listing, share, single
 from phasewise.request.counters import Counters
+from phasewise.step.choice import furthest
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span

@@ -8,6 +8,8 @@ up: what an early question did not need, a later one finds.
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,16 +20,19 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.methods.attend._lines import Lines, attend, cover, masses, sampled
-from phasewise.methods.attend._select import NEVER, furthest, single, tally
+from phasewise.methods.attend._select import NEVER, single, tally
 from phasewise.model.config import ModelConfig
 from phasewise.ops import attention as ops
+from phasewise.ops.native.choice import CHOSEN, SHARE, WAY_WORDS, Ballot, Candidates, choose, takes
 from phasewise.request.request import Request
+from phasewise.step.choice import furthest
+from phasewise.step.lists import Given, GivenChoice
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
-NAME = "loopserve"
+NAME, HEARD = "loopserve", -1
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,15 @@ class LoopServe:
 
 class Looping:
     """Runtime of LoopServe. A request's drawer holds by layer the queries of its last rows ("q" [w, H, G, D], "at" [w])
-    and what was chosen at the last border: "chosen" positions [H, K] (-1: none), "border"."""
+    and what was chosen at the last border: "chosen" positions [H, K] (-1: none), "border"; and, by HEARD, what whole
+    steps have left since: positions, and queries of all layers [layers, H, G, D]."""
 
     whole = True
+    ranks = True  # by `votes`, which kernels may count
 
     def __init__(self, knobs: LoopServe, config: ModelConfig) -> None:
         self.knobs, self.heads = knobs, config.heads
+        self.choice = GivenChoice(self._decodes, self._given, self._heard, config.heads)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         knobs = self.knobs
@@ -137,6 +145,32 @@ class Looping:
                 out[i] = result
         return out
 
+    # ---- whole steps
+    def _decodes(self, span: Span) -> bool:
+        return span.positions[0] >= span.request.prompt_len
+
+    def _given(self, span: Span) -> Given | None:
+        """What was chosen for a row, if that is so in all layers."""
+        request, state = span.request, span.request.state.get(NAME, {})
+        border = self.knobs.border(request.prompt_len, span.positions[0])
+        layers = [own for layer, own in state.items() if layer != HEARD]
+        if not layers or not self.knobs.chooses(border) or any(own.get("border") != border for own in layers):
+            return None
+        return Given([state[layer]["chosen"] for layer in range(len(layers))], border - self.knobs.voters)
+
+    def _heard(self, span: Span, queries: Tensor) -> None:
+        heads = span.kv.layers[0].shape.heads
+        span.trail = {**(span.trail or {}), NAME: queries.view(len(queries), heads, -1, queries.shape[2])}
+
+    @staticmethod
+    def _caught_up(state: dict[int, Any]) -> None:
+        """What whole steps have left becomes a part of every layer's queries."""
+        heard = state.pop(HEARD, None)
+        if heard:
+            at, queries = torch.tensor([at for at, _ in heard]), torch.stack([q for _, q in heard], 1)
+            for layer, own in state.items():
+                own |= {"q": torch.cat((own["q"], queries[layer])), "at": torch.cat((own["at"], at.to(own["at"])))}
+
     # ---- prompts
     def lines(self, read: Read) -> Lines:
         """What the rows of a prompt read."""
@@ -151,7 +185,9 @@ class Looping:
         knobs, request = self.knobs, read.span.request
         borders = [knobs.border(request.prompt_len, at) for at in read.q_positions.tolist()]
         first = {border: row for row, border in reversed([*enumerate(borders)]) if knobs.chooses(border)}
-        before: dict[str, Any] = request.state.get(NAME, {}).get(read.layer, {})
+        state: dict[int, Any] = request.state.get(NAME, {})
+        self._caught_up(state)
+        before: dict[str, Any] = state.get(read.layer, {})
         found: dict[int, Tensor] = {}
         for border in sorted(first):
             if before.get("border") == border:
@@ -192,10 +228,28 @@ class Looping:
         count = min(self.knobs.budget, n)
         if not len(queries):  # no row has run this layer
             return positions.new_full((heads, count), -1).int()
+        if among.all() and (listed := self._counted(read, queries, n, count)) is not None:
+            return listed
         votes = self.votes(ops.scores(queries, part.keys(0, n), spec.scale, spec.softcap), among, (read, border))
         ranked = votes.masked_fill(~among, NEVER).nan_to_num(NEVER).sort(dim=-1, descending=True, stable=True)
         best = positions.expand(heads, -1).gather(1, ranked.indices[:, :count])
         return best.masked_fill(ranked.values[:, :count] == NEVER, -1).sort(-1).values.int()
+
+    def _counted(self, read: Read, queries: Tensor, n: int, count: int) -> Tensor | None:
+        """The best `count` of the first n slots where kernels count votes, int32 [h, K]."""
+        part, heads = read.part, read.part.size[0]
+        by_head = queries.view(len(queries), heads, -1, queries.shape[2]).transpose(0, 1)  # [h, w, G, D]
+        planes = [plane[:, :n] for plane in part.planes[:2]]
+        k, scale = planes if len(part.planes) == 4 else (planes[0], None)
+        words = array("q", (CHOSEN, *[0] * (WAY_WORDS - 2)))
+        words.frombytes(struct.pack("d", read.scale))
+        ballot = Ballot(
+            by_head.reshape(1, -1, queries.shape[2]), k, scale, Candidates(0, n, 1, count, SHARE, False, 0, n), n, words
+        )
+        capped = read.step.model.config.attention[read.layer].softcap is not None
+        if not self.ranks or capped or part.packed is not None or not takes(ballot):
+            return None
+        return choose([ballot])[0][:, 0]
 
     def votes(self, logits: Tensor, among: Tensor, about: tuple[Read, int]) -> Tensor:
         """Logits [h, G, w, n] of the voters to all rows, of which those `among` [1 | h, n] count -> votes [h, n]: the
@@ -245,7 +299,13 @@ class Looping:
         return note
 
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
-        notes: dict[tuple[int, int], dict[str, Any]] = (span.trail or {}).pop(NAME, {})
+        notes: Any = (span.trail or {}).pop(NAME, {})
+        if isinstance(notes, Tensor):
+            if keep if isinstance(keep, int) else len(keep):
+                heard = span.request.state[NAME].setdefault(HEARD, [])
+                heard.append((span.positions[0], notes))
+                del heard[: -self.knobs.voters]
+            return
         layers: dict[int, list[dict[str, Any]]] = {}
         for (layer, _), note in notes.items():
             layers.setdefault(layer, []).append(note)
@@ -254,6 +314,7 @@ class Looping:
             kept = rows < keep if isinstance(keep, int) else torch.isin(rows, torch.tensor(list(keep)).to(rows))
             if bool(kept.any()):
                 state = span.request.state.setdefault(NAME, {})
+                self._caught_up(state)
                 state[layer] = self._after(state.get(layer, {}), parts, kept, span.request.prompt_len)
 
     def _after(self, before: dict[str, Any], parts: list[dict[str, Any]], kept: Tensor, prompt: int) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.attend._select import furthest, single
+from phasewise.methods.attend._select import single
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
+from phasewise.step.choice import furthest
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.request.request import Request
+from phasewise.step.lists import PickedChoice
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -100,6 +101,7 @@ class Picker:
         self.choosing = choosing
         self.again = self._again if knobs.every else None
         self.until = self._until if knobs.every else None
+        self.choice: PickedChoice | None = PickedChoice(knobs.k, choosing, self.looks)
 
     # ---- which rows read less
     def looks(self, span: Span) -> bool:

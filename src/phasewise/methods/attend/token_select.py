@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
-from phasewise.methods.attend._select import elect, furthest, grouped, tally
+from phasewise.methods.attend._select import elect, grouped, tally
+from phasewise.model.model import Model
+from phasewise.ops.native.choice import SHARE, Candidates
+from phasewise.step.choice import VectorChoice
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+
+SOME = 256  # positions whose angles are worked out together
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,22 @@ class TokenSelect:
                 raise UserError(f"token_select: {name}={getattr(self, name)} must be at least {least}")
 
     def bind(self, host: Host) -> _TokenSelect:
-        return _TokenSelect(self)
+        return _TokenSelect(self, host.model)
 
 
 class _TokenSelect:
     name = "token_select"
 
-    def __init__(self, knobs: TokenSelect) -> None:
-        self.knobs, self.most = knobs, knobs.first + knobs.k + knobs.local
+    def __init__(self, knobs: TokenSelect, model: Model) -> None:
+        self.knobs, self.most, self.model = knobs, knobs.first + knobs.k + knobs.local, model
+        self.choice = VectorChoice(
+            (self.name, 0), self._candidates, self.most + 1, lambda rows: rows, knobs.dense_layers, scaled=False,
+            make=self._make, turned=Turning(model, knobs.local),
+        )  # fmt: skip
+
+    def _candidates(self, n: int) -> Candidates:
+        first, own = self.knobs.first, n - self.knobs.local
+        return Candidates(first, own - first, 1, self.knobs.k, SHARE, True, first, own, at=first)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         if layer < self.knobs.dense_layers or end <= self.most:
@@ -71,7 +85,7 @@ class _TokenSelect:
         return end * shape.heads * shape.dim * shape.dtype.itemsize
 
     def looks(self, span: Span) -> bool:
-        return furthest(span) >= self.most
+        return self.choice.acts(span)
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return elect(reads, self, self.knobs.first, self.knobs.local, self.most, self.knobs.dense_layers)
@@ -84,12 +98,31 @@ class _TokenSelect:
         """Keys as they were before rotation."""
         part = read.part
         at = part.positions[:, start:stop]
-        return read.step.model.rotate(read.layer, part.keys(start, stop), -at)
+        return self.model.rotate(read.layer, part.keys(start, stop), -at)
+
+    def _make(self, layer: int, keys: Tensor, start: int) -> Tensor:
+        """The same for rows in slots of their positions."""
+        return self.model.rotate(layer, keys, -torch.arange(start, start + keys.shape[1], device=keys.device))
 
     def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
         """Of all heads together, [1, R, N], or by KV head where these do not see the same rows."""
-        turned = read.step.model.rotate(read.layer, read.q, (self.knobs.local - read.q_positions)[:, None])
+        turned = self.model.rotate(read.layer, read.q, (self.knobs.local - read.q_positions)[:, None])
         logits = grouped(turned, len(stands)) @ stands.float().mT[:, None]  # [h, G, R, N]
         if among is not None and len(among) > 1:
             return tally(logits, among)
         return tally(logits.flatten(0, 1)[None], among)
+
+
+class Turning:
+    """What moves queries from their positions to `to`, for kernels; worked out for some positions at a time."""
+
+    def __init__(self, model: Model, to: int) -> None:
+        self.model, self.to = model, to
+        self._known: dict[tuple[int | None, int], Tensor | None] = {}
+
+    def __call__(self, layer: int, position: int) -> Tensor | None:
+        kind, first = self.model.config.rope_of[layer], position // SOME * SOME
+        if (kind, first) not in self._known:
+            self._known[kind, first] = self.model.turning(layer, self.to - torch.arange(first, first + SOME))
+        found = self._known[kind, first]
+        return None if found is None else found[position - first]

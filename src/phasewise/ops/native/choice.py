@@ -44,27 +44,29 @@ class Candidates(NamedTuple):
         """Slots that a head reads of n."""
         return n - (self.units - self.chosen) * self.size
 
-    def rows(self, known: int) -> int:
-        """From how many rows vectors are made where so many are there."""
-        return (self.end - known - 1) * self.step + self.step * self.parts
+    def rows(self, known: int, lasting: int) -> int:
+        """Of how many rows vectors are made where `known` are there: those that last, and those of the row's own."""
+        pieces = (lasting - known, self.end - max(known, lasting))
+        return sum((count + self.parts - 1) * self.step for count in pieces if count > 0)
 
-    def words(self, known: int, ways: int, dim: int) -> array[int]:
+    def words(self, known: int, ways: int, dim: int, queries: int = 0) -> array[int]:
         """Choice: `known` vectors are there; `ways` is the address of the layers' words."""
-        return array("q", (*self[:11], known, self.step, self.parts, self.width or dim, ways))
+        return array("q", (*self[:11], known, self.step, self.parts, self.width or dim, ways, queries))
 
 
 class Chosen:
     """`words` of a Choice for a span of a stack, `ways` those of its layers. `bytes`: what its row reads of KV and
-    vectors in all layers. `done`: to be called after the step, which has added the vectors that were missing. `kept` lives
-    as long."""
+    vectors in all layers. `done`: to be called after the step, which has added the vectors that were missing. `kept`
+    lives as long. `queries`: the address of bfloat16 [layers, Hq, D], where the row's queries are put; or 0."""
 
     __slots__ = ("_kept", "_words", "address", "bytes", "done")
 
     def __init__(
         self, candidates: Candidates, known: int, ways: array[int], read: int, done: Callable[[], None],
-        dim: int, kept: object = None,
+        dim: int, kept: object = None, queries: int = 0,
     ) -> None:  # fmt: skip
-        self._words, self._kept = candidates.words(known, ways.buffer_info()[0], dim), (ways, kept)
+        self._words = candidates.words(known, ways.buffer_info()[0], dim, queries)
+        self._kept = ways, kept
         self.address, self.bytes, self.done = self._words.buffer_info()[0], read, done
 
 

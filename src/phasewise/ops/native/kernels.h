@@ -262,7 +262,7 @@ struct LayerChoice {
   const int32_t* channels;  // [heads, width], those of a key that stand for it, and of a query that meet them; null: all
   const float* turn;        // cos and signed sin [2, turned], by which queries are turned before; null: they are not
   int64_t turned;
-  double scale;  // of products in a softmax
+  double scale;  // of products; 0: that of the layer's scores
 };
 
 // Of a span whose only row, at slot n - 1, reads in every head `chosen` of `units` candidates of `size` slots, the first
@@ -276,6 +276,7 @@ struct Choice {
   int64_t step, parts;       // vector i is the mean, or has the bounds, of `parts` times `step` rows from i * step on
   int64_t width;
   const LayerChoice* layers;
+  uint16_t* queries;  // [layers, heads_q, dim]: where those of layers that list something are put; or null
 };
 
 struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans

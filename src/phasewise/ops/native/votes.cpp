@@ -177,7 +177,7 @@ void multiply(const Voter& own, long head, long from, long to) {
 void sum_up(const Voter& own, long query, long chunk, long from, long to) {
   const Choice& choice = *own.choice;
   float* logits = own.logits + query * logits_of(choice) - choice.begin;
-  float scale = (float)own.layer->scale, top = -INFINITY, total = 0;
+  float scale = (float)(own.layer->scale ? own.layer->scale : own.scale), top = -INFINITY, total = 0;
   for (long j = from; j < to; j++) top = (logits[j] *= scale) > top ? logits[j] : top;
   F sums = {};
   long j = from;
@@ -297,6 +297,10 @@ void vote_part(const Voter& own, long part) {
 
 void list_part(const Voter& own, long head) {
   const Choice& choice = *own.choice;
+  if (choice.queries) {
+    long wide = own.group * own.dim, layer = own.layer - choice.layers;
+    memcpy(choice.queries + (layer * own.heads + head) * wide, (const bf16*)own.rows.q + head * wide, wide * 2);
+  }
   int32_t* slots = (int32_t*)own.rows.slots + head * own.rows.count;
   for (long slot = 0; slot < choice.first; slot++) *slots++ = (int32_t)slot;
   if (own.layer->way == GIVEN) {
@@ -359,7 +363,8 @@ API void choose_slots(const VotesCall* call) {
     rows.count = listed_of(choice, own.n), rows.slots = own.slots;
     float* states = at + call->heads_q * logits_of(choice);
     int32_t* numbers = (int32_t*)(states + call->heads_q * states_of(choice));
-    voters[b] = {&choice, choice.layers, rows, call->heads, call->heads_q / call->heads, call->dim, own.n, at, states, numbers};
+    voters[b] = {&choice,    choice.layers, rows, call->heads, call->heads_q / call->heads, call->dim, own.n, 0, at, states,
+                 numbers};
     at = (float*)(numbers + call->heads * numbers_of(choice));
   }
   int threads = enough(call->threads, vectors);

@@ -8,6 +8,7 @@ struct Voter {
   const LayerChoice* layer;
   Listed rows;          // where queries, keys and lists are
   long heads, group, dim, n;
+  double scale;         // of the layer's scores
   float* logits;        // [heads * group, logits_of]
   float* states;        // [heads * group, chunks, 2]: largest logit of a chunk, sum of the others' weights beside it
   int32_t* numbers;     // [heads, numbers_of]

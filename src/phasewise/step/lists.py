@@ -1,0 +1,90 @@
+"""Lists that layers take over from each other, or steps from earlier ones, said as data (see step/choice.py)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phasewise.ops.native.choice import AGAIN, ALL, GIVEN, PEAK, PICKS, SHARE, WAY_WORDS, Candidates, Chosen
+from phasewise.ops.native.stack import StackSpan
+from phasewise.step.choice import simple
+
+if TYPE_CHECKING:
+    from phasewise.kv.contiguous import ContiguousView
+    from phasewise.step.span import Span
+
+
+@dataclass(frozen=True, eq=False)
+class PickedChoice:
+    """Layers before the first of `picking` read everything; these do too, and pick for every KV head the `k` rows
+    before the own one with the largest weight (over the query heads that share it); a layer behind reads what was
+    picked last, and the own row. `acts` says of which spans."""
+
+    k: int
+    picking: Collection[int]
+    acts: Callable[[Span], bool]
+
+    def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
+        """None for spans with structure or of several rows, and where rows were given up."""
+        if not simple(span, flat, whole):
+            return None
+        n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
+        ways = self._ways(layers)
+        candidates = Candidates(0, n - 1, 1, self.k, PEAK, False, 0, n)
+        row, picks, less = flat.row_bytes // len(layers), ways.count(PICKS), ways.count(AGAIN)
+        read = (len(layers) - less) * n * row + picks * n * row // 2 + less * candidates.listed(n) * row
+        words = array("q", [word for way in ways for word in (way, *[0] * (WAY_WORDS - 1))])
+        return whole._replace(choice=Chosen(candidates, n, words, read, _nothing, flat.layers[0].shape.dim))
+
+    def _ways(self, layers: Sequence[int]) -> list[int]:
+        ways, found = list[int](), False
+        for layer in layers:
+            picks = layer in self.picking
+            ways.append(PICKS if picks else AGAIN if found else ALL)
+            found = found or picks
+        return ways
+
+
+def _nothing() -> None:
+    """No vectors were made."""
+
+
+class Given(NamedTuple):
+    """What the row of a span reads: of every layer the slots `lists` int32 [H, K] (-1: none), and all from `own` on."""
+
+    lists: Sequence[Tensor]
+    own: int
+
+
+@dataclass(frozen=True, eq=False)
+class GivenChoice:
+    """Rows read what was chosen in an earlier step. `given(span)`: what that is; None: the method has to be asked. It
+    hears the queries of every layer after the step, `heard(span, queries)`, bfloat16 [layers, Hq, D]."""
+
+    acts: Callable[[Span], bool]
+    given: Callable[[Span], Given | None]
+    heard: Callable[[Span, Tensor], None]
+    heads: int  # of queries
+
+    def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
+        """None for spans with structure or of several rows, where rows were given up, or layers are passed by."""
+        if not simple(span, flat, whole) or span.phase.walk is not None:
+            return None
+        given = self.given(span)
+        if given is None:
+            return None
+        n, shape = flat.n + 1, flat.layers[0].shape
+        queries = torch.empty((len(flat.layers), self.heads, shape.dim), dtype=torch.bfloat16)
+        candidates = Candidates(0, given.own, 1, given.lists[0].shape[1], SHARE, False, 0, 0)
+        words = array("q")
+        for each in given.lists:
+            words.extend((GIVEN, each.data_ptr(), *[0] * (WAY_WORDS - 2)))
+        read, done = candidates.listed(n) * flat.row_bytes, partial(self.heard, span, queries)
+        chosen = Chosen(candidates, 0, words, read, done, shape.dim, (given, queries), queries.data_ptr())
+        return whole._replace(choice=chosen)
