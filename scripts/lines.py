@@ -17,7 +17,7 @@ SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
     ("", "verbs", "engine", "step", "request"): 6720,
     ("speculation",): 1210,
-    ("kv",): 3705,
+    ("kv",): 3710,
     ("cluster",): 4000,
     ("serve",): 7370,
     ("ops",): 1735,
