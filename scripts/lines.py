@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 6720,
+    ("", "verbs", "engine", "step", "request"): 6955,
     ("speculation",): 1210,
-    ("kv",): 3710,
+    ("kv",): 3785,
     ("cluster",): 4000,
     ("serve",): 7370,
-    ("ops",): 1735,
+    ("ops",): 1840,
     ("plan",): 3750,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

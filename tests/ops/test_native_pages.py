@@ -17,7 +17,7 @@ from phasewise.kv.pages import VECTORS, By, PageKeys
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import listed, stack, weights
-from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen
+from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen, Ways
 from phasewise.ops.native.listed import Listed, Pages
 from phasewise.ops.native.stack import Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import Packed
@@ -94,7 +94,8 @@ class Held:
         if not choosing:
             return whole
         among = Candidates(0, self.pages, self.size, self.chosen, PROMISE, False, 0, self.pages, step=self.size)
-        return whole._replace(choice=Chosen(among, sealed, self.ways, 0, lambda: None, self.kvs[0].shape.dim))
+        among = among._replace(width=self.kvs[0].shape.dim)
+        return whole._replace(choice=Chosen(among, sealed, Ways(self.ways), 0, lambda: None))
 
 
 def held(

@@ -91,7 +91,7 @@ def test_the_rows_of_most_votes(rule: str, heads: int, group: int, dim: int, n: 
     planes = codec.encode(k, k)
     ballots, wanted = list[Ballot](), list[tuple[Tensor, Candidates]]()
     for joint in (False, True):
-        among = Candidates(3, n - 3 - 5, 1, n // 5, RULES[rule], joint, 3, n - 5, at=3)
+        among = Candidates(3, n - 3 - 5, 1, n // 5, RULES[rule], joint, 3, n - 5, at=3, width=dim)
         for keys, scale in ((k, None), (planes[0], planes[1])):
             ballots.append(Ballot(q, keys, scale, among, among.end, words(None, 0.3)))
             stand = k if scale is None else codec.decode(planes, torch.bfloat16)[0]
@@ -169,7 +169,7 @@ def test_queries_are_turned(size: int) -> None:
     near = q[..., :size].float()
     moved = (near * turn[0] + near.roll(size // 2, -1) * turn[1]).bfloat16()
     rows = torch.cat((moved, q[..., size:]), -1)[0]
-    among = Candidates(0, n - 1, 1, 30, SHARE, False, 0, n - 1)
+    among = Candidates(0, n - 1, 1, 30, SHARE, False, 0, n - 1, width=dim)
     (slots,) = choose([Ballot(q, k, None, among, n - 1, words(None, 0.5, turn=turn))])
     check(slots, votes(rows, k, among, 0.5), among, n)
 
@@ -177,7 +177,7 @@ def test_queries_are_turned(size: int) -> None:
 @pytest.mark.usefixtures("target")
 def test_of_equal_votes_the_earlier_and_what_is_no_number_is_read() -> None:
     q, k = torch.ones(1, 2, 16).bfloat16(), torch.ones(1, 100, 16).bfloat16()
-    among = Candidates(2, 90, 1, 7, SHARE, False, 2, 92, at=2)
+    among = Candidates(2, 90, 1, 7, SHARE, False, 2, 92, at=2, width=16)
     (slots,) = choose([Ballot(q, k, None, among, 92, words(None, 1.0))])
     assert slots[0, 0].tolist() == [*range(9), *range(92, 100)]
     k[0, 50] = float("nan")
@@ -191,6 +191,6 @@ def test_votes_too_small_for_a_float_are_ranked() -> None:
     k = torch.zeros(1, 64, 16)
     k[0, :, 0] = torch.arange(64) * -4.0
     q = torch.ones(1, 1, 16).bfloat16() * 2
-    among = Candidates(0, 63, 1, 40, SHARE, False, 0, 63)
+    among = Candidates(0, 63, 1, 40, SHARE, False, 0, 63, width=16)
     (slots,) = choose([Ballot(q, k.bfloat16(), None, among, 63, words(None, 1.0))])
     assert slots[0, 0].tolist() == [*range(40), 63]

@@ -34,19 +34,16 @@ from phasewise.reproduce.controls import (
     CutTwice,
     OneChunk,
     OtherLayers,
-    RandomBlocks,
     RandomGuess,
     RandomImportant,
     RandomNeeds,
-    RandomPages,
-    RandomPicks,
     RandomRows,
     RandomRunning,
-    RandomTokens,
 )
 from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, Run, play
+from phasewise.reproduce.selected import RandomBlocks, RandomPages, RandomPicks, RandomTokens
 from phasewise.reproduce.shuffled import Shuffled
 from phasewise.reproduce.systems.augment import RandomLatents, any_way
 from tests import tiny

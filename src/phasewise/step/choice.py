@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phasewise.kv.pages import By, PageKeys
 from phasewise.kv.vectors import Kept, VectorTable
-from phasewise.ops.native.choice import CHANNELS, CHOSEN, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen
+from phasewise.ops.native.choice import CHANNELS, CHOSEN, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen, Ways
 from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ class PageChoice:
         n, dim = flat.n + 1, flat.layers[0].shape.dim
         pages = flat.n // self.page
         fit = (self.most - n + pages * self.page) // self.page
-        candidates = Candidates(0, pages, self.page, fit, PROMISE, False, 0, pages, step=self.page)
+        candidates = Candidates(0, pages, self.page, fit, PROMISE, False, 0, pages, step=self.page, width=dim)
         known = table.known(pages)
         read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + pages * table.each
         if known < pages:
             read += (flat.n - known * self.page) * table.key_bytes
-        chosen = Chosen(candidates, known, table.words, read, partial(table.made, pages), dim, table)
-        return whole._replace(choice=chosen)
+        ways = Ways(table.words, kept=table)
+        return whole._replace(choice=Chosen(candidates, known, ways, read, partial(table.made, pages)))
 
     def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
         key = PageKeys.key(self.by, self.page)
@@ -102,12 +102,12 @@ class PageChoice:
 class VectorChoice:
     """Rows choose among rows, or blocks of them, by votes for vectors that stand for keys and lie beside them by `key`.
 
-    `candidates(n)`: of the row at slot n - 1. It acts on rows that see at least `least`, and on no layer before
-    `dense_layers`. `lasting(n)`: how many vectors n committed rows have. `scaled`: products are multiplied with the
-    scale of a layer's scores. `channels`: of every layer, int32 [H, width]: vectors are these numbers of keys.
-    `make(layer, keys, start)`: vectors [H, m, width] of the keys [H, m, D] from slot `start` on, where kernels do not
-    make them; it is asked for those of many rows at a time. `turned(layer, position)`: by what queries are turned
-    before, cos and signed sin float32 [2, R]; None: they are not.
+    `candidates(n)`: of the row at slot n - 1; of width 0: that of keys. It acts on rows that see at least `least`, and
+    on no layer before `dense_layers`. `lasting(n)`: how many vectors n committed rows have. `scaled`: products are
+    multiplied with the scale of a layer's scores. `channels`: of every layer, int32 [H, width]: vectors are these
+    numbers of keys. `make(layer, keys, start)`: vectors [H, m, width] of the keys [H, m, D] from slot `start` on, where
+    kernels do not make them; it is asked for those of many rows at a time. `turned(layer, position)`: by what queries
+    are turned before, cos and signed sin float32 [2, R]; None: they are not.
     """
 
     key: Hashable
@@ -132,7 +132,7 @@ class VectorChoice:
         table = self._table(flat, layers)
         if table is None:
             return None
-        n, candidates = flat.n + 1, self.candidates(flat.n + 1)
+        n, candidates = flat.n + 1, self._among(flat.n + 1, flat.layers[0].shape.dim)
         lasting = self.lasting(flat.n)
         known = table.known(lasting)
         read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes)
@@ -143,9 +143,13 @@ class VectorChoice:
             read += (lasting - known) * table.key_bytes
             self._make(table, flat.layers, layers, lasting)
             table.made(known := lasting)
-        turns = self._turn(table, layers, flat.n)
-        dim, done = flat.layers[0].shape.dim, partial(table.made, lasting if self.make is None else known)
-        return whole._replace(choice=Chosen(candidates, known, table.words, read, done, dim, (table, turns)))
+        ways = Ways(table.words, kept=(table, self._turn(table, layers, flat.n)))
+        done = partial(table.made, lasting if self.make is None else known)
+        return whole._replace(choice=Chosen(candidates, known, ways, read, done))
+
+    def _among(self, n: int, dim: int) -> Candidates:
+        candidates = self.candidates(n)
+        return candidates if candidates.width else candidates._replace(width=dim)
 
     def ballot(self, read: Read, kept: Kept) -> Ballot:
         """The same for one single row at one layer of a step in halves."""
@@ -160,15 +164,15 @@ class VectorChoice:
         if self.turned is not None and (turn := self.turned(layer, n - 1)) is not None:
             words[TURN : TURN + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
         k, scale = part.planes[:2] if len(part.planes) == 4 else (part.planes[0], None)
-        return Ballot(read.q, k, scale, self.candidates(n), kept.upto, words, (kept, channels, turn))
+        among = self._among(n, read.q.shape[2])
+        return Ballot(read.q, k, scale, among, kept.upto, words, (kept, channels, turn))
 
     def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
         table = flat.tables.get(self)
         if table is None or not table.holds(flat.layers, self.key):
-            width = self.candidates(self.least).width
 
             def none(i: int, keys: Tensor) -> Kept | None:
-                shape = (keys.shape[0], 0, width or keys.shape[2])
+                shape = (keys.shape[0], 0, self._among(self.least, keys.shape[2]).width)
                 return None if layers[i] < self.dense_layers else Kept(keys.new_empty(shape))
 
             table = VectorTable.of(flat.layers, self.key, none, self.lasting, 0.0 if self.scaled else 1.0)

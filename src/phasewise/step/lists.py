@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.ops.native.choice import AGAIN, ALL, GIVEN, PEAK, PICKS, SHARE, WAY_WORDS, Candidates, Chosen
+from phasewise.ops.native.choice import AGAIN, ALL, GIVEN, PEAK, PICKS, SHARE, WAY_WORDS, Candidates, Chosen, Ways
 from phasewise.ops.native.stack import StackSpan
 from phasewise.step.choice import simple
 
@@ -36,11 +36,11 @@ class PickedChoice:
             return None
         n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
         ways = self._ways(layers)
-        candidates = Candidates(0, n - 1, 1, self.k, PEAK, False, 0, n)
+        candidates = Candidates(0, n - 1, 1, self.k, PEAK, False, 0, n, width=flat.layers[0].shape.dim)
         row, picks, less = flat.row_bytes // len(layers), ways.count(PICKS), ways.count(AGAIN)
         read = (len(layers) - less) * n * row + picks * n * row // 2 + less * candidates.listed(n) * row
         words = array("q", [word for way in ways for word in (way, *[0] * (WAY_WORDS - 1))])
-        return whole._replace(choice=Chosen(candidates, n, words, read, _nothing, flat.layers[0].shape.dim))
+        return whole._replace(choice=Chosen(candidates, n, Ways(words), read, _nothing))
 
     def _ways(self, layers: Sequence[int]) -> list[int]:
         ways, found = list[int](), False
@@ -86,5 +86,5 @@ class GivenChoice:
         for each in given.lists:
             words.extend((GIVEN, each.data_ptr(), *[0] * (WAY_WORDS - 2)))
         read, done = candidates.listed(n) * flat.row_bytes, partial(self.heard, span, queries)
-        chosen = Chosen(candidates, 0, words, read, done, shape.dim, (given, queries), queries.data_ptr())
-        return whole._replace(choice=chosen)
+        ways = Ways(words, queries.data_ptr(), (given, queries))
+        return whole._replace(choice=Chosen(candidates, 0, ways, read, done))

@@ -22,9 +22,9 @@ class Attend(Protocol):
         commons(spans: Sequence[Span]) -> Sequence[Common]  -- beside `everything`: what spans read once for all
         looks(span: Span) -> bool  -- whether it may choose anything for this span; if not, its step need not be halved.
             It must depend on the span and its request alone
-        choice: PageChoice  -- what `__call__` does, said as data (`step/choice.py`): whole steps then run without
-            asking it for single rows, while draft trees, replays and what else is not as simple still ask. Both must
-            choose alike, over the same page keys (`kv/pages.py`), and `looks` say what `choice.acts` does
+        choice: Choice  -- what `__call__` does, said as data (`step/choice.py`, `step/lists.py`): whole steps then run
+            without asking it for single rows, while draft trees, replays and what else is not as simple still ask. Both
+            must choose alike, over what lies beside the rows by the same name, and `looks` say what `choice.acts` does
         beside(layer: int, shape: KVShape, end: int) -> int  -- the bytes at most that it keeps (`Part.derived`) beside
             a request's rows of this layer while their positions lie below `end`: booked in the KV budget with the rows
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told which rows of a span are committed, as an evict

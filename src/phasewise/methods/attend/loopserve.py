@@ -243,9 +243,8 @@ class Looping:
         k, scale = planes if len(part.planes) == 4 else (planes[0], None)
         words = array("q", (CHOSEN, *[0] * (WAY_WORDS - 2)))
         words.frombytes(struct.pack("d", read.scale))
-        ballot = Ballot(
-            by_head.reshape(1, -1, queries.shape[2]), k, scale, Candidates(0, n, 1, count, SHARE, False, 0, n), n, words
-        )
+        among = Candidates(0, n, 1, count, SHARE, False, 0, n, width=queries.shape[2])
+        ballot = Ballot(by_head.reshape(1, -1, queries.shape[2]), k, scale, among, n, words)
         capped = read.step.model.config.attention[read.layer].softcap is not None
         if not self.ranks or capped or part.packed is not None or not takes(ballot):
             return None

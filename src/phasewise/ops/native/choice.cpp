@@ -120,7 +120,8 @@ Choosing* make_choosing(const StackCall& call, long first, long count, int threa
                      span.v_scale_head};
       if (chooses(own, first + i))
         at.voters[voting++] = {own.choice, own.choice->layers + first + i, rows, call.heads,
-                               call.heads_q / call.heads, call.dim, own.n, call.layers[first + i].scale, memory.logits, memory.states, memory.numbers};
+                               call.heads_q / call.heads, call.dim, own.n, call.layers[first + i].scale,
+                               memory.logits, memory.states, memory.numbers};
       if (lists(own, first + i)) at.listed[listing++] = rows;
     }
     layer.voters = at.voters, layer.voting = voting;

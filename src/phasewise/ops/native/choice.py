@@ -22,7 +22,7 @@ class Candidates(NamedTuple):
 
     `rule`: what makes a candidate. `joint`: all heads choose together. Its vectors, of which those from `begin` to
     `end` count, are at + u * each - before to at + (u + 1) * each, each of `width` numbers, and made of the `parts`
-    times `step` rows from i * step on. width 0: keys as they lie.
+    times `step` rows from i * step on.
     """
 
     first: int
@@ -49,25 +49,29 @@ class Candidates(NamedTuple):
         pieces = (lasting - known, self.end - max(known, lasting))
         return sum((count + self.parts - 1) * self.step for count in pieces if count > 0)
 
-    def words(self, known: int, ways: int, dim: int, queries: int = 0) -> array[int]:
+    def words(self, known: int, ways: int, queries: int = 0) -> array[int]:
         """Choice: `known` vectors are there; `ways` is the address of the layers' words."""
-        return array("q", (*self[:11], known, self.step, self.parts, self.width or dim, ways, queries))
+        return array("q", (*self[:11], known, self.step, self.parts, self.width, ways, queries))
+
+
+class Ways(NamedTuple):
+    """`words` of LayerChoice for every layer of a stack. `queries`: the address of bfloat16 [layers, Hq, D], where
+    those of layers that list something are put; or 0. `kept` lives as long."""
+
+    words: array[int]
+    queries: int = 0
+    kept: object = None
 
 
 class Chosen:
-    """`words` of a Choice for a span of a stack, `ways` those of its layers. `bytes`: what its row reads of KV and
-    vectors in all layers. `done`: to be called after the step, which has added the vectors that were missing. `kept`
-    lives as long. `queries`: the address of bfloat16 [layers, Hq, D], where the row's queries are put; or 0."""
+    """The Choice of a span of a stack: `known` vectors are there. `bytes`: what its row reads of KV and vectors in all
+    layers. `done`: to be called after the step, which has added the vectors that were missing."""
 
-    __slots__ = ("_kept", "_words", "address", "bytes", "done")
+    __slots__ = ("_ways", "_words", "address", "bytes", "done")
 
-    def __init__(
-        self, candidates: Candidates, known: int, ways: array[int], read: int, done: Callable[[], None],
-        dim: int, kept: object = None, queries: int = 0,
-    ) -> None:  # fmt: skip
-        self._words = candidates.words(known, ways.buffer_info()[0], dim, queries)
-        self._kept = ways, kept
-        self.address, self.bytes, self.done = self._words.buffer_info()[0], read, done
+    def __init__(self, candidates: Candidates, known: int, ways: Ways, read: int, done: Callable[[], None]) -> None:
+        self._words = candidates.words(known, ways.words.buffer_info()[0], ways.queries)
+        self._ways, self.address, self.bytes, self.done = ways, self._words.buffer_info()[0], read, done
 
 
 class Ballot(NamedTuple):
@@ -99,7 +103,7 @@ def choose(ballots: Sequence[Ballot]) -> list[Tensor]:
     heads, out, words, kept = ballots[0].k.shape[0], list[Tensor](), array("q"), list[object]()
     for q, k, scale, candidates, known, layer, _ in ballots:
         q = q.contiguous()
-        choice = candidates.words(known, layer.buffer_info()[0], dim)
+        choice = candidates.words(known, layer.buffer_info()[0])
         out.append(torch.empty((heads, 1, candidates.listed(k.shape[1])), dtype=torch.int32))
         kept += (q, choice)
         words.extend((choice.buffer_info()[0], q.data_ptr(), k.data_ptr(), *k.stride()[:2]))

@@ -52,7 +52,7 @@ void choose_of_head(const PagesCall& call, const Pages& own, long head, void* ro
   else score_all(call, own, head, values, (bf16*)parts);
   number(values, own.pages, numbers);
   int32_t* slots = own.slots + head * (own.chosen * own.size + own.n - own.own);
-  slots = list_best(numbers, own.pages, own.chosen, 0, own.size, slots);
+  slots = list_best(numbers, nullptr, own.pages, own.chosen, 0, own.size, slots);
   for (long slot = own.own; slot < own.n; slot++) *slots++ = (int32_t)slot;
 }
 

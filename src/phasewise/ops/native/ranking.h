@@ -2,14 +2,21 @@
 #pragma once
 #include "simd.h"
 
-// Whole numbers in the order of floats that are no NaN.
+// A whole number in the order of floats that are no NaN, and back.
+inline int32_t number(float value) {
+  value += 0.0f;  // one nought
+  int32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+inline float value_of(int32_t number) {
+  int32_t bits = number < 0 ? number ^ 0x7fffffff : number;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
 inline void number(const float* values, long count, int32_t* numbers) {
-  for (long p = 0; p < count; p++) {
-    float value = values[p] + 0.0f;  // one nought
-    int32_t bits;
-    memcpy(&bits, &value, 4);
-    numbers[p] = bits < 0 ? bits ^ 0x7fffffff : bits;
-  }
+  for (long p = 0; p < count; p++) numbers[p] = number(values[p]);
 }
 
 inline long reach(const int32_t* numbers, long count, int32_t least) {
@@ -18,34 +25,52 @@ inline long reach(const int32_t* numbers, long count, int32_t least) {
   return found;
 }
 
-// The largest number that `some` of all (at least one, less than all) reach. Its bits are found one by one: no branch
-// depends on the numbers.
-inline int32_t threshold(const int32_t* numbers, long count, long some) {
+// The largest number that `some` of all (at least one, less than all) reach; or, with fewer than 31 `bits`, one not above
+// it that begins alike. They are found one by one: no branch depends on the numbers.
+inline int32_t threshold(const int32_t* numbers, long count, long some, int bits = 31) {
   int32_t found = reach(numbers, count, 0) >= some ? 0 : INT32_MIN;
-  for (int32_t bit = 1 << 30; bit; bit >>= 1)
-    if (reach(numbers, count, found | bit) >= some) found |= bit;
+  for (int bit = 30; bit > 30 - bits; bit--)
+    if (reach(numbers, count, found | 1 << bit) >= some) found |= 1 << bit;
   return found;
 }
 
-// The slots of the best `chosen` of `count` units of `size` slots, the first of them at `first`: in order, of equal ones
-// the earlier. -> behind them
-inline int32_t* list_best(const int32_t* numbers, long count, long chosen, long first, long size, int32_t* slots) {
+// Which numbers reach `least`, in order -> how many. There is room for all.
+inline long which_reach(const int32_t* numbers, long count, int32_t least, int32_t* which) {
+  long found = 0, p = 0;
+  for (; p + LANES <= count; p += LANES) {
+#if LANES == 16
+    __mmask16 taken = _mm512_cmpge_epi32_mask(load<__m512i>(numbers + p), _mm512_set1_epi32(least));
+    if (!taken) continue;
+    __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    long some = __builtin_popcount(taken);
+    __m512i places = _mm512_maskz_compress_epi32(taken, _mm512_add_epi32(lane, _mm512_set1_epi32((int32_t)p)));
+    _mm512_mask_storeu_epi32(which + found, (__mmask16)((1u << some) - 1), places);
+    found += some;
+#else
+    if (!any(load<I>(numbers + p) >= least)) continue;
+    for (long i = p; i < p + LANES; i++)
+      if (numbers[i] >= least) which[found++] = (int32_t)i;
+#endif
+  }
+  for (; p < count; p++)
+    if (numbers[p] >= least) which[found++] = (int32_t)p;
+  return found;
+}
+
+// The slots of the best `chosen` of `count` units of `size` slots, the first of them at `first`; of equal ones the
+// earlier, in order. `which`: the units' numbers where they are not 0, 1, ... -> behind them
+inline int32_t* list_best(const int32_t* numbers, const int32_t* which, long count, long chosen, long first, long size,
+                          int32_t* slots) {
   int32_t least = chosen ? INT32_MIN : INT32_MAX;  // which no float has
   int32_t equal = 0;                               // how many that are no better are taken
   if (chosen && chosen < count) {
     least = threshold(numbers, count, chosen);
     equal = (int32_t)(chosen - reach(numbers, count, least + 1));
   }
-  const int32_t* end = slots + (chosen < count ? chosen : count) * size;
-  for (long p = 0; slots < end; p++) {
-    int32_t same = (numbers[p] == least) & (equal > 0), taken = (numbers[p] > least) | same;
-    equal -= same;
-    if (size == 1) {  // no branch depends on the numbers
-      *slots = (int32_t)(first + p);
-      slots += taken;
-    } else if (taken) {
-      for (long j = 0; j < size; j++) *slots++ = (int32_t)(first + p * size + j);
-    }
+  for (long p = 0; p < count; p++) {
+    if (numbers[p] < least || (numbers[p] == least && equal-- <= 0)) continue;
+    long unit = which ? which[p] : p;
+    for (long j = 0; j < size; j++) *slots++ = (int32_t)(first + unit * size + j);
   }
   return slots;
 }

@@ -123,17 +123,18 @@ inline void store_bytes(uint8_t* p, I v) { store(p, __builtin_convertvector(v, B
 inline F load_floats(const float* p) { return load<F>(p); }
 
 #if DOT_INSTRUCTIONS
-// v[i][j] becomes v[j][i], word by word, in steps that swap what two registers hold `step` lanes apart.
-inline void transpose_words(__m512i (&v)[16]) {
+// v[i][j] becomes v[j][i], word by word, in steps that swap what two registers hold `step` lanes apart. Of 8 registers
+// either half is turned by itself.
+template <int N> inline void transpose_words(__m512i (&v)[N]) {
   __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
-  for (int step = 1; step < 16; step *= 2) {
+  for (int step = 1; step < N; step *= 2) {
     __m512i other = _mm512_set1_epi32(step), second = _mm512_set1_epi32(16);
     __mmask16 upper = _mm512_test_epi32_mask(lane, other);
     __m512i low = _mm512_mask_add_epi32(lane, upper, _mm512_sub_epi32(lane, other), second);
     __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(lane, other), upper, lane, second);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < N; i++)
       if (!(i & step)) {
         __m512i a = v[i], b = v[i + step];
         v[i] = _mm512_permutex2var_epi32(a, low, b);

@@ -11,6 +11,7 @@ constexpr long VECTORS = 512;         // vectors of a part
 constexpr long VOTES = 1024;        // that are counted at a time
 constexpr long MOST_SHARED = 64;    // queries that meet a vector at a time
 constexpr long MOST_VOTING = 1024;  // queries that have a say in a list
+constexpr int COARSE = 13;          // bits by which candidates are sifted: of floats, all of the exponent
 
 inline long chunks(long count, long size) { return (count + size - 1) / size; }
 inline long chunks(const Choice& choice) { return chunks(choice.end - choice.begin, VECTORS); }
@@ -106,6 +107,46 @@ void score_rows(const bf16* q, const bf16* const* rows, long width, float* out) 
   score(q, rows, width, out);
 }
 
+#if DOT_INSTRUCTIONS
+// Some rows' words from one on, a register for each word.
+template <int N> void load_words(const bf16* const* rows, long at, __m512i (&words)[N]) {
+  for (int r = 0; r < N; r++) {
+    if constexpr (N == 16) {
+      words[r] = load<__m512i>(rows[r] + at);
+    } else {
+      __m256i low = load<__m256i>(rows[r] + at), high = load<__m256i>(rows[r + 8] + at);
+      words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+  }
+  transpose_words(words);
+}
+
+// sums[i] += q[i] . rows, of 2 N numbers from one on
+template <int N> void add_words(const bf16* q, long queries, long width, const bf16* const* rows, long at, F* sums) {
+  __m512i words[N];
+  load_words(rows, at, words);
+  for (long i = 0; i < queries; i++) {
+    F sum = sums[i];
+    for (int w = 0; w < N; w++)
+      sum = (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words[w],
+                                (__m512bh)_mm512_set1_epi32(load<int32_t>(q + i * width + at + 2 * w)));
+    sums[i] = sum;
+  }
+}
+
+// Rows are turned once for all queries.
+void score_turned(const bf16* q, long queries, const bf16* const* rows, long width, F* sums) {
+  for (long i = 0; i < queries; i++) sums[i] = F{};
+  long at = 0;
+  for (; at + 32 <= width; at += 32) add_words<16>(q, queries, width, rows, at, sums);
+  if (at < width) add_words<8>(q, queries, width, rows, at, sums);
+}
+constexpr bool TURNS = true;
+#else
+void score_turned(const bf16*, long, const bf16* const*, long, F*) {}
+constexpr bool TURNS = false;
+#endif
+
 // A head's query as its vectors meet it: turned, then its channels; in place of `q` [dim].
 void prepare(const Voter& own, long head, const bf16* q, bf16* to) {
   bf16 turned[MOST_DIM];
@@ -138,36 +179,48 @@ struct Queries {
   }
 };
 
+// Where LANES vectors from one on lie, of those before `to`; the last one stands in for those beyond.
+struct Found {
+  const bf16* rows[LANES];
+
+  void find(const Voter& own, const Keys& keys, const void* vectors, long j, long to, bf16* room) {
+    const bf16* first = (const bf16*)vectors + keys.head * own.layer->head;
+    long width = own.choice->width;
+    for (long r = 0; r < LANES; r++) {
+      long i = j + r < to ? j + r : to - 1;
+      rows[r] = vectors ? first + i * width : keys.at(i, room + r * own.dim);
+    }
+  }
+};
+
 // What the vectors from .. to-1 of a head give the queries of its group.
 void multiply(const Voter& own, long head, long from, long to) {
   const LayerChoice& layer = *own.layer;
   Keys keys = {own.rows, head, own.dim};
   long width = own.choice->width, wide = logits_of(*own.choice);
   bf16 room[LANES * MOST_DIM];
-  auto find = [&](const void* vectors, long j, const bf16** rows) {  // the last one stands in for those beyond
-    for (long r = 0; r < LANES; r++) {
-      long i = j + r < to ? j + r : to - 1;
-      rows[r] = vectors ? (const bf16*)vectors + head * layer.head + i * width : keys.at(i, room + r * own.dim);
-    }
-  };
   Queries queries;
   for (long first = 0; first < own.group; first += MOST_SHARED) {
     long some = own.group - first < MOST_SHARED ? own.group - first : MOST_SHARED;
     queries.take(own, head, first, some);
+    bool turned = TURNS && !layer.high && width % 16 == 0 && (some > 3 || width % 32);  // else it does not pay
     for (long j = from; j < to; j += LANES) {
-      const bf16 *lows[LANES], *highs[LANES];
-      find(layer.low, j, lows);
-      if (layer.high) find(layer.high, j, highs);
+      Found lows, highs;
+      lows.find(own, keys, layer.low, j, to, room);
+      if (layer.high) highs.find(own, keys, layer.high, j, to, room);
+      float* out = own.logits + (head * own.group + first) * wide + j - own.choice->begin;
+      F sums[MOST_SHARED];
+      if (turned) score_turned(queries.all, some, lows.rows, width, sums);
       for (long g = 0; g < some; g++) {
-        float products[LANES], more[LANES];
-        float* out = own.logits + (head * own.group + first + g) * wide + j - own.choice->begin;
         if (layer.high) {
-          score(queries.all + g * width, highs, width, more), score(queries.below + g * width, lows, width, products);
-          for (long r = 0; r < LANES; r++) products[r] += more[r];
-        } else {
-          score_rows(queries.all + g * width, lows, width, products);
+          F more;
+          score(queries.all + g * width, highs.rows, width, (float*)&more);
+          score(queries.below + g * width, lows.rows, width, (float*)(sums + g));
+          sums[g] += more;
+        } else if (!turned) {
+          score_rows(queries.all + g * width, lows.rows, width, (float*)(sums + g));
         }
-        memcpy(out, products, sizeof products);
+        store(out + g * wide, sums[g]);
       }
     }
   }
@@ -177,14 +230,19 @@ void multiply(const Voter& own, long head, long from, long to) {
 void sum_up(const Voter& own, long query, long chunk, long from, long to) {
   const Choice& choice = *own.choice;
   float* logits = own.logits + query * logits_of(choice) - choice.begin;
-  float scale = (float)(own.layer->scale ? own.layer->scale : own.scale), top = -INFINITY, total = 0;
-  for (long j = from; j < to; j++) top = (logits[j] *= scale) > top ? logits[j] : top;
-  F sums = {};
-  long j = from;
-  for (; j + LANES <= to; j += LANES) sums += exp_negative(load<F>(logits + j) - top);
-  for (; j < to; j++) total += exp_negative(splat(logits[j] - top))[0];
+  F scale = splat((float)(own.layer->scale ? own.layer->scale : own.scale)), tops = splat(-INFINITY), sums = {};
+  I lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (long j = from; j < to; j += LANES) {
+    F logit = load<F>(logits + j) * scale;  // of those beyond, too: no other part begins within a register
+    store(logits + j, logit);
+    tops = max(select(lane < (int32_t)(to - j), logit, splat(-INFINITY)), tops);
+  }
+  float top = most(tops);
+  for (long j = from; j < to; j += LANES)
+    sums += select(lane < (int32_t)(to - j), exp_negative(load<F>(logits + j) - top), F{});
   float* state = own.states + (query * chunks(choice) + chunk) * 2;
-  state[0] = top, state[1] = top == -INFINITY ? 0 : total + sum(sums);
+  state[0] = top, state[1] = top == -INFINITY ? 0 : sum(sums);
 }
 
 // ---- votes
@@ -233,31 +291,84 @@ struct Electors {
     for (long g = 0; g < count; g++) less[g] = choice.rule == PROMISE ? 0 : total_of(own, first + g);
   }
 
+  // Of some vectors, whose logits `at(query)` gives; `peaks`: the largest shares alone.
+  template <class Logits> F votes(bool peaks, const Logits& at) const {
+    F best = at(0) - less[0], sums = {};
+    I odd = best != best;
+    for (long g = 1; g < count; g++) {
+      F value = at(g) - less[g];
+      odd |= value != value, best = max(value, best);
+    }
+    for (long g = 0; !peaks && g < count; g++) sums += exp_negative(at(g) - less[g] - best);
+    if (!peaks) best = select(best > -INFINITY, best + ln(max(sums, splat(1.0f))), best);
+    return select(odd, splat(INFINITY), best);  // what cannot be compared is read
+  }
+
   // votes[j] for the vectors from .. to-1; some more are written
-  void vote(long from, long to, float* votes) const {
+  void vote(bool peaks, long from, long to, float* into) const {
     long wide = logits_of(choice);
-    for (long j = from; j < to; j += LANES) {
-      auto share = [&](long g) { return load<F>(logits + g * wide + j - choice.begin) - less[g]; };
-      F best = share(0), sums = {};
-      I odd = best != best;
-      for (long g = 1; g < count; g++) {
-        F value = share(g);
-        odd |= value != value, best = max(value, best);
-      }
-      if (choice.rule == SHARE) {
-        for (long g = 0; g < count; g++) sums += exp_negative(share(g) - best);
-        best = select(best > -INFINITY, best + ln(max(sums, splat(1.0f))), best);
-      }
-      store(votes + j - from, select(odd, splat(INFINITY), best));  // what cannot be compared is read
+    for (long j = from; j < to; j += LANES)
+      store(into + j - from, votes(peaks, [&](long g) { return load<F>(logits + g * wide + j - choice.begin); }));
+  }
+
+  // The votes for some vectors, counted from the first, as numbers.
+  void vote(const int32_t* which, long some, int32_t* into) const {
+    long wide = logits_of(choice);
+    float values[LANES];
+    for (long p = 0; p < some; p += LANES) {
+      store(values, votes(false, [&](long g) {
+        F found;
+        for (long i = 0; i < LANES; i++) found[i] = logits[g * wide + which[p + i < some ? p + i : p]];
+        return found;
+      }));
+      number(values, some - p < LANES ? some - p : LANES, into + p);
     }
   }
 };
+
+// Whether every candidate has one vector, its own.
+inline bool one_each(const Choice& choice) {
+  bool all = choice.at >= choice.begin && choice.at + choice.units <= choice.end;
+  return choice.each == 1 && !choice.before && all;
+}
+
+// Whether what is counted at first are the largest shares: no sum of shares is more than the number of queries times as
+// large, so few can be among the best.
+inline bool by_peaks(const Choice& choice) { return choice.rule == SHARE && one_each(choice); }
+
+// The best of a head's candidates, or of all heads'.
+int32_t* list_units(const Voter& own, long head, int32_t* slots) {
+  const Choice& choice = *own.choice;
+  int32_t* numbers = own.numbers + head * numbers_of(choice);
+  if (!choice.chosen || choice.chosen >= choice.units)
+    return list_best(numbers, nullptr, choice.units, choice.chosen, choice.first, choice.size, slots);
+  int32_t least = threshold(numbers, choice.units, choice.chosen, COARSE);
+  int32_t *which = numbers + padded(choice.units), *values = which + padded(choice.units);
+  Electors electors(own, by_peaks(choice) ? head : 0);
+  if (by_peaks(choice)) {
+    float peak = value_of(least);
+    least = number(peak - logf((float)electors.count) - 1e-4f * (1 + fabsf(peak)));
+  }
+  long some = which_reach(numbers, choice.units, least, which);
+  if (by_peaks(choice) && some > choice.units / 4) {  // too many to be looked at one by one
+    electors.vote(false, choice.at, choice.at + choice.units, (float*)values);
+    number((float*)values, choice.units, values);
+    return list_best(values, nullptr, choice.units, choice.chosen, choice.first, choice.size, slots);
+  }
+  if (by_peaks(choice)) {
+    for (long p = 0; p < some; p++) values[p] = which[p] + (int32_t)(choice.at - choice.begin);
+    electors.vote(values, some, values);
+  } else {
+    for (long p = 0; p < some; p++) values[p] = numbers[which[p]];
+  }
+  return list_best(values, which, some, choice.chosen, choice.first, choice.size, slots);
+}
 
 }  // namespace
 
 long logits_of(const Choice& choice) { return padded(choice.end - choice.begin) + LANES; }
 long states_of(const Choice& choice) { return 2 * chunks(choice); }
-long numbers_of(const Choice& choice) { return padded(choice.units); }
+long numbers_of(const Choice& choice) { return 3 * padded(choice.units) + LANES; }
 long listed_of(const Choice& choice, long n) {
   return choice.first + choice.chosen * choice.size + n - choice.first - choice.units * choice.size;
 }
@@ -284,7 +395,9 @@ void vote_part(const Voter& own, long part) {
   long first = choice.at + from * choice.each - choice.before, last = choice.at + to * choice.each;
   first = first > choice.begin ? first : choice.begin, last = last < choice.end ? last : choice.end;
   float votes[VOTES + LANES], best[VOTES];
-  Electors(own, head).vote(first, last, votes);
+  int32_t* numbers = own.numbers + head * numbers_of(choice) + from;
+  Electors(own, head).vote(choice.rule != SHARE || by_peaks(choice), first, last, votes);
+  if (one_each(choice)) return number(votes, to - from, numbers);
   for (long u = from; u < to; u++) {
     long begin = choice.at + u * choice.each - choice.before, end = choice.at + (u + 1) * choice.each;
     float most = -INFINITY;
@@ -292,7 +405,7 @@ void vote_part(const Voter& own, long part) {
       most = votes[j - first] > most ? votes[j - first] : most;
     best[u - from] = most;
   }
-  number(best, to - from, own.numbers + head * numbers_of(choice) + from);
+  number(best, to - from, numbers);
 }
 
 void list_part(const Voter& own, long head) {
@@ -301,16 +414,18 @@ void list_part(const Voter& own, long head) {
     long wide = own.group * own.dim, layer = own.layer - choice.layers;
     memcpy(choice.queries + (layer * own.heads + head) * wide, (const bf16*)own.rows.q + head * wide, wide * 2);
   }
+  if (choice.joint && head) return;
   int32_t* slots = (int32_t*)own.rows.slots + head * own.rows.count;
   for (long slot = 0; slot < choice.first; slot++) *slots++ = (int32_t)slot;
   if (own.layer->way == GIVEN) {
     memcpy(slots, (const int32_t*)own.layer->low + head * choice.chosen, choice.chosen * 4);
     slots += choice.chosen;
   } else {
-    const int32_t* numbers = own.numbers + (choice.joint ? 0 : head) * numbers_of(choice);
-    slots = list_best(numbers, choice.units, choice.chosen, choice.first, choice.size, slots);
+    slots = list_units(own, head, slots);
   }
   for (long slot = choice.first + choice.units * choice.size; slot < own.n; slot++) *slots++ = (int32_t)slot;
+  for (long h = 1; choice.joint && h < own.heads; h++)
+    memcpy((int32_t*)own.rows.slots + h * own.rows.count, own.rows.slots, own.rows.count * 4);
 }
 
 // ---- single rows of one layer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.reproduce import loads
-from phasewise.reproduce.controls import RandomBlocks
 from phasewise.reproduce.play import Run
+from phasewise.reproduce.selected import RandomBlocks
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 BLOCK, INIT, WINDOW, TOPK, LEAST, NEW = 16, 1, 32, 4, 256, 40

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phasewise.methods.attend._select import share
 from phasewise.reproduce import loads
-from phasewise.reproduce.controls import RandomTokens
 from phasewise.reproduce.play import Run
+from phasewise.reproduce.selected import RandomTokens
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System
 
 R, SHARE, GROUP, NEW = 8, 0.125, 16, 40

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.controls import RandomPages
 from phasewise.reproduce.play import Run
+from phasewise.reproduce.selected import RandomPages
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 PAGE, BUDGET, DENSE, NEW = 16, 128, 2, 40

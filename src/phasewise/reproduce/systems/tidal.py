@@ -13,9 +13,9 @@ from phasewise.engine.engine import Engine
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
-from phasewise.reproduce.controls import RandomPicks
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
+from phasewise.reproduce.selected import RandomPicks
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.request.params import Params
 from phasewise.request.request import Request

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
-from phasewise.reproduce.controls import RandomTokens
 from phasewise.reproduce.play import Run
+from phasewise.reproduce.selected import RandomTokens
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 K, FIRST, LOCAL, DENSE, NEW = 96, 8, 24, 1, 40
