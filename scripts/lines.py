@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 6935,
+    ("", "verbs", "engine", "step", "request"): 6955,
     ("speculation",): 1210,
-    ("kv",): 3800,
+    ("kv",): 3850,
     ("cluster",): 4000,
     ("serve",): 7370,
     ("ops",): 1880,

@@ -1,6 +1,9 @@
-"""Windows with sinks in native steps: as the open path reads them, for prompts, tokens and draft trees."""
+"""Windows with sinks in native steps, in all heads or some: as the open path reads them, for prompts, tokens, trees."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,14 +11,19 @@ from torch import Tensor
 
 from phasewise.bench.drive import Bench
 from phasewise.engine.limits import Limits
+from phasewise.methods.evict._windows import EVERY
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.request.request import Request
 from tests import tiny
 from tests.engine.test_native_steps import Follows
+from tests.kv.harness import sliding
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
 PROMPT, TOKENS = 330, 120
+SOME = ["rlkv:share=0.6,sinks=3,window=25,weights=random:1", "rlkv:share=1.0,sinks=0,window=40,weights=random:1",
+        "longgen:sinks=3,window=25,weights=none", "longgen:sinks=0,window=70,full=none,weights=none"]  # fmt: skip
 
 
 SMALL = tiny.checkpoint(hidden=64)
@@ -56,12 +64,79 @@ def test_sinks_and_windows_are_read_as_the_open_path_reads_them(
     assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
 
 
+@pytest.mark.parametrize("prompt", [30, 60, PROMPT])
+@pytest.mark.parametrize("store", ["slab", "int8"])
+@pytest.mark.parametrize("evict", SOME)
+def test_windows_of_some_heads_are_read_as_the_open_path_reads_them(
+    evict: str, store: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and tokens are whole steps, between two times that rows are dropped and after them."""
+    model, made = loaded(), passes(monkeypatch)
+    whole, read = written(model, {"evict": evict, "store": store}, prompt)
+    assert len(made) == TOKENS and all(each.whole for each in made), "a step was no native call"
+    monkeypatch.setattr(model, "stack", None)
+    opened, same = written(model, {"evict": evict, "store": store}, prompt)
+    exact, _ = written(Model.load(SMALL, dtype=torch.float32), {"evict": evict, "store": store}, prompt)
+    dense, all_of_it = written(model, {"store": store}, prompt)
+    assert read <= same < all_of_it
+    assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
+
+
+@pytest.mark.parametrize("evict", SOME)
+def test_beside_windows_of_the_models_own(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted in positions, which slots are no more once rows were dropped: a token is as near as openly."""
+    model, exact_model = (sliding(60, 4, dtype, 64) for dtype in (torch.bfloat16, torch.float32))
+    whole, _ = written(model, {"evict": evict}, 100)
+    monkeypatch.setattr(model, "stack", None)
+    opened, _ = written(model, {"evict": evict}, 100)
+    exact, _ = written(exact_model, {"evict": evict}, 100)
+    ours, theirs = (float((rows - exact).norm(dim=1).max()) for rows in (whole, opened))
+    assert ours < 1.5 * theirs
+
+
+@pytest.mark.parametrize("evict", SOME)
+def test_bytes_read_where_some_heads_see_windows(evict: str) -> None:
+    """All that is held, the rows that wait to be dropped among it, and the row itself."""
+    model, prompt = loaded(), 100
+    config, text = model.config, tiny.prompts(200)[0]
+    engine: Any = tiny.engine({"evict": evict, "schedule": "prefill_first"}, of=model, prefix_cache=False)
+    sight, heads = engine.parts.phases[-1].sight, config.layers * config.kv_heads
+    narrow, each = sum(map(sum, sight.heads)), 2 * config.head_dim * 2
+    request = Request(text[:prompt], tiny.greedy(80))
+    engine.add(request)
+    while request.n_out < 1:
+        engine.step()
+    for at in range(prompt, prompt + 79):
+        before, size = engine.counters.kv_bytes_read, sight.sinks + sight.window - 1
+        first = max(prompt, size + EVERY)  # so many have left the window when they are first dropped
+        held = at if at < first else size + (at - first) % EVERY
+        engine.step()
+        assert engine.counters.kv_bytes_read - before == each * ((heads - narrow) * at + narrow * held + heads)
+
+
+@pytest.mark.parametrize("evict", SOME)
+def test_windows_of_some_heads_depend_on_no_mates(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same likelihoods bit for bit, alone and beside others."""
+    model, made = loaded(), passes(monkeypatch)
+    verbs, texts = {"evict": evict, "schedule": "prefill_first"}, [list(text) for text in tiny.prompts(90, 40, 200)]
+
+    def scores(of: list[list[int]]) -> list[list[float]]:
+        asked = replace(tiny.greedy(50), logprobs=3)
+        requests = tiny.run(tiny.engine(verbs, of=model, prefix_cache=False), of, asked)
+        return [[score.logprob for _, score in sorted(request.scores.items())] for request in requests]
+
+    together = scores(texts)
+    assert sum(each.whole for each in made) >= 49 and len(together[0]) == 50
+    assert together == [scores([text])[0] for text in texts]
+
+
+@pytest.mark.parametrize("evict", ["streaming:sinks=3,window=25", *SOME])
 @pytest.mark.parametrize("draft", ["prompt_lookup:k=4"])
-def test_draft_trees_over_sinks(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_trees_over_sinks(draft: str, evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that come true and others: the same tokens as one by one, in native steps."""
     model, prompts = loaded(), tiny.prompts(90, 40)
     prompts = [prompt + prompt[:30] for prompt in prompts]
-    verbs = {"evict": "streaming:sinks=3,window=25", "schedule": "prefill_first"}
+    verbs = {"evict": evict, "schedule": "prefill_first"}
 
     def outs(**more: str) -> list[list[int]]:
         return tiny.outs(tiny.run(tiny.engine(verbs | more, of=model), prompts, tiny.greedy(60)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -139,15 +140,40 @@ def test_rows_depend_on_no_mates_and_no_pieces(
         assert torch.equal(torch.cat([step[r] for step in both]), torch.cat([step[r] for step in single[r]]))
 
 
-def test_slices_of_prompts_take_the_open_path(models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = models[0], passes(monkeypatch)
-    ours, opened = Runner(model, Raw(), False), Runner(model, Raw(), False)
-    for runner in (ours, opened):
-        runner.step({0: prompt(20)})
-        runner.keep(0, [[[0, 3 + layer]] * model.config.kv_heads for layer in range(model.config.layers)])
-        runner.keep(0, [[[0]] + [[0, 1]] * (model.config.kv_heads - 1)] * model.config.layers)
-    ours.stack = model.stack
-    assert torch.equal(ours.step({0: prompt(70)})[0], opened.step({0: prompt(70)})[0])
-    assert not made, "a slice of a prompt was read natively"
-    ours.step({0: [5]})
+@pytest.mark.parametrize("codec", CODECS)
+def test_slices_of_prompts(codec: str, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near to float32 as the open path is, in one native call; and what a row gives hangs on no cut and no mate."""
+    (half, full), made = models, passes(monkeypatch)
+    shape, draw = half.config, random.Random(0)
+    runners = [Runner(*which) for which in ((half, CODECS[codec], True), (half, CODECS[codec], False),
+                                            (full, CODECS[codec], False), (half, CODECS[codec], True))]  # fmt: skip
+    kept = [[sorted(draw.sample(range(150), draw.choice([1, draw.randint(1, 150), 150])))
+             for _ in range(shape.kv_heads)] for _ in range(shape.layers)]  # fmt: skip
+    for runner in runners:
+        runner.step({0: prompt(150)})
+        runner.keep(0, kept)
+        runner.counters.kv_bytes_read = runner.counters.kv_bytes_written = 0
+    made.clear()
+    whole, opened, wanted = (runner.step({0: prompt(300, 7)})[0].float() for runner in runners[:3])
     assert len(made) == 1 and made[0].whole
+    assert (whole - wanted).norm() < 1.5 * (opened - wanted).norm() < 0.2 * wanted.norm()
+    for counter in ("kv_bytes_read", "kv_bytes_written"):
+        assert getattr(runners[0].counters, counter) == getattr(runners[1].counters, counter), counter
+    at, pieces = 0, []
+    for rows in (65, 130, 105):
+        pieces.append(runners[3].step({0: prompt(300, 7)[at : at + rows], 1: prompt(rows, 3)})[0].float())
+        at += rows
+    assert torch.equal(torch.cat(pieces), whole) and all(each.whole for each in made)
+
+
+def test_steps_of_several_calls(models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of more rows than a call takes has the bits that it has in smaller ones."""
+    model = models[0]
+    once, twice = Runner(model, Raw(), True), Runner(model, Raw(), True)
+    for runner in (once, twice):
+        runner.step({0: prompt(70)})
+        heads = [[*range(head, 70, 2 + head)] for head in range(model.config.kv_heads)]
+        runner.keep(0, [heads] * model.config.layers)
+    text = [3 + i % 50 for i in range(1400)]
+    pieces = [twice.step({0: text[:800]})[0], twice.step({0: text[800:]})[0]]
+    assert torch.equal(once.step({0: text})[0], torch.cat(pieces))

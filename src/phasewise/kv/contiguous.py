@@ -5,13 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 
-import torch
-
 from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, seal_full, seals, words
-from phasewise.kv.unequal import Unequal, unequal
+from phasewise.kv.unequal import Narrow, Unequal, lined, unequal
 from phasewise.kv.vectors import VectorTable
 from phasewise.ops.native.sealing import Seals
 
@@ -26,8 +24,8 @@ class ContiguousView:
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them.
     """
 
-    __slots__ = ("_line", "_planes", "_sealed", "_seals", "_sides", "_slabs", "address", "gaps", "layers", "n",
-                 "row_bytes", "tables", "unequal")  # fmt: skip
+    __slots__ = ("_line", "_narrow", "_planes", "_sealed", "_seals", "_sides", "_slabs", "address", "gaps", "layers",
+                 "n", "row_bytes", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables = layers, dict[Hashable, VectorTable]()
@@ -35,7 +33,8 @@ class ContiguousView:
         self.n = max(layer.n for layer in layers)
         self.unequal = Unequal(layers, self.n) if unequal(layers) else None
         self.gaps = any(slab.positions is not None for slab in self._slabs)
-        self._line: tuple[int, int] | None = None
+        self._line: tuple[Narrow, int] | None = None
+        self._narrow: tuple[Narrow, Unequal] | None = None
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -99,24 +98,24 @@ class ContiguousView:
         """What reading `n` rows costs in all layers with the first `upto` of them sealed."""
         return self._sealed[0][0].read_bytes(upto, n) * len(self._sealed)
 
-    def lined(self, first: int, position: int) -> bool:
-        """Whether the committed rows are those of the first positions, `first` of them, and then consecutive ones right
-        before `position`, in all layers and heads."""
-        lost = position - self.n
-        if self.unequal is not None:
+    def lined(self, narrow: Narrow, position: int) -> bool:
+        """Whether the committed rows of narrow heads are their sinks, the first positions, and then consecutive ones
+        right before `position`."""
+        if not self.gaps and self.unequal is None:
+            return position == self.n
+        line = narrow, position - self.n
+        if self._line == line:  # rows that came after it was asked continue them: others change the difference
+            return True
+        if not lined(self.layers, narrow, position):
             return False
-        if not self.gaps:
-            return lost == 0
-        if self._line != (first, lost):  # rows that came after it was asked continue them: others change `lost`
-            wanted = torch.arange(self.n)
-            wanted[first:] += lost
-            for slab in self._slabs:
-                if slab.positions is None and lost:
-                    return False
-                if slab.positions is not None and not bool((slab.positions[:, : self.n].cpu() == wanted).all()):
-                    return False
-            self._line = first, lost
+        self._line = line
         return True
+
+    def narrowed(self, narrow: Narrow) -> Unequal:
+        """Where heads lie of which some see less than all, as `unequal` has it."""
+        if self._narrow is None or self._narrow[0] != narrow:
+            self._narrow = narrow, Unequal(self.layers, self.n, narrow)
+        return self._narrow[1]
 
     def advance(self, positions: range) -> None:
         """Rows of these positions that were written behind them are committed, in all layers."""

@@ -4,10 +4,27 @@ the longest, their rows ending at the same slot, and the first ones were not the
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 
 from phasewise.kv.buffer import entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV, Slab
+from phasewise.ops.native.spans import BLOCK
+
+
+class Narrow(NamedTuple):
+    """KV heads whose rows see the first `sinks` and the last `window` ones: those that `heads`, by layer, says yes to.
+    None: all."""
+
+    sinks: int
+    window: int
+    heads: tuple[tuple[bool, ...], ...] | None = None
+
+    def among(self, layer: int, head: int) -> bool:
+        return self.heads is None or self.heads[layer][head]
 
 
 class Unequal:
@@ -17,22 +34,36 @@ class Unequal:
     Rows of one step make all heads longer by as many, so this holds until rows are given up or buffers move.
     """
 
-    __slots__ = ("_words", "address", "missing")
+    __slots__ = ("_ends", "_words", "address", "missing")
 
-    def __init__(self, layers: Sequence[LayerKV], longest: int) -> None:
+    def __init__(self, layers: Sequence[LayerKV], longest: int, narrow: Narrow | None = None) -> None:
         self._words, self.missing = array("q"), 0
-        for layer in layers:
+        self._ends = Counter[int]()  # of the sinks of narrow heads: the bytes of a row of theirs
+        for i, layer in enumerate(layers):
             each = entry_bytes(layer.codec, layer.shape)
             lies: dict[int, tuple[int, ...]] = {}
             for slab in layer.slabs:
                 begin = longest - slab.n
                 self.missing += begin * slab.buffer.heads * each
-                heads = range(layer.shape.heads) if slab.heads is None else slab.heads.tolist()
-                for place, head in enumerate(heads):
-                    lies[head] = (*_addresses(layer, slab, place, begin), begin)
+                for place, head in enumerate(_heads(layer, slab)):
+                    window = sinks = 0
+                    if narrow is not None and narrow.among(i, head):
+                        window, sinks = narrow.window, narrow.sinks
+                        self._ends[begin + sinks] += each
+                    lies[head] = (*_addresses(layer, slab, place, begin), begin, window, sinks)
             for head in range(layer.shape.heads):
                 self._words.extend(lies[head])
         self.address = self._words.buffer_info()[0]
+
+    def unseen(self, start: int) -> int:
+        """Bytes that narrow heads hold between their sinks and a window from slot `start` on, in whole blocks: these
+        are passed over, and of others every row is read."""
+        return sum(each * max(0, start // BLOCK - -(-end // BLOCK)) * BLOCK for end, each in self._ends.items())
+
+
+def _heads(layer: LayerKV, slab: Slab) -> Sequence[int]:
+    """Of a slab, by number."""
+    return range(layer.shape.heads) if slab.heads is None else slab.heads.tolist()
 
 
 def _addresses(layer: LayerKV, slab: Slab, place: int, begin: int) -> tuple[int, int, int, int]:
@@ -52,3 +83,23 @@ def unequal(layers: Sequence[LayerKV]) -> bool | None:
     if any(not layer.slabs or layer.fresh or any(slab.base for slab in layer.slabs) for layer in layers):
         return None
     return len({slab.n for layer in layers for slab in layer.slabs}) > 1
+
+
+def lined(layers: Sequence[LayerKV], narrow: Narrow, position: int) -> bool:
+    """Whether narrow heads hold the rows of the first positions, their sinks, and then consecutive ones right before
+    `position`."""
+    for i, layer in enumerate(layers):
+        for slab in layer.slabs:
+            near = [place for place, head in enumerate(_heads(layer, slab)) if narrow.among(i, head)]
+            if not near:
+                continue
+            if slab.positions is None:
+                if slab.base + slab.n != position:
+                    return False
+                continue
+            wanted = torch.arange(slab.n)
+            wanted[narrow.sinks :] += position - slab.n
+            held = slab.positions[:, : slab.n].cpu()
+            if not bool(((held if held.shape[0] == 1 else held[near]) == wanted).all()):
+                return False
+    return True

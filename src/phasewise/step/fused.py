@@ -76,7 +76,7 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     flat = span.kv.flat(span.walk)
     if flat is None:
         return None
-    if flat.unequal is not None and not _takes_unequal(span, stack):
+    if flat.unequal is not None and stack.reading < stack.count:
         return None
     tuned = None if phase.delta is None else phase.delta.table(span.walk or range(stack.count))
     if phase.delta is not None and tuned is None:
@@ -84,7 +84,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     end = flat.n + span.first + span.rows
     seats = None
     if windows:  # they are counted in positions, where slots are meant
-        if span.positions[0] > flat.n + span.first or (span.first and flat.gaps):  # rows were given up
+        uneven = flat.gaps and (span.first > 0 or flat.unequal is not None)
+        if span.positions[0] > flat.n + span.first or uneven:  # rows were given up
             return None
         if sees is not None:  # of a tree, own slots are others than positions: no window may end among them
             seats = array("q", span.positions)
@@ -101,17 +102,15 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, whole, stack)):
         return whole._replace(weighed=weighed)
     if phase.sight is not None and phase.sight.hides(span):
-        return None if windows or span.first else phase.sight.natively(span, flat, whole)
+        if phase.sight.heads is None:
+            return None if windows else phase.sight.natively(span, flat, whole)
+        unasked = phase.reads_all(span) and stack.reading == stack.count and not any(w < end for w in windows)
+        if unasked and (narrow := phase.sight.natively(span, flat, whole)) is not None:
+            return narrow
     choice = phase.choice
     if choice is None or not choice.acts(span) or stack.capped or any(w < end for w in windows) or phase.watches(span):
         return whole
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
-
-
-def _takes_unequal(span: Span, stack: Stack) -> bool:
-    """Whether a native step reads heads that hold unequally many rows: not for slices of prompts, nor where some
-    layers' attention is left out."""
-    return (span.rows <= SLICE or span.sees is not None) and stack.reading == stack.count
 
 
 def _weighed(span: Span, whole: StackSpan, stack: Stack) -> Weighed | None:

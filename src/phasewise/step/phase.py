@@ -63,7 +63,9 @@ class Phase:
     weighs: Callable[[Span], Weighs | None] | None = field(init=False)  # as the evict method says: verbs/evict.py
     late: Callable[[int, Span], Late | None] | None = field(init=False)  # as the skip method says: verbs/skip.py
     ran: Callable[[int, Span, Tensor], None] | None = field(init=False)  # likewise
-    plain: bool = field(init=False)  # and they read all before them, or what `sight` says, and show nobody anything
+    plain: bool = field(
+        init=False
+    )  # and they read all before them, or what `sight` says of all heads, and are not shown
 
     def __post_init__(self) -> None:
         dense = getattr(self.attend, "everything", False)
@@ -82,7 +84,7 @@ class Phase:
         object.__setattr__(self, "weighs", getattr(self.evict, "weighs", None) if dense and self.skip is None else None)
         object.__setattr__(self, "late", getattr(self.skip, "late", None))
         object.__setattr__(self, "ran", getattr(self.skip, "ran", None))
-        object.__setattr__(self, "plain", self.walks and (self.evict is None or self.sight is not None) and dense)
+        object.__setattr__(self, "plain", self.walks and (self.evict is None or self._alike) and dense)
 
     def back(self, span: Span, outcome: Outcome) -> int:
         """How many of a request's last rows are to be computed once more, now that what is kept of `span` is there."""
@@ -109,7 +111,12 @@ class Phase:
 
     def watches(self, span: Span) -> bool:
         """Whether the evict method acts there."""
-        return self.evict is not None and self.sight is None and _looks(self.evict, span)
+        return self.evict is not None and not self._alike and _looks(self.evict, span)
+
+    @property
+    def _alike(self) -> bool:
+        """Whether the evict method says what rows see as data, for all heads alike."""
+        return self.sight is not None and self.sight.heads is None
 
 
 def _looks(method: Attend | Evict, span: Span) -> bool:

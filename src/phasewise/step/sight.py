@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phasewise.kv.unequal import Narrow
 from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
@@ -18,18 +19,22 @@ class Sight:
     """A row sees the first `sinks` positions and the last `window` ones, its own included.
 
     `moved`: a row that has lost some of those between reads the sinks as if it stood at position sinks + window - 1,
-    so that they lie right before its window.
+    so that they lie right before its window. `heads`: it sees no more only in those KV heads that this says yes to, by
+    layer, and everything in the others; these may hold unequally many rows, and none is `moved`. Not `prompts`: rows of
+    a prompt see everything.
     """
 
     sinks: int
     window: int
-    moved: bool
+    moved: bool = False
+    heads: tuple[tuple[bool, ...], ...] | None = None
+    prompts: bool = True
 
     def hides(self, span: Span) -> bool:
         """Whether a row of the span does not see all before it."""
         positions = span.positions
         last = positions[-1] if isinstance(positions, range) else max(positions)
-        return last >= self.sinks + self.window
+        return last >= max(self.sinks + self.window, 0 if self.prompts else span.request.prompt_len)
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
         """`whole`, which sees everything, as it is with this sight; `near` is still a position, no place in the turns.
@@ -38,7 +43,11 @@ class Sight:
         consecutive positions, or the span's own rows lie further apart than the window reaches.
         """
         first = span.positions[0]
-        if not flat.lined(self.sinks, first):
+        if span.first or not (self.prompts or first >= span.request.prompt_len):
+            return None
+        heads = self.heads if self.heads is None or span.walk is None else tuple(self.heads[i] for i in span.walk)
+        narrow = Narrow(self.sinks, self.window, heads)
+        if (heads is None and flat.unequal is not None) or not flat.lined(narrow, first):
             return None
         lost, seats = first - flat.n, None  # a row's position is that much larger than its slot
         if span.sees is not None:
@@ -47,6 +56,10 @@ class Sight:
                 return None
         elif span.positions[-1] - first != span.rows - 1:
             return None
+        if heads is not None:
+            lies = flat.narrowed(narrow)
+            missing = lies.missing + lies.unseen(flat.n + 1 - self.window)
+            return whole._replace(planes=0, unequal=lies.address, missing=missing, seats=seats, narrow=True)
         near = self.sinks + self.window - 1 if self.moved and self.sinks else -1
         beyond = max(0, self.sinks + self.window - lost)
         return whole._replace(window=self.window, sinks=self.sinks, near=near, beyond=beyond, seats=seats)

@@ -20,17 +20,16 @@ class Evict(Protocol):
     """evict: which cached rows are given up for good?
 
     The verb's default binds to None, which is asked nothing. A method that is done when the prompt is says `phases =
-    ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them,
-    unless layers or heads differ in how many rows they keep.
+    ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them.
 
     Optional:
         looks(span: Span) -> bool  -- whether `observe` and `view` have anything to do for this span; if not, they are
             not asked, and its step need not be halved. It must depend on the span and its request alone
         most(total: int) -> int  -- how many rows it ever leaves of a text of `total` tokens, where that is known: a
             request then needs no memory for all of them, and its prompt comes in pieces
-        sight: Sight  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing to do:
-            native steps then see that much and ask nobody, as long as all heads and layers keep the same rows, the
-            first ones and then consecutive ones. `view` is still asked on the open path
+        sight: Sight | None  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing
+            to do: native steps then see that much and ask nobody, as long as all heads that it narrows keep the first
+            rows and then consecutive ones, and, if it narrows all alike, the same. `view` is still asked elsewhere
         weighs(span: Span) -> Weighs | None  -- for a span with a single row of a text, what `view` comes to as data:
             bool [layers, h, n], which of the cached rows it does not see (h of 1: alike in all heads), and whom to tell
             what it attends to, float32 [layers, H, n + 1] summed over the query heads that share a KV head, its own row

@@ -20,6 +20,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
+from phasewise.step.sight import Sight
 from phasewise.verbs.host import Host
 
 RANK = 16  # of the low-rank weights of every linear layer
@@ -83,17 +84,19 @@ class LongGen:
         narrow = self.narrow(config)
         if not narrow:
             return None  # everything is seen: that is the model itself
+        heads = tuple((layer in narrow,) * config.kv_heads for layer in range(config.layers))
+        sight = None if self.stride else Sight(self.sinks, self.window, heads=heads)
         if self.weights == "none":
-            return _LongGen(self.seen, narrow, None)
+            return _LongGen(self.seen, narrow, sight, None)
         tensors = host.artefact(self.artefact(config), self.weights)
-        return _LongGen(self.seen, narrow, Delta(tensors, host.model.dtype, host.model.device))
+        return _LongGen(self.seen, narrow, sight, Delta(tensors, host.model.dtype, host.model.device))
 
 
 class _LongGen:
     observes = 0
 
-    def __init__(self, window: Window, narrow: Collection[int], delta: Delta | None) -> None:
-        self.window, self.narrow, self.delta = window, frozenset(narrow), delta
+    def __init__(self, window: Window, narrow: Collection[int], sight: Sight | None, delta: Delta | None) -> None:
+        self.window, self.narrow, self.delta, self.sight = window, frozenset(narrow), delta, sight
         self.looks, self.due = window.hides, window.due
 
     def observe(self, read: Read) -> None:

@@ -18,6 +18,7 @@ from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
+from phasewise.step.sight import Sight
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
@@ -32,8 +33,8 @@ class RLKV:
     of local attention, right ones are rewarded, and a penalty draws gates to 0 as long as enough answers are right.
     They are trained with the default sinks and window, whichever are asked for here.
 
-    Tokens are halves of layers over heads of unequal length. Left out: the paper's permutation
-    of heads, which two kernels need and slabs do not, and its mathematics: gates are learned from recall and pass keys.
+    Tokens are whole native steps over heads of unequal length. Left out: the paper's permutation of heads, which two
+    kernels need and slabs do not, and its mathematics: gates are learned from recall and pass keys.
     """
 
     share: float = 0.5
@@ -80,6 +81,7 @@ class Cut:
     def __init__(self, cut: Tensor, near: Window) -> None:
         self.cut, self.near = cut, near
         self.some = cut.any(1).tolist()
+        self.sight = Sight(near.sinks, near.window, heads=tuple(map(tuple, cut.tolist())), prompts=False)
 
     def looks(self, span: Span) -> bool:
         positions = span.positions

@@ -52,10 +52,10 @@ static void keep(const Call& call, const Plan& plan, const Job& job, const Part&
 
 // ---- reading
 // Scores of slots that a query may not see become -inf.
-static void hide(const Call& call, const Span& span, long row, long slot, long to, float* scores) {
-  long end = limit(span, row), begin = start(call, span, row), own = span.n - span.rows - span.first;
-  keep_between(scores, sinks(span) > slot ? 0 : begin - slot, (end < to ? end : to) - slot);
-  for (long at = sinks(span); at > slot && at < begin && at < slot + KEYS; at++) scores[at - slot] = -INFINITY;
+static void hide(const Span& span, const Job& job, long row, long slot, long to, float* scores) {
+  long end = limit(span, row), begin = start(span, job.window, row), own = span.n - span.rows - span.first;
+  keep_between(scores, job.sinks > slot ? 0 : begin - slot, (end < to ? end : to) - slot);
+  for (long at = job.sinks; at > slot && at < begin && at < slot + KEYS; at++) scores[at - slot] = -INFINITY;
   if (!span.sees || slot + KEYS <= own) return;
   for (long j = 0; j < KEYS; j++) {
     long at = slot + j;
@@ -95,9 +95,13 @@ __attribute__((always_inline)) inline void fetch(const Lines& keys, long key, co
     }
 }
 
-// The block that a job reads after that at `slot`.
-static long after(const Span& span, const Job& job, long slot) {
-  return slot + KEYS >= sinks(span) && slot + KEYS < job.start ? job.start : slot + KEYS;
+// How many slots the first block of a part may have: blocks end at fixed slots, so that which slots share one depends
+// neither on the row nor on where its job begins.
+static long first_size(long from) { return KEYS - from % KEYS; }
+
+// The block that a job reads after that which ends at `end`.
+static long after(const Job& job, long end) {
+  return end >= job.sinks && end < job.start ? job.start : end;
 }
 
 template <class T> static const T* far_query(const Call& call, const Job& job, long i) {
@@ -132,8 +136,8 @@ static void see(const Call& call, const Job& job, long i, const Softcap& cap, lo
   long row = (job.first + i) / group(call), end = limit(span, row);
   for (long j = 0; cap && j < KEYS; j += LANES) store(scores + j, cap(load<F>(scores + j)));
   if (job.rows) keep_between(scores, 0, to - slot);
-  else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(call, span, row) > slot)
-    hide(call, span, row, slot, to, scores);
+  else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(span, job.window, row) > slot)
+    hide(span, job, row, slot, to, scores);
   if (span.tally) note(call, job, i, slot, to, scores);
 }
 
@@ -171,9 +175,9 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   Weight<T> weights[QUERIES][KEYS];
   T wide[2][KEYS * MOST_DIM];  // a block of int8
   Softcap cap(call.softcap, call.scale);
-  for (long slot = from, then; slot < to; slot = then) {
-    long count = to - slot < KEYS ? to - slot : KEYS;
-    then = after(span, job, slot);
+  for (long slot = from, size = first_size(from), then; slot < to; slot = then, size = KEYS) {
+    long count = to - slot < size ? to - slot : size, end = slot + count;
+    then = after(job, slot + size);
     Lines here(call, job, slot), ahead = then < to ? Lines(call, job, then) : next;
     const T *k = (const T*)here.k, *v = (const T*)here.v;
     long k_row = span.k_row, v_row = span.v_row;
@@ -197,10 +201,10 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
       }
     }
     if constexpr (TURNED<T>) score_turned(turned.queries, turned.keys, dim, count, job.count, scores);
-    long first = sinks(span) - slot;
+    long first = job.sinks - slot;
     if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, scores);
     for (long i = 0; i < job.count; i++) {
-      see(call, job, i, cap, slot, to, scores[i]);
+      see(call, job, i, cap, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
     add_all_values<T, MOST_QUERIES>(weights, v, v_row, count, dim, job.count, s.sum);
@@ -212,7 +216,7 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
 static void read_levels(const Call& call, const Job& job, long from, long to, const Lines& next, State& s) {
   const Span& span = call.spans[job.span];
   long dim = call.dim;
-  bool turns = span.sight.far && from < sinks(span);
+  bool turns = span.sight.far && from < job.sinks;
   LevelQueries queries, far;
   for (long i = 0; i < job.count; i++) {
     queries.take(i, query<bf16>(call, job, i), dim);
@@ -221,9 +225,9 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
   alignas(64) float scores[QUERIES][KEYS];
   LevelWeights weights[QUERIES];
   Softcap cap(call.softcap, call.scale);
-  for (long slot = from, then; slot < to; slot = then) {
-    long count = to - slot < KEYS ? to - slot : KEYS;
-    then = after(span, job, slot);
+  for (long slot = from, size = first_size(from), then; slot < to; slot = then, size = KEYS) {
+    long count = to - slot < size ? to - slot : size, end = slot + count;
+    then = after(job, slot + size);
     Lines here(call, job, slot), ahead = then < to ? Lines(call, job, then) : next;
     const int8_t *keys[KEYS], *values[KEYS];  // the last one stands in for those that there are not
     for (long j = 0; j < KEYS; j++) {
@@ -234,16 +238,16 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
       F worth = load_worth(here.k_worth + j, count - j);
       fetch(ahead, j, here, j, LANES);
       score_levels(queries, job.count, dim, keys + j, worth, scores, j);
-      if (!turns || slot + j >= sinks(span)) continue;
+      if (!turns || slot + j >= job.sinks) continue;
       float found[QUERIES][KEYS];
       score_levels(far, job.count, dim, keys + j, worth, found, 0);
       for (long i = 0; i < job.count; i++)
-        for (long r = 0; r < LANES && slot + j + r < sinks(span); r++) scores[i][j + r] = found[i][r];
+        for (long r = 0; r < LANES && slot + j + r < job.sinks; r++) scores[i][j + r] = found[i][r];
     }
     F worth[KEYS / LANES];
     for (long j = 0; j < KEYS; j += LANES) worth[j / LANES] = load_worth(here.v_worth + j, count - j);
     for (long i = 0; i < job.count; i++) {
-      see(call, job, i, cap, slot, to, scores[i]);
+      see(call, job, i, cap, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
       weights[i].take(scores[i], worth);
     }
@@ -255,7 +259,7 @@ static void read_levels(const Call&, const Job&, long, long, const Lines&, State
 #endif
 
 // The block that starts at `slot`, of slots whose keys lie alike: it depends on that slot alone.
-static long block_end(const Sealed& keys, long slot, long to) {
+static long sealed_end(const Sealed& keys, long slot, long to) {
   long end = slot / KEYS * KEYS + KEYS, sealed = slot < keys.slots ? slot / keys.rows * keys.rows + keys.rows : end;
   end = sealed < end ? sealed : end;
   return to < end ? to : end;
@@ -292,7 +296,7 @@ static void read_sealed(const Call& call, const Job& job, long from, long to, St
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   Softcap cap(call.softcap, call.scale);
   for (long slot = from, end; slot < to; slot = end) {
-    end = block_end(keys, slot, to);
+    end = sealed_end(keys, slot, to);
     long count = end - slot, packed = values.slots - slot < count ? values.slots - slot : count;
     Lines here(call, job, slot);
     if (slot < keys.slots) score_sealed(keys, key_lines, slot, count, call.dim, job.count, queries, scores);

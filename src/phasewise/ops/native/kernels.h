@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 30;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 31;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -91,10 +91,13 @@ struct SealCall {
   int64_t rows, blocks;  // so many further than their seals say
 };
 
-struct Head {  // of a span whose KV heads hold unequally many rows: as if they all held `n`, which end at the same slot
+// Of a span whose KV heads hold unequally many rows, or of whose heads some see windows: as if they all held `n` rows,
+// which end at the same slot.
+struct Head {
   const void *k, *v;                  // where its slot 0 would be
   const uint16_t *k_scale, *v_scale;  // likewise; null as in a Span
   int64_t begin;                      // the first slot that there is
+  int64_t window, sinks;              // as in Sight, whose window the span has not; the sinks are from `begin` on
 };
 
 struct Tally {  // of a span with a single row, and at most QUERIES query heads to a KV head
@@ -186,7 +189,8 @@ struct PrefillCall {  // q [rows, heads_q, dim] see slots of k, v [heads, n, dim
   Sight sight;
   const uint8_t* sees;  // [heads, rows, n], which of these slots a row sees; null: all of them
   int64_t sees_head, sees_row;
-  float* lse;  // [rows, heads_q] or null
+  float* lse;           // [rows, heads_q] or null
+  const Head* unequal;  // [heads], as `heads` of a Span; or null. Such a call has no `sees`, and no queries of sinks
 };
 
 struct Noise {  // added to scores, Gumbel(0, 1), a draw by row, key, query head and layer
@@ -295,7 +299,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   int64_t block, first;
   const Choice* choice;  // or null; such a span has no window, nothing in common, and no layer a cap of its scores
   const Sides* sealed;   // [layers], as in Span; or null
-  const Head* unequal;   // [layers, heads], as in Span; or null. No slice, and without a choice
+  const Head* unequal;   // [layers, heads], as in Span; or null. Without a choice
   const Tally* tally;    // [layers], as in Span; or null
 };
 

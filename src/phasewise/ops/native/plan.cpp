@@ -34,30 +34,30 @@ static void add_common(const AttentionCall& call, Plan& plan, const Common& comm
       for (long first = 0; first < queries; first += size) {
         long from = at > common.from ? at : common.from, to = at + PART < common.to ? at + PART : common.to;
         add_part(plan, {plan.job_count, from, to, at / PART, from > at});
-        add_job(plan, {common.spans[0], head, first, queries - first < size ? queries - first : size, 0, 1, rows, 0});
+        add_job(plan, {common.spans[0], head, first, queries - first < size ? queries - first : size, 0, 1, rows, 0, 0, 0});
       }
 }
 
 // The first block that a window of some rows reaches into.
-static long first_block(const AttentionCall& call, const Span& span, long row, long last) {
-  long first = start(call, span, row);
+static long first_block(const Span& span, long window, long row, long last) {
+  long first = start(span, window, row);
   for (; span.sight.seats && row <= last; row++)  // of a tree: later rows may sit before earlier ones
-    if (start(call, span, row) < first) first = start(call, span, row);
+    if (start(span, window, row) < first) first = start(span, window, row);
   return first / KEYS * KEYS;
 }
 
-// A job whose queries see `sinks` slots and then those from `from` on: of a part that holds both, what lies between is
-// left out when it is read.
-static void add_apart(Plan& plan, Job job, long from, long sinks, long to) {
+// A job whose queries see slots from `begin` to `sinks` and then those from `from` on: of a part that holds both, what
+// lies between is left out when it is read.
+static void add_apart(Plan& plan, Job job, long begin, long sinks, long from, long to) {
   auto all = [&](auto work) {
-    for (long at = 0; at < to; at += PART)
+    for (long at = begin / PART * PART; at < to; at += PART)
       if (at < sinks || at + PART > from) work(at);
   };
   all([&](long) { job.parts++; });
   add_job(plan, job);
   all([&](long at) {
-    long end = at + PART < to ? at + PART : to, next = at >= sinks && from > at ? from : at;
-    add_part(plan, {plan.job_count - 1, next, end, at / PART, false});
+    long end = at + PART < to ? at + PART : to, first = at < sinks ? begin : from;
+    add_part(plan, {plan.job_count - 1, first > at ? first : at, end, at / PART, false});
   });
 }
 
@@ -67,12 +67,13 @@ static void add_own(const AttentionCall& call, Plan& plan, long b, long first_pa
   for (long head = 0; head < call.heads; head++)
     for (long first = 0; first < span.rows * group(call); first += QUERIES) {
       long left = span.rows * group(call) - first, some = left < QUERIES ? left : QUERIES;
-      long last = (first + some - 1) / group(call), from = first_block(call, span, first / group(call), last);
-      if (span.heads && span.heads[head].begin > from) from = span.heads[head].begin;
+      long window = window_of(call, span, head), sinks = sinks_of(span, head), there = begin_of(span, head);
+      long last = (first + some - 1) / group(call), from = first_block(span, window, first / group(call), last);
+      if (there > from) from = there;
       long to = limit(span, last), begin = from / PART * PART;
-      Job job = {b, head, first, some, plan.part_count - first_part, 0, nullptr, from};
-      if (sinks(span) && from) {
-        add_apart(plan, job, from, sinks(span), to);
+      Job job = {b, head, first, some, plan.part_count - first_part, 0, nullptr, from, window, sinks};
+      if (sinks > there && from > there) {
+        add_apart(plan, job, there, sinks, from, to);
         continue;
       }
       if (span.common > from) from = span.common;

@@ -18,6 +18,21 @@ constexpr long TILES = 8;  // that pass together over a block of slots
 
 constexpr float LOWEST = -1e30f;  // below any score; a row may meet blocks of which it sees nothing before others
 
+// A call as one KV head has it, laid out in `own` if the heads lie by themselves: then its slots are those there are.
+const PrefillCall& of_head(const PrefillCall& call, long h, PrefillCall& own) {
+  if (!call.unequal) return call;
+  const Head& head = call.unequal[h];
+  own = call;
+  long size = head.k_scale ? 1 : call.kind == FLOAT ? 4 : 2;
+  own.k = (const char*)head.k + head.begin * call.k_row * size, own.k_head = 0;
+  own.v = (const char*)head.v + head.begin * call.v_row * size, own.v_head = 0;
+  own.k_scale = head.k_scale ? head.k_scale + head.begin : nullptr, own.k_scale_head = 0;
+  own.v_scale = head.v_scale ? head.v_scale + head.begin : nullptr, own.v_scale_head = 0;
+  own.n -= head.begin;
+  if (head.window) own.sight.window = head.window, own.sight.sinks = head.sinks;
+  return own;
+}
+
 // The first slot of a row's window.
 long begin_of(const PrefillCall& call, long row) {
   long end = call.n - call.rows + row + 1;
@@ -109,23 +124,27 @@ struct Cut {
 
 template <class T> void pack_all(const PrefillCall& call, float* packed, Shares& packs) {
   Shape shape = shape_of<T>(call.dim, call.n);
+  PrefillCall room;
   for (long from, to; packs.take(from, to);)
     for (long i = from; i < to; i++) {
-      long b = i % shape.blocks;
-      if (unseen<T>(call.sight.sinks, begin_of(call, 0), b / PASS<T> * PASS<T>)) continue;
-      pack<T>(call, shape, i / shape.blocks, b * KEYS, packed + i * shape.block);
+      long b = i % shape.blocks, head = i / shape.blocks;
+      const PrefillCall& own = of_head(call, head, room);
+      if (b * KEYS >= own.n || unseen<T>(own.sight.sinks, begin_of(own, 0), b / PASS<T> * PASS<T>)) continue;
+      pack<T>(own, shape, head, b * KEYS, packed + i * shape.block);
     }
 }
 
 template <class T> void read_all(const PrefillCall& call, const float* packed, Shares& reads) {
   Shape shape = shape_of<T>(call.dim, call.n);
   Cut cut(call);
+  PrefillCall room;
   if (ON_TILES<T>) start_tiles(SIDE);
   for (long from, to; reads.take(from, to);)
     for (long i = from; i < to; i++) {
       long head = i % call.heads, first = (cut.jobs - 1 - i / call.heads) * cut.size;  // the longest first
       long left = cut.queries - first;
-      Job<T> job(call, shape, head, first, left < cut.size ? left : cut.size);
+      const PrefillCall& own = of_head(call, head, room);
+      Job<T> job(own, shape, head, first, left < cut.size ? left : cut.size);
       job.start();
       job.read(packed + head * shape.blocks * shape.block);
       job.finish();

@@ -83,6 +83,6 @@ def _prefill(
     else:
         call.extend((mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1)))
     lse = torch.empty((rows, heads_q)) if with_lse else None
-    call.append(0 if lse is None else lse.data_ptr())
+    call.extend((0 if lse is None else lse.data_ptr(), 0))
     kernels.prefill(call.buffer_info()[0])
     return out, lse

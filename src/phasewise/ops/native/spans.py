@@ -82,7 +82,8 @@ class Few(NamedTuple):
     are read from others (`Common`). With `scales` bfloat16 [H, N], keys and values are int8: a row's numbers are its
     levels times its scale, in q's dtype. A window of `seen` takes the place of the call's; such spans are no members of
     commons, and neither are those whose first keys and values are `sealed` (bfloat16): these are read where they lie
-    packed, as numbers that nothing has rounded, and `start` is at most the number of either.
+    packed, as numbers that nothing has rounded, and `start` is at most the number of either. `heads` is the address of
+    Head (kernels.h) [H], where each lies by itself; k and v then only say how long the longest is.
     """
 
     q: Tensor
@@ -93,6 +94,7 @@ class Few(NamedTuple):
     scales: tuple[Tensor, Tensor] | None = None
     seen: Seen | None = None
     sealed: tuple[Side, Side] | None = None
+    heads: int = 0
 
 
 class Common(NamedTuple):
@@ -178,7 +180,7 @@ def attend(
     out_row, lse_row = heads_q * dim * kind.itemsize, 0 if lse is None else heads_q * 4
     words: list[int] = []
     kept: list[Any] = []  # copies that must outlive the call
-    for (q, k, v, sees, start, scales, seen, sealed), reach in zip(spans, reaches(commons, len(spans))):
+    for (q, k, v, sees, start, scales, seen, sealed, heads), reach in zip(spans, reaches(commons, len(spans))):
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
             kept.append(q)
@@ -201,7 +203,7 @@ def attend(
         else:
             kept.append(sides := array("q", (*sealed[0].words, *sealed[1].words)))
             words.append(sides.buffer_info()[0])
-        words += (0, 0)  # all heads hold equally many rows, and nobody asks for weights
+        words += (heads, 0)  # nobody asks for weights
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)

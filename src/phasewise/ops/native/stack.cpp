@@ -91,6 +91,7 @@ static PrefillCall slice_of(const StackCall& call, const Layer& layer, const Spa
   slice.v = span->v, slice.v_head = span->v_head, slice.v_row = span->v_row;
   slice.k_scale = span->k_scale, slice.k_scale_head = span->k_scale_head;
   slice.v_scale = span->v_scale, slice.v_scale_head = span->v_scale_head;
+  slice.unequal = span->heads;
   return slice;
 }
 
@@ -307,7 +308,7 @@ API int64_t stack(const StackCall* call) {
   auto spans = [&](long i) { return room.spans + i * call->span_count; };
   auto begin_alike = [&](const Head* one, const Head* other) {
     for (long h = 0; one && h < call->heads; h++)
-      if (one[h].begin != other[h].begin) return false;
+      if (memcmp(&one[h].begin, &other[h].begin, 3 * sizeof(int64_t))) return false;  // and window, and sinks
     return true;
   };
   auto same_as = [&](long i) {  // layers of one window, in which the same spans read the same slots, share one plan

@@ -114,10 +114,10 @@ class StackSpan(NamedTuple):
     With a `choice`, which no layer's window or cap may meet, its row reads less. `sealed` are the words of a Sides
     (kernels.h) for every layer, where its first slots lie packed, and `size` the bytes of all it then reads. If these
     are others for each of its rows, `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
-    (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each;
-    such a span is no slice, and has neither window nor choice. With a `weighed` its only row, of plain KV, does not see
-    all, and says what it attends to. All these are members of no common. `tuned`: the address of LowRank (kernels.h)
-    [layers, 4], low-rank weights that its rows run with.
+    (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each, or
+    where some see windows (`narrow`); such a span has neither window nor choice. With a `weighed` its
+    only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
+    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with.
     """
 
     n: int
@@ -138,11 +138,12 @@ class StackSpan(NamedTuple):
     missing: int = 0
     weighed: Weighed | None = None
     tuned: int = 0
+    narrow: bool = False
 
     @property
     def alone(self) -> bool:
-        """Whether what its row reads, or says of that, is its own matter within the call."""
-        return self.choice is not None or self.weighed is not None
+        """Whether what its rows read, or say of that, is its own matter within the call."""
+        return self.choice is not None or self.weighed is not None or self.narrow
 
     @property
     def reads(self) -> int:
