@@ -12,7 +12,7 @@ from phasewise.errors import UserError
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.decode import Outcome, catching_up, slice_span
+from phasewise.verbs.decode import Outcome, catching_up, draw_outcomes, slice_span
 from phasewise.verbs.draft import headroom, judged
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import (
@@ -173,9 +173,7 @@ class Speculation:
                 ready.append(i)
         if ready:
             nodes = [self._nodes(requests[i], budgets[i]) for i in ready]
-            with torch.inference_mode():
-                drafts = self.drafter.draft([requests[i] for i in ready], nodes)
-            for i, most, draft in zip(ready, nodes, drafts):
+            for i, most, draft in zip(ready, nodes, self.drafter.draft([requests[i] for i in ready], nodes)):
                 if draft is not None and draft.tokens and most > 0:
                     assert draft.q is None or self.matches == "all" or self.whole(requests[i]), "drawn after all"
                     spans[i] = draft_span(requests[i], draft.prune(headroom(requests[i])).cut(most), phase)
@@ -185,10 +183,16 @@ class Speculation:
 
     def _nodes(self, request: Request, budget: int) -> int:
         """The most that may be guessed in a step that grants `budget` rows."""
+        if budget == 1 and not self.whole(request):
+            return 0
         rows = self.rows(request)
         return (rows if self.whole(request) else min(budget, rows)) - 1
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        if not (self._top or self._wants) and all(span.note is None for span in spans):
+            outcomes = draw_outcomes(self.host, spans, hidden)
+            self.drafter.learn(spans, hidden, outcomes)
+            return outcomes
         wanted: list[int] = []
         asking: list[int] = []
         contexts: list[Context] = []

@@ -62,7 +62,10 @@ class Draft:
 
     def children(self, node: int) -> list[int]:
         """Children of a node in draw order; -1 = of the pending token."""
-        return [i for i, parent in enumerate(self.parents) if parent == node]
+        found, at = list[int](), node
+        for _ in range(self.parents.count(node)):
+            found.append(at := self.parents.index(node, at + 1))
+        return found
 
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from the first node down to `node`."""
