@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.request.request import Request
-from phasewise.speculation.planner import SPIKE, Chances, Costs, Line, Record, kind, kinds, plan, reached, sort_of
+from phasewise.speculation.planner import SPIKE, Chances, Costs, Line, Plan, Record, kind, kinds, plan, reached, sort_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -20,9 +20,10 @@ from phasewise.verbs.draft import Draft
 from phasewise.verbs.host import Host
 
 NAME = "paced"
-SHARE = 0.01  # of the time that may go into looking for guesses while none pays
+SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
-MEMORY = 0.9  # what a step leaves of the balance before it
+SEEN = 4  # of so many steps without a look, one is timed
+MEMORY = 0.9  # what a look leaves of the balance before it
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
@@ -52,23 +53,31 @@ class Paced:
         return Pacer(host.bind(self.of))
 
 
+@dataclass(slots=True)
+class _Paces(Record):
+    """What became of one request's guesses, and when it will be looked at again."""
+
+    fresh: bool = True  # it was not looked at yet
+    balance: float = 0.0  # seconds that guesses of late were worth, less those spent on looking
+    wakes: int = 0  # the step before which there is no looking
+
+
 class Pacer:
-    """What it remembers of a request is a `Record`, of steps and kinds of guesses what all requests share."""
+    """What it remembers of a request is a `_Paces`, of steps and kinds of guesses what all requests share."""
 
     def __init__(self, of: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.of, self.clock = of, clock
         self.costs, self.chances = Costs(), Chances()
         self.sized: Callable[[Request], bool] = lambda request: False
+        self.draws: Callable[[Request], bool] = getattr(of, "draws", lambda request: True)
         self.companion = getattr(of, "companion", None)
         self.top: int = getattr(of, "top", 0)
         self.shared: bool = getattr(of, "shared", False)
-        self._pause = 0  # steps to come without looking
-        self._balance = 0.0  # seconds gained by late steps, less those spent on looking
-        self._looking = 0.0  # seconds that looking takes
+        self._look = 0.0  # seconds that looking takes, a request
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
         self._step: tuple[int, float] | None = None  # requests of the step under way, and when it began
-        self._number = 0
+        self._number = 0  # of the step under way
 
     @property
     def largest(self) -> int:
@@ -78,34 +87,24 @@ class Pacer:
         say = getattr(self.of, "reach", None)
         return context if say is None else int(say(context))
 
-    def draws(self, request: Request) -> bool:
-        say = getattr(self.of, "draws", None)
-        return say is None or bool(say(request))
-
     def size(self, request: Request) -> int:
-        return 0 if self._pause and self.sized(request) else int(self.of.size(request))
+        paces: _Paces | None = request.state.get(NAME)
+        return int(self.of.size(request)) if paces is None or paces.wakes <= self._number else 0
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        began = self.clock()
+        self._number += 1
+        n = len(requests)
+        if not any(budgets):  # most steps of a text that does not repeat itself: they take no time here
+            self._step = None if self._number % SEEN else (n, self.clock())
+            return [None] * n
         free = [self.sized(request) for request in requests]
         if not any(free):
             return self._ask(requests, budgets)
-        drafts: list[Draft | None] = [None] * len(requests)
-        if self._pause:
-            self._pause -= 1
-            asked = [i for i, sized in enumerate(free) if not sized]
-            if asked:
-                own = self._ask([requests[i] for i in asked], [budgets[i] for i in asked])
-                for i, draft in zip(asked, own):
-                    drafts[i] = draft
-        else:
-            line = self.costs.near(len(requests)) or Line(1.0, 1.0)  # unknown: a step without guesses will show
-            copies = self.companion is None
-            if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
-                self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * len(requests) * line.row / line.base))
-            drafts, gain = (self._cut if copies else self._bounded)(requests, budgets, free, line)
-            self._weigh(self.clock() - began, gain, line)
-        self._step = len(requests), self.clock()
+        line = self.costs.near(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
+        if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
+            self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base))
+        drafts = (self._cut if self.companion is None else self._bounded)(requests, budgets, free, line)
+        self._step = n, self.clock()
         return drafts
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
@@ -124,55 +123,77 @@ class Pacer:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
         return drafts
 
-    def _weigh(self, spent: float, gain: float, line: Line) -> None:
-        """After a step with guesses worth `gain`: whether it pays to look in the next steps."""
-        most = SPIKE * (self._looking or SHARE * line.base)
-        self._odd = spent > most and not self._odd  # a long prompt is read once, and pauses happen: not twice in a row
-        spent = most if self._odd else spent
-        self._looking = spent if not self._looking else MEMORY * self._looking + (1 - MEMORY) * spent
-        self._balance = MEMORY * self._balance + gain * line.base - spent
-        if self._balance < 0 and line.row:
-            self._pause = min(PAUSE, math.ceil(self._looking / (SHARE * line.base)) - 1)
+    def _looked(self, spent: float, looks: int) -> None:
+        """So many looks took `spent` seconds."""
+        each = spent / looks
+        most = SPIKE * self._look
+        self._odd = 0 < most < each and not self._odd  # machines pause, texts are read: not twice in a row
+        each = most if self._odd else each
+        self._look = MEMORY * self._look + (1 - MEMORY) * each if self._look else each
+
+    def _weigh(self, paces: _Paces, worth: float, n: int, line: Line) -> None:
+        """After a look at one of the `n` requests of a step, which found guesses that save `worth` seconds: whether it
+        pays to look in the next steps."""
+        paces.balance = MEMORY * paces.balance + worth - self._look
+        if paces.balance < 0 and line.row:
+            every = math.ceil(n * self._look / (SHARE * line.base)) - 1
+            if every > 0:  # requests that pause look in the same steps: to look at all at once takes less
+                every = min(PAUSE, 1 << every.bit_length())
+                paces.wakes = self._number - self._number % every + every
 
     def _cut(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
-    ) -> tuple[list[Draft | None], float]:
-        """Guesses that cost nothing to make: all are made, and those kept that pay. -> guesses, the gain"""
-        likely, orders = list[list[float]](), list[list[int]]()
-        drafts = [
-            None if draft is None else draft.cut(budget) for draft, budget in zip(self._ask(requests, budgets), budgets)
-        ]
-        for request, draft, sized in zip(requests, drafts, free):
-            record = _record(request)
-            record.settle(request.tokens, self.chances)
-            if draft is None or not draft.tokens or draft.ask or not sized:  # rows that ask go with their guesses
-                likely.append([])
-                orders.append([])
+    ) -> list[Draft | None]:
+        """Guesses that cost nothing to make: all are made, and those kept that pay."""
+        n, began = len(requests), self.clock()
+        asked = [i for i, budget in enumerate(budgets) if budget]
+        found = {i: _paces(requests[i]) for i in asked}
+        drafts: list[Draft | None] = [None] * n
+        fresh = [i for i in asked if found[i].fresh]
+        for group in (fresh, [i for i in asked if not found[i].fresh]):
+            if group:
+                made = self._ask([requests[i] for i in group], [budgets[i] for i in group])
+                for i, draft in zip(group, made):
+                    drafts[i] = None if draft is None else draft.cut(budgets[i])
+            if group is fresh and fresh:
+                began = self.clock()  # what was there of a text is read at the first look, once
+        likely, orders = [list[float]()] * n, dict[int, list[int]]()
+        for i in asked:
+            paces, draft = found[i], drafts[i]
+            paces.fresh = False
+            paces.settle(requests[i].tokens, self.chances)
+            if draft is None or not draft.tokens or draft.ask or not free[i]:  # rows that ask go with their guesses
                 continue
-            which = kinds(draft, sort_of(self.of, request))
-            record.watch(draft, which, request.known)
-            found = reached(draft.parents, [record.chance(each, self.chances) for each in which])
-            order = sorted(range(len(found)), key=lambda node: -found[node])  # a parent comes before its children
-            likely.append([found[node] for node in order])
-            orders.append(order)
-        best = plan(likely, line)
-        for i, (size, order) in enumerate(zip(best.sizes, orders)):
-            if free[i] and drafts[i] is not None:
-                if not order:
-                    continue
-                drafts[i] = drafts[i].only(sorted(order[:size])) if size else None  # type: ignore[union-attr]
-        return drafts, best.gain
+            which = kinds(draft, sort_of(self.of, requests[i]))
+            paces.watch(draft, which, requests[i].known)
+            chances = reached(draft.parents, [paces.chance(each, self.chances) for each in which])
+            orders[i] = order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)  # parents come first
+            likely[i] = [chances[node] for node in order]
+        best = plan(likely, line) if orders else Plan([0] * n, 0.0)
+        for i, order in orders.items():
+            draft, size = drafts[i], best.sizes[i]
+            assert draft is not None
+            drafts[i] = draft.only(sorted(order[:size])) if size else None
+        if len(asked) > len(fresh):
+            self._looked(self.clock() - began, len(asked))
+        rows = sum(best.sizes)
+        slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
+        for i in asked:
+            if free[i]:
+                size = best.sizes[i]
+                gain = math.log1p(sum(likely[i][:size])) / n - slower * size if size else 0.0
+                self._weigh(found[i], gain * line.base, n, line)
+        return drafts
 
     def _bounded(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
-    ) -> tuple[list[Draft | None], float]:
+    ) -> list[Draft | None]:
         """Guesses of a second model: as many are made as pay, were each below the one before."""
-        self._number += 1
-        likely = list[list[float]]()
+        start, likely = self.clock(), list[list[float]]()
         for request, budget, sized in zip(requests, budgets, free):
-            record = _record(request)
-            record.settle(request.tokens, self.chances)
-            steps = [record.chance(kind(0, depth), self.chances) for depth in range(budget)] if sized else []
+            paces = _paces(request)
+            paces.settle(request.tokens, self.chances)
+            steps = [paces.chance(kind(0, depth), self.chances) for depth in range(budget)] if sized else []
             likely.append(reached(range(-1, len(steps) - 1), steps))
         best = plan(likely, Line(line.base, line.row + self._node))
         probe = not any(best.sizes) or self._number % PROBE == 0
@@ -185,12 +206,18 @@ class Pacer:
             self._node = each if not self._node else MEMORY * self._node + (1 - MEMORY) * each
         for request, draft in zip(requests, drafts):
             if draft is not None:
-                _record(request).watch(draft, kinds(draft, 0), request.known)
-        return drafts, best.gain + (self._node * made / line.base if any(best.sizes) else 0.0)
+                _paces(request).watch(draft, kinds(draft, 0), request.known)
+        looked = [request for request, budget, sized in zip(requests, budgets, free) if budget and sized]
+        if looked:
+            self._looked(self.clock() - start, len(looked))
+            worth = best.gain * line.base + (self._node * made if any(best.sizes) else 0.0)
+            for request in looked:
+                self._weigh(_paces(request), worth / len(looked), len(requests), line)
+        return drafts
 
 
-def _record(request: Request) -> Record:
-    record: Record | None = request.state.get(NAME)
-    if record is None:
-        record = request.state[NAME] = Record()
-    return record
+def _paces(request: Request) -> _Paces:
+    paces: _Paces | None = request.state.get(NAME)
+    if paces is None:
+        paces = request.state[NAME] = _Paces()
+    return paces
