@@ -130,6 +130,7 @@ class Speculation:
         self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
         if "thoughts" in self._wants and hasattr(drafter, "thoughts"):
             drafter.thoughts = True
+        self._guessing = True  # whether a request may have wanted guesses since the last verdict
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""
@@ -159,13 +160,21 @@ class Speculation:
             return request.prompt_len - request.computed
         if catching_up(request):
             return pending(request) - self.whole(request)
-        return 1 + (len(sure(self.host, request)) or (self.drafter.size(request) if headroom(request) > 0 else 0))
+        if certain := sure(self.host, request):
+            return 1 + len(certain)
+        size = self.drafter.size(request)
+        if not size or headroom(request) <= 0:
+            return 1
+        self._guessing = True
+        return 1 + size
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         spans: list[Span | None] = [None] * len(requests)
         ready = []
         for i, (request, budget) in enumerate(zip(requests, budgets)):
-            if catching_up(request):
+            if request.rows == 1 and not self._guessing and request.params.ask is None:
+                spans[i] = slice_span(request, 1, phase)  # a step without guesses takes no time here
+            elif catching_up(request):
                 spans[i] = slice_span(request, min(budget, self.rows(request)), phase)
             elif follows := sure(self.host, request):
                 spans[i] = sure_span(request, follows if self.whole(request) else follows[: budget - 1], phase)
@@ -183,12 +192,11 @@ class Speculation:
 
     def _nodes(self, request: Request, budget: int) -> int:
         """The most that may be guessed in a step that grants `budget` rows."""
-        if budget == 1 and not self.whole(request):
-            return 0
         rows = self.rows(request)
         return (rows if self.whole(request) else min(budget, rows)) - 1
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        self._guessing = False
         if not (self._top or self._wants) and all(span.note is None for span in spans):
             outcomes = draw_outcomes(self.host, spans, hidden)
             self.drafter.learn(spans, hidden, outcomes)

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -24,6 +26,7 @@ SHARE = 0.01  # of a step's time that may go into looking for guesses while none
 PAUSE = 4096  # steps without looking, at most
 SEEN = 4  # of so many steps without a look, one is timed
 MEMORY = 0.9  # what a look leaves of the balance before it
+FADES = 0.9  # what a new request leaves of what looking is taken to cost, so that it is tried again
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
@@ -76,8 +79,9 @@ class Pacer:
         self._look = 0.0  # seconds that looking takes, a request
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
-        self._step: tuple[int, float] | None = None  # requests of the step under way, and when it began
         self._number = 0  # of the step under way
+        self._last = 0.0  # when the one before it had its verdict
+        self._drafting: float | None = None  # seconds of it that were spent here, if any
 
     @property
     def largest(self) -> int:
@@ -92,11 +96,7 @@ class Pacer:
         return int(self.of.size(request)) if paces is None or paces.wakes <= self._number else 0
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        self._number += 1
-        n = len(requests)
-        if not any(budgets):  # most steps of a text that does not repeat itself: they take no time here
-            self._step = None if self._number % SEEN else (n, self.clock())
-            return [None] * n
+        began, n = self.clock(), len(requests)
         free = [self.sized(request) for request in requests]
         if not any(free):
             return self._ask(requests, budgets)
@@ -104,15 +104,21 @@ class Pacer:
         if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
             self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base))
         drafts = (self._cut if self.companion is None else self._bounded)(requests, budgets, free, line)
-        self._step = n, self.clock()
+        self._drafting = self.clock() - began
         return drafts
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
-        if self._step is not None:
-            n, began = self._step
-            self._step = None
-            if len(spans) == n and all(span.note is not None or span.rows == 1 for span in spans):
-                self.costs.note(n, sum(span.rows for span in spans), self.clock() - began)
+        """A step is timed from verdict to verdict, but for what passed in here."""
+        now, drafting, last = self.clock(), self._drafting, self._last
+        self._number, self._last, self._drafting = self._number + 1, now, None
+        if drafting is not None or not self._number % SEEN:
+            rows = 0
+            for span in spans:
+                rows += span.rows
+                if span.note is None and span.rows > 1:
+                    break
+            else:
+                self.costs.note(len(spans), rows, now - last - (drafting or 0.0))
         self.of.learn(spans, hidden, outcomes, *tops)
 
     def close(self) -> None:
@@ -123,67 +129,73 @@ class Pacer:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
         return drafts
 
-    def _looked(self, spent: float, looks: int) -> None:
+    def _looked(self, spent: float, looks: int, line: Line) -> None:
         """So many looks took `spent` seconds."""
-        each = spent / looks
-        most = SPIKE * self._look
-        self._odd = 0 < most < each and not self._odd  # machines pause, texts are read: not twice in a row
+        each, most = spent / looks, SPIKE * (self._look or SHARE * line.base)
+        self._odd = each > most and not self._odd  # machines pause, prompts are read: not twice in a row
         each = most if self._odd else each
-        self._look = MEMORY * self._look + (1 - MEMORY) * each if self._look else each
+        kept = MEMORY if each > self._look else 1 - MEMORY  # what was disturbed is soon forgotten
+        self._look = kept * self._look + (1 - kept) * each
 
     def _weigh(self, paces: _Paces, worth: float, n: int, line: Line) -> None:
         """After a look at one of the `n` requests of a step, which found guesses that save `worth` seconds: whether it
         pays to look in the next steps."""
         paces.balance = MEMORY * paces.balance + worth - self._look
-        if paces.balance < 0 and line.row:
-            every = math.ceil(n * self._look / (SHARE * line.base)) - 1
-            if every > 0:  # requests that pause look in the same steps: to look at all at once takes less
-                every = min(PAUSE, 1 << every.bit_length())
-                paces.wakes = self._number - self._number % every + every
+        every = math.ceil(n * self._look / (SHARE * line.base)) if line.row else 0
+        if paces.balance < 0 and every > 1:  # requests that pause look in the same steps: all at once takes less
+            every = min(PAUSE, 1 << (every - 1).bit_length())
+            paces.wakes = self._number - self._number % every + every
 
     def _cut(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
     ) -> list[Draft | None]:
         """Guesses that cost nothing to make: all are made, and those kept that pay."""
         n, began = len(requests), self.clock()
-        asked = [i for i, budget in enumerate(budgets) if budget]
-        found = {i: _paces(requests[i]) for i in asked}
         drafts: list[Draft | None] = [None] * n
-        fresh = [i for i in asked if found[i].fresh]
-        for group in (fresh, [i for i in asked if not found[i].fresh]):
-            if group:
-                made = self._ask([requests[i] for i in group], [budgets[i] for i in group])
-                for i, draft in zip(group, made):
-                    drafts[i] = None if draft is None else draft.cut(budgets[i])
-            if group is fresh and fresh:
-                began = self.clock()  # what was there of a text is read at the first look, once
-        likely, orders = [list[float]()] * n, dict[int, list[int]]()
-        for i in asked:
-            paces, draft = found[i], drafts[i]
-            paces.fresh = False
+        asked = {i: _paces(requests[i]) for i, budget in enumerate(budgets) if budget}
+        known = [i for i, paces in asked.items() if not paces.fresh]
+        if len(known) < len(asked):  # what was there of a text is read at the first look: that is paid once
+            self._fill(drafts, requests, budgets, [i for i, paces in asked.items() if paces.fresh])
+            began, self._look = self.clock(), FADES * self._look
+        if known:
+            self._fill(drafts, requests, budgets, known)
+        likely, orders = [list[float]()] * n, dict[int, Sequence[int]]()
+        for i, paces in asked.items():
+            draft, paces.fresh = drafts[i], False
             paces.settle(requests[i].tokens, self.chances)
-            if draft is None or not draft.tokens or draft.ask or not free[i]:  # rows that ask go with their guesses
-                continue
-            which = kinds(draft, sort_of(self.of, requests[i]))
-            paces.watch(draft, which, requests[i].known)
-            chances = reached(draft.parents, [paces.chance(each, self.chances) for each in which])
-            orders[i] = order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)  # parents come first
-            likely[i] = [chances[node] for node in order]
+            if draft is not None and draft.tokens and free[i] and not draft.ask:  # rows that ask go with their guesses
+                orders[i], likely[i] = self._judge(requests[i], draft, paces)
         best = plan(likely, line) if orders else Plan([0] * n, 0.0)
         for i, order in orders.items():
-            draft, size = drafts[i], best.sizes[i]
-            assert draft is not None
-            drafts[i] = draft.only(sorted(order[:size])) if size else None
-        if len(asked) > len(fresh):
-            self._looked(self.clock() - began, len(asked))
+            drafts[i] = _kept(drafts[i], order, best.sizes[i])
+        if known:
+            self._looked(self.clock() - began, len(asked), line)
         rows = sum(best.sizes)
         slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
-        for i in asked:
+        for i, paces in asked.items():
             if free[i]:
                 size = best.sizes[i]
                 gain = math.log1p(sum(likely[i][:size])) / n - slower * size if size else 0.0
-                self._weigh(found[i], gain * line.base, n, line)
+                self._weigh(paces, gain * line.base, n, line)
         return drafts
+
+    def _fill(
+        self, drafts: list[Draft | None], requests: Sequence[Request], budgets: Sequence[int], some: Sequence[int]
+    ) -> None:
+        """Ask for the guesses of some requests."""
+        for i, draft in zip(some, self._ask([requests[i] for i in some], [budgets[i] for i in some])):
+            drafts[i] = None if draft is None else draft.cut(budgets[i])
+
+    def _judge(self, request: Request, draft: Draft, paces: _Paces) -> tuple[Sequence[int], list[float]]:
+        """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children."""
+        which = kinds(draft, sort_of(self.of, request))
+        chances = {each: paces.chance(each, self.chances) for each in set(which)}
+        paces.watch(draft, which, request.known)
+        if draft.parents == list(range(-1, len(which) - 1)):
+            return range(len(which)), list(accumulate(map(chances.__getitem__, which), mul))
+        found = reached(draft.parents, [chances[each] for each in which])
+        order = sorted(range(len(found)), key=found.__getitem__, reverse=True)
+        return order, [found[node] for node in order]
 
     def _bounded(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
@@ -209,11 +221,18 @@ class Pacer:
                 _paces(request).watch(draft, kinds(draft, 0), request.known)
         looked = [request for request, budget, sized in zip(requests, budgets, free) if budget and sized]
         if looked:
-            self._looked(self.clock() - start, len(looked))
+            self._looked(self.clock() - start, len(looked), line)
             worth = best.gain * line.base + (self._node * made if any(best.sizes) else 0.0)
             for request in looked:
                 self._weigh(_paces(request), worth / len(looked), len(requests), line)
         return drafts
+
+
+def _kept(draft: Draft | None, order: Sequence[int], size: int) -> Draft | None:
+    """The first `size` nodes of the order."""
+    if draft is None or not size:
+        return None
+    return draft.cut(size) if isinstance(order, range) else draft.only(sorted(order[:size]))
 
 
 def _paces(request: Request) -> _Paces:
