@@ -62,10 +62,8 @@ class Draft:
 
     def children(self, node: int) -> list[int]:
         """Children of a node in draw order; -1 = of the pending token."""
-        found, at = list[int](), node
-        for _ in range(self.parents.count(node)):
-            found.append(at := self.parents.index(node, at + 1))
-        return found
+        at = node
+        return [at := self.parents.index(node, at + 1) for _ in range(self.parents.count(node))]
 
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from the first node down to `node`."""

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from phasewise.catalog import part
+from phasewise.methods.draft._record import Chances, Record
 from phasewise.request.request import Request
-from phasewise.speculation.planner import SPIKE, Chances, Costs, Line, Plan, Record, kind, kinds, plan, reached, sort_of
+from phasewise.speculation.planner import SPIKE, Costs, Line, Plan, kind, kinds, plan, reached, sort_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -24,8 +25,11 @@ from phasewise.verbs.host import Host
 NAME = "paced"
 SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
-SEEN = 4  # of so many steps without a look, one is timed
-MEMORY = 0.9  # what a look leaves of the balance before it
+SEEN = 8  # of so many steps without a look, one is timed
+MEMORY = 0.9  # what a look leaves of those before it
+LOOKED, OPTIMISM = 3.0, 2.0  # who comes new counts as looked at so often, each worth so many looks at most
+LOOKS = 0.25  # of the time of looks: at least so much goes into looking, at most the rest into reading
+LONG = 32  # tokens of a text that tell what reading it takes
 FADES = 0.9  # what a new request leaves of what looking is taken to cost, so that it is tried again
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
@@ -60,8 +64,9 @@ class Paced:
 class _Paces(Record):
     """What became of one request's guesses, and when it will be looked at again."""
 
-    fresh: bool = True  # it was not looked at yet
-    balance: float = 0.0  # seconds that guesses of late were worth, less those spent on looking
+    read: int = 0  # tokens it had at the last look; 0: it was not looked at yet
+    looks: float = 0.0  # of late ...
+    worth: float = 0.0  # ... and the seconds that the guesses they brought have saved
     wakes: int = 0  # the step before which there is no looking
 
 
@@ -76,7 +81,10 @@ class Pacer:
         self.companion = getattr(of, "companion", None)
         self.top: int = getattr(of, "top", 0)
         self.shared: bool = getattr(of, "shared", False)
-        self._look = 0.0  # seconds that looking takes, a request
+        self._look = 0.0  # seconds that looking takes, a request ...
+        self._read = 0.0  # ... and, besides, every token that has come since the last look: pauses do not save these
+        self._worth = 0.0  # seconds that a look saves, whoever it is at
+        self._asked: list[tuple[Request, _Paces]] = []  # who was looked at in the step under way, and may be paused
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
         self._number = 0  # of the step under way
@@ -119,6 +127,8 @@ class Pacer:
                     break
             else:
                 self.costs.note(len(spans), rows, now - last - (drafting or 0.0))
+        if self._asked:
+            self._weigh(spans, outcomes)
         self.of.learn(spans, hidden, outcomes, *tops)
 
     def close(self) -> None:
@@ -129,22 +139,39 @@ class Pacer:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
         return drafts
 
-    def _looked(self, spent: float, looks: int, line: Line) -> None:
-        """So many looks took `spent` seconds."""
-        each, most = spent / looks, SPIKE * (self._look or SHARE * line.base)
-        self._odd = each > most and not self._odd  # machines pause, prompts are read: not twice in a row
+    def _looked(self, spent: float, looks: int, tokens: int, line: Line) -> None:
+        """So many looks took `spent` seconds; so many tokens came since those before."""
+        each = max(spent - self._read * tokens, LOOKS * spent) / looks
+        most = SPIKE * (self._look or SHARE * line.base)
+        self._odd = each > most and not self._odd  # machines pause: not twice in a row
         each = most if self._odd else each
         kept = MEMORY if each > self._look else 1 - MEMORY  # what was disturbed is soon forgotten
         self._look = kept * self._look + (1 - kept) * each
 
-    def _weigh(self, paces: _Paces, worth: float, n: int, line: Line) -> None:
-        """After a look at one of the `n` requests of a step, which found guesses that save `worth` seconds: whether it
-        pays to look in the next steps."""
-        paces.balance = MEMORY * paces.balance + worth - self._look
-        every = math.ceil(n * self._look / (SHARE * line.base)) if line.row else 0
-        if paces.balance < 0 and every > 1:  # requests that pause look in the same steps: all at once takes less
-            every = min(PAUSE, 1 << (every - 1).bit_length())
-            paces.wakes = self._number - self._number % every + every
+    def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
+        """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
+        asked, self._asked, n = self._asked, [], len(spans)
+        line = self.costs.near(n)
+        if line is None:
+            return
+        drafted = {id(span.request): (span.rows - 1, len(outcome.tokens) - 1)
+                   for span, outcome in zip(spans, outcomes) if span.note is not None}  # fmt: skip
+        rows = sum(more for more, _ in drafted.values())
+        slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
+        every = math.ceil(n * self._look / (SHARE * line.base))
+        if every > 1:
+            unit = 1 << max(0, every.bit_length() - 3)  # requests that pause look in the same steps: that takes less
+            every = min(PAUSE, math.ceil(every / unit) * unit)
+        wakes = self._number - self._number % every + every if every > 1 else 0
+        hoped = OPTIMISM * self._look
+        for request, paces in asked:
+            more, right = drafted.get(id(request), (0, 0))
+            worth = line.base * (math.log1p(right) / n - slower * more) if more else 0.0
+            paces.looks, paces.worth = MEMORY * paces.looks + 1, MEMORY * paces.worth + worth
+            self._worth = MEMORY * self._worth + (1 - MEMORY) * worth
+            prior = min(self._worth, hoped)
+            if paces.worth + LOOKED * prior < self._look * (paces.looks + LOOKED):
+                paces.wakes = wakes
 
     def _cut(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
@@ -153,30 +180,34 @@ class Pacer:
         n, began = len(requests), self.clock()
         drafts: list[Draft | None] = [None] * n
         asked = {i: _paces(requests[i]) for i, budget in enumerate(budgets) if budget}
-        known = [i for i, paces in asked.items() if not paces.fresh]
-        if len(known) < len(asked):  # what was there of a text is read at the first look: that is paid once
-            self._fill(drafts, requests, budgets, [i for i, paces in asked.items() if paces.fresh])
-            began, self._look = self.clock(), FADES * self._look
+        known = [i for i, paces in asked.items() if paces.read]
+        if len(known) < len(asked):  # all that there is of a text is read at the first look: that is paid once
+            fresh = [i for i, paces in asked.items() if not paces.read]
+            self._fill(drafts, requests, budgets, fresh)
+            began, start = self.clock(), began
+            self._look *= FADES
+            tokens = sum(requests[i].known for i in fresh)
+            if tokens > LONG * len(fresh):
+                read = max(0.0, began - start - len(fresh) * self._look) / tokens
+                self._read = min(read, 0.5 * (self._read + read)) if self._read else read
         if known:
             self._fill(drafts, requests, budgets, known)
         likely, orders = [list[float]()] * n, dict[int, Sequence[int]]()
+        price = math.expm1(n * math.log1p(line.row / (line.base + line.row * sum(budgets))))  # of the cheapest guess
         for i, paces in asked.items():
-            draft, paces.fresh = drafts[i], False
+            draft = drafts[i]
             paces.settle(requests[i].tokens, self.chances)
             if draft is not None and draft.tokens and free[i] and not draft.ask:  # rows that ask go with their guesses
-                orders[i], likely[i] = self._judge(requests[i], draft, paces)
+                orders[i], likely[i] = self._judge(requests[i], draft, paces, price)
         best = plan(likely, line) if orders else Plan([0] * n, 0.0)
         for i, order in orders.items():
             drafts[i] = _kept(drafts[i], order, best.sizes[i])
         if known:
-            self._looked(self.clock() - began, len(asked), line)
-        rows = sum(best.sizes)
-        slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
+            come = sum(requests[i].known - asked[i].read for i in known)
+            self._looked(self.clock() - began, len(asked), come, line)
         for i, paces in asked.items():
-            if free[i]:
-                size = best.sizes[i]
-                gain = math.log1p(sum(likely[i][:size])) / n - slower * size if size else 0.0
-                self._weigh(paces, gain * line.base, n, line)
+            paces.read = requests[i].known
+        self._asked = [(requests[i], paces) for i, paces in asked.items() if free[i]]
         return drafts
 
     def _fill(
@@ -186,16 +217,24 @@ class Pacer:
         for i, draft in zip(some, self._ask([requests[i] for i in some], [budgets[i] for i in some])):
             drafts[i] = None if draft is None else draft.cut(budgets[i])
 
-    def _judge(self, request: Request, draft: Draft, paces: _Paces) -> tuple[Sequence[int], list[float]]:
-        """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children."""
-        which = kinds(draft, sort_of(self.of, request))
+    def _judge(
+        self, request: Request, draft: Draft, paces: _Paces, price: float
+    ) -> tuple[Sequence[int], Sequence[float]]:
+        """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children. None
+        where not even the first of a chain is worth the price."""
+        chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
+        head = draft.cut(1) if chain else draft
+        which = kinds(head, sort_of(self.of, request))
         chances = {each: paces.chance(each, self.chances) for each in set(which)}
-        paces.watch(draft, which, request.known)
-        if draft.parents == list(range(-1, len(which) - 1)):
-            return range(len(which)), list(accumulate(map(chances.__getitem__, which), mul))
-        found = reached(draft.parents, [chances[each] for each in which])
-        order = sorted(range(len(found)), key=found.__getitem__, reverse=True)
-        return order, [found[node] for node in order]
+        if chain and chances[which[0]] >= price:
+            head, which = draft, kinds(draft, sort_of(self.of, request))
+            chances = {each: paces.chance(each, self.chances) for each in set(which)}
+        paces.watch(head, which, request.known)
+        if not chain:
+            found = reached(draft.parents, [chances[each] for each in which])
+            order = sorted(range(len(found)), key=found.__getitem__, reverse=True)
+            return order, [found[node] for node in order]
+        return range(len(which)), list(accumulate(map(chances.__getitem__, which), mul)) if head is draft else []
 
     def _bounded(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
@@ -221,10 +260,8 @@ class Pacer:
                 _paces(request).watch(draft, kinds(draft, 0), request.known)
         looked = [request for request, budget, sized in zip(requests, budgets, free) if budget and sized]
         if looked:
-            self._looked(self.clock() - start, len(looked), line)
-            worth = best.gain * line.base + (self._node * made if any(best.sizes) else 0.0)
-            for request in looked:
-                self._weigh(_paces(request), worth / len(looked), len(requests), line)
+            self._looked(self.clock() - start, len(looked), 0, line)
+        self._asked = [(request, _paces(request)) for request in looked]
         return drafts
 
 
