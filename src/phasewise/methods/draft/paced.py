@@ -15,7 +15,7 @@ from torch import Tensor
 from phasewise.catalog import part
 from phasewise.methods.draft._record import Chances, Record
 from phasewise.request.request import Request
-from phasewise.speculation.planner import SPIKE, Costs, Line, Plan, kind, kinds, plan, reached, sort_of
+from phasewise.speculation.planner import LEVEL, SPIKE, Costs, Line, Plan, kind, kinds, plan, reached, sort_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -23,14 +23,13 @@ from phasewise.verbs.draft import Draft
 from phasewise.verbs.host import Host
 
 NAME = "paced"
-SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
+SHARE = 0.015  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
 SEEN = 8  # of so many steps without a look, one is timed
-MEMORY = 0.9  # what a look leaves of those before it
-LOOKED, OPTIMISM = 3.0, 2.0  # who comes new counts as looked at so often, each worth so many looks at most
-LOOKS = 0.25  # of the time of looks: at least so much goes into looking, at most the rest into reading
-LONG = 32  # tokens of a text that tell what reading it takes
-FADES = 0.9  # what a new request leaves of what looking is taken to cost, so that it is tried again
+MEMORY, ALL = 0.9, 0.98  # what a look leaves of those before it at the same request, and at any
+LOOKED = 3.0  # who comes new counts as looked at so often, with what it was worth at others ...
+OPTIMISM, MOST_HOPED = 2.0, 5.0  # ... in looks: before much is known of these, and at most
+LOOKS = 0.5  # of the time of making guesses: looking takes at least so much
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
@@ -64,10 +63,17 @@ class Paced:
 class _Paces(Record):
     """What became of one request's guesses, and when it will be looked at again."""
 
-    read: int = 0  # tokens it had at the last look; 0: it was not looked at yet
+    wakes: int = 0  # the step before which there is no looking
+    read: bool = False  # whether it was looked at before
     looks: float = 0.0  # of late ...
     worth: float = 0.0  # ... and the seconds that the guesses they brought have saved
-    wakes: int = 0  # the step before which there is no looking
+
+    def note(self, worth: float, kept: float) -> None:
+        self.looks, self.worth = kept * self.looks + 1, kept * self.worth + worth
+
+    def value(self, before: float) -> float:
+        """Seconds that a look saves, if it was `before` what is known."""
+        return (self.worth + LOOKED * before) / (self.looks + LOOKED)
 
 
 class Pacer:
@@ -82,8 +88,9 @@ class Pacer:
         self.top: int = getattr(of, "top", 0)
         self.shared: bool = getattr(of, "shared", False)
         self._look = 0.0  # seconds that looking takes, a request ...
-        self._read = 0.0  # ... and, besides, every token that has come since the last look: pauses do not save these
-        self._worth = 0.0  # seconds that a look saves, whoever it is at
+        self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
+        self._all = _Paces()  # of all requests: what looks were worth
+        self._pause = 1  # steps between two looks at who is paused
         self._asked: list[tuple[Request, _Paces]] = []  # who was looked at in the step under way, and may be paused
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
@@ -100,8 +107,8 @@ class Pacer:
         return context if say is None else int(say(context))
 
     def size(self, request: Request) -> int:
-        paces: _Paces | None = request.state.get(NAME)
-        return int(self.of.size(request)) if paces is None or paces.wakes <= self._number else 0
+        paces = self._of(request)
+        return int(self.of.size(request)) if paces.wakes <= self._number else 0
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         began, n = self.clock(), len(requests)
@@ -120,13 +127,16 @@ class Pacer:
         now, drafting, last = self.clock(), self._drafting, self._last
         self._number, self._last, self._drafting = self._number + 1, now, None
         if drafting is not None or not self._number % SEEN:
-            rows = 0
+            n, rows = len(spans), 0
             for span in spans:
                 rows += span.rows
                 if span.note is None and span.rows > 1:
                     break
             else:
-                self.costs.note(len(spans), rows, now - last - (drafting or 0.0))
+                if rows > n or drafting is None or self.costs.near(n) is None:
+                    self.costs.note(n, rows, now - last - (drafting or 0.0))
+                if self._asked:
+                    self._looked(now - last, drafting or 0.0, n, rows)
         if self._asked:
             self._weigh(spans, outcomes)
         self.of.learn(spans, hidden, outcomes, *tops)
@@ -139,39 +149,52 @@ class Pacer:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
         return drafts
 
-    def _looked(self, spent: float, looks: int, tokens: int, line: Line) -> None:
-        """So many looks took `spent` seconds; so many tokens came since those before."""
-        each = max(spent - self._read * tokens, LOOKS * spent) / looks
+    def _new(self, request: Request) -> _Paces:
+        """Who comes new is looked at at once, unless looks at others were worth little of late."""
+        paces = request.state[NAME] = _Paces()
+        if self.sized(request) and self._all.value(OPTIMISM * self._look) < self._look:
+            paces.wakes = self._next()
+        return paces
+
+    def _of(self, request: Request) -> _Paces:
+        paces: _Paces = request.state.get(NAME) or self._new(request)
+        return paces
+
+    def _next(self) -> int:
+        """The next step with a look at who is paused: at all of them at once, for that takes less."""
+        return self._number - self._number % self._pause + self._pause if self._pause > 1 else 0
+
+    def _looked(self, seconds: float, drafting: float, n: int, rows: int) -> None:
+        """A step of `n` requests with looks took so many seconds, `drafting` of them in here. What it took beyond a
+        step of so many `rows` is theirs: code that runs now and then is slow, and slows down what runs after it."""
+        line, looks = self.costs.near(n), len(self._asked)
+        if line is None or not line.row:
+            return
+        beyond = seconds - line.base - line.row * (rows - n)
+        each = max(beyond - self._once, LOOKS * (drafting - self._once)) / looks
         most = SPIKE * (self._look or SHARE * line.base)
         self._odd = each > most and not self._odd  # machines pause: not twice in a row
         each = most if self._odd else each
-        kept = MEMORY if each > self._look else 1 - MEMORY  # what was disturbed is soon forgotten
-        self._look = kept * self._look + (1 - kept) * each
+        self._look = LEVEL * self._look + (1 - LEVEL) * each
+        unit = 1 << max(0, math.ceil(n * self._look / (SHARE * line.base)).bit_length() - 3)
+        self._pause = min(PAUSE, math.ceil(n * self._look / (SHARE * line.base) / unit) * unit)
 
     def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
         """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
-        asked, self._asked, n = self._asked, [], len(spans)
-        line = self.costs.near(n)
-        if line is None:
-            return
+        asked, self._asked, self._once, n = self._asked, [], 0.0, len(spans)
+        line = self.costs.near(n) or Line(1.0, 1.0)
         drafted = {id(span.request): (span.rows - 1, len(outcome.tokens) - 1)
                    for span, outcome in zip(spans, outcomes) if span.note is not None}  # fmt: skip
         rows = sum(more for more, _ in drafted.values())
         slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
-        every = math.ceil(n * self._look / (SHARE * line.base))
-        if every > 1:
-            unit = 1 << max(0, every.bit_length() - 3)  # requests that pause look in the same steps: that takes less
-            every = min(PAUSE, math.ceil(every / unit) * unit)
-        wakes = self._number - self._number % every + every if every > 1 else 0
-        hoped = OPTIMISM * self._look
+        prior = min(self._all.value(OPTIMISM * self._look), MOST_HOPED * self._look)
         for request, paces in asked:
             more, right = drafted.get(id(request), (0, 0))
             worth = line.base * (math.log1p(right) / n - slower * more) if more else 0.0
-            paces.looks, paces.worth = MEMORY * paces.looks + 1, MEMORY * paces.worth + worth
-            self._worth = MEMORY * self._worth + (1 - MEMORY) * worth
-            prior = min(self._worth, hoped)
-            if paces.worth + LOOKED * prior < self._look * (paces.looks + LOOKED):
-                paces.wakes = wakes
+            self._all.note(worth, ALL)
+            paces.note(worth, MEMORY)
+            if paces.value(prior) < self._look:
+                paces.wakes = self._next()
 
     def _cut(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
@@ -179,17 +202,12 @@ class Pacer:
         """Guesses that cost nothing to make: all are made, and those kept that pay."""
         n, began = len(requests), self.clock()
         drafts: list[Draft | None] = [None] * n
-        asked = {i: _paces(requests[i]) for i, budget in enumerate(budgets) if budget}
+        asked = {i: self._of(requests[i]) for i, budget in enumerate(budgets) if budget}
         known = [i for i, paces in asked.items() if paces.read]
         if len(known) < len(asked):  # all that there is of a text is read at the first look: that is paid once
             fresh = [i for i, paces in asked.items() if not paces.read]
             self._fill(drafts, requests, budgets, fresh)
-            began, start = self.clock(), began
-            self._look *= FADES
-            tokens = sum(requests[i].known for i in fresh)
-            if tokens > LONG * len(fresh):
-                read = max(0.0, began - start - len(fresh) * self._look) / tokens
-                self._read = min(read, 0.5 * (self._read + read)) if self._read else read
+            self._once = self.clock() - began
         if known:
             self._fill(drafts, requests, budgets, known)
         likely, orders = [list[float]()] * n, dict[int, Sequence[int]]()
@@ -202,11 +220,8 @@ class Pacer:
         best = plan(likely, line) if orders else Plan([0] * n, 0.0)
         for i, order in orders.items():
             drafts[i] = _kept(drafts[i], order, best.sizes[i])
-        if known:
-            come = sum(requests[i].known - asked[i].read for i in known)
-            self._looked(self.clock() - began, len(asked), come, line)
-        for i, paces in asked.items():
-            paces.read = requests[i].known
+        for paces in asked.values():
+            paces.read = True
         self._asked = [(requests[i], paces) for i, paces in asked.items() if free[i]]
         return drafts
 
@@ -219,9 +234,9 @@ class Pacer:
 
     def _judge(
         self, request: Request, draft: Draft, paces: _Paces, price: float
-    ) -> tuple[Sequence[int], Sequence[float]]:
-        """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children. None
-        where not even the first of a chain is worth the price."""
+    ) -> tuple[Sequence[int], list[float]]:
+        """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children. No
+        likelihoods where not even the first of a chain is worth the price."""
         chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
         head = draft.cut(1) if chain else draft
         which = kinds(head, sort_of(self.of, request))
@@ -240,9 +255,9 @@ class Pacer:
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
     ) -> list[Draft | None]:
         """Guesses of a second model: as many are made as pay, were each below the one before."""
-        start, likely = self.clock(), list[list[float]]()
+        likely = list[list[float]]()
         for request, budget, sized in zip(requests, budgets, free):
-            paces = _paces(request)
+            paces = self._of(request)
             paces.settle(request.tokens, self.chances)
             steps = [paces.chance(kind(0, depth), self.chances) for depth in range(budget)] if sized else []
             likely.append(reached(range(-1, len(steps) - 1), steps))
@@ -257,11 +272,9 @@ class Pacer:
             self._node = each if not self._node else MEMORY * self._node + (1 - MEMORY) * each
         for request, draft in zip(requests, drafts):
             if draft is not None:
-                _paces(request).watch(draft, kinds(draft, 0), request.known)
-        looked = [request for request, budget, sized in zip(requests, budgets, free) if budget and sized]
-        if looked:
-            self._looked(self.clock() - start, len(looked), 0, line)
-        self._asked = [(request, _paces(request)) for request in looked]
+                self._of(request).watch(draft, kinds(draft, 0), request.known)
+        looked = zip(requests, budgets, free)
+        self._asked = [(request, self._of(request)) for request, budget, sized in looked if budget and sized]
         return drafts
 
 
@@ -270,10 +283,3 @@ def _kept(draft: Draft | None, order: Sequence[int], size: int) -> Draft | None:
     if draft is None or not size:
         return None
     return draft.cut(size) if isinstance(order, range) else draft.only(sorted(order[:size]))
-
-
-def _paces(request: Request) -> _Paces:
-    paces: _Paces | None = request.state.get(NAME)
-    if paces is None:
-        paces = request.state[NAME] = _Paces()
-    return paces
