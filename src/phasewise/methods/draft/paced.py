@@ -23,12 +23,12 @@ from phasewise.verbs.draft import Draft
 from phasewise.verbs.host import Host
 
 NAME = "paced"
-SHARE = 0.015  # of a step's time that may go into looking for guesses while none pays
+SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
 SEEN = 8  # of so many steps without a look, one is timed
 MEMORY, ALL = 0.9, 0.98  # what a look leaves of those before it at the same request, and at any
 LOOKED = 3.0  # who comes new counts as looked at so often, with what it was worth at others ...
-OPTIMISM, MOST_HOPED = 2.0, 5.0  # ... in looks: before much is known of these, and at most
+OPTIMISM, MOST_HOPED = 2.0, 3.0  # ... in looks: before much is known of these, and at most
 LOOKS = 0.5  # of the time of making guesses: looking takes at least so much
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
@@ -88,6 +88,7 @@ class Pacer:
         self.top: int = getattr(of, "top", 0)
         self.shared: bool = getattr(of, "shared", False)
         self._look = 0.0  # seconds that looking takes, a request ...
+        self._extra = 0.0  # seconds of a step with guesses beside those of its rows
         self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
         self._all = _Paces()  # of all requests: what looks were worth
         self._pause = 1  # steps between two looks at who is paused
@@ -127,16 +128,13 @@ class Pacer:
         now, drafting, last = self.clock(), self._drafting, self._last
         self._number, self._last, self._drafting = self._number + 1, now, None
         if drafting is not None or not self._number % SEEN:
-            n, rows = len(spans), 0
+            rows = 0
             for span in spans:
                 rows += span.rows
                 if span.note is None and span.rows > 1:
                     break
             else:
-                if rows > n or drafting is None or self.costs.near(n) is None:
-                    self.costs.note(n, rows, now - last - (drafting or 0.0))
-                if self._asked:
-                    self._looked(now - last, drafting or 0.0, n, rows)
+                self._timed(now - last, drafting or 0.0, len(spans), rows)
         if self._asked:
             self._weigh(spans, outcomes)
         self.of.learn(spans, hidden, outcomes, *tops)
@@ -164,20 +162,29 @@ class Pacer:
         """The next step with a look at who is paused: at all of them at once, for that takes less."""
         return self._number - self._number % self._pause + self._pause if self._pause > 1 else 0
 
-    def _looked(self, seconds: float, drafting: float, n: int, rows: int) -> None:
-        """A step of `n` requests with looks took so many seconds, `drafting` of them in here. What it took beyond a
-        step of so many `rows` is theirs: code that runs now and then is slow, and slows down what runs after it."""
+    def _timed(self, seconds: float, drafting: float, n: int, rows: int) -> None:
+        """A step of `n` requests took so many seconds, `drafting` of them in here. What it took beyond a plain step of
+        so many `rows` is the price of looking and of guessing: code that runs now and then is slow, and slows down what
+        runs after it."""
         line, looks = self.costs.near(n), len(self._asked)
-        if line is None or not line.row:
+        if line is None or not drafting:
+            self.costs.note(n, rows, seconds - drafting)
             return
         beyond = seconds - line.base - line.row * (rows - n)
-        each = max(beyond - self._once, LOOKS * (drafting - self._once)) / looks
-        most = SPIKE * (self._look or SHARE * line.base)
-        self._odd = each > most and not self._odd  # machines pause: not twice in a row
-        each = most if self._odd else each
-        self._look = LEVEL * self._look + (1 - LEVEL) * each
-        unit = 1 << max(0, math.ceil(n * self._look / (SHARE * line.base)).bit_length() - 3)
-        self._pause = min(PAUSE, math.ceil(n * self._look / (SHARE * line.base) / unit) * unit)
+        if rows > n:
+            extra = min(max(0.0, beyond - drafting), line.base)
+            self._extra = LEVEL * self._extra + (1 - LEVEL) * extra
+            self.costs.note(n, rows, seconds - drafting - self._extra)
+            beyond = drafting
+        if looks:
+            each = max(beyond - self._once, LOOKS * (drafting - self._once)) / looks
+            most = SPIKE * (self._look or SHARE * line.base)
+            self._odd = each > most and not self._odd  # machines pause: not twice in a row
+            each = most if self._odd else each
+            self._look = LEVEL * self._look + (1 - LEVEL) * each
+            pause = math.ceil(n * self._look / (SHARE * line.base))
+            unit = 1 << max(0, pause.bit_length() - 3)
+            self._pause = min(PAUSE, math.ceil(pause / unit) * unit)
 
     def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
         """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
@@ -217,7 +224,9 @@ class Pacer:
             paces.settle(requests[i].tokens, self.chances)
             if draft is not None and draft.tokens and free[i] and not draft.ask:  # rows that ask go with their guesses
                 orders[i], likely[i] = self._judge(requests[i], draft, paces, price)
-        best = plan(likely, line) if orders else Plan([0] * n, 0.0)
+        best = plan(likely, line) if orders else Plan([], 0.0)
+        if best.gain * line.base <= self._extra:
+            best = Plan([0] * n, 0.0)
         for i, order in orders.items():
             drafts[i] = _kept(drafts[i], order, best.sizes[i])
         for paces in asked.values():
