@@ -17,6 +17,8 @@ LEVEL = 0.9  # what a step leaves of the times before it: machines change their 
 SHAPE = 0.99  # what a difference between two steps leaves of those before it: what a row costs hardly changes
 PRIOR_SHARE = 0.05  # what a further row is taken to cost before it was seen, as a share of a step of one row
 PRIOR_WEIGHT = 16.0  # how firmly: as if so many steps had been seen that were one row apart
+POOLED_WEIGHT = 64.0  # likewise what was seen of steps of any number of requests ...
+ALL = 0  # ... which are counted here
 SPIKE, JUMP = 3.0, 0.3  # times what was expected, and share of a step beside it: what differs by more was disturbed
 STATED = 1 << 16  # kinds from here on are likelihoods that were stated, in thousandths
 DEEPEST, LAST_RANK = 7, 3  # of kinds of guesses: what is deeper or further behind counts with these
@@ -41,7 +43,10 @@ class Costs:
         self._slopes: dict[int, list[float]] = {}  # power of two of the requests -> [joint, apart] of differences
         self._last: tuple[int, int, float] | None = None
 
-    def note(self, requests: int, rows: int, seconds: float) -> None:
+    def note(self, requests: int, rows: int, seconds: float, follows: bool = True) -> None:
+        """A step, and whether it `follows` the one noted before."""
+        if not follows:
+            self._last = None
         if not 0 < rows <= MOST_ROWS:
             self._last = None
             return
@@ -55,6 +60,12 @@ class Costs:
             self._differ(*self._last, rows, seconds)
         self._last = requests, rows, seconds
 
+    def compare(self, requests: int, rows: int, seconds: float) -> None:
+        """A step with guesses among steps without: it tells of the price of rows alone."""
+        line = self.near(requests)
+        if line is not None and requests < rows <= MOST_ROWS:
+            self._differ(requests, requests, line.base, rows, seconds)
+
     def near(self, requests: int) -> Line | None:
         """Of a step of so many requests' pending tokens, and a few rows more; None before any was seen."""
         if not self._weight:
@@ -63,17 +74,20 @@ class Costs:
         return Line(one * (1 + share * (requests - 1)), one * share)
 
     def _share(self, requests: int) -> float:
+        joint, apart = self._slopes.get(ALL, (0.0, 0.0))
+        pooled = (joint + PRIOR_WEIGHT * PRIOR_SHARE) / (apart + PRIOR_WEIGHT)
         joint, apart = self._slopes.get(requests.bit_length(), (0.0, 0.0))
-        return max(0.0, (joint + PRIOR_WEIGHT * PRIOR_SHARE) / (apart + PRIOR_WEIGHT))
+        return max(0.0, (joint + POOLED_WEIGHT * pooled) / (apart + POOLED_WEIGHT))
 
     def _differ(self, requests: int, before: int, seconds: float, rows: int, now: float) -> None:
         """Two steps, one after the other, that differ in their rows."""
         share, more = self._share(requests), rows - before
         one = (seconds + now) / (2 + share * (rows + before - 2))
         most = JUMP + 2 * share * abs(more)
-        slope = self._slopes.setdefault(requests.bit_length(), [0.0, 0.0])
-        slope[0] = SHAPE * slope[0] + more * max(-most, min(most, (now - seconds) / one))
-        slope[1] = SHAPE * slope[1] + more * more
+        for kind in (ALL, requests.bit_length()):
+            slope = self._slopes.setdefault(kind, [0.0, 0.0])
+            slope[0] = SHAPE * slope[0] + more * max(-most, min(most, (now - seconds) / one))
+            slope[1] = SHAPE * slope[1] + more * more
 
 
 def sort_of(drafter: Drafter, request: Request) -> int:

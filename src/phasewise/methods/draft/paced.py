@@ -25,11 +25,12 @@ from phasewise.verbs.host import Host
 NAME = "paced"
 SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
-SEEN = 8  # of so many steps without a look, one is timed
+PRUDENCE = 1.2  # times what a row is known to take: of many guesses those look best that are judged too well
+SEEN = 4  # of so many steps without a look, one is timed
 MEMORY, ALL = 0.9, 0.98  # what a look leaves of those before it at the same request, and at any
-LOOKED = 3.0  # who comes new counts as looked at so often, with what it was worth at others ...
-OPTIMISM, MOST_HOPED = 2.0, 3.0  # ... in looks: before much is known of these, and at most
-LOOKS = 0.5  # of the time of making guesses: looking takes at least so much
+LOOKED = 1.0  # who comes new counts as looked at so often, with what it was worth at others ...
+OPTIMISM, MOST_HOPED = 3.0, 4.0  # ... in looks: before much is known of these, and at most
+HIDDEN = 2.0  # times what looks take in here: most that they take elsewhere in their step
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
@@ -88,11 +89,11 @@ class Pacer:
         self.top: int = getattr(of, "top", 0)
         self.shared: bool = getattr(of, "shared", False)
         self._look = 0.0  # seconds that looking takes, a request ...
-        self._extra = 0.0  # seconds of a step with guesses beside those of its rows
         self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
         self._all = _Paces()  # of all requests: what looks were worth
         self._pause = 1  # steps between two looks at who is paused
         self._asked: list[tuple[Request, _Paces]] = []  # who was looked at in the step under way, and may be paused
+        self._looks = False  # whether there were looks in the step that was timed last
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
         self._number = 0  # of the step under way
@@ -119,6 +120,7 @@ class Pacer:
         line = self.costs.near(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
         if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
             self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base))
+        line = Line(line.base, PRUDENCE * line.row)
         drafts = (self._cut if self.companion is None else self._bounded)(requests, budgets, free, line)
         self._drafting = self.clock() - began
         return drafts
@@ -131,10 +133,12 @@ class Pacer:
             rows = 0
             for span in spans:
                 rows += span.rows
-                if span.note is None and span.rows > 1:
+                if span.note is None and (span.rows > 1 or span.request.prefilling):
                     break
             else:
                 self._timed(now - last, drafting or 0.0, len(spans), rows)
+        if drafting is None:
+            self._looks = False
         if self._asked:
             self._weigh(spans, outcomes)
         self.of.learn(spans, hidden, outcomes, *tops)
@@ -166,25 +170,21 @@ class Pacer:
         """A step of `n` requests took so many seconds, `drafting` of them in here. What it took beyond a plain step of
         so many `rows` is the price of looking and of guessing: code that runs now and then is slow, and slows down what
         runs after it."""
-        line, looks = self.costs.near(n), len(self._asked)
-        if line is None or not drafting:
-            self.costs.note(n, rows, seconds - drafting)
+        line, looks, took = self.costs.near(n), len(self._asked), seconds - drafting
+        before, self._looks = self._looks, drafting > 0
+        if line is None or before == self._looks:
+            self.costs.note(n, rows, took, follows=before)
+        elif rows > n:
+            self.costs.compare(n, rows, took)
+        if not looks or line is None:
             return
-        beyond = seconds - line.base - line.row * (rows - n)
-        if rows > n:
-            extra = min(max(0.0, beyond - drafting), line.base)
-            self._extra = LEVEL * self._extra + (1 - LEVEL) * extra
-            self.costs.note(n, rows, seconds - drafting - self._extra)
-            beyond = drafting
-        if looks:
-            each = max(beyond - self._once, LOOKS * (drafting - self._once)) / looks
-            most = SPIKE * (self._look or SHARE * line.base)
-            self._odd = each > most and not self._odd  # machines pause: not twice in a row
-            each = most if self._odd else each
-            self._look = LEVEL * self._look + (1 - LEVEL) * each
-            pause = math.ceil(n * self._look / (SHARE * line.base))
-            unit = 1 << max(0, pause.bit_length() - 3)
-            self._pause = min(PAUSE, math.ceil(pause / unit) * unit)
+        own, hidden = drafting - self._once, took - line.base if rows == n else 0.0
+        each, most = own + max(0.0, min(hidden, HIDDEN * own)), SPIKE * looks * (self._look or SHARE * line.base)
+        self._odd = each > most and not self._odd  # machines pause: not twice in a row
+        self._look = LEVEL * self._look + (1 - LEVEL) * (most if self._odd else each) / looks
+        pause = max(1, round(n * self._look / (SHARE * line.base)))
+        unit = 1 << max(0, pause.bit_length() - 3)
+        self._pause = min(PAUSE, math.ceil(pause / unit) * unit)
 
     def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
         """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
@@ -224,9 +224,7 @@ class Pacer:
             paces.settle(requests[i].tokens, self.chances)
             if draft is not None and draft.tokens and free[i] and not draft.ask:  # rows that ask go with their guesses
                 orders[i], likely[i] = self._judge(requests[i], draft, paces, price)
-        best = plan(likely, line) if orders else Plan([], 0.0)
-        if best.gain * line.base <= self._extra:
-            best = Plan([0] * n, 0.0)
+        best = plan(likely, line) if orders else Plan([0] * n, 0.0)
         for i, order in orders.items():
             drafts[i] = _kept(drafts[i], order, best.sizes[i])
         for paces in asked.values():
