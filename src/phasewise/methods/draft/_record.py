@@ -12,6 +12,7 @@ STATED_WEIGHT = 4.0  # a stated likelihood counts as so many trials
 OWN_WEIGHT = 5.0  # a request's own record of a kind counts half once it has so many trials
 ALL_WEIGHT = 3.0  # likewise that of all kinds
 OWN_FADE, ALL_FADE = 0.97, 0.97  # what a trial leaves of the trials of its kind before it
+LATELY = 0.9  # what a trial leaves of the trials of all kinds before it
 FIRST = 12.0  # trials of a kind in which a request counts among all
 
 
@@ -24,6 +25,12 @@ class Chances:
 
     def __init__(self) -> None:
         self._counts: dict[int, list[float]] = {}  # kind -> [tried, right]
+        self._right = self._hoped = 0.0  # guesses of all kinds that were right of late, and how many should have been
+
+    @property
+    def worse(self) -> float:
+        """Of what should have been right of late, how much was: texts of another sort show in all kinds at once."""
+        return min(1.0, (self._right + ALL_WEIGHT) / (self._hoped + ALL_WEIGHT))
 
     def of(self, kind: int) -> float:
         """Before any was tried: what was stated, or half. A kind never tried is as likely as that of the parents. What
@@ -37,6 +44,8 @@ class Chances:
         return 0.5 if found is None else (found[1] + 0.5) / (found[0] + 1)
 
     def note(self, kind: int, right: bool) -> None:
+        self._right = LATELY * self._right + right
+        self._hoped = LATELY * self._hoped + self.of(kind)
         counts = self._counts.get(kind)
         if counts is None:
             stated = STATED_WEIGHT if kind >= STATED else 0.0
@@ -93,6 +102,6 @@ class Record:
     def chance(self, kind: int, chances: Chances) -> float:
         """That a guess of this kind is right if its parent is. Where a request's guesses are wrong more often than
         those of others, so it is with kinds of which it had few."""
-        worse = min(1.0, (self.right + ALL_WEIGHT) / (self.hoped + ALL_WEIGHT))
+        worse = min(1.0, (self.right + ALL_WEIGHT * chances.worse) / (self.hoped + ALL_WEIGHT))
         common, own = worse * chances.of(kind), self.counts.get(kind)
         return common if own is None else (own[1] + OWN_WEIGHT * common) / (own[0] + OWN_WEIGHT)

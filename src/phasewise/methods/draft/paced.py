@@ -93,6 +93,7 @@ class Pacer:
         self._all = _Paces()  # of all requests: what looks were worth
         self._pause = 1  # steps between two looks at who is paused
         self._asked: list[tuple[Request, _Paces]] = []  # who was looked at in the step under way, and may be paused
+        self._plain: dict[int, float] = {}  # seconds of a step without looks, by its requests
         self._looks = False  # whether there were looks in the step that was timed last
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
@@ -117,7 +118,7 @@ class Pacer:
         free = [self.sized(request) for request in requests]
         if not any(free):
             return self._ask(requests, budgets)
-        line = self.costs.near(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
+        line = self._line(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
         if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
             self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base))
         line = Line(line.base, PRUDENCE * line.row)
@@ -166,16 +167,24 @@ class Pacer:
         """The next step with a look at who is paused: at all of them at once, for that takes less."""
         return self._number - self._number % self._pause + self._pause if self._pause > 1 else 0
 
+    def _line(self, n: int) -> Line | None:
+        """What a step of `n` requests takes, and a row more: plain steps say it best, where there were some."""
+        line, plain = self.costs.near(n), self._plain.get(n)
+        return line if line is None or plain is None else Line(plain, line.row)
+
     def _timed(self, seconds: float, drafting: float, n: int, rows: int) -> None:
         """A step of `n` requests took so many seconds, `drafting` of them in here. What it took beyond a plain step of
         so many `rows` is the price of looking and of guessing: code that runs now and then is slow, and slows down what
         runs after it."""
-        line, looks, took = self.costs.near(n), len(self._asked), seconds - drafting
+        line, looks, took = self._line(n), len(self._asked), seconds - drafting
         before, self._looks = self._looks, drafting > 0
         if line is None or before == self._looks:
             self.costs.note(n, rows, took, follows=before)
         elif rows > n:
             self.costs.compare(n, rows, took)
+        if rows == n and not drafting:
+            plain = self._plain.get(n, took)
+            self._plain[n] = LEVEL * plain + (1 - LEVEL) * min(took, SPIKE * plain)
         if not looks or line is None:
             return
         own, hidden = drafting - self._once, took - line.base if rows == n else 0.0
@@ -189,7 +198,7 @@ class Pacer:
     def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
         """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
         asked, self._asked, self._once, n = self._asked, [], 0.0, len(spans)
-        line = self.costs.near(n) or Line(1.0, 1.0)
+        line = self._line(n) or Line(1.0, 1.0)
         drafted = {id(span.request): (span.rows - 1, len(outcome.tokens) - 1)
                    for span, outcome in zip(spans, outcomes) if span.note is not None}  # fmt: skip
         rows = sum(more for more, _ in drafted.values())
