@@ -26,8 +26,9 @@ NAME = "paced"
 SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
 PRUDENCE = 1.2  # times what a row is known to take: of many guesses those look best that are judged too well
+FEELER = 8  # guesses, at most, for a request of which none has paid of late
 SEEN = 4  # of so many steps without a look, one is timed
-MEMORY, ALL = 0.9, 0.98  # what a look leaves of those before it at the same request, and at any
+MEMORY, ALL = 0.9, 0.95  # what a look leaves of those before it at the same request, and at any
 LOOKED = 1.0  # who comes new counts as looked at so often, with what it was worth at others ...
 OPTIMISM, MOST_HOPED = 3.0, 4.0  # ... in looks: before much is known of these, and at most
 HIDDEN = 2.0  # times what looks take in here: most that they take elsewhere in their step
@@ -65,6 +66,7 @@ class _Paces(Record):
     """What became of one request's guesses, and when it will be looked at again."""
 
     wakes: int = 0  # the step before which there is no looking
+    whole: bool = False  # whether its guesses are left as they are
     read: bool = False  # whether it was looked at before
     looks: float = 0.0  # of late ...
     worth: float = 0.0  # ... and the seconds that the guesses they brought have saved
@@ -111,7 +113,10 @@ class Pacer:
 
     def size(self, request: Request) -> int:
         paces = self._of(request)
-        return int(self.of.size(request)) if paces.wakes <= self._number else 0
+        if paces.wakes > self._number:
+            return 0
+        size = int(self.of.size(request))
+        return size if paces.whole or paces.worth > 0.0 else min(size, FEELER)  # rows that are asked for take room
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         began, n = self.clock(), len(requests)
@@ -155,7 +160,8 @@ class Pacer:
     def _new(self, request: Request) -> _Paces:
         """Who comes new is looked at at once, unless looks at others were worth little of late."""
         paces = request.state[NAME] = _Paces()
-        if self.sized(request) and self._all.value(OPTIMISM * self._look) < self._look:
+        paces.whole = not self.sized(request)
+        if not paces.whole and self._all.value(OPTIMISM * self._look) < self._look:
             paces.wakes = self._next()
         return paces
 
@@ -187,7 +193,7 @@ class Pacer:
             self._plain[n] = LEVEL * plain + (1 - LEVEL) * min(took, SPIKE * plain)
         if not looks or line is None:
             return
-        own, hidden = drafting - self._once, took - line.base if rows == n else 0.0
+        own, hidden = drafting - self._once, took - line.base - line.row * (rows - n)
         each, most = own + max(0.0, min(hidden, HIDDEN * own)), SPIKE * looks * (self._look or SHARE * line.base)
         self._odd = each > most and not self._odd  # machines pause: not twice in a row
         self._look = LEVEL * self._look + (1 - LEVEL) * (most if self._odd else each) / looks
@@ -248,9 +254,7 @@ class Pacer:
         for i, draft in zip(some, self._ask([requests[i] for i in some], [budgets[i] for i in some])):
             drafts[i] = None if draft is None else draft.cut(budgets[i])
 
-    def _judge(
-        self, request: Request, draft: Draft, paces: _Paces, price: float
-    ) -> tuple[Sequence[int], list[float]]:
+    def _judge(self, request: Request, draft: Draft, paces: _Paces, price: float) -> tuple[Sequence[int], list[float]]:
         """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children. No
         likelihoods where not even the first of a chain is worth the price."""
         chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
