@@ -43,8 +43,10 @@ class Paced:
     What a step takes by its rows is measured as it goes; how likely a guess is, is counted per request and over all, by
     depth and by what its drafter says of it, and guesses that were cut count too, for the text shows whether they were
     right. Of the guesses of all requests in a step those are kept that make the product of the requests' speeds
-    largest. While none pays, it looks only now and then. A second model's guesses have a price of their own: it is
-    asked for as many as pay.
+    largest. What looking for guesses takes is weighed, by request, against the time that they saved: where that is
+    less, it is looked at only now and then, and requests that come after many such begin so. The first look at a text
+    reads it, and is not held against it. A second model's guesses have a price of their own: it is asked for as many
+    as pay.
 
     Sizes hang on the clock, tokens do not: where guesses might change tokens (drawn ones, or under a lossy verifier)
     they are left as they are.
