@@ -12,6 +12,7 @@ STATED_WEIGHT = 4.0  # a stated likelihood counts as so many trials
 OWN_WEIGHT = 5.0  # a request's own record of a kind counts half once it has so many trials
 ALL_WEIGHT = 3.0  # likewise that of all kinds
 OWN_FADE, ALL_FADE = 0.97, 0.97  # what a trial leaves of the trials of its kind before it
+DOUBT = 0.85  # what guesses for a request are taken to be worth before any of its own was right
 LATELY = 0.9  # what a trial leaves of the trials of all kinds before it
 FIRST = 12.0  # trials of a kind in which a request counts among all
 
@@ -102,6 +103,6 @@ class Record:
     def chance(self, kind: int, chances: Chances) -> float:
         """That a guess of this kind is right if its parent is. Where a request's guesses are wrong more often than
         those of others, so it is with kinds of which it had few."""
-        worse = min(1.0, (self.right + ALL_WEIGHT * chances.worse) / (self.hoped + ALL_WEIGHT))
+        worse = min(1.0, (self.right + ALL_WEIGHT * DOUBT * chances.worse) / (self.hoped + ALL_WEIGHT))
         common, own = worse * chances.of(kind), self.counts.get(kind)
         return common if own is None else (own[1] + OWN_WEIGHT * common) / (own[0] + OWN_WEIGHT)
