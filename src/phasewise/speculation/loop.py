@@ -130,7 +130,8 @@ class Speculation:
         self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
         if "thoughts" in self._wants and hasattr(drafter, "thoughts"):
             drafter.thoughts = True
-        self._guessing = True  # whether a request may have wanted guesses since the last verdict
+        self._always = not getattr(drafter, "rests", False)
+        self._guessing = True  # whether the drafter is to be asked in this step
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""
@@ -196,7 +197,7 @@ class Speculation:
         return (rows if self.whole(request) else min(budget, rows)) - 1
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
-        self._guessing = False
+        self._guessing = self._always
         if not (self._top or self._wants) and all(span.note is None for span in spans):
             outcomes = draw_outcomes(self.host, spans, hidden)
             self.drafter.learn(spans, hidden, outcomes)

@@ -117,6 +117,7 @@ class Drafter(Protocol):
             on: guesses of one sort are counted together (speculation/planner.py)
         least: float  -- set by who sizes its guesses: those less likely to be accepted are not wanted
         thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts` after all that it asked
+        rests: bool  -- True: it need not be asked for guesses in a step for which each `size` was 0
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 

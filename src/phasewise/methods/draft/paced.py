@@ -84,6 +84,8 @@ class _Paces(Record):
 class Pacer:
     """What it remembers of a request is a `_Paces`, of steps and kinds of guesses what all requests share."""
 
+    rests = True
+
     def __init__(self, of: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.of, self.clock = of, clock
         self.costs, self.chances = Costs(), Chances()
