@@ -224,3 +224,112 @@ def test_who_holds_a_drafter_ends_what_it_has_running(held: str) -> None:
     inner.close = lambda: ended.append(True)
     placed.close()
     assert ended
+
+
+def test_who_is_guessed_well_is_not_starved_by_those_who_are_not() -> None:
+    """Eight requests of which one repeats itself: it goes on to be looked at while the others are paused."""
+    here, script = world(0.0, n=8, row=0.05e-3)
+    good = here.requests[0]
+    asked = dict.fromkeys((id(request) for request in here.requests), 0)
+
+    def draft(requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        script.clock.now += 10 * LOOK * len(requests)
+        for request in requests:
+            asked[id(request)] += 1
+        return [Draft.chain([RIGHT if each is good else WRONG] * n) for each, n in zip(requests, budgets)]
+
+    script.draft = draft  # type: ignore[method-assign]
+    here.run(200)
+    asked.update(dict.fromkeys(asked, 0))
+    _, sizes = here.run(200)
+    assert min(sizes) > 0, "guesses that are all right are made in every step"
+    assert asked[id(good)] == 200
+    assert max(count for request, count in asked.items() if request != id(good)) < 40
+
+
+@pytest.mark.parametrize(("look", "kept"), [(0.2e-3, True), (1e-3, True), (40e-3, False)])
+def test_looking_is_weighed_against_what_it_brings(look: float, kept: bool) -> None:
+    """Guesses of up to eight tokens, seven of eight right: worth two steps, 12 ms, and a little more."""
+    here, script = world(0.875)
+    draft = script.draft
+
+    def dear(requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        here.clock.now += look
+        return draft(requests, budgets)
+
+    script.draft = dear  # type: ignore[method-assign]
+    here.run(400)
+    looks = script.looks
+    found, _ = here.run(1000)
+    if kept:
+        assert script.looks - looks > 950
+    else:
+        assert script.looks - looks < 30
+        assert found > 0.97 / (here.base + here.row)
+
+
+def test_a_long_prompt_is_read_once_and_that_is_no_price_of_looking() -> None:
+    """The first look at a request takes as long as forty steps, each later one next to nothing."""
+    here, script = world(0.9)
+    draft, seen = script.draft, set[int]()
+
+    def reading(requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        for request in requests:
+            here.clock.now += 0.0 if id(request) in seen else 40 * here.base
+            seen.add(id(request))
+        return draft(requests, budgets)
+
+    script.draft = reading  # type: ignore[method-assign]
+    for _ in range(5):
+        here.__post_init__()
+        _, sizes = here.run(60)
+        assert sum(size > 0 for size in sizes[5:]) > 50
+
+
+def test_who_comes_after_requests_without_luck_waits_a_little() -> None:
+    """Short answers that never repeat themselves: most are over before they are looked at. When texts come that do,
+    looks are made again."""
+    here, script = world(0.0)
+    draft = script.draft
+
+    def dear(requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        here.clock.now += 2e-3
+        return draft(requests, budgets)
+
+    script.draft = dear  # type: ignore[method-assign]
+    for _ in range(20):
+        here.__post_init__()
+        here.run(10)
+    looks = script.looks
+    for _ in range(100):
+        here.__post_init__()
+        here.run(10)
+    assert script.looks - looks < 60
+    script.chance = 0.98
+    for _ in range(20):
+        here.__post_init__()
+        here.run(60)
+    here.__post_init__()
+    assert sum(here.run(60)[1]) > 200
+
+
+def test_where_nobody_is_looked_at_the_drafter_is_not_asked() -> None:
+    """Such steps are plain decoding's, drawn tokens too."""
+    params = Params(max_tokens=24, temperature=1.0, seed=3)
+    plain, paced = tiny.engine({}), tiny.engine({"draft": "paced"})
+    assert isinstance(paced, Engine)
+    drafter = paced.recipes[""].phases[0].decode.drafter  # type: ignore[attr-defined]
+    asked: list[int] = []
+    draft = drafter.draft
+    drafter.draft = lambda requests, budgets: asked.append(1) or draft(requests, budgets)
+    drafter.size = lambda request: 0
+    answers = []
+    for engine in (plain, paced):
+        requests = [Request(prompt, params) for prompt in tiny.prompts(5, 9)]
+        for request in requests:
+            engine.add(request)
+        while not engine.idle:
+            engine.step()
+        answers.append([request.out for request in requests])
+    assert answers[0] == answers[1]
+    assert len(asked) <= 1, "the step before the first verdict, at most"

@@ -107,6 +107,19 @@ def test_one_branch_is_a_chain() -> None:
     assert draft.tokens[:6] == [3, 4, 5, 6, 1, 2], "the end of the text goes on with what it repeats"
 
 
+def test_a_chain_is_the_tree_of_one_branch() -> None:
+    """The short way for chains against the way of all trees: guesses and how likely they are."""
+    rng = random.Random(4)
+    for _ in range(400):
+        tokens = [rng.randrange(rng.choice((2, 4, 12))) for _ in range(rng.randrange(1, 60))]
+        knobs = {"branches": 1, "min_match": rng.choice((1, 1, 2, 3)), "least": rng.choice((0.001, 0.05, 0.4))}
+        nodes, text = rng.randrange(1, 30), SuffixAutomaton()
+        for token in tokens:
+            text.extend(token)
+        drafter = bound(**knobs)
+        assert drafter._chain(text, nodes) == drafter._grown([(text, text.end)], nodes, nodes)
+
+
 def test_budget_room_and_least_bound_it() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     assert len(guess(text, budget=2).tokens) == 2  # type: ignore[union-attr]

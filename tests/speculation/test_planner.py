@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phasewise.methods.draft._record import Chances, Record
 from phasewise.request.request import Request
-from phasewise.speculation.planner import Chances, Costs, Line, Record, kind, kinds, plan, reached
+from phasewise.speculation.planner import Costs, Line, kind, kinds, plan, reached
 from phasewise.verbs.draft import Draft
 
 

@@ -12,7 +12,7 @@ from phasewise.errors import UserError
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.decode import Outcome, catching_up, slice_span
+from phasewise.verbs.decode import Outcome, catching_up, draw_outcomes, slice_span
 from phasewise.verbs.draft import headroom, judged
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import (
@@ -130,6 +130,8 @@ class Speculation:
         self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
         if "thoughts" in self._wants and hasattr(drafter, "thoughts"):
             drafter.thoughts = True
+        self._always = not getattr(drafter, "rests", False)
+        self._guessing = True  # whether the drafter is to be asked in this step
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""
@@ -159,13 +161,21 @@ class Speculation:
             return request.prompt_len - request.computed
         if catching_up(request):
             return pending(request) - self.whole(request)
-        return 1 + (len(sure(self.host, request)) or (self.drafter.size(request) if headroom(request) > 0 else 0))
+        if certain := sure(self.host, request):
+            return 1 + len(certain)
+        size = self.drafter.size(request)
+        if not size or headroom(request) <= 0:
+            return 1
+        self._guessing = True
+        return 1 + size
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         spans: list[Span | None] = [None] * len(requests)
         ready = []
         for i, (request, budget) in enumerate(zip(requests, budgets)):
-            if catching_up(request):
+            if request.rows == 1 and not self._guessing and request.params.ask is None:
+                spans[i] = slice_span(request, 1, phase)  # a step without guesses takes no time here
+            elif catching_up(request):
                 spans[i] = slice_span(request, min(budget, self.rows(request)), phase)
             elif follows := sure(self.host, request):
                 spans[i] = sure_span(request, follows if self.whole(request) else follows[: budget - 1], phase)
@@ -173,9 +183,7 @@ class Speculation:
                 ready.append(i)
         if ready:
             nodes = [self._nodes(requests[i], budgets[i]) for i in ready]
-            with torch.inference_mode():
-                drafts = self.drafter.draft([requests[i] for i in ready], nodes)
-            for i, most, draft in zip(ready, nodes, drafts):
+            for i, most, draft in zip(ready, nodes, self.drafter.draft([requests[i] for i in ready], nodes)):
                 if draft is not None and draft.tokens and most > 0:
                     assert draft.q is None or self.matches == "all" or self.whole(requests[i]), "drawn after all"
                     spans[i] = draft_span(requests[i], draft.prune(headroom(requests[i])).cut(most), phase)
@@ -189,6 +197,11 @@ class Speculation:
         return (rows if self.whole(request) else min(budget, rows)) - 1
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        self._guessing = self._always
+        if not (self._top or self._wants) and all(span.note is None for span in spans):
+            outcomes = draw_outcomes(self.host, spans, hidden)
+            self.drafter.learn(spans, hidden, outcomes)
+            return outcomes
         wanted: list[int] = []
         asking: list[int] = []
         contexts: list[Context] = []

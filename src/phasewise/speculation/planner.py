@@ -1,10 +1,9 @@
-"""How many guesses pay: what a step of more rows takes, how often guesses were right, and the best of both."""
+"""How many guesses pay: what a step of more rows takes, and the best for guesses of known chances."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,11 +17,10 @@ LEVEL = 0.9  # what a step leaves of the times before it: machines change their 
 SHAPE = 0.99  # what a difference between two steps leaves of those before it: what a row costs hardly changes
 PRIOR_SHARE = 0.05  # what a further row is taken to cost before it was seen, as a share of a step of one row
 PRIOR_WEIGHT = 16.0  # how firmly: as if so many steps had been seen that were one row apart
+POOLED_WEIGHT = 64.0  # likewise what was seen of steps of any number of requests ...
+ALL = 0  # ... which are counted here
 SPIKE, JUMP = 3.0, 0.3  # times what was expected, and share of a step beside it: what differs by more was disturbed
 STATED = 1 << 16  # kinds from here on are likelihoods that were stated, in thousandths
-STATED_WEIGHT = 4.0  # a stated likelihood counts as so many trials
-OWN_WEIGHT = 5.0  # a request's own record counts half once it has so many trials
-OWN_FADE, ALL_FADE = 0.95, 0.998  # what a trial leaves of the trials of its kind before it
 DEEPEST, LAST_RANK = 7, 3  # of kinds of guesses: what is deeper or further behind counts with these
 
 
@@ -45,7 +43,10 @@ class Costs:
         self._slopes: dict[int, list[float]] = {}  # power of two of the requests -> [joint, apart] of differences
         self._last: tuple[int, int, float] | None = None
 
-    def note(self, requests: int, rows: int, seconds: float) -> None:
+    def note(self, requests: int, rows: int, seconds: float, follows: bool = True) -> None:
+        """A step, and whether it `follows` the one noted before."""
+        if not follows:
+            self._last = None
         if not 0 < rows <= MOST_ROWS:
             self._last = None
             return
@@ -59,6 +60,12 @@ class Costs:
             self._differ(*self._last, rows, seconds)
         self._last = requests, rows, seconds
 
+    def compare(self, requests: int, rows: int, seconds: float) -> None:
+        """A step with guesses among steps without: it tells of the price of rows alone."""
+        line = self.near(requests)
+        if line is not None and requests < rows <= MOST_ROWS:
+            self._differ(requests, requests, line.base, rows, seconds)
+
     def near(self, requests: int) -> Line | None:
         """Of a step of so many requests' pending tokens, and a few rows more; None before any was seen."""
         if not self._weight:
@@ -67,17 +74,20 @@ class Costs:
         return Line(one * (1 + share * (requests - 1)), one * share)
 
     def _share(self, requests: int) -> float:
+        joint, apart = self._slopes.get(ALL, (0.0, 0.0))
+        pooled = (joint + PRIOR_WEIGHT * PRIOR_SHARE) / (apart + PRIOR_WEIGHT)
         joint, apart = self._slopes.get(requests.bit_length(), (0.0, 0.0))
-        return max(0.0, (joint + PRIOR_WEIGHT * PRIOR_SHARE) / (apart + PRIOR_WEIGHT))
+        return max(0.0, (joint + POOLED_WEIGHT * pooled) / (apart + POOLED_WEIGHT))
 
     def _differ(self, requests: int, before: int, seconds: float, rows: int, now: float) -> None:
         """Two steps, one after the other, that differ in their rows."""
         share, more = self._share(requests), rows - before
         one = (seconds + now) / (2 + share * (rows + before - 2))
         most = JUMP + 2 * share * abs(more)
-        slope = self._slopes.setdefault(requests.bit_length(), [0.0, 0.0])
-        slope[0] = SHAPE * slope[0] + more * max(-most, min(most, (now - seconds) / one))
-        slope[1] = SHAPE * slope[1] + more * more
+        for kind in (ALL, requests.bit_length()):
+            slope = self._slopes.setdefault(kind, [0.0, 0.0])
+            slope[0] = SHAPE * slope[0] + more * max(-most, min(most, (now - seconds) / one))
+            slope[1] = SHAPE * slope[1] + more * more
 
 
 def sort_of(drafter: Drafter, request: Request) -> int:
@@ -102,73 +112,6 @@ def kinds(draft: Draft, sort: int) -> list[int]:
 
 def kind(sort: int, depth: int, rank: int = 0) -> int:
     return (sort * (DEEPEST + 1) + min(depth, DEEPEST)) * (LAST_RANK + 1) + min(rank, LAST_RANK)
-
-
-class Chances:
-    """How often guesses of a kind were right where their parent was, in all requests; the past fades."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, list[float]] = {}  # kind -> [tried, right]
-
-    def of(self, kind: int) -> float:
-        """Before any was tried: what was stated, or half. A kind never tried is as likely as that of the parents."""
-        if kind >= STATED:
-            tried, right = self._counts.get(kind, (0.0, 0.0))
-            return (right + STATED_WEIGHT * (kind - STATED) / 1000) / (tried + STATED_WEIGHT)
-        while (found := self._counts.get(kind)) is None and kind // (LAST_RANK + 1) % (DEEPEST + 1):
-            kind -= LAST_RANK + 1
-        return 0.5 if found is None else (found[1] + 0.5) / (found[0] + 1)
-
-    def note(self, kind: int, right: bool) -> None:
-        counts = self._counts.setdefault(kind, [0.0, 0.0])
-        counts[0] = ALL_FADE * counts[0] + 1
-        counts[1] = ALL_FADE * counts[1] + right
-
-
-@dataclass(slots=True)
-class Watched:
-    """A guess whose end the request's text has not reached yet: right down to `node`, whose token is before `at`."""
-
-    draft: Draft
-    kinds: Sequence[int]
-    at: int
-    node: int = -1
-
-
-@dataclass(slots=True)
-class Record:
-    """What became of one request's guesses. Whether they ran does not matter: the text says which were right."""
-
-    watched: Watched | None = None
-    counts: dict[int, list[float]] = field(default_factory=dict)  # kind -> [tried, right]
-
-    def settle(self, tokens: Sequence[int], chances: Chances) -> None:
-        """Hold the guess that is watched against the text so far."""
-        watched = self.watched
-        if watched is None:
-            return
-        for at in range(watched.at, len(tokens)):
-            after = None
-            for child in watched.draft.children(watched.node):
-                right = watched.draft.tokens[child] == tokens[at]
-                after = child if right else after
-                chances.note(watched.kinds[child], right)
-                counts = self.counts.setdefault(watched.kinds[child], [0.0, 0.0])
-                counts[:] = OWN_FADE * counts[0] + 1, OWN_FADE * counts[1] + right
-            if after is None:
-                self.watched = None
-                return
-            watched.node, watched.at = after, at + 1
-
-    def watch(self, draft: Draft, kinds: Sequence[int], known: int) -> None:
-        """Unless another guess is still watched."""
-        if self.watched is None:
-            self.watched = Watched(draft, kinds, known)
-
-    def chance(self, kind: int, chances: Chances) -> float:
-        """That a guess of this kind is right if its parent is."""
-        common, own = chances.of(kind), self.counts.get(kind)
-        return common if own is None else (own[1] + OWN_WEIGHT * common) / (own[0] + OWN_WEIGHT)
 
 
 def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:

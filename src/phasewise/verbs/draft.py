@@ -62,7 +62,8 @@ class Draft:
 
     def children(self, node: int) -> list[int]:
         """Children of a node in draw order; -1 = of the pending token."""
-        return [i for i, parent in enumerate(self.parents) if parent == node]
+        at = node
+        return [at := self.parents.index(node, at + 1) for _ in range(self.parents.count(node))]
 
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from the first node down to `node`."""
@@ -116,6 +117,7 @@ class Drafter(Protocol):
             on: guesses of one sort are counted together (speculation/planner.py)
         least: float  -- set by who sizes its guesses: those less likely to be accepted are not wanted
         thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts` after all that it asked
+        rests: bool  -- True: it need not be asked for guesses in a step for which each `size` was 0
         shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
     """
 

@@ -80,6 +80,19 @@ class SuffixAutomaton:
             state = self._link[state]
             match = self._length[state]
 
+    def latest(self, state: int, match: int, shortest: int) -> tuple[int, int, int, int] | None:
+        """Of what `after` yields first: the latest token, how many tokens match before it, how many different ones have
+        followed these, and the state where the token leads (it matches one token more); None: nothing."""
+        while match >= shortest and state > 0:
+            edges = self._next[state]
+            if edges:
+                end = self._end
+                token = next(iter(edges)) if len(edges) == 1 else max(edges, key=lambda token: end[edges[token]])
+                return token, match, len(edges), edges[token]
+            state = self._link[state]
+            match = self._length[state]
+        return None
+
     def follow(self, state: int, match: int, token: int) -> tuple[int, int]:
         """The longest end of a text that occurs in this one, one token on: from the state and length of that before."""
         while match <= self._length[self._link[state]] and state > 0:  # since split off: this text has grown

@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from phasewise.catalog import part
+from phasewise.methods.draft._record import Chances, Record
 from phasewise.request.request import Request
-from phasewise.speculation.planner import SPIKE, Chances, Costs, Line, Record, kind, kinds, plan, reached, sort_of
+from phasewise.speculation.planner import LEVEL, SPIKE, Costs, Line, Plan, kind, kinds, plan, reached, sort_of
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
@@ -20,9 +23,15 @@ from phasewise.verbs.draft import Draft
 from phasewise.verbs.host import Host
 
 NAME = "paced"
-SHARE = 0.01  # of the time that may go into looking for guesses while none pays
+SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
-MEMORY = 0.9  # what a step leaves of the balance before it
+PRUDENCE = 1.2  # times what a row is known to take: of many guesses those look best that are judged too well
+FEELER = 8  # guesses, at most, for a request of which none has paid of late
+SEEN = 4  # of so many steps without a look, one is timed
+MEMORY, ALL = 0.9, 0.95  # what a look leaves of those before it at the same request, and at any
+LOOKED = 1.0  # who comes new counts as looked at so often, with what it was worth at others ...
+OPTIMISM, MOST_HOPED = 3.0, 4.0  # ... in looks: before much is known of these, and at most
+HIDDEN = 2.0  # times what looks take in here: most that they take elsewhere in their step
 LEAST, MOST_LEAST = 0.01, 0.3  # how likely guesses must be to be looked at, at least and at most
 PROBE = 32  # a second model guesses as far as it may every so many steps: deep guesses are known from trials alone
 
@@ -34,8 +43,10 @@ class Paced:
     What a step takes by its rows is measured as it goes; how likely a guess is, is counted per request and over all, by
     depth and by what its drafter says of it, and guesses that were cut count too, for the text shows whether they were
     right. Of the guesses of all requests in a step those are kept that make the product of the requests' speeds
-    largest. While none pays, it looks only now and then. A second model's guesses have a price of their own: it is
-    asked for as many as pay.
+    largest. What looking for guesses takes is weighed, by request, against the time that they saved: where that is
+    less, it is looked at only now and then, and requests that come after many such begin so. The first look at a text
+    reads it, and is not held against it. A second model's guesses have a price of their own: it is asked for as many
+    as pay.
 
     Sizes hang on the clock, tokens do not: where guesses might change tokens (drawn ones, or under a lossy verifier)
     they are left as they are.
@@ -52,23 +63,49 @@ class Paced:
         return Pacer(host.bind(self.of))
 
 
+@dataclass(slots=True)
+class _Paces(Record):
+    """What became of one request's guesses, and when it will be looked at again."""
+
+    wakes: int = 0  # the step before which there is no looking
+    whole: bool = False  # whether its guesses are left as they are
+    read: bool = False  # whether it was looked at before
+    looks: float = 0.0  # of late ...
+    worth: float = 0.0  # ... and the seconds that the guesses they brought have saved
+
+    def note(self, worth: float, kept: float) -> None:
+        self.looks, self.worth = kept * self.looks + 1, kept * self.worth + worth
+
+    def value(self, before: float) -> float:
+        """Seconds that a look saves, if it was `before` what is known."""
+        return (self.worth + LOOKED * before) / (self.looks + LOOKED)
+
+
 class Pacer:
-    """What it remembers of a request is a `Record`, of steps and kinds of guesses what all requests share."""
+    """What it remembers of a request is a `_Paces`, of steps and kinds of guesses what all requests share."""
+
+    rests = True
 
     def __init__(self, of: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.of, self.clock = of, clock
         self.costs, self.chances = Costs(), Chances()
         self.sized: Callable[[Request], bool] = lambda request: False
+        self.draws: Callable[[Request], bool] = getattr(of, "draws", lambda request: True)
         self.companion = getattr(of, "companion", None)
         self.top: int = getattr(of, "top", 0)
         self.shared: bool = getattr(of, "shared", False)
-        self._pause = 0  # steps to come without looking
-        self._balance = 0.0  # seconds gained by late steps, less those spent on looking
-        self._looking = 0.0  # seconds that looking takes
+        self._look = 0.0  # seconds that looking takes, a request ...
+        self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
+        self._all = _Paces()  # of all requests: what looks were worth
+        self._pause = 1  # steps between two looks at who is paused
+        self._asked: list[tuple[Request, _Paces]] = []  # who was looked at in the step under way, and may be paused
+        self._plain: dict[int, float] = {}  # seconds of a step without looks, by its requests
+        self._looks = False  # whether there were looks in the step that was timed last
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
-        self._step: tuple[int, float] | None = None  # requests of the step under way, and when it began
-        self._number = 0
+        self._number = 0  # of the step under way
+        self._last = 0.0  # when the one before it had its verdict
+        self._drafting: float | None = None  # seconds of it that were spent here, if any
 
     @property
     def largest(self) -> int:
@@ -78,42 +115,42 @@ class Pacer:
         say = getattr(self.of, "reach", None)
         return context if say is None else int(say(context))
 
-    def draws(self, request: Request) -> bool:
-        say = getattr(self.of, "draws", None)
-        return say is None or bool(say(request))
-
     def size(self, request: Request) -> int:
-        return 0 if self._pause and self.sized(request) else int(self.of.size(request))
+        paces = self._of(request)
+        if paces.wakes > self._number:
+            return 0
+        size = int(self.of.size(request))
+        return size if paces.whole or paces.worth > 0.0 else min(size, FEELER)  # rows that are asked for take room
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        began = self.clock()
+        began, n = self.clock(), len(requests)
         free = [self.sized(request) for request in requests]
         if not any(free):
             return self._ask(requests, budgets)
-        drafts: list[Draft | None] = [None] * len(requests)
-        if self._pause:
-            self._pause -= 1
-            asked = [i for i, sized in enumerate(free) if not sized]
-            if asked:
-                own = self._ask([requests[i] for i in asked], [budgets[i] for i in asked])
-                for i, draft in zip(asked, own):
-                    drafts[i] = draft
-        else:
-            line = self.costs.near(len(requests)) or Line(1.0, 1.0)  # unknown: a step without guesses will show
-            copies = self.companion is None
-            if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
-                self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * len(requests) * line.row / line.base))
-            drafts, gain = (self._cut if copies else self._bounded)(requests, budgets, free, line)
-            self._weigh(self.clock() - began, gain, line)
-        self._step = len(requests), self.clock()
+        line = self._line(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
+        if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
+            self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base))
+        line = Line(line.base, PRUDENCE * line.row)
+        drafts = (self._cut if self.companion is None else self._bounded)(requests, budgets, free, line)
+        self._drafting = self.clock() - began
         return drafts
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
-        if self._step is not None:
-            n, began = self._step
-            self._step = None
-            if len(spans) == n and all(span.note is not None or span.rows == 1 for span in spans):
-                self.costs.note(n, sum(span.rows for span in spans), self.clock() - began)
+        """A step is timed from verdict to verdict, but for what passed in here."""
+        now, drafting, last = self.clock(), self._drafting, self._last
+        self._number, self._last, self._drafting = self._number + 1, now, None
+        if drafting is not None or not self._number % SEEN:
+            rows = 0
+            for span in spans:
+                rows += span.rows
+                if span.note is None and (span.rows > 1 or span.request.prefilling):
+                    break
+            else:
+                self._timed(now - last, drafting or 0.0, len(spans), rows)
+        if drafting is None:
+            self._looks = False
+        if self._asked:
+            self._weigh(spans, outcomes)
         self.of.learn(spans, hidden, outcomes, *tops)
 
     def close(self) -> None:
@@ -124,55 +161,129 @@ class Pacer:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
         return drafts
 
-    def _weigh(self, spent: float, gain: float, line: Line) -> None:
-        """After a step with guesses worth `gain`: whether it pays to look in the next steps."""
-        most = SPIKE * (self._looking or SHARE * line.base)
-        self._odd = spent > most and not self._odd  # a long prompt is read once, and pauses happen: not twice in a row
-        spent = most if self._odd else spent
-        self._looking = spent if not self._looking else MEMORY * self._looking + (1 - MEMORY) * spent
-        self._balance = MEMORY * self._balance + gain * line.base - spent
-        if self._balance < 0 and line.row:
-            self._pause = min(PAUSE, math.ceil(self._looking / (SHARE * line.base)) - 1)
+    def _new(self, request: Request) -> _Paces:
+        """Who comes new is looked at at once, unless looks at others were worth little of late."""
+        paces = request.state[NAME] = _Paces()
+        paces.whole = not self.sized(request)
+        if not paces.whole and self._all.value(OPTIMISM * self._look) < self._look:
+            paces.wakes = self._next()
+        return paces
+
+    def _of(self, request: Request) -> _Paces:
+        paces: _Paces = request.state.get(NAME) or self._new(request)
+        return paces
+
+    def _next(self) -> int:
+        """The next step with a look at who is paused: at all of them at once, for that takes less."""
+        return self._number - self._number % self._pause + self._pause if self._pause > 1 else 0
+
+    def _line(self, n: int) -> Line | None:
+        """What a step of `n` requests takes, and a row more: plain steps say it best, where there were some."""
+        line, plain = self.costs.near(n), self._plain.get(n)
+        return line if line is None or plain is None else Line(plain, line.row)
+
+    def _timed(self, seconds: float, drafting: float, n: int, rows: int) -> None:
+        """A step of `n` requests took so many seconds, `drafting` of them in here. What it took beyond a plain step of
+        so many `rows` is the price of looking and of guessing: code that runs now and then is slow, and slows down what
+        runs after it."""
+        line, looks, took = self._line(n), len(self._asked), seconds - drafting
+        before, self._looks = self._looks, drafting > 0
+        if line is None or before == self._looks:
+            self.costs.note(n, rows, took, follows=before)
+        elif rows > n:
+            self.costs.compare(n, rows, took)
+        if rows == n and not drafting:
+            plain = self._plain.get(n, took)
+            self._plain[n] = LEVEL * plain + (1 - LEVEL) * min(took, SPIKE * plain)
+        if not looks or line is None:
+            return
+        own, hidden = drafting - self._once, took - line.base - line.row * (rows - n)
+        each, most = own + max(0.0, min(hidden, HIDDEN * own)), SPIKE * looks * (self._look or SHARE * line.base)
+        self._odd = each > most and not self._odd  # machines pause: not twice in a row
+        self._look = LEVEL * self._look + (1 - LEVEL) * (most if self._odd else each) / looks
+        pause = max(1, round(n * self._look / (SHARE * line.base)))
+        unit = 1 << max(0, pause.bit_length() - 3)
+        self._pause = min(PAUSE, math.ceil(pause / unit) * unit)
+
+    def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
+        """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
+        asked, self._asked, self._once, n = self._asked, [], 0.0, len(spans)
+        line = self._line(n) or Line(1.0, 1.0)
+        drafted = {id(span.request): (span.rows - 1, len(outcome.tokens) - 1)
+                   for span, outcome in zip(spans, outcomes) if span.note is not None}  # fmt: skip
+        rows = sum(more for more, _ in drafted.values())
+        slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
+        prior = min(self._all.value(OPTIMISM * self._look), MOST_HOPED * self._look)
+        for request, paces in asked:
+            more, right = drafted.get(id(request), (0, 0))
+            worth = line.base * (math.log1p(right) / n - slower * more) if more else 0.0
+            self._all.note(worth, ALL)
+            paces.note(worth, MEMORY)
+            if paces.value(prior) < self._look:
+                paces.wakes = self._next()
 
     def _cut(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
-    ) -> tuple[list[Draft | None], float]:
-        """Guesses that cost nothing to make: all are made, and those kept that pay. -> guesses, the gain"""
-        likely, orders = list[list[float]](), list[list[int]]()
-        drafts = [
-            None if draft is None else draft.cut(budget) for draft, budget in zip(self._ask(requests, budgets), budgets)
-        ]
-        for request, draft, sized in zip(requests, drafts, free):
-            record = _record(request)
-            record.settle(request.tokens, self.chances)
-            if draft is None or not draft.tokens or draft.ask or not sized:  # rows that ask go with their guesses
-                likely.append([])
-                orders.append([])
-                continue
-            which = kinds(draft, sort_of(self.of, request))
-            record.watch(draft, which, request.known)
-            found = reached(draft.parents, [record.chance(each, self.chances) for each in which])
-            order = sorted(range(len(found)), key=lambda node: -found[node])  # a parent comes before its children
-            likely.append([found[node] for node in order])
-            orders.append(order)
-        best = plan(likely, line)
-        for i, (size, order) in enumerate(zip(best.sizes, orders)):
-            if free[i] and drafts[i] is not None:
-                if not order:
-                    continue
-                drafts[i] = drafts[i].only(sorted(order[:size])) if size else None  # type: ignore[union-attr]
-        return drafts, best.gain
+    ) -> list[Draft | None]:
+        """Guesses that cost nothing to make: all are made, and those kept that pay."""
+        n, began = len(requests), self.clock()
+        drafts: list[Draft | None] = [None] * n
+        asked = {i: self._of(requests[i]) for i, budget in enumerate(budgets) if budget}
+        known = [i for i, paces in asked.items() if paces.read]
+        if len(known) < len(asked):  # all that there is of a text is read at the first look: that is paid once
+            fresh = [i for i, paces in asked.items() if not paces.read]
+            self._fill(drafts, requests, budgets, fresh)
+            self._once = self.clock() - began
+        if known:
+            self._fill(drafts, requests, budgets, known)
+        likely, orders = [list[float]()] * n, dict[int, Sequence[int]]()
+        price = math.expm1(n * math.log1p(line.row / (line.base + line.row * sum(budgets))))  # of the cheapest guess
+        for i, paces in asked.items():
+            draft = drafts[i]
+            paces.settle(requests[i].tokens, self.chances)
+            if draft is not None and draft.tokens and free[i] and not draft.ask:  # rows that ask go with their guesses
+                orders[i], likely[i] = self._judge(requests[i], draft, paces, price)
+        best = plan(likely, line) if orders else Plan([0] * n, 0.0)
+        for i, order in orders.items():
+            drafts[i] = _kept(drafts[i], order, best.sizes[i])
+        for paces in asked.values():
+            paces.read = True
+        self._asked = [(requests[i], paces) for i, paces in asked.items() if free[i]]
+        return drafts
+
+    def _fill(
+        self, drafts: list[Draft | None], requests: Sequence[Request], budgets: Sequence[int], some: Sequence[int]
+    ) -> None:
+        """Ask for the guesses of some requests."""
+        for i, draft in zip(some, self._ask([requests[i] for i in some], [budgets[i] for i in some])):
+            drafts[i] = None if draft is None else draft.cut(budgets[i])
+
+    def _judge(self, request: Request, draft: Draft, paces: _Paces, price: float) -> tuple[Sequence[int], list[float]]:
+        """A draft's nodes, likeliest first, and how likely each is accepted; parents come before their children. No
+        likelihoods where not even the first of a chain is worth the price."""
+        chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
+        head = draft.cut(1) if chain else draft
+        which = kinds(head, sort_of(self.of, request))
+        chances = {each: paces.chance(each, self.chances) for each in set(which)}
+        if chain and chances[which[0]] >= price:
+            head, which = draft, kinds(draft, sort_of(self.of, request))
+            chances = {each: paces.chance(each, self.chances) for each in set(which)}
+        paces.watch(head, which, request.known)
+        if not chain:
+            found = reached(draft.parents, [chances[each] for each in which])
+            order = sorted(range(len(found)), key=found.__getitem__, reverse=True)
+            return order, [found[node] for node in order]
+        return range(len(which)), list(accumulate(map(chances.__getitem__, which), mul)) if head is draft else []
 
     def _bounded(
         self, requests: Sequence[Request], budgets: Sequence[int], free: Sequence[bool], line: Line
-    ) -> tuple[list[Draft | None], float]:
+    ) -> list[Draft | None]:
         """Guesses of a second model: as many are made as pay, were each below the one before."""
-        self._number += 1
         likely = list[list[float]]()
         for request, budget, sized in zip(requests, budgets, free):
-            record = _record(request)
-            record.settle(request.tokens, self.chances)
-            steps = [record.chance(kind(0, depth), self.chances) for depth in range(budget)] if sized else []
+            paces = self._of(request)
+            paces.settle(request.tokens, self.chances)
+            steps = [paces.chance(kind(0, depth), self.chances) for depth in range(budget)] if sized else []
             likely.append(reached(range(-1, len(steps) - 1), steps))
         best = plan(likely, Line(line.base, line.row + self._node))
         probe = not any(best.sizes) or self._number % PROBE == 0
@@ -185,12 +296,14 @@ class Pacer:
             self._node = each if not self._node else MEMORY * self._node + (1 - MEMORY) * each
         for request, draft in zip(requests, drafts):
             if draft is not None:
-                _record(request).watch(draft, kinds(draft, 0), request.known)
-        return drafts, best.gain + (self._node * made / line.base if any(best.sizes) else 0.0)
+                self._of(request).watch(draft, kinds(draft, 0), request.known)
+        looked = zip(requests, budgets, free)
+        self._asked = [(request, self._of(request)) for request, budget, sized in looked if budget and sized]
+        return drafts
 
 
-def _record(request: Request) -> Record:
-    record: Record | None = request.state.get(NAME)
-    if record is None:
-        record = request.state[NAME] = Record()
-    return record
+def _kept(draft: Draft | None, order: Sequence[int], size: int) -> Draft | None:
+    """The first `size` nodes of the order."""
+    if draft is None or not size:
+        return None
+    return draft.cut(size) if isinstance(order, range) else draft.only(sorted(order[:size]))

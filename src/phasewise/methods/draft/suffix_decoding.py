@@ -104,11 +104,28 @@ class Suffixes:
             own.extend(token)
         if own.n < request.known:
             return None
+        if not self.shared and self.knobs.branches == 1:
+            return self._chain(own, min(budget, self.knobs.nodes, headroom(request)))
         sources = [(own, own.end)]
         if self.shared:
             text.cursors = self.earlier.cursors(text.cursors, request.tokens)
             sources += [(cursor.text, cursor.place) for cursor in text.cursors]
         return self._grown(sources, min(budget, self.knobs.nodes), headroom(request))
+
+    def _chain(self, text: SuffixAutomaton, nodes: int) -> Draft | None:
+        """What `_grown` gives from one text where a token has one follower."""
+        tokens, likely, reached, (state, match) = list[int](), list[float](), 1.0, text.end
+        while len(tokens) < nodes and (found := text.latest(state, match, self.knobs.min_match)) is not None:
+            token, length, followed, state = found
+            table = ONLY if followed == 1 else LATEST
+            chance = table[length] if length < len(table) else table[-1]
+            reached *= chance
+            if reached < self.least:
+                break
+            tokens.append(token)
+            likely.append(chance)
+            match = length + 1
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), likely=likely) if tokens else None
 
     def _grown(self, sources: Sequence[tuple[SuffixAutomaton, Place]], nodes: int, levels: int) -> Draft | None:
         texts = [text for text, _ in sources]
