@@ -21,6 +21,7 @@ from tests.laws import settings as laws
 from tests.watched import passes
 
 VERBS = ("schedule", "attend", "evict", "store", "skip")
+SELDOM = ("infllm", "loopserve", "tidal")  # asked for prompts, where a choice is due, or for rows that come once more
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
@@ -45,7 +46,9 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
         assert len(made) == whole == (1 if acts == {"decode"} else 0)  # the prompt's
     else:
         assert len(made) == steps, "a step took the open path"
-        if not looks:
+        if name in SELDOM:
+            assert steps / 3 < whole < steps
+        elif not looks:
             assert whole == steps
         elif acts == {"decode"} or name == "rlkv":  # which looks at rows behind the prompt alone
             assert whole < steps / 2  # prompts only
