@@ -65,7 +65,7 @@ class Phase:
     ran: Callable[[int, Span, Tensor], None] | None = field(init=False)  # likewise
     plain: bool = field(
         init=False
-    )  # and they read all before them, or what `sight` says of all heads, and are not shown
+    )  # and they read all before them, or what `sight` says of all heads, unseen by others
 
     def __post_init__(self) -> None:
         dense = getattr(self.attend, "everything", False)
