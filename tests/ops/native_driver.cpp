@@ -333,5 +333,6 @@ int main() {
     head_case(130, 64, 1, int8, 0), head_case(1000, 96, 7, int8, 20), head_case(65, 33, 2, int8, 5);
   }
   stack_cases();
+  votes_cases();
   printf("all is well\n");
 }

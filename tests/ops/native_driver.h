@@ -32,9 +32,11 @@ void attend(const AttentionCall* call);
 void prefill(const PrefillCall* call);
 void head(const HeadCall* call);
 int64_t stack(const StackCall* call);
+void choose_slots(const VotesCall* call);
 }
 
 void stack_cases();  // native_driver_stack.cpp
+void votes_cases();  // native_driver_votes.cpp
 
 // ---- numbers
 inline std::mt19937& generator() {

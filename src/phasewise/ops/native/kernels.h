@@ -287,6 +287,21 @@ struct Choice {
   uint16_t* queries;  // [layers, heads_q, dim]: where those of layers that list something are put; or null
 };
 
+struct VotesSpan {  // a row at the last of n slots of keys [heads, n, dim], bfloat16 or, with scales, int8
+  const Choice* choice;  // of one layer
+  const uint16_t* q;     // bfloat16 [heads_q, dim]
+  const void* k;
+  int64_t k_head, k_row;
+  const uint16_t* k_scale;
+  int64_t k_scale_head, n;
+  int32_t* slots;  // [heads, those that are read]
+};
+
+struct VotesCall {
+  const VotesSpan* spans;
+  int64_t count, heads_q, heads, dim, threads;
+};
+
 struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans
   int64_t n, rows;
   const uint8_t* sees;

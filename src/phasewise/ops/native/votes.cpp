@@ -431,21 +431,6 @@ void list_part(const Voter& own, long head) {
 // ---- single rows of one layer
 namespace {
 
-struct VotesSpan {  // a row at the last of n slots of keys [heads, n, dim]
-  const Choice* choice;  // of one layer
-  const bf16* q;         // [heads_q, dim]
-  const void* k;
-  int64_t k_head, k_row;
-  const uint16_t* k_scale;
-  int64_t k_scale_head, n;
-  int32_t* slots;
-};
-
-struct VotesCall {
-  const VotesSpan* spans;
-  int64_t count, heads_q, heads, dim, threads;
-};
-
 // work(part) for all parts of all voters
 template <class Count, class Work>
 void share_out(const Voter* voters, long count, int threads, const Count& parts, const Work& work) {
