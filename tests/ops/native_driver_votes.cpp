@@ -50,7 +50,7 @@ void votes_case(const Voting& v) {
     for (long i = 0; i < known * width; i++)
       vectors.half[(h * v.n) * width + i] = keys.half[(h * v.n + i / width) * v.dim + channels[h * width + i % width]];
   Choice choice = {v.first, units, 1,     v.chosen, v.rule, v.joint, v.first, v.own, v.first,
-                   1,       0,     known, 1,        1,      width,   &layer,  nullptr};
+                   1,       0,     known, 1,        1,      width,   &layer,  nullptr, nullptr};
   long count = v.n - units + v.chosen;
   std::vector<int32_t> slots(v.heads * count), again(v.heads * count);
   for (auto [list, threads] : {std::pair(&slots, 1), std::pair(&again, 3)}) {

@@ -40,7 +40,9 @@ class PickedChoice:
         row, picks, less = flat.row_bytes // len(layers), ways.count(PICKS), ways.count(AGAIN)
         read = (len(layers) - less) * n * row + picks * n * row // 2 + less * candidates.listed(n) * row
         words = array("q", [word for way in ways for word in (way, *[0] * (WAY_WORDS - 1))])
-        return whole._replace(choice=Chosen(candidates, n, Ways(words), read, _nothing))
+        lists = torch.empty((flat.layers[0].shape.heads, candidates.listed(n)), dtype=torch.int32)
+        ways = Ways(words, lists=lists.data_ptr(), kept=lists)
+        return whole._replace(choice=Chosen(candidates, n, ways, read, _nothing))
 
     def _ways(self, layers: Sequence[int]) -> list[int]:
         ways, found = list[int](), False
@@ -86,5 +88,5 @@ class GivenChoice:
         for each in given.lists:
             words.extend((GIVEN, each.data_ptr(), *[0] * (WAY_WORDS - 2)))
         read, done = candidates.listed(n) * flat.row_bytes, partial(self.heard, span, queries)
-        ways = Ways(words, queries.data_ptr(), (given, queries))
+        ways = Ways(words, queries.data_ptr(), kept=(given, queries))
         return whole._replace(choice=Chosen(candidates, 0, ways, read, done))

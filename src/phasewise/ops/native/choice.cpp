@@ -86,7 +86,8 @@ struct Layout {  // all of it lies one after the other; `at` null: only measured
       own.logits = (float*)take(call.heads_q * logits_of(choice) * 4);
       own.states = (float*)take(call.heads_q * states_of(choice) * 4);
       own.numbers = (int32_t*)take(call.heads * numbers_of(choice) * 4);
-      own.slots = (int32_t*)take(call.heads * listed_of(choice, call.spans[b].n) * 4);
+      own.slots = choice.lists;
+      if (!own.slots) own.slots = (int32_t*)take(call.heads * listed_of(choice, call.spans[b].n) * 4);
       if (kept) spans[b] = own;
     }
     end = at;

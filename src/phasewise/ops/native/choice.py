@@ -49,17 +49,19 @@ class Candidates(NamedTuple):
         pieces = (lasting - known, self.end - max(known, lasting))
         return sum((count + self.parts - 1) * self.step for count in pieces if count > 0)
 
-    def words(self, known: int, ways: int, queries: int = 0) -> array[int]:
+    def words(self, known: int, ways: int, queries: int = 0, lists: int = 0) -> array[int]:
         """Choice: `known` vectors are there; `ways` is the address of the layers' words."""
-        return array("q", (*self[:11], known, self.step, self.parts, self.width, ways, queries))
+        return array("q", (*self[:11], known, self.step, self.parts, self.width, ways, queries, lists))
 
 
 class Ways(NamedTuple):
     """`words` of LayerChoice for every layer of a stack. `queries`: the address of bfloat16 [layers, Hq, D], where
-    those of layers that list something are put; or 0. `kept` lives as long."""
+    those of layers that list something are put; or 0. `lists`: that of int32 [H, slots that are read], for lists that
+    layers take over from each other, which may run in calls of their own; or 0. `kept` lives as long."""
 
     words: array[int]
     queries: int = 0
+    lists: int = 0
     kept: object = None
 
 
@@ -70,7 +72,7 @@ class Chosen:
     __slots__ = ("_ways", "_words", "address", "bytes", "done")
 
     def __init__(self, candidates: Candidates, known: int, ways: Ways, read: int, done: Callable[[], None]) -> None:
-        self._words = candidates.words(known, ways.words.buffer_info()[0], ways.queries)
+        self._words = candidates.words(known, ways.words.buffer_info()[0], ways.queries, ways.lists)
         self._ways, self.address, self.bytes, self.done = ways, self._words.buffer_info()[0], read, done
 
 

@@ -285,6 +285,7 @@ struct Choice {
   int64_t width;
   const LayerChoice* layers;
   uint16_t* queries;  // [layers, heads_q, dim]: where those of layers that list something are put; or null
+  int32_t* lists;     // [heads, slots that are read], of layers that take them over in calls of their own; or null
 };
 
 struct VotesSpan {  // a row at the last of n slots of keys [heads, n, dim], bfloat16 or, with scales, int8

@@ -18,13 +18,15 @@ def read(case: Case, run: Run) -> int:
 
 
 def closed(case: Case) -> int:
-    """The listed rows, a key of every row before, and the keys that are turned back, each once."""
+    """The listed rows, a key of every row that is ranked, and the keys that are turned back, each once: all that there
+    are, whenever one of them is ranked for the first time."""
     layers, prompt = case.config.layers, loads.prompt_rows(case)
     key = case.row_bytes // layers // 2  # bytes of a row's keys in a layer
     total = turned = 0
     for n in range(prompt + 1, prompt + NEW):  # rows that a token sees, itself included
-        total += DENSE * n * 2 * key + (layers - DENSE) * key * (2 * MOST + n - 1 + (n - 1 - turned))
-        turned = n - 1
+        missing = n - 1 - turned if turned < n - LOCAL else 0
+        total += DENSE * n * 2 * key + (layers - DENSE) * key * (2 * MOST + n - FIRST - LOCAL + missing)
+        turned += missing
     return total
 
 
@@ -44,7 +46,7 @@ SYSTEM = System(
     missing=("lists that are used again", "prompts that choose", "texts beyond the trained length"),
     counters=(
         Counter("KV bytes read while decoding",
-                "first + k + local rows + an unrotated key of every row before + keys turned back, once",
+                "first + k + local rows + an unrotated key of every row that is ranked + keys turned back, once",
                 lambda case: read(case, case.method), closed),
     ),
     savings=(Saving("KV bytes read while decoding", read, "baseline", 1.1),),
