@@ -41,8 +41,8 @@ class PickedChoice:
         read = (len(layers) - less) * n * row + picks * n * row // 2 + less * candidates.listed(n) * row
         words = array("q", [word for way in ways for word in (way, *[0] * (WAY_WORDS - 1))])
         lists = torch.empty((flat.layers[0].shape.heads, candidates.listed(n)), dtype=torch.int32)
-        ways = Ways(words, lists=lists.data_ptr(), kept=lists)
-        return whole._replace(choice=Chosen(candidates, n, ways, read, _nothing))
+        handed = Ways(words, lists=lists.data_ptr(), kept=lists)
+        return whole._replace(choice=Chosen(candidates, n, handed, read, _nothing))
 
     def _ways(self, layers: Sequence[int]) -> list[int]:
         ways, found = list[int](), False
