@@ -32,23 +32,6 @@ inline void philox(U (&words)[4], uint32_t left, uint32_t right) {
   }
 }
 
-// log x of normal numbers above 0; relative error below 3e-7
-inline F log_of(F x) {
-  I bits = (I)x, power = (bits - 0x3f3504f3) >> 23;  // x = 2^power m, m from the root of 1/2 to that of 2
-  F e = __builtin_convertvector(power, F), f = (F)(bits - (power << 23)) - 1.0f, square = f * f;
-  F p = splat(7.0376836292e-2f);
-  p = p * f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
-  F small = p * f * square + e * -2.12194440e-4f - square * 0.5f;
-  return f + small + e * 0.693359375f;
-}
-
 // A draw of Gumbel(0, 1) from 23 bits of a word.
 inline F gumbel_of(U word) {
   F uniform = (__builtin_convertvector((I)(word >> 9), F) + 0.5f) * 0x1p-23f;  // never 0 or 1

@@ -246,26 +246,6 @@ void sum_up(const Voter& own, long query, long chunk, long from, long to) {
 }
 
 // ---- votes
-// ln x for x >= 1; error below 1e-7 where it is small, else relative
-F ln(F x) {
-  I bits = (I)x, power = (bits >> 23) - 127;
-  F part = (F)((bits & 0x7fffff) | 0x3f800000);  // 1 .. 2
-  I large = part > 1.41421356f;
-  part = select(large, part * 0.5f, part) - 1.0f;
-  F n = __builtin_convertvector(power - large, F), square = part * part;  // `large` is -1 where it is true
-  F p = splat(7.0376836292e-2f);
-  p = p * part - 1.1514610310e-1f;
-  p = p * part + 1.1676998740e-1f;
-  p = p * part - 1.2420140846e-1f;
-  p = p * part + 1.4249322787e-1f;
-  p = p * part - 1.6668057665e-1f;
-  p = p * part + 2.0000714765e-1f;
-  p = p * part - 2.4999993993e-1f;
-  p = p * part + 3.3333331174e-1f;
-  p = p * part * square + n * -2.12194440e-4f - 0.5f * square;
-  return part + p + n * 0.693359375f;
-}
-
 // The logarithm of the sum of the weights of a query's logits.
 float total_of(const Voter& own, long query) {
   long count = chunks(*own.choice);
@@ -300,7 +280,7 @@ struct Electors {
       odd |= value != value, best = max(value, best);
     }
     for (long g = 0; !peaks && g < count; g++) sums += exp_negative(at(g) - less[g] - best);
-    if (!peaks) best = select(best > -INFINITY, best + ln(max(sums, splat(1.0f))), best);
+    if (!peaks) best = select(best > -INFINITY, best + log_of(max(sums, splat(1.0f))), best);
     return select(odd, splat(INFINITY), best);  // what cannot be compared is read
   }
 
