@@ -15,7 +15,7 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import choice
-from phasewise.ops.native.choice import CHOSEN, PEAK, PROMISE, SHARE, Ballot, Candidates, choose
+from phasewise.ops.native.choice import CHOSEN, MOST_VOTING, PEAK, PROMISE, SHARE, Ballot, Candidates, choose
 from tests.ops.targets import HERE
 
 RULES = {"promise": PROMISE, "share": SHARE, "peak": PEAK}
@@ -194,3 +194,14 @@ def test_votes_too_small_for_a_float_are_ranked() -> None:
     among = Candidates(0, 63, 1, 40, SHARE, False, 0, 63, width=16)
     (slots,) = choose([Ballot(q, k.bfloat16(), None, among, 63, words(None, 1.0))])
     assert slots[0, 0].tolist() == [*range(40), 63]
+
+
+@pytest.mark.usefixtures("target")
+def test_more_voters_than_there_is_room_for_are_refused() -> None:
+    k, among = torch.zeros(2, 40, 16).bfloat16(), Candidates(0, 39, 1, 5, SHARE, False, 0, 39, width=16)
+    for queries, fits in ((2 * MOST_VOTING, True), (2 * MOST_VOTING + 2, False)):
+        ballot = Ballot(torch.zeros(1, queries, 16).bfloat16(), k, None, among, 39, words(None, 1.0))
+        assert choice.takes(ballot) is fits
+        assert not choice.takes(ballot._replace(candidates=among._replace(joint=True)))
+        if fits:
+            assert choose([ballot])[0][0, 0].tolist() == [0, 1, 2, 3, 4, 39]

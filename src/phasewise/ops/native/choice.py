@@ -14,6 +14,7 @@ from phasewise.ops.native import fit, library
 ALL, CHOSEN, PICKS, AGAIN, GIVEN = range(5)  # Way (kernels.h): of a layer, the first of its WAY_WORDS (LayerChoice)
 WAY_WORDS, CHANNELS, TURN = 8, 4, 5
 PROMISE, SHARE, PEAK = range(3)  # Rule
+MOST_VOTING = 1024  # queries that have a say in a list, as in votes.cpp
 
 
 class Candidates(NamedTuple):
@@ -93,7 +94,8 @@ def takes(ballot: Ballot) -> bool:
     """Whether `choose` does this one."""
     q, k, scale = ballot[:3]
     fits = fit.fits(q, k, k, None if scale is None else (scale, scale))
-    return q.dtype == torch.bfloat16 and fits and library() is not None
+    voting = q.shape[1] // (1 if ballot.candidates.joint else k.shape[0])
+    return q.dtype == torch.bfloat16 and fits and voting <= MOST_VOTING and library() is not None
 
 
 def choose(ballots: Sequence[Ballot]) -> list[Tensor]:
