@@ -36,9 +36,7 @@ N = 14
 
 
 def lazy(model: Model | None = None, **knobs: Any) -> Lazy:
-    made = LazyLLM(**(KNOBS | knobs)).bind(Host(model or tiny.model(), None, None, None, None))  # type: ignore[arg-type]
-    assert made is not None
-    return made
+    return LazyLLM(**(KNOBS | knobs)).bind(Host(model or tiny.model(), None, None, None, None))  # type: ignore[arg-type]
 
 
 def over(model: Model, prompt: Sequence[int], runtime: Lazy | None = None, **more: Any) -> Walk:
@@ -153,11 +151,8 @@ def test_equals_the_slow_twin(model: Model, revive: bool) -> None:
 
 # ---- what the card says
 def test_nothing_pruned_is_dense() -> None:
-    """Where every token goes on there is no runtime at all; one that prunes none gives the same."""
     model, text = tiny.model(), tiny.prompts(50)[0]
-    all_of_them = LazyLLM(**(KNOBS | {"keep": 1.0}))
-    assert all_of_them.bind(Host(model, None, None, None, None)) is None  # type: ignore[arg-type]
-    one = over(model, text[:40], Lazy(all_of_them, model.config, model.dtype))
+    one = over(model, text[:40], lazy(keep=1.0))
     got = torch.cat([one.feed(text[:40]), *(one.feed([token]) for token in text[40:])])
     torch.testing.assert_close(got, oracle.logits(model, text), **CLOSE)
     assert one.counters.row_layers == 50 * 4

@@ -65,9 +65,7 @@ class LazyLLM:
         if self.stages < 1:
             raise UserError(f"lazyllm: stages={self.stages} must be at least 1: tokens leave somewhere")
 
-    def bind(self, host: Host) -> Lazy | None:
-        if not self.shares(host.model.config.layers):
-            return None  # nobody leaves: that costs nothing
+    def bind(self, host: Host) -> Lazy:
         return Lazy(self, host.model.config, host.model.dtype)
 
     def shares(self, layers: int) -> dict[int, float]:
