@@ -15,7 +15,7 @@ from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
 from phasewise.bench.report import filled
 from phasewise.bench.rounds import Ratio
-from phasewise.bench.savers import DENSE, SAVING, Load, Savers, Turn, savers, together
+from phasewise.bench.savers import DENSE, SAVING, Load, Savers, Turn, contenders, savers, together
 from phasewise.bench.settings import Setting
 from phasewise.bench.worth import INTRO, Worth, cells, layer_bytes, promised, section, worths
 from phasewise.engine.limits import Limits
@@ -55,6 +55,25 @@ def test_every_saver_is_there_neutral_and_at_work() -> None:
         knobs = [tuple(catalog.method(verb, name).neutral), tuple(getattr(catalog.method(verb, name), "untrained", {}))]
         assert found.count((verb, name)) == len(set(knobs))
     assert len({setting.name for setting in savers()}) == len(found)
+
+
+def test_words_stand_for_all_of_them_one_way_or_the_other() -> None:
+    idle, acting = contenders(["neutral"]), contenders(["work"])
+    assert all(setting.name.endswith(", neutral") for setting in idle) and len(idle) > 20
+    assert not any(setting.name.endswith(", neutral") for setting in acting) and len(acting) > 20
+    assert {setting.name for setting in contenders([])} == {setting.name for setting in (*idle, *acting)}
+    assert {setting.name for setting in savers()} == {setting.name for setting in contenders([])}
+    some = contenders(["store=int8", "work", "evict=snapkv:keep=0.1"])
+    assert [setting.name for setting in some].count("store=int8") == 1 and len(some) == len(acting) + 1
+    with pytest.raises(UserError, match="is not a setting"):
+        contenders(["neutrl"])
+
+
+def test_who_looks_meanwhile_finds_the_groups_that_are_through() -> None:
+    run = Savers(Bench(tiny.model()), [], Load(N, (1, 3), NEW, ROUNDS), Limits(kv_bytes=64 << 20))
+    seen: list[list[int]] = []
+    run.run(random_prompts(tiny.VOCAB, 0), after=lambda: seen.append([turn.batch for turn in run.turns]))
+    assert seen == [[1] * ROUNDS, [1] * ROUNDS + [3] * ROUNDS]
 
 
 def test_all_of_them_run() -> None:

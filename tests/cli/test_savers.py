@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from phasewise.bench import bandwidth
+from phasewise.bench import savers as bench_savers
 from phasewise.bench.bandwidth import reading
 from phasewise.bench.savers import Load
 from phasewise.cli import savers
@@ -94,3 +95,20 @@ def test_a_page_that_is_broken_is_refused_before_anything_runs(cli: Cli, tmp_pat
     page.write_text("<!-- pocket 48:end -->\n")
     said = cli("bench", "savers", *SMALL, "--write", page)
     assert said.code == 2 and "pocket 48:begin" in said.err and page.read_text() == "<!-- pocket 48:end -->\n"
+
+
+def test_what_has_been_measured_is_there_when_a_run_is_cut_short(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = bench_savers.Resident.enter
+
+    def entering(self: bench_savers.Resident, prompt: Any, batch: int, most: int) -> None:
+        if batch == 2:
+            raise KeyboardInterrupt
+        enter(self, prompt, batch, most)
+
+    monkeypatch.setattr(bench_savers.Resident, "enter", entering)
+    words = ("--batch", "1,2", *SMALL, "--csv", tmp_path / "t.csv", "--model", str(tiny.checkpoint()))
+    assert cli("bench", "savers", "store=int8", *words).code != 0
+    with (tmp_path / "t.csv").open(newline="") as file:
+        assert [row["batch"] for row in csv.DictReader(file)] == ["1"] * 4

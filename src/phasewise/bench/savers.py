@@ -25,12 +25,23 @@ from phasewise.options import DEFAULTS
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
+NEUTRAL, WORK = "neutral", "work"  # all savers, one way or the other
 SAVING = ("attend", "evict", "store", "skip")  # the verbs whose methods save something
 DENSE = "dense"
 PROMPTS_FIRST = {"schedule": "prefill_first"}  # nobody decodes until all prompts are there: equal contexts
 
 
-def savers() -> list[Setting]:
+def contenders(given: Sequence[str]) -> list[Setting]:
+    """Settings as they are written, `neutral` and `work` standing for all savers that way; everybody where none is
+    given. Raises UserError."""
+    found: dict[str, Setting] = {}
+    for text in given or (NEUTRAL, WORK):
+        for setting in savers((text,)) if text in (NEUTRAL, WORK) else [Setting.parse(text)]:
+            found.setdefault(setting.name, setting)
+    return list(found.values())
+
+
+def savers(ways: Sequence[str] = (WORK, NEUTRAL)) -> list[Setting]:
     """Every method of these verbs but the defaults: at its neutral setting, where it must cost nothing, and at work: as
     its knobs are by default, without training."""
     found: dict[str, Setting] = {}
@@ -39,7 +50,11 @@ def savers() -> list[Setting]:
             if name == DEFAULTS[verb]:
                 continue
             method = catalog.method(verb, name)
-            for knobs, words in ((getattr(method, "untrained", {}), ""), (method.neutral, ", neutral")):
+            for way, knobs, words in (
+                (WORK, getattr(method, "untrained", {}), ""), (NEUTRAL, method.neutral, ", neutral"),
+            ):  # fmt: skip
+                if way not in ways:
+                    continue
                 text = name + (":" + ",".join(f"{knob}={value}" for knob, value in knobs.items()) if knobs else "")
                 found.setdefault(f"{verb}={text}", Setting(f"{verb}={name if words else text}{words}", {verb: text}))
     return list(found.values())
@@ -145,8 +160,11 @@ class Savers:
     refused: dict[str, str] = field(default_factory=dict)
     groups: dict[int, list[list[str]]] = field(default_factory=dict)
 
-    def run(self, prompts: Prompts, tell: Callable[[int], object] = lambda done: None) -> None:
-        """Measure everything; `tell` hears how many turns are done."""
+    def run(
+        self, prompts: Prompts, tell: Callable[[int], object] = lambda done: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Measure everything; `tell` hears how many turns are done, `after` is called when a group is through."""
         self.load.check(self.bench.model)
         everybody, prompt = self._engines(), prompts(self.load.tokens)
         with torch.inference_mode():
@@ -164,6 +182,7 @@ class Savers:
                     finally:
                         for one in alive:
                             one.leave(forget=len(self.groups[batch]) > 1)
+                    after()
 
     def _enters(self, one: Resident, prompt: Sequence[int], batch: int) -> bool:
         """Have the prompts of a batch computed; False for one that cannot."""

@@ -20,6 +20,7 @@ from phasewise.errors import UserError
 
 if TYPE_CHECKING:
     from phasewise.bench.savers import Load, Savers
+    from phasewise.bench.worth import Worth
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Loaded:
 class Written:
     """Where results go besides the terminal."""
 
-    csv: Annotated[Path | None, typer.Option(help="Write every turn into this file.")] = None
+    csv: Annotated[Path | None, typer.Option(help="Write every turn into this file, as they come.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw the gains into this image.")] = None
     write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/savers.md.")] = None
 
@@ -65,7 +66,10 @@ LOADED, WRITTEN = Loaded(), Written()
 def savers(
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[VERB=METHOD]...", help="Contenders; default: all savers, neutral and at work."),
+        typer.Argument(
+            metavar="[VERB=METHOD]...",
+            help="Contenders, or neutral or work for all savers that way; default: both.",
+        ),
     ] = None,
     asked: Loaded = LOADED,
     written: Written = WRITTEN,
@@ -80,6 +84,7 @@ def savers(
 
       phasewise bench savers --model path/to/model --tokens 8000
       phasewise bench savers --shape 8x512 --tokens 8192 --batch 1,8 --plot savers.png
+      phasewise bench savers neutral --batch 1,8 --new 64
       phasewise bench savers evict=snapkv:keep=0.1 "store=int8 evict=streaming" --csv savers.csv
     """
     engine.check()
@@ -87,34 +92,44 @@ def savers(
         raise UserError("savers are compared at equal contexts, prompts first: leave --schedule out")
     if asked.shape is not None and engine.model != DEFAULTS.model:
         raise UserError("--shape stands for a model: leave --model or --shape out")
+    from phasewise.bench.bandwidth import reading
     from phasewise.bench.drive import Bench
     from phasewise.bench.prompts import random_prompts
-    from phasewise.bench.savers import Savers
-    from phasewise.bench.savers import savers as every
-    from phasewise.bench.settings import Setting
+    from phasewise.bench.savers import Savers, contenders
 
     load, path = asked.load(), Path(engine.model)
     name = asked.shape or (path.name if path.exists() else engine.model)  # what is written names no place
-    contenders = [Setting.parse(text) for text in settings] if settings else every()
+    chosen = contenders(settings or ())
     written.check(f"{name} {load.tokens}")
     with _model(engine.model, asked.shape, load) as source:
         with working(f"loading {name}"):
             made = Bench.load(source, engine.dtype)
-        run = Savers(made, contenders, load, engine.limits(), engine.verbs)
-        with counting("turns", len(load.batches) * load.rounds * (1 + len(contenders))) as tell:
-            run.run(random_prompts(made.model.config.vocab, asked.seed), tell)
-    _tell(run, name, written)
+        with working("measuring how fast memory is read"):
+            rate = reading(load.rounds)
+        run = Savers(made, chosen, load, engine.limits(), engine.verbs)
+        with counting("turns", len(load.batches) * load.rounds * (1 + len(chosen))) as tell:
+            run.run(random_prompts(made.model.config.vocab, asked.seed), tell, lambda: _save(run, name, rate, written))
+    _tell(run, name, rate, written)
 
 
-def _tell(run: Savers, name: str, written: Written) -> None:
+def _save(run: Savers, name: str, rate: float, written: Written) -> list[Worth]:
+    """What there is by now, into the file of turns too. -> what it is worth"""
     from phasewise.bench import worth
-    from phasewise.bench.bandwidth import reading
     from phasewise.bench.machine import describe
 
-    with working("measuring how fast memory is read"):
-        rate = reading(run.load.rounds)
-    about, load, dtype = describe(), run.load, str(run.bench.model.dtype).removeprefix("torch.")
-    found = worth.worths(run.turns, worth.layer_bytes(run.bench.model), rate)
+    found, load = worth.worths(run.turns, worth.layer_bytes(run.bench.model), rate), run.load
+    if written.csv is not None:
+        facts = {"model": name, "tokens": load.tokens, "new": load.new, "read_bytes_per_s": rate, **describe()}
+        worth.write_csv(written.csv, run.turns, found, facts)
+    return found
+
+
+def _tell(run: Savers, name: str, rate: float, written: Written) -> None:
+    from phasewise.bench import worth
+    from phasewise.bench.machine import describe
+
+    found, about, load = _save(run, name, rate, written), describe(), run.load
+    dtype = str(run.bench.model.dtype).removeprefix("torch.")
     title = (
         f"{name}, {dtype}, prompts of {load.tokens} tokens, {load.rounds} interleaved rounds of {load.new} tokens: "
         f"medians; gain as the median of paired ratios (range); memory is read at {rate / 1e9:.1f} GB/s"
@@ -128,9 +143,6 @@ def _tell(run: Savers, name: str, written: Written) -> None:
         print(f"not run: {setting}: {reason}")
     for note in _groups(run):
         print(note)
-    if written.csv is not None:
-        facts = {"model": name, "tokens": load.tokens, "new": load.new, "read_bytes_per_s": rate, **about}
-        worth.write_csv(written.csv, run.turns, found, facts)
     if written.plot is not None:
         worth.draw(written.plot, found, f"{name}, prompts of {load.tokens} tokens")
     if (path := written.write) is not None:

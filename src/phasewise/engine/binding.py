@@ -2,7 +2,8 @@
 
 Three kinds of methods say more than their verb:
 
-- A method with `slots = ("attend", "evict")`, its home verb first, fills all these slots with one runtime object.
+- A method with `slots = ("attend", "evict")`, its home verb first, fills all these slots with one runtime object. Where
+  it binds to None, because it does nothing with these knobs, all of them go the plain way.
 - A method with `phases = ("decode",)` leaves the other phases to the default of its verb (attend, evict and skip). One
   that evicts beside its own verb does so in all phases: it must hear of the rows that others have read.
 - A decode method with `brings = ("attend", "skip")` has runtimes of its own for these verbs, in its phases:
@@ -150,6 +151,8 @@ class Bindings:
         decode = methods["decode"]
         runtime = self.bind(decode)
         slots = {verb: self.bind(self._acting(methods, verb, phase)) for verb in SHARED}
+        if slots["attend"] is None:
+            slots["attend"] = self.bind(self.defaults["attend"])
         brings = getattr(decode, "brings", ()) if phase in getattr(decode, "phases", (phase,)) else ()
         for verb in brings:
             assert verb in SHARED, f"a decode method brings {', '.join(SHARED)}, not {verb}"

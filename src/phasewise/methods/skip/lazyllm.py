@@ -65,8 +65,9 @@ class LazyLLM:
         if self.stages < 1:
             raise UserError(f"lazyllm: stages={self.stages} must be at least 1: tokens leave somewhere")
 
-    def bind(self, host: Host) -> Lazy:
-        return Lazy(self, host.model.config, host.model.dtype)
+    def bind(self, host: Host) -> Lazy | None:
+        config = host.model.config
+        return Lazy(self, config, host.model.dtype) if self.shares(config.layers) else None
 
     def shares(self, layers: int) -> dict[int, float]:
         """The share of tokens that goes on after a layer, of those layers after which some leave."""

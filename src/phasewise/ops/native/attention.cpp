@@ -90,8 +90,8 @@ __attribute__((always_inline)) inline void fetch(const Lines& keys, long key, co
                                                  long count) {
   for (long i = 0; i < count; i++)
     for (long at = 0; at < keys.bytes; at += 64) {
-      __builtin_prefetch(keys.k + (key + i) * keys.k_row + at, 0, 3);
-      __builtin_prefetch(values.v + (value + i) * values.v_row + at, 0, 3);
+      __builtin_prefetch(keys.k + (key + i) * keys.k_row + at, 0, 2);
+      __builtin_prefetch(values.v + (value + i) * values.v_row + at, 0, 2);
     }
 }
 
