@@ -2,8 +2,8 @@
 
     python scripts/long_stream.py [--model smollm2] [--times 20] [--window 1020] [--sinks 4] [--ends 4] [--stretch 64]
 
-Stretches of Python's library that was held out of training the pocket model are written by force after one context of
-the text before them, and after `--times` of it (StreamingLLM, arXiv 2309.17453: flat with a few first rows, which draw
+Stretches of those parts of Python's library that the pocket model was not trained on are written by force after one
+context of the text before them, and after `--times` of it (StreamingLLM, arXiv 2309.17453: flat with a few first rows, which draw
 attention that has no other place; broken where they are gone). Prints a Markdown table: nats per token, the mean over
 the ends.
 """
@@ -39,13 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--stretch", type=int, default=64, help="tokens that are written at each")
     asked = parser.parse_args(argv)
     bench = Bench.load(asked.model, asked.dtype)
-    text = "\n\n".join(sources(held_out=True).values())
-    ids = Tokenizer.load(files_of(asked.model).path).encode(text, add_special=False)
     context = bench.model.config.max_positions
-    longest = asked.times * context
-    if len(ids) < longest:
-        raise SystemExit(f"the text has {len(ids):,} tokens, fewer than {longest:,}: lower --times")
-    ends = [longest + i * (len(ids) - longest) // asked.ends for i in range(asked.ends)]
+    before, own = encoded(asked.model, held_out=False, least=asked.times * context), encoded(asked.model, held_out=True)
+    ids, first = before + own, len(before)
+    ends = [first + (i + 1) * len(own) // asked.ends for i in range(asked.ends)]
     body, rows = [], asked.sinks + asked.window
     settings = [
         (f"evict=streaming:sinks={sinks},window={rows - sinks}", times)
@@ -56,16 +53,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         for setting, times in settings:
             nats = []
             for end in ends:
-                forced, before = Forced(), ids[end - times * context : end]
+                forced, text = Forced(), ids[end - times * context : end]
                 verbs = {"evict": setting.partition("=")[2]}
                 engine = bench.engine(verbs, Limits(prefix_cache=False), sample=forced)
-                (found,) = write(engine, forced, [(before, len(before) - asked.stretch)])
+                (found,) = write(engine, forced, [(text, len(text) - asked.stretch)])
                 nats.append(statistics.fmean(found.nats))
                 tell((len(body)) * len(ends) + len(nats))
             body.append([setting, str(times), f"{times * context:,}", f"{statistics.fmean(nats):.3f}"])
     about = machine.describe()
     print(f"{asked.model}, {asked.dtype}, {asked.stretch} tokens at {asked.ends} ends; {about['cpu']}\n")
     print(report.markdown(HEADER, body))
+
+
+def encoded(model: str, held_out: bool, least: int | None = None) -> list[int]:
+    """Python's library in a model's tokens, or the last of it that has so many."""
+    tokenizer, found = Tokenizer.load(files_of(model).path), list[int]()
+    for text in reversed(sources(held_out).values()):
+        if least is not None and len(found) >= least:
+            break
+        found = [*tokenizer.encode(text, add_special=False), *found]
+    return found
 
 
 if __name__ == "__main__":
