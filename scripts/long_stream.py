@@ -3,9 +3,9 @@
     python scripts/long_stream.py [--model smollm2] [--times 20] [--window 1020] [--sinks 4] [--ends 4] [--stretch 64]
 
 Stretches of those parts of Python's library that the pocket model was not trained on are written by force after one
-context of the text before them, and after `--times` of it (StreamingLLM, arXiv 2309.17453: flat with a few first rows, which draw
-attention that has no other place; broken where they are gone). Prints a Markdown table: nats per token, the mean over
-the ends.
+context of the text before them, and after `--times` of it (StreamingLLM, arXiv 2309.17453: flat with a few first rows,
+which draw the attention that has no other place; broken where they are gone). Prints a Markdown table: nats per token,
+the mean over the ends.
 """
 
 from __future__ import annotations

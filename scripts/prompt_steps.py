@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def prompt_seconds(engine: Any, prompt: Sequence[int]) -> float:
     """Until the rows of the prompt are there, but for those of a block that is not full."""
-    request, unit = Request(prompt, Params(max_tokens=1, ignore_eos=True)), getattr(engine.parts.phases[0].decode, "unit", 1)
+    request, unit = (
+        Request(prompt, Params(max_tokens=1, ignore_eos=True)),
+        getattr(engine.parts.phases[0].decode, "unit", 1),
+    )
     with torch.inference_mode():
         start = time.perf_counter()
         engine.add(request)

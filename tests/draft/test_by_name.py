@@ -10,8 +10,8 @@ import pytest
 from phasewise import catalog
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
-from phasewise.load import files_of
 from phasewise.llm import LLM
+from phasewise.load import files_of
 from phasewise.methods.draft._datastore import encoded, vocabulary
 from phasewise.request.params import Params
 from tests.serve.tiny_chat import chat_checkpoint

@@ -10,8 +10,9 @@ import pytest
 
 from phasewise.reproduce import index, loads
 from phasewise.reproduce.lab import Lab, Scale
+from phasewise.reproduce.page import document
 from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.report import Report, document
+from phasewise.reproduce.report import Report
 from phasewise.reproduce.runner import complete, reproduce, settled, stages, timed
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.reproduce.workload import Asked

@@ -27,6 +27,9 @@ class Output:
     """Where the results go."""
 
     out: Annotated[Path, typer.Option(help="Where --all writes.")] = DOCUMENT
+    write: Annotated[
+        Path | None, typer.Option(help="Put the sections of the systems named into this page of --all's.")
+    ] = None
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything found as JSON.")] = None
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with what --json holds already, and take times that it lacks.")
@@ -63,7 +66,9 @@ OUTPUT, EFFORT = Output(), Effort()
 
 @spread
 def reproduce(
-    name: Annotated[str | None, typer.Argument(metavar="[SYSTEM]", help="What to try; without it, the list.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SYSTEM]...", help="What to try; without it, the list.")
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help=f"Every system, in turn; writes {DOCUMENT}.")] = False,
     output: Output = OUTPUT,
     effort: Effort = EFFORT,
@@ -76,6 +81,7 @@ def reproduce(
 
       phasewise reproduce
       phasewise reproduce snapkv --no-time
+      phasewise reproduce quest tidal --write docs/reproduced.md
       phasewise reproduce --all --json reproduced.json
       phasewise reproduce --all --no-time --json found.json && phasewise reproduce --all --json found.json --resume
     """
@@ -83,26 +89,40 @@ def reproduce(
     from phasewise.reproduce.lab import Lab
     from phasewise.reproduce.report import overview
 
-    if name is None and not all_:
+    if not names and not all_:
         systems = [(each, index.system(each)) for each in index.names()]
         show.table(["name", "system", "paper"], [[each, s.title, str(s.paper)] for each, s in systems])
         return
-    if name is not None and all_:
-        raise UserError(f"--all tries every system: leave {name!r} out, or leave --all out")
-    if name is not None:
-        index.system(name)  # unknown names are refused before anything is done
-    if output.resume and not all_:
-        raise UserError("--resume goes on with --all: leave it out, or try every system")
+    _check(names or [], all_, output)
     scale, kept = effort.scale(), output.kept()
     reports: list[Report] = []
     with Lab.open(scale) as lab:
-        for each in [name] if name is not None else index.names():
+        for each in names or index.names():
             reports.append(_one(each, lab, all_, kept.get(each)))
             if output.json is not None:
                 _save(output.json, reports, kept)
             if all_:  # after each of them: it takes long
                 _write(output.out, reports, scale)
-    print(overview(reports) if all_ else f"{reports[0].markdown()}\n\n{_machine()}")
+            if output.write is not None:
+                _put(output.write, reports[-1], scale)
+    sections = [overview(reports)] if all_ else [*(report.markdown() for report in reports), _machine()]
+    print("\n\n".join(sections))
+
+
+def _check(names: list[str], all_: bool, output: Output) -> None:
+    """Raise UserError for what can be seen before anything is done."""
+    from phasewise.reproduce import index, page
+
+    if names and all_:
+        raise UserError(f"--all tries every system: leave {' '.join(names)!r} out, or leave --all out")
+    for name in names:
+        index.system(name)
+    if output.resume and not all_:
+        raise UserError("--resume goes on with --all: leave it out, or try every system")
+    if output.write is not None and all_:
+        raise UserError("--write puts some systems into a page, and --all writes one: leave one of them out")
+    if output.write is not None:
+        page.put(_read(output.write), [], "", "")
 
 
 def _one(name: str, lab: Lab, among: bool, kept: Report | None) -> Report:
@@ -143,14 +163,32 @@ def _kept(path: Path) -> dict[str, Report]:
 
 
 def _write(out: Path, reports: list[Report], scale: Scale) -> None:
-    from phasewise.reproduce.report import document
+    from phasewise.reproduce.page import document
 
-    words = ["phasewise reproduce --all"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(document(reports, _command("--all", scale), _machine()), encoding="utf-8")
+
+
+def _put(path: Path, report: Report, scale: Scale) -> None:
+    from phasewise.reproduce.page import put
+
+    path.write_text(put(_read(path), [report], _command(report.name, scale), _machine()), encoding="utf-8")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"write={path} cannot be read: {error}. `phasewise reproduce --all` writes it") from error
+
+
+def _command(what: str, scale: Scale) -> str:
+    """What to type for this much of it."""
+    words = [f"phasewise reproduce {what}"]
     words += [f"--examples {scale.examples}"] * (scale.examples is not None)
     words += [f"--rounds {scale.rounds}"] * (scale.rounds != 5 and not scale.quick)
     words += [f"--seed {scale.seed}"] * bool(scale.seed) + ["--no-time"] * (not scale.time) + ["--quick"] * scale.quick
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(document(reports, " ".join(words), _machine()), encoding="utf-8")
+    return " ".join(words)
 
 
 def _machine() -> str:

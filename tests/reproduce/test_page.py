@@ -1,0 +1,73 @@
+"""The page of all systems: sections of some are put into it, and nothing else of it changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phasewise.errors import UserError
+from phasewise.reproduce.lab import Scale
+from phasewise.reproduce.page import document, put
+from phasewise.reproduce.report import Report
+from phasewise.reproduce.verdict import Verdict
+from tests.cli.conftest import Cli
+
+SCALE = Scale(None, 5, 0, True, False)
+PAGE = Path(__file__).parents[2] / "docs" / "reproduced.md"
+
+
+def report(title: str, word: str = "holds", *reasons: str) -> Report:
+    return Report(
+        title.lower(), title, "A paper (arXiv 2401.00001)", "it is faster.", ("a machine",), {"method": "m"}, "random",
+        "pocket", "", SCALE, (), (), (), Verdict(word, reasons),
+    )  # fmt: skip
+
+
+def test_a_section_and_its_row_are_replaced_and_nothing_else() -> None:
+    first, other, last = report("Ab"), report("Ab: more"), report("Cd", "partly", "slow | here", "and more")
+    page = document([first, other, last], "phasewise reproduce --all", "On a machine.")
+    anew = replace(last, verdict=Verdict("not here", ("worse",)))
+    after = put(page, [anew], "phasewise reproduce cd", "On another machine.")
+    assert "| Cd | **not here** | worse |" in after and after.count("| Cd |") == 1
+    assert after.count("## Cd: not here") == 1 and "## Cd: partly" not in after
+    assert "(`phasewise reproduce cd`).* On another machine." in after
+    unchanged = page[: page.index("| Cd |")], page[page.index("## Ab: holds") : page.index("## Cd")]
+    assert all(each in after for each in unchanged)
+    assert put(after, [anew], "phasewise reproduce cd", "On another machine.") == after
+
+
+def test_a_system_that_is_not_there_comes_last() -> None:
+    page = document([report("Ab"), report("Cd")], "all", "here")
+    after = put(page, [report("Ba", "partly", "x")], "phasewise reproduce ba", "there")
+    assert after.index("| Cd |") < after.index("| Ba |") < after.index("## Ab: holds") < after.index("## Ba: partly")
+
+
+def test_the_projects_own_page_stays_as_it_is_when_nothing_is_put() -> None:
+    page = PAGE.read_text()
+    assert put(page, [], "", "") == page and page.count("\n## ") > 50
+
+
+@pytest.mark.parametrize("page", ["", "# A page\n\n## Of sections\n", "## Ab: holds\n\n## Ab: partly\n"])
+def test_other_pages_are_refused(page: str) -> None:
+    with pytest.raises(UserError, match="no page that `phasewise reproduce --all` has written"):
+        put(page, [report("Ab")], "", "")
+
+
+def test_by_the_command_line(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(document([report("Prompt lookup"), report("Zz")], "phasewise reproduce --all", "On a machine."))
+    words = ("reproduce", "prompt_lookup", "fastgen", "--quick", "--no-time", "--write", page)
+    said = cli(*words)
+    assert said.code == 0, said.err
+    after = page.read_text()
+    assert "(`phasewise reproduce prompt_lookup --no-time --quick`).*" in after and "## Zz: holds" in after
+    assert after.index("## Zz: holds") < after.index("## DeepSpeed-FastGen")
+    assert said.out.index("## Prompt lookup") < said.out.index("## DeepSpeed-FastGen")
+    page.write_text("nothing")
+    said = cli(*words)
+    assert said.code == 2 and "no page that" in said.err and page.read_text() == "nothing"
+    assert cli("reproduce", "quest", "--write", tmp_path / "none.md").code == 2
+    said = cli("reproduce", "--all", "--write", page)
+    assert said.code == 2 and "leave one of them out" in said.err
