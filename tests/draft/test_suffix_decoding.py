@@ -113,11 +113,13 @@ def test_a_chain_is_the_tree_of_one_branch() -> None:
     for _ in range(400):
         tokens = [rng.randrange(rng.choice((2, 4, 12))) for _ in range(rng.randrange(1, 60))]
         knobs = {"branches": 1, "min_match": rng.choice((1, 1, 2, 3)), "least": rng.choice((0.001, 0.05, 0.4))}
-        nodes, text = rng.randrange(1, 30), SuffixAutomaton()
+        nodes, text = rng.randrange(1, 25), SuffixAutomaton()
         for token in tokens:
             text.extend(token)
         drafter = bound(**knobs)
-        assert drafter._chain(text, nodes) == drafter._grown([(text, text.end)], nodes, nodes)
+        found, likely = text.chain(nodes, drafter.knobs.min_match, drafter.least, drafter.odds)
+        chain = Draft(found, list(range(-1, len(found) - 1)), likely=likely) if found else None
+        assert chain == drafter._grown([(text, text.end)], nodes, nodes)
 
 
 def test_budget_room_and_least_bound_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from phasewise.ops.native.suffixes import Odds
 
 MARKED = 32  # matches of one text's end whose position is brought up to date with each token
 
@@ -53,6 +55,10 @@ class SuffixAutomaton:
             link = self._link[link]
         self.n += 1
 
+    def read(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.extend(token)
+
     def followers(self, shortest: int) -> Iterator[int]:
         """Positions right after earlier places where a suffix of at least `shortest` tokens ended: longest suffix
         first, then latest; per suffix one for each token that has followed it."""
@@ -92,6 +98,22 @@ class SuffixAutomaton:
             state = self._link[state]
             match = self._length[state]
         return None
+
+    def chain(self, most: int, shortest: int, least: float, odds: Odds) -> tuple[list[int], list[float]]:
+        """At most `most` tokens that go on, each the latest of those that followed the longest match of at least
+        `shortest`, as long as all of them together are as likely as `least`; and how likely each is."""
+        tokens, likely, reached, (state, match) = list[int](), list[float](), 1.0, self.end
+        while len(tokens) < most and (found := self.latest(state, match, shortest)) is not None:
+            token, length, followed, state = found
+            table = odds.only if followed == 1 else odds.latest
+            chance = table[length] if length < len(table) else table[-1]
+            reached *= chance
+            if reached < least:
+                break
+            tokens.append(token)
+            likely.append(chance)
+            match = length + 1
+        return tokens, likely
 
     def follow(self, state: int, match: int, token: int) -> tuple[int, int]:
         """The longest end of a text that occurs in this one, one token on: from the state and length of that before."""

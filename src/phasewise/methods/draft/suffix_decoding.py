@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton
 from phasewise.methods.draft._earlier import BREAK, Cursor, Earlier, Place
+from phasewise.ops.native import library, suffixes
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -70,6 +71,9 @@ class Suffixes:
     def __init__(self, knobs: SuffixDecoding) -> None:
         self.knobs, self.least = knobs, knobs.least
         self.shared = knobs.scope == "engine"
+        self.chains = not self.shared and knobs.branches == 1
+        self._automaton = suffixes.Automaton if self.chains and library() is not None else SuffixAutomaton
+        self.odds = suffixes.Odds(ONLY, LATEST, knobs.nodes)
         self.earlier = Earlier()
 
     @property
@@ -96,36 +100,23 @@ class Suffixes:
     def _guess(self, request: Request, budget: int) -> Draft | None:
         text: _Text | None = request.state.get(NAME)
         if text is None:
-            text = request.state[NAME] = _Text(SuffixAutomaton())
+            text = request.state[NAME] = _Text(self._automaton())
             if self.shared:
                 self.earlier.watch(request)
         own = text.own
-        for token in request.tokens[own.n : own.n + CHUNK]:
-            own.extend(token)
+        own.read(request.tokens[own.n : own.n + CHUNK])
         if own.n < request.known:
             return None
-        if not self.shared and self.knobs.branches == 1:
-            return self._chain(own, min(budget, self.knobs.nodes, headroom(request)))
+        if self.chains:  # what `_grown` gives from one text where a token has one follower
+            most = min(budget, self.knobs.nodes, headroom(request))
+            tokens, likely = own.chain(most, self.knobs.min_match, self.least, self.odds)
+            return Draft(tokens, list(range(-1, len(tokens) - 1)), likely=likely) if tokens else None
+        assert isinstance(own, SuffixAutomaton)
         sources = [(own, own.end)]
         if self.shared:
             text.cursors = self.earlier.cursors(text.cursors, request.tokens)
             sources += [(cursor.text, cursor.place) for cursor in text.cursors]
         return self._grown(sources, min(budget, self.knobs.nodes), headroom(request))
-
-    def _chain(self, text: SuffixAutomaton, nodes: int) -> Draft | None:
-        """What `_grown` gives from one text where a token has one follower."""
-        tokens, likely, reached, (state, match) = list[int](), list[float](), 1.0, text.end
-        while len(tokens) < nodes and (found := text.latest(state, match, self.knobs.min_match)) is not None:
-            token, length, followed, state = found
-            table = ONLY if followed == 1 else LATEST
-            chance = table[length] if length < len(table) else table[-1]
-            reached *= chance
-            if reached < self.least:
-                break
-            tokens.append(token)
-            likely.append(chance)
-            match = length + 1
-        return Draft(tokens, list(range(-1, len(tokens) - 1)), likely=likely) if tokens else None
 
     def _grown(self, sources: Sequence[tuple[SuffixAutomaton, Place]], nodes: int, levels: int) -> Draft | None:
         texts = [text for text, _ in sources]
@@ -179,7 +170,7 @@ class Suffixes:
 
 @dataclass(slots=True)
 class _Text:
-    own: SuffixAutomaton
+    own: SuffixAutomaton | suffixes.Automaton
     cursors: list[Cursor] = field(default_factory=list)  # where it ends in what others were answered
 
     def fork(self) -> _Text:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512_fma", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
-INTERFACE = 31  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 34  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,
@@ -38,8 +38,11 @@ SIGNATURES = {
     "received": 1,
     "stack": 1,
     "head": 1,
+    "suffixes_read": 3,
+    "suffixes_place": 1,
+    "suffixes_chain": 2,
 }  # name: number of arguments, all words of 64 bits
-COUNTS = ("words", "linear_rows", "linear8_rows", "stack")  # these return one
+COUNTS = ("words", "linear_rows", "linear8_rows", "stack", "suffixes_chain")  # these return one
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 31;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 34;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -359,4 +359,21 @@ struct HeadCall {  // of a language model: logits = norm(x) W^T + bias, or the i
   float* logits;  // [rows, outputs] or null
   int64_t* best;  // [rows], where there are no logits; -1 where a mask leaves none that is more than -inf
   const uint32_t* const* masks;  // [rows], each as in Best; null: none
+};
+
+struct Suffixes {  // an automaton of all substrings of a text: the plain twin is methods/draft/_automaton.py
+  int32_t *link, *length, *end, *first, *followers;  // of states: as there, the edge made last, and how many there are
+  int32_t *from, *token, *target, *next;             // of edges
+  int32_t* table;                                    // 1 + an edge, or 0: a power of two of places
+  int64_t mask;                                      // places - 1
+  int64_t states, edges, last, n;
+};
+
+struct Chain {  // what goes on after a text's end
+  int64_t most, shortest;               // tokens, and how many must match
+  double least;                         // likelihood of all of them together
+  const double *only, *latest;          // of a token that alone followed so many, and of the latest of several
+  int64_t onlys, latests;
+  int64_t* tokens;  // [most]
+  double* likely;
 };

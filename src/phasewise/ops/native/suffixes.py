@@ -1,0 +1,100 @@
+"""A suffix automaton in native calls: a text is read, and gone on with, without Python between its tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phasewise.ops.native import library
+
+FIRST = 256  # tokens that there is room for at first
+OF_STATE, OF_EDGE = 5, 4  # numbers, as in kernels.h
+STATES, EDGES = 2, 3  # of a token, at most; two and four more
+
+
+class Odds:
+    """How likely a token is that went on after so many that match (the last entry: more), by how it stands: if nothing
+    `only` else followed them, or as the `latest` of several. With room for an answer: not for two threads at once."""
+
+    def __init__(self, only: Sequence[float], latest: Sequence[float], most: int) -> None:
+        """`most` tokens at a time."""
+        self.only, self.latest = array("d", only), array("d", latest)
+        self.tokens, self.likely = array("q", bytes(8 * most)), array("d", bytes(8 * most))
+        tables = (self.only.buffer_info()[0], self.latest.buffer_info()[0], len(only), len(latest))
+        self._words = array("q", (0, 0, 0, *tables, self.tokens.buffer_info()[0], self.likely.buffer_info()[0]))
+        self._numbers = memoryview(self._words).cast("B").cast("d")
+
+    def ask(self, most: int, shortest: int, least: float) -> int:
+        """-> the address of a Chain (kernels.h)"""
+        assert most <= len(self.tokens)
+        self._words[0], self._words[1], self._numbers[2] = most, shortest, least
+        return self._words.buffer_info()[0]
+
+
+class Automaton:
+    """What `methods/draft/_automaton.py` has, of tokens from 0 to 2^31 - 1. Needs kernels."""
+
+    __slots__ = ("_edges", "_room", "_states", "_table", "_words")
+
+    def __init__(self) -> None:
+        self._room = 0
+        self._states = np.zeros((OF_STATE, 1), dtype=np.int32)  # the state of no token
+        self._states[:, 0] = -1, 0, -1, -1, 0
+        self._edges = np.zeros((OF_EDGE, 0), dtype=np.int32)
+        self._words = array("q", (*[0] * (OF_STATE + OF_EDGE + 2), 1, 0, 0, 0))
+        self._grow(FIRST)
+
+    @property
+    def n(self) -> int:
+        """Tokens of the text."""
+        return self._words[-1]
+
+    def fork(self) -> Automaton:
+        twin = Automaton.__new__(Automaton)
+        twin._room, twin._words = self._room, array("q", self._words)
+        twin._states, twin._edges, twin._table = self._states.copy(), self._edges.copy(), self._table.copy()
+        twin._point()
+        return twin
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """The text grows."""
+        if self.n + len(tokens) > self._room:
+            self._grow(max(2 * self._room, self.n + len(tokens)))
+        kernels = library()
+        assert kernels is not None
+        more = array("q", tokens)
+        kernels.suffixes_read(self._words.buffer_info()[0], more.buffer_info()[0], len(more))
+
+    def chain(self, most: int, shortest: int, least: float, odds: Odds) -> tuple[list[int], list[float]]:
+        """At most `most` tokens that go on, each the latest of those that followed the longest match of at least
+        `shortest`, as long as all of them together are as likely as `least`; and how likely each is."""
+        kernels = library()
+        assert kernels is not None
+        count = kernels.suffixes_chain(self._words.buffer_info()[0], odds.ask(most, shortest, least))
+        return odds.tokens[:count].tolist(), odds.likely[:count].tolist()
+
+    def _grow(self, room: int) -> None:
+        """Room for so many tokens."""
+        self._room = room
+        self._states = _wider(self._states, STATES * room + 2)
+        self._edges = _wider(self._edges, EDGES * room + 4)
+        self._table = np.zeros(1 << (2 * self._edges.shape[1]).bit_length(), dtype=np.int32)
+        self._point()
+        kernels = library()
+        assert kernels is not None
+        kernels.suffixes_place(self._words.buffer_info()[0])
+
+    def _point(self) -> None:
+        """Tell the words where everything lies."""
+        places = [row.ctypes.data for columns in (self._states, self._edges) for row in columns]
+        words = array("q", (*places, self._table.ctypes.data, len(self._table) - 1))
+        self._words[: len(words)] = words
+
+
+def _wider(columns: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    found = np.zeros((len(columns), width), dtype=np.int32)
+    found[:, : columns.shape[1]] = columns
+    return found
