@@ -44,8 +44,8 @@ def test_equals_brute_force() -> None:
         tokens = [rng.randrange(5) for _ in range(rng.randrange(1, 31))]
         text, (length, after) = automaton(tokens), longest(tokens)
         assert text.match == length
-        assert next(text.followers(1), len(tokens)) == after
-        assert next(text.followers(length + 1), None) is None
+        assert (text.places(1, 1) or [len(tokens)])[0] == after
+        assert not text.places(length + 1, 1)
 
 
 def test_growing_equals_building_anew() -> None:
@@ -70,8 +70,8 @@ def test_a_fork_grows_by_itself() -> None:
 def test_followers_are_the_tokens_that_have_followed() -> None:
     """Longest match first, then the latest; each is one token that came after it."""
     tokens = [5, 1, 2, 7, 8, 1, 2, 9, 3, 2, 6, 5, 1, 2]
-    assert list(automaton(tokens).followers(2)) == [3, 7, 3]
-    assert list(automaton(tokens).followers(1)) == [3, 7, 3, 10, 7, 3]
+    assert automaton(tokens).places(2, 9) == [3, 7, 3]
+    assert automaton(tokens).places(1, 9) == [3, 7, 3, 10, 7, 3]
 
 
 def test_cost_per_token_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,9 @@ def test_a_copying_target_needs_few_passes() -> None:
 
 def test_no_token_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    extend = SuffixAutomaton.extend
-    monkeypatch.setattr(SuffixAutomaton, "extend", lambda self, token: (read.append(token), extend(self, token))[1])
+    kind = type(_automaton.automaton())
+    was = kind.read
+    monkeypatch.setattr(kind, "read", lambda self, tokens: (read.extend(tokens), was(self, tokens))[1])
     placed = tiny.engine({"draft": "prompt_lookup"})
     request = tiny.run(placed, tiny.prompts(60), tiny.greedy(20))[0]
     assert read == request.tokens[: len(read)]

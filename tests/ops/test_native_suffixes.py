@@ -37,6 +37,8 @@ def test_it_goes_on_as_the_plain_one(pieces: list[list[int]], most: int, shortes
         plain.read(piece)
         assert native.n == plain.n
         assert said(native, most, shortest, least) == said(plain, most, shortest, least)
+        assert native.places(shortest, most) == plain.places(shortest, most)
+        assert native.match == plain.match
 
 
 @pytest.mark.parametrize("kinds", [1, 2, 50, 50_000])

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from phasewise.ops.native.suffixes import Odds
+from phasewise.ops.native import library, suffixes
 
 MARKED = 32  # matches of one text's end whose position is brought up to date with each token
+
+
+def automaton() -> SuffixAutomaton | suffixes.Automaton:
+    """An empty one, by the kernels where there are any."""
+    return SuffixAutomaton() if library() is None else suffixes.Automaton()
 
 
 class SuffixAutomaton:
@@ -59,9 +65,12 @@ class SuffixAutomaton:
         for token in tokens:
             self.extend(token)
 
-    def followers(self, shortest: int) -> Iterator[int]:
-        """Positions right after earlier places where a suffix of at least `shortest` tokens ended: longest suffix
-        first, then latest; per suffix one for each token that has followed it."""
+    def places(self, shortest: int, most: int) -> list[int]:
+        """At most `most` positions right after places where a suffix of at least `shortest` tokens ended: longest
+        suffix first, then latest; per suffix one for each token that has followed it."""
+        return list(islice(self._followers(shortest), most))
+
+    def _followers(self, shortest: int) -> Iterator[int]:
         state = self._link[self._last]
         while state > 0 and self._length[state] >= shortest:
             yield from sorted((self._end[after] for after in self._next[state].values()), reverse=True)
@@ -99,7 +108,7 @@ class SuffixAutomaton:
             match = self._length[state]
         return None
 
-    def chain(self, most: int, shortest: int, least: float, odds: Odds) -> tuple[list[int], list[float]]:
+    def chain(self, most: int, shortest: int, least: float, odds: suffixes.Odds) -> tuple[list[int], list[float]]:
         """At most `most` tokens that go on, each the latest of those that followed the longest match of at least
         `shortest`, as long as all of them together are as likely as `least`; and how likely each is."""
         tokens, likely, reached, (state, match) = list[int](), list[float](), 1.0, self.end

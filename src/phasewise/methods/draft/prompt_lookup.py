@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from phasewise.errors import UserError
-from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
 from phasewise.methods.draft._continuations import copied
+from phasewise.ops.native import suffixes
 from phasewise.request.request import Request
 from phasewise.speculation.companion import common
 from phasewise.step.phase import Hidden
@@ -82,16 +83,15 @@ class PromptLookup:
     def _guess(self, request: Request, budget: int) -> Draft | None:
         state: _Lookup | None = request.state.get(NAME)
         if state is None:
-            state = request.state[NAME] = _Lookup(SuffixAutomaton(), self.k)
+            state = request.state[NAME] = _Lookup(automaton(), self.k)
         text = state.text
-        for token in request.tokens[text.n : text.n + CHUNK]:
-            text.extend(token)
+        text.read(request.tokens[text.n : text.n + CHUNK])
         state.guess = []
         if text.n < request.known or text.match < self.min_match or budget < 1:
             return None
         length = min(self.k, 2 * text.match, state.cap, headroom(request), budget)
         paths: list[list[int]] = []
-        for _, start in zip(range(NEAR * self.branches), text.followers(self.min_match)):
+        for start in text.places(self.min_match, NEAR * self.branches if self.branches > 1 else 1):
             path = copied(request.tokens, start, length)
             if path not in paths:
                 paths.append(path)
@@ -103,7 +103,7 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class _Lookup:
-    text: SuffixAutomaton
+    text: SuffixAutomaton | suffixes.Automaton
     cap: int
     guess: list[list[int]] = field(default_factory=list)  # in the step under way
 

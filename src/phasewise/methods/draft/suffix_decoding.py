@@ -9,9 +9,9 @@ from heapq import heappop, heappush
 from typing import ClassVar, Literal
 
 from phasewise.errors import UserError
-from phasewise.methods.draft._automaton import SuffixAutomaton
+from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
 from phasewise.methods.draft._earlier import BREAK, Cursor, Earlier, Place
-from phasewise.ops.native import library, suffixes
+from phasewise.ops.native import suffixes
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -72,7 +72,6 @@ class Suffixes:
         self.knobs, self.least = knobs, knobs.least
         self.shared = knobs.scope == "engine"
         self.chains = not self.shared and knobs.branches == 1
-        self._automaton = suffixes.Automaton if self.chains and library() is not None else SuffixAutomaton
         self.odds = suffixes.Odds(ONLY, LATEST, knobs.nodes)
         self.earlier = Earlier()
 
@@ -100,7 +99,7 @@ class Suffixes:
     def _guess(self, request: Request, budget: int) -> Draft | None:
         text: _Text | None = request.state.get(NAME)
         if text is None:
-            text = request.state[NAME] = _Text(self._automaton())
+            text = request.state[NAME] = _Text(automaton() if self.chains else SuffixAutomaton())
             if self.shared:
                 self.earlier.watch(request)
         own = text.own

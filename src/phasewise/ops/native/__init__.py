@@ -41,8 +41,12 @@ SIGNATURES = {
     "suffixes_read": 3,
     "suffixes_place": 1,
     "suffixes_chain": 2,
+    "suffixes_match": 1,
+    "suffixes_places": 4,
 }  # name: number of arguments, all words of 64 bits
-COUNTS = ("words", "linear_rows", "linear8_rows", "stack", "suffixes_chain")  # these return one
+COUNTS = (  # these return one
+    "words", "linear_rows", "linear8_rows", "stack", "suffixes_chain", "suffixes_match", "suffixes_places",
+)  # fmt: skip
 POOL = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 

@@ -97,3 +97,23 @@ API int64_t suffixes_chain(const Suffixes* given, Chain* chain) {
   }
   return count;
 }
+
+// How many tokens the longest match of the text's end has.
+API int64_t suffixes_match(const Suffixes* s) { return s->n ? s->length[s->link[s->last]] : 0; }
+
+// -> how many of `most` positions there are right after earlier places where an end of at least `shortest` tokens was:
+// longest end first, then latest; of each end one for every token that has followed it.
+API int64_t suffixes_places(const Suffixes* given, int64_t shortest, int64_t most, int64_t* places) {
+  const Suffixes& s = *given;
+  int64_t count = 0;
+  for (int32_t state = s.link[s.last]; state > 0 && s.length[state] >= shortest && count < most; state = s.link[state])
+    for (int32_t before = INT32_MAX, best = 0; best >= 0 && count < most;) {
+      best = -1;
+      for (int32_t edge = s.first[state]; edge >= 0; edge = s.next[edge]) {
+        int32_t end = s.end[s.target[edge]];
+        if (end < before && end > best) best = end;
+      }
+      if (best >= 0) places[count++] = before = best;
+    }
+  return count;
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 
@@ -52,6 +53,11 @@ class Automaton:
         """Tokens of the text."""
         return self._words[-1]
 
+    @property
+    def match(self) -> int:
+        """Length of the longest suffix of the text that has ended before."""
+        return int(self._kernels().suffixes_match(self._words.buffer_info()[0]))
+
     def fork(self) -> Automaton:
         twin = Automaton.__new__(Automaton)
         twin._room, twin._words = self._room, array("q", self._words)
@@ -63,18 +69,30 @@ class Automaton:
         """The text grows."""
         if self.n + len(tokens) > self._room:
             self._grow(max(2 * self._room, self.n + len(tokens)))
-        kernels = library()
-        assert kernels is not None
         more = array("q", tokens)
-        kernels.suffixes_read(self._words.buffer_info()[0], more.buffer_info()[0], len(more))
+        self._kernels().suffixes_read(self._words.buffer_info()[0], more.buffer_info()[0], len(more))
 
     def chain(self, most: int, shortest: int, least: float, odds: Odds) -> tuple[list[int], list[float]]:
         """At most `most` tokens that go on, each the latest of those that followed the longest match of at least
         `shortest`, as long as all of them together are as likely as `least`; and how likely each is."""
+        ask = odds.ask(most, shortest, least)
+        count = self._kernels().suffixes_chain(self._words.buffer_info()[0], ask)
+        return odds.tokens[:count].tolist(), odds.likely[:count].tolist()
+
+    def places(self, shortest: int, most: int) -> list[int]:
+        """At most `most` positions right after places where a suffix of at least `shortest` tokens ended: longest
+        suffix first, then latest; per suffix one for each token that has followed it."""
+        found = array("q", bytes(8 * most))
+        count = self._kernels().suffixes_places(
+            self._words.buffer_info()[0], shortest, most, found.buffer_info()[0]
+        )  # fmt: skip
+        return found[:count].tolist()
+
+    @staticmethod
+    def _kernels() -> ctypes.CDLL:
         kernels = library()
         assert kernels is not None
-        count = kernels.suffixes_chain(self._words.buffer_info()[0], odds.ask(most, shortest, least))
-        return odds.tokens[:count].tolist(), odds.likely[:count].tolist()
+        return kernels
 
     def _grow(self, room: int) -> None:
         """Room for so many tokens."""
@@ -83,9 +101,7 @@ class Automaton:
         self._edges = _wider(self._edges, EDGES * room + 4)
         self._table = np.zeros(1 << (2 * self._edges.shape[1]).bit_length(), dtype=np.int32)
         self._point()
-        kernels = library()
-        assert kernels is not None
-        kernels.suffixes_place(self._words.buffer_info()[0])
+        self._kernels().suffixes_place(self._words.buffer_info()[0])
 
     def _point(self) -> None:
         """Tell the words where everything lies."""
