@@ -152,7 +152,8 @@ def test_equals_the_slow_twin(model: Model, revive: bool) -> None:
 # ---- what the card says
 def test_nothing_pruned_is_dense() -> None:
     model, text = tiny.model(), tiny.prompts(50)[0]
-    one = over(model, text[:40], lazy(keep=1.0))
+    assert tiny.engine({"skip": "lazyllm:keep=1.0"}).recipes[""].phases[0].skip is None, "and asks nobody"  # type: ignore[attr-defined]
+    one = over(model, text[:40], Lazy(LazyLLM(keep=1.0), model.config, model.dtype))
     got = torch.cat([one.feed(text[:40]), *(one.feed([token]) for token in text[40:])])
     torch.testing.assert_close(got, oracle.logits(model, text), **CLOSE)
     assert one.counters.row_layers == 50 * 4
