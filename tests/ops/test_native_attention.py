@@ -94,11 +94,11 @@ def test_capped_scores(softcap: float, kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("window", "dim"), [(None, 64), (90, 64), (None, 32), (None, 40), (90, 96), (None, 256)])
 @pytest.mark.usefixtures("target")
-def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None) -> None:
+def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None, dim: int) -> None:
     """Bit for bit: alone or in company, row by row or as one span (as after a preemption)."""
-    batch = [make((6, 2, 64), rows, n, kind) for rows, n in ((1, 40), (9, 1027), (1, 1500), (4, 4), (12, 70))]
+    batch = [make((6, 2, dim), rows, n, kind) for rows, n in ((1, 40), (9, 1027), (1, 1500), (4, 4), (12, 70))]
     together, _ = spans.attend(batch, 0.1, window)
     start = 0
     for q, k, v, *_ in batch:

@@ -88,11 +88,15 @@ struct Lines {
 // as a compiler leaves out the call of what has no effect.
 __attribute__((always_inline)) inline void fetch(const Lines& keys, long key, const Lines& values, long value,
                                                  long count) {
-  for (long i = 0; i < count; i++)
-    for (long at = 0; at < keys.bytes; at += 64) {
-      __builtin_prefetch(keys.k + (key + i) * keys.k_row + at, 0, 2);
-      __builtin_prefetch(values.v + (value + i) * values.v_row + at, 0, 2);
-    }
+  const char *k = keys.k + key * keys.k_row, *v = values.v + value * values.v_row;
+  const long k_row = keys.k_row, v_row = values.v_row, bytes = keys.bytes;
+  if (k_row == bytes && v_row == bytes) {  // as caches lie: one after the other
+    for (const char* end = k + count * bytes; k < end; k += 64, v += 64)
+      __builtin_prefetch(k, 0, 2), __builtin_prefetch(v, 0, 2);
+    return;
+  }
+  for (long i = 0; i < count; i++, k += k_row, v += v_row)
+    for (long at = 0; at < bytes; at += 64) __builtin_prefetch(k + at, 0, 2), __builtin_prefetch(v + at, 0, 2);
 }
 
 // How many slots the first block of a part may have: blocks end at fixed slots, so that which slots share one depends
@@ -175,6 +179,10 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
   Weight<T> weights[QUERIES][KEYS];
   T wide[2][KEYS * MOST_DIM];  // a block of int8
   Softcap cap(call.softcap, call.scale);
+#if DOT_BFLOATS
+  alignas(64) int32_t words[MOST_DIM / 2][KEYS];
+  const bool many = std::is_same_v<T, bf16> && job.count >= ENOUGH && dim % (2 * LANES) == 0;
+#endif
   for (long slot = from, size = first_size(from), then; slot < to; slot = then, size = KEYS) {
     long count = to - slot < size ? to - slot : size, end = slot + count;
     then = after(job, slot + size);
@@ -193,6 +201,14 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
         turn_rows(some.rows, dim, (float(*)[KEYS])(turned.keys[0] + j));
         continue;
       }
+#if DOT_BFLOATS
+      if constexpr (std::is_same_v<T, bf16>)
+        if (many) {
+          fetch(ahead, j, here, j, LANES);
+          turn_words(some.rows, dim, (int32_t(*)[KEYS])(words[0] + j));
+          continue;
+        }
+#endif
       for (long i = 0, r = 0; i < job.count; i++) {
         long next = LANES * (i + 1) / job.count;  // spread, or they would wait for one another
         fetch(ahead, j + r, here, j + r, next - r);
@@ -201,6 +217,10 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
       }
     }
     if constexpr (TURNED<T>) score_turned(turned.queries, turned.keys, dim, count, job.count, scores);
+#if DOT_BFLOATS
+    if constexpr (std::is_same_v<T, bf16>)
+      if (many) score_all_words(queries, words, dim, count, job.count, scores);
+#endif
     long first = job.sinks - slot;
     if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, scores);
     for (long i = 0; i < job.count; i++) {

@@ -61,3 +61,61 @@ template <bool> struct TurnedJob {  // a job's queries and a block of keys
   alignas(64) float queries[QUERIES][MOST_DIM], keys[MOST_DIM][KEYS];
 };
 template <> struct TurnedJob<false> {};
+
+#if DOT_BFLOATS
+constexpr long ENOUGH = 8;  // queries that turning a block of keys pays for
+
+// to[w][j] = word w, of two numbers, of rows[j], for LANES rows of a multiple of 32 numbers
+inline void turn_words(const bf16* const* rows, long dim, int32_t (*to)[KEYS]) {
+  for (long d = 0; d < dim; d += 2 * LANES) {
+    __m512i v[LANES];
+    for (int j = 0; j < LANES; j++) v[j] = load<__m512i>(rows[j] + d);
+    transpose_words(v);
+    for (int i = 0; i < LANES; i++) store(to[d / 2 + i], v[i]);
+  }
+}
+
+// scores[q][0 ..] = queries[q] . LANES keys. Sums have the order of `score` (softmax.h), in which a lane there is a
+// register here: so rows come out the same, however many are read together.
+template <int Q>
+inline void score_words(const bf16* const* queries, const int32_t (*keys)[KEYS], long dim, float (*scores)[KEYS]) {
+  F sums[2][Q];  // of two quarters of the lanes each
+#pragma GCC unroll 4
+  for (int quarter = 0; quarter < 4; quarter++) {
+    auto lane = [&](int i, F (&acc)[Q]) {
+#pragma GCC unroll 8
+      for (int q = 0; q < Q; q++) acc[q] = F{};
+      for (long w = quarter * 4 + i; w < dim / 2; w += LANES) {
+        __m512bh key = (__m512bh)load<__m512i>(keys[w]);
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; q++)
+          acc[q] = (F)_mm512_dpbf16_ps((__m512)acc[q], key, (__m512bh)_mm512_set1_epi32(load<int32_t>(queries[q] + 2 * w)));
+      }
+    };
+    F even[Q], odd[Q], more[Q];
+    lane(0, even), lane(2, more);
+#pragma GCC unroll 8
+    for (int q = 0; q < Q; q++) even[q] += more[q];
+    lane(1, odd), lane(3, more);
+#pragma GCC unroll 8
+    for (int q = 0; q < Q; q++) odd[q] += more[q], odd[q] += even[q];
+#pragma GCC unroll 8
+    for (int q = 0; q < Q; q++) {
+      if (quarter % 2) sums[quarter / 2][q] += odd[q];
+      else sums[quarter / 2][q] = odd[q];
+    }
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; q++) store(scores[q], sums[0][q] + sums[1][q]);
+}
+
+// The same for `size` queries and at least the first `count` keys.
+template <int Q = 4>
+inline void score_all_words(const bf16* const* queries, const int32_t (*keys)[KEYS], long dim, long count, long size,
+                            float (*scores)[KEYS]) {
+  auto from = [](auto* rows, long j) { return (decltype(rows))(rows[0] + j); };
+  for (; size >= Q; size -= Q, queries += Q, scores += Q)
+    for (long j = 0; j < count; j += LANES) score_words<Q>(queries, from(keys, j), dim, from(scores, j));
+  if constexpr (Q > 1) score_all_words<Q - 1>(queries, keys, dim, count, size, scores);
+}
+#endif
