@@ -24,7 +24,7 @@ class ContiguousView:
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them.
     """
 
-    __slots__ = ("_line", "_narrow", "_planes", "_sealed", "_seals", "_sides", "_slabs", "address", "gaps", "layers",
+    __slots__ = ("_line", "_narrow", "_places", "_planes", "_sealed", "_seals", "_sides", "_slabs", "address", "gaps", "layers",
                  "n", "row_bytes", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
@@ -35,6 +35,7 @@ class ContiguousView:
         self.gaps = any(slab.positions is not None for slab in self._slabs)
         self._line: tuple[Narrow, int] | None = None
         self._narrow: tuple[Narrow, Unequal] | None = None
+        self._places: array[int] | None = None
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -116,6 +117,17 @@ class ContiguousView:
         if self._narrow is None or self._narrow[0] != narrow:
             self._narrow = narrow, Unequal(self.layers, self.n, narrow)
         return self._narrow[1]
+
+    @property
+    def places(self) -> int:
+        """The address of where the positions of committed rows are, layer by layer (Places in kernels.h)."""
+        if self._places is None:
+            self._places = array("q")
+            for slab in self._slabs:
+                at = slab.positions
+                here = (0, 0) if at is None else (at.data_ptr(), at.stride(0) if at.shape[0] > 1 else 0)
+                self._places.extend(here)
+        return self._places.buffer_info()[0]
 
     def advance(self, positions: range) -> None:
         """Rows of these positions that were written behind them are committed, in all layers."""

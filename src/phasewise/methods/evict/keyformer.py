@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,10 @@ from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.ops.native.received import Shaping
+from phasewise.ops.native.weighed import Doubt
 from phasewise.step.probe import Shaped
 from phasewise.step.read import Read
+from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 
@@ -78,7 +81,7 @@ class Keyformer:
     def bind(self, host: Host) -> Running:
         plain = not self.noise and self.tau == 1 and self.tau_step == 0
         tempered = Tempered(self)
-        shaped = None if plain else Shaped(tempered.logits, tempered.shaping)
+        shaped = None if plain else Shaped(tempered.logits, tempered.shaping, tempered.doubt)
         way = Way("keyformer", mean=self.mean, lot=self.lot, spread=self.spread, shaped=shaped)
         return Running(way, host.model.config, self._budget)
 
@@ -108,6 +111,12 @@ class Tempered:
         seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.knobs.seed))
         inverse = 1 / (self.knobs.tau + self.knobs.tau_step * beyond.float())
         return Shaping(inverse, seeds if self.knobs.noise else None, at, part.positions.int(), heads, read.layer)
+
+    def doubt(self, span: Span) -> Doubt:
+        request, knobs, one = span.request, self.knobs, np.float32
+        beyond = span.positions[0] - request.prompt_len + 1
+        inverse = 1 / (one(knobs.tau) + one(knobs.tau_step) * one(beyond))  # the bits of `shaping`
+        return Doubt(float(inverse), _signed(request.params.seed) if knobs.noise else None)
 
 
 def _signed(seed: int) -> int:
