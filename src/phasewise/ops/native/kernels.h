@@ -117,7 +117,7 @@ struct Tally {  // of a span with a single row, and at most QUERIES query heads 
   int64_t gone_head;    // numbers between two heads; 0: alike in all
   float* weights;       // [heads, room]: what each slot gets of the row, summed over the query heads of a KV head
   float* scores;        // [heads_q, room], to work with
-  int64_t room;         // a multiple of 16, and more slots than there are
+  int64_t room;         // a multiple of 64, and no fewer than there are slots
   const Tempered* tempered;  // or null; what the row reads of the slots hangs on its scores as they are
   int64_t layer;             // of the model, counted from 0
 };

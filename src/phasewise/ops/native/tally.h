@@ -13,37 +13,48 @@ static void note(const Tally& tally, long head, long head_q, long slot, long to,
   }
 }
 
-// Positions of the slots from `slot` on, as noise counts them. The last of all is the row's own.
-static U keys_of(const Tempered& how, const Places& places, long head, long slot, long n) {
-  int32_t found[LANES];
-  for (long j = 0; j < LANES; j++) {
-    long at = slot + j;
-    found[j] = (int32_t)(at >= n - 1 ? how.row : places.at ? places.at[head * places.head + at] : at);
-  }
-  return load<U>(found);
+constexpr long PAIR = 2 * LANES;  // slots whose noise is drawn together
+
+// Positions of PAIR slots, as noise counts them. The last of all is the row's own.
+static void keys_of(const Tempered& how, const Places& places, long head, long slot, long n, int32_t* keys) {
+  const int64_t* at = places.at + head * places.head + slot;
+  long before = n - 1 - slot < PAIR ? n - 1 - slot : PAIR;
+  if (!places.at)
+    for (long j = 0; j < PAIR; j++) keys[j] = (int32_t)(slot + j);
+  else if (before == PAIR)
+    for (long j = 0; j < PAIR; j++) keys[j] = (int32_t)at[j];
+  else
+    for (long j = 0; j < before; j++) keys[j] = (int32_t)at[j];
+  if (before < PAIR) keys[before] = (int32_t)how.row;
 }
 
 // The kept scores of a KV head's queries as they are tempered. -> the largest of each
-static void temper(const Tally& tally, long head, long group, long n, float scale, float* top) {
+template <bool NOISY> static void temper(const Tally& tally, long head, long group, long n, float scale, float* top) {
   const Tempered& how = *tally.tempered;
   float inverse = (float)how.inverse;
   F highest[QUERIES];
   for (F& one : highest) one = splat(-INFINITY);
   I lane;
   for (int j = 0; j < LANES; j++) lane[j] = j;
-  for (long slot = 0; slot < n; slot += LANES) {
-    U words[4], zero = {}, keys = how.noisy ? keys_of(how, how.places[tally.layer], head, slot, n) : zero;
+  for (long slot = 0; slot < n; slot += PAIR) {
+    U words[2][4], zero = {};
+    int32_t keys[PAIR] = {};
+    if (NOISY) keys_of(how, how.places[tally.layer], head, slot, n, keys);
     for (long g = 0; g < group; g++) {
       float* at = tally.scores + (head * group + g) * tally.room + slot;
-      F found = load<F>(at) * scale;
-      if (how.noisy && g % 4 == 0) {  // draws of four queries come together
-        words[0] = keys, words[1] = zero + (uint32_t)how.row;
-        words[2] = zero + (uint32_t)(head * ((group + 3) / 4) + g / 4), words[3] = zero + (uint32_t)tally.layer;
+      if (NOISY && g % 4 == 0) {  // draws of four queries come together
+        for (int i = 0; i < 2; i++) {
+          words[i][0] = load<U>(keys + i * LANES), words[i][1] = zero + (uint32_t)how.row;
+          words[i][2] = zero + (uint32_t)(head * ((group + 3) / 4) + g / 4), words[i][3] = zero + (uint32_t)tally.layer;
+        }
         philox(words, (uint32_t)how.seed, (uint32_t)((uint64_t)how.seed >> 32));
       }
-      if (how.noisy) found += gumbel_of(words[g % 4]);
-      found = select(lane < (int32_t)(n - slot), found * inverse, splat(-INFINITY));
-      store(at, found), highest[g] = max(found, highest[g]);
+      for (int i = 0; i < 2; i++) {
+        F found = load<F>(at + i * LANES) * scale;
+        if (NOISY) found += gumbel_of(words[i][g % 4]);
+        found = select(lane < (int32_t)(n - slot - i * LANES), found * inverse, splat(-INFINITY));
+        store(at + i * LANES, found), highest[g] = max(found, highest[g]);
+      }
     }
   }
   for (long g = 0; g < group; g++) top[g] = most(highest[g]);
@@ -51,23 +62,30 @@ static void temper(const Tally& tally, long head, long group, long n, float scal
 
 // What a KV head's slots get of the row, from the kept scores of all its query heads; `s` is their softmax.
 static void put_weights(const AttentionCall& call, const Job& job, const Tally& tally, const State& s) {
-  long n = call.spans[job.span].n;
+  long n = call.spans[job.span].n, group = job.count;
   float top[QUERIES], total[QUERIES], scale = (float)call.scale;
-  const float* scores = tally.scores + job.head * job.count * tally.room;
+  float *scores = tally.scores + job.head * group * tally.room, *weights = tally.weights + job.head * tally.room;
   memcpy(top, s.top, sizeof top), memcpy(total, s.total, sizeof total);
-  if (tally.tempered) {
-    temper(tally, job.head, job.count, n, scale, top);
-    scale = 1;
-    for (long g = 0; g < job.count; g++) {
-      F all = {};
-      for (long slot = 0; slot < n; slot += LANES) all += exp_negative(load<F>(scores + g * tally.room + slot) - top[g]);
-      total[g] = sum(all);
+  const Tempered* how = tally.tempered;
+  if (how) {
+    if (how->noisy) temper<true>(tally, job.head, group, n, scale, top);
+    else temper<false>(tally, job.head, group, n, scale, top);
+  }
+  for (long g = 0; how && g < group; g++) {
+    F all = {};
+    for (long slot = 0; slot < n; slot += LANES) {
+      float* at = scores + g * tally.room + slot;
+      F found = exp_negative(load<F>(at) - top[g]);
+      store(at, found), all += found;
     }
+    total[g] = sum(all);
   }
   for (long slot = 0; slot < n; slot += LANES) {
     F sum = {};
-    for (long g = 0; g < job.count; g++)
-      sum += exp_negative(load<F>(scores + g * tally.room + slot) * scale - top[g]) / total[g];
-    store(tally.weights + job.head * tally.room + slot, sum);
+    for (long g = 0; g < group; g++) {
+      F found = load<F>(scores + g * tally.room + slot);
+      sum += (how ? found : exp_negative(found * scale - top[g])) / total[g];
+    }
+    store(weights + slot, sum);
   }
 }
