@@ -244,8 +244,8 @@ class Running:
 
     def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
-        if (own := self._alike(request)) is not None and (slots := self._stay(request, own, layer)) is not None:
-            return slots
+        if (own := self._alike(request)) is not None and (left := self._stay(request, own, layer)) is not None:
+            return left
         state, parts = self.trail.layers(request).get(layer), request.kv.layers[layer].read()
         if state is None or not parts:  # a layer that no row will run again
             self.trail.drop(request, layer)
@@ -254,11 +254,12 @@ class Running:
         whole = all(bool((own > GONE).all()) for own in state)
         if whole and (not isinstance(state, Tensor) or state.shape[1] <= rows):
             return None
+        slots: Tensor | list[Tensor]
         if whole and isinstance(state, Tensor):  # the prompt is complete
             recent, last = self.budget(request.prompt_len).recent, request.computed - 1
             older = int((parts[0].positions[0] <= last - recent).sum())
             ranks = self._ranks(state[:, :older], parts[0].positions[:, :older], last)
-            slots: Tensor | list[Tensor] = allot(ranks, rows - recent, parts[0].n - older, self.way.spread)
+            slots = allot(ranks, rows - recent, parts[0].n - older, self.way.spread)
         else:
             slots = [(own > GONE).nonzero()[:, 0] for own in state]
             if len({len(each) for each in slots}) == 1:
@@ -268,11 +269,10 @@ class Running:
         self.trail.kept(request, layer, slots)
         return slots
 
-
     def _stay(self, request: Request, own: Alike, layer: int) -> Tensor | None:
         """`keep`, of all layers at once when the first is asked."""
-        if layer == 0 and (left := own.drop()) is not None:
-            request.state[self.trail.name] = left
+        if layer == 0 and (scores := own.drop()) is not None:
+            request.state[self.trail.name] = scores
         if not own.staying:
             return None
         slots = own.staying[layer]

@@ -37,8 +37,9 @@ class Keyformer:
     `keep` up to 1 is a share of the prompt, above 1 a number of rows. Noise of rows after the prompt hangs on the
     request's seed, that of prompts on `seed`, so that samples of one prompt can share it. Without noise, at `tau` 1 and
     `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. The price
-    is a random number for every query row, key and query head of a prompt, in every layer. A prompt's rows are of use
-    to nobody else. Left out: scores from the attention kernel itself, which would save a second product with the keys.
+    is a random number for every query row, key and query head, in every layer, and for a prompt a second product of its
+    queries and keys; later rows read keys once where native steps tell what a token attends to (docs/methods.md,
+    `weighs`). A prompt's rows are of use to nobody else.
     """
 
     keep: float = 0.6

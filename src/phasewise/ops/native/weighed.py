@@ -56,8 +56,8 @@ class Weighed:
 
 
 class Weighs(NamedTuple):
-    """How a row is weighed: `room` for what it attends to, behind `n` slots, whom to tell when that is there, and how it
-    is doubted."""
+    """How a row is weighed: `room` for what it attends to, behind `n` slots, whom to tell when that is there, and how
+    its scores are doubted."""
 
     room: Weighed
     n: int
