@@ -157,7 +157,7 @@ def test_doubted_weights_are_those_of_the_plain_twin(
     assert torch.equal(ours, undoubted), "what it reads is as it was"
     for one, other, true, bare in zip(weights, theirs, exact, plain, strict=True):
         assert (one[0] - other[0]).norm() < 2e-2 * true[0].norm(), "before any layer has rounded"
-        assert (one - true).norm() < 2 * (other - true).norm() + 1e-3 * true.norm()
+        assert (one - true).norm() < 2 * (other - true).norm() + 0.05 * true.norm()
         assert (bare - true).norm() > 0.1 * true.norm(), "doubt changes them"
         assert torch.allclose(one.sum(-1), torch.tensor(heads / kv_heads), atol=1e-3)
         assert not one[:, :, : hidden.shape[2]][hidden].any()
