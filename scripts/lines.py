@@ -20,7 +20,7 @@ BUDGETS = {  # folders that share a budget ("" = the files at the root of the pa
     ("kv",): 3850,
     ("cluster",): 4000,
     ("serve",): 7370,
-    ("ops",): 2050,
+    ("ops",): 2150,
     ("plan",): 3750,
 }
 LONGEST = 400  # lines of a file of src/: one that is longer has two subjects

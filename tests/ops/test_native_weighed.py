@@ -11,11 +11,13 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.kv.buffer import Raw
+from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.ops.native.weighed import Doubt, Weighed, Weighs
 from phasewise.step.phase import Phase
-from phasewise.step.probe import probe
+from phasewise.step.probe import Shaped, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.verbs.store import Codec
@@ -35,11 +37,27 @@ class Watches:
 
     observes = 1
 
-    def __init__(self, gone: Tensor, natively: bool) -> None:
+    def __init__(self, model: Model, gone: Tensor, natively: bool, doubt: Doubt | None = None) -> None:
         self.gone, self.got = gone, list[Tensor]()  # bool [layers, h, n]; [layers, H, n + 1] of each row
         self.layers, self.looks = list[Tensor](), cast(Callable[[Span], bool], lambda span: True)
+        self.heads, self.doubt = (model.config.kv_heads, model.config.heads), doubt
         if natively:
-            self.weighs = lambda span: (self._now(span.positions[0]), lambda weights: self.got.append(weights.clone()))
+            self.weighs = self._weighs
+
+    def _weighs(self, span: Span) -> Weighs:
+        n = span.kv.layers[0].n
+        gone = self._now(n)
+        room = Weighed(*gone.shape[:2], self.heads, n + 1)
+        room.gone[:, :, :n] = gone
+        return Weighs(room, n, lambda: self.got.append(room.weights[:, :, : n + 1].clone()), self.doubt)
+
+    def _shaped(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
+        assert self.doubt is not None
+        if self.doubt.seed is not None:
+            (heads, group), keys = found.shape[:2], read.part.positions
+            seeds = torch.tensor([self.doubt.seed])
+            found = found + gumbel(seeds, read.q_positions, keys, torch.arange(heads), group, read.layer)
+        return found * self.doubt.inverse
 
     def _now(self, n: int) -> Tensor:
         more = n - self.gone.shape[2]
@@ -51,7 +69,8 @@ class Watches:
     def view(self, read: Read) -> View:
         sees = ~torch.nn.functional.pad(self._now(read.part.n)[read.layer], (0, 1))
         read.view = View(sees.expand(read.part.size[0], -1)[:, None])
-        self.layers.append(probe(read, [0]).sum((1, 2)))
+        shaped = None if self.doubt is None else Shaped(self._shaped)
+        self.layers.append(probe(read, [0], shaped).sum((1, 2)))
         if len(self.layers) == len(self.gone):
             self.got.append(torch.stack(self.layers))
             self.layers.clear()
@@ -93,7 +112,7 @@ def test_weights_are_those_of_the_plain_twin(
     for model, natively in ((half, True), (half, False), (full, False)):
         runner = Watched(model, CODECS[codec], natively)
         runner.step({0: prompt(length)})
-        runner.evict = Watches(hidden, natively)
+        runner.evict = Watches(model, hidden, natively)
         made.clear()
         rows = torch.cat([runner.step({0: [token]})[0] for token in (5, 6)])
         found.append((rows.float(), runner.evict.got))
@@ -106,6 +125,44 @@ def test_weights_are_those_of_the_plain_twin(
         assert not one[:, :, :length][hidden.expand(-1, one.shape[1], -1)].any()
 
 
+DOUBTS = {"tempered": Doubt(0.4, None), "noise": Doubt(1.0, -(2**62) - 5), "both": Doubt(1.7, 2**40 + 3)}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+@pytest.mark.parametrize("shape", [(4, 2), (10, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("stay", ["all", "alike", "others in each head"])
+def test_doubted_weights_are_those_of_the_plain_twin(
+    doubt: str, shape: tuple[int, int], stay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows whose slots are their positions, or not; and what the row reads knows nothing of doubt."""
+    heads, kv_heads = shape
+    directory = tiny.checkpoint(hidden=16 * heads, heads=heads, kv_heads=kv_heads)
+    half, full = (Model.load(directory, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    length, made, found = 150, passes(monkeypatch), []
+    drawn = torch.rand(half.config.layers, kv_heads, length, generator=torch.Generator().manual_seed(2))
+    slots = drawn[:, : 1 if stay == "alike" else kv_heads].topk(110).indices.sort(-1).values
+    slots = slots.expand(-1, kv_heads, -1)
+    hidden = gone(half, length if stay == "all" else 110, kv_heads)
+    for model, natively, doubted in ((half, True, True), (half, False, True), (full, False, True), (half, True, False)):
+        runner = Watched(model, CODECS["raw"], natively)
+        runner.step({0: prompt(length)})
+        if stay != "all":
+            runner.keep(0, slots.tolist())
+        runner.evict = Watches(model, hidden, natively, DOUBTS[doubt] if doubted else None)
+        made.clear()
+        rows = torch.cat([runner.step({0: [token]})[0] for token in (5, 6, 7)])
+        found.append((rows, runner.evict.got))
+        assert not natively or [each.whole for each in made] == [True] * 3
+    (ours, weights), (_, theirs), (_, exact), (undoubted, plain) = found
+    assert torch.equal(ours, undoubted), "what it reads is as it was"
+    for one, other, true, bare in zip(weights, theirs, exact, plain, strict=True):
+        assert (one[0] - other[0]).norm() < 2e-2 * true[0].norm(), "before any layer has rounded"
+        assert (one - true).norm() < 2 * (other - true).norm() + 0.05 * true.norm()
+        assert (bare - true).norm() > 0.1 * true.norm(), "doubt changes them"
+        assert torch.allclose(one.sum(-1), torch.tensor(heads / kv_heads), atol=1e-3)
+        assert not one[:, :, : hidden.shape[2]][hidden].any()
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
     model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
@@ -114,9 +171,9 @@ def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
         runner.step({0: prompt(90), 1: prompt(40, 1)})
     hidden, results = gone(model, 90, model.config.kv_heads), []
     for runner, rows in zip(runners, ({1: [7], 0: [5]}, {0: [5]}, {1: [7]}), strict=True):
-        watches = runner.evict = Watches(hidden, True)
+        watches = runner.evict = Watches(model, hidden, True)
         watches.looks = lambda span: span.positions[0] == 90
-        weighs: Callable[[Span], Any] = watches.weighs
+        weighs: Callable[[Span], Any] = watches._weighs
         watches.weighs = lambda span, weighs=weighs, looks=watches.looks: weighs(span) if looks(span) else None
         results.append((runner.step(rows), watches.got))
     (both, (weights,)), (one, (same,)), (other, none) = results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
@@ -24,8 +25,8 @@ class ContiguousView:
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them.
     """
 
-    __slots__ = ("_line", "_narrow", "_planes", "_sealed", "_seals", "_sides", "_slabs", "address", "gaps", "layers",
-                 "n", "row_bytes", "tables", "unequal")  # fmt: skip
+    __slots__ = ("_line", "_narrow", "_places", "_planes", "_positions", "_sealed", "_seals", "_sides", "_slabs",
+                 "address", "gaps", "layers", "n", "row_bytes", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
         self.layers, self.tables = layers, dict[Hashable, VectorTable]()
@@ -35,6 +36,8 @@ class ContiguousView:
         self.gaps = any(slab.positions is not None for slab in self._slabs)
         self._line: tuple[Narrow, int] | None = None
         self._narrow: tuple[Narrow, Unequal] | None = None
+        self._places: array[int] | None = None
+        self._positions: list[Any] | None = None  # of slabs, as numpy has them, which writes one faster
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -117,11 +120,24 @@ class ContiguousView:
             self._narrow = narrow, Unequal(self.layers, self.n, narrow)
         return self._narrow[1]
 
+    @property
+    def places(self) -> int:
+        """The address of where the positions of committed rows are, layer by layer (Places in kernels.h)."""
+        if self._places is None:
+            self._places = array("q")
+            for slab in self._slabs:
+                at = slab.positions
+                here = (0, 0) if at is None else (at.data_ptr(), at.stride(0) if at.shape[0] > 1 else 0)
+                self._places.extend(here)
+        return self._places.buffer_info()[0]
+
     def advance(self, positions: range) -> None:
         """Rows of these positions that were written behind them are committed, in all layers."""
         self.n += len(positions)
-        for slab in self._slabs:
-            if slab.positions is not None:
+        if self._positions is None:
+            self._positions = [None if slab.positions is None else slab.positions.numpy() for slab in self._slabs]
+        for slab, known in zip(self._slabs, self._positions):
+            if known is not None:
                 for slot, position in enumerate(positions, slab.n):
-                    slab.positions[:, slot] = position
+                    known[:, slot] = position
             slab.n += len(positions)

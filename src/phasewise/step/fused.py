@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.spans import Common
-from phasewise.ops.native.stack import MOST_SHARING, SLICE, Halves, Rows, Stack, StackSpan, Turns, Weighed
+from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan, Turns
+from phasewise.ops.native.weighed import MOST_SHARING, Weighs
 from phasewise.step import forms
 from phasewise.step.batch import Batch
 from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
 
 if TYPE_CHECKING:
+    from phasewise.kv.contiguous import ContiguousView
     from phasewise.model.model import Model
     from phasewise.request.counters import Counters
     from phasewise.step.span import Span
@@ -99,7 +101,7 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if flat.cuts is not None:
         return forms.natively(span, flat, flat.cuts, whole) if phase.plain else None
-    if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, whole, stack)):
+    if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, flat, stack)):
         return whole._replace(weighed=weighed)
     if phase.sight is not None and phase.sight.hides(span):
         if phase.sight.heads is None:
@@ -113,13 +115,16 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
 
 
-def _weighed(span: Span, whole: StackSpan, stack: Stack) -> Weighed | None:
+def _weighed(span: Span, flat: ContiguousView, stack: Stack) -> Weighs | None:
     """How a native step finds what the row of a span attends to, if its evict method wants nothing else."""
     heads_q, heads, _ = stack.heads
-    if span.rows > 1 or whole.sees is not None or whole.unequal or span.phase.weighs is None:
+    if span.rows > 1 or span.sees is not None or flat.unequal is not None or span.phase.weighs is None:
         return None
     found = span.phase.weighs(span) if heads_q <= MOST_SHARING * heads else None
-    return None if found is None else Weighed(found[0], heads, heads_q, found[1])
+    if found is None or found.n != flat.n:
+        return None
+    found.room.temper(found.doubt, span.positions[0], 0 if found.doubt is None else flat.places)
+    return found
 
 
 def _windows(model: Model) -> list[int]:
@@ -149,7 +154,7 @@ class NativeStep:
             if part.choice is not None:
                 part.choice.done()
             if part.weighed is not None:
-                part.weighed.done()
+                part.weighed.told()
             span.kv.written(span.positions)
             if span.layers is not None:  # other layers will have their rows later
                 span.kv.spread()

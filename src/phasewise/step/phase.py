@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
+    from phasewise.ops.native.weighed import Weighs
     from phasewise.request.request import Request
     from phasewise.step.choice import Choice
     from phasewise.step.late import Late
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from phasewise.step.span import Span
     from phasewise.verbs.attend import Attend
     from phasewise.verbs.decode import Decode, Outcome
-    from phasewise.verbs.evict import Evict, Weighs
+    from phasewise.verbs.evict import Evict
     from phasewise.verbs.skip import Skip
 
 

@@ -15,16 +15,20 @@ from phasewise.ops import attention as ops
 from phasewise.ops.native import received as native
 
 if TYPE_CHECKING:
+    from phasewise.ops.native.weighed import Doubt
     from phasewise.step.read import Read
+    from phasewise.step.span import Span
 
 AT_ONCE = 128  # query rows whose weights are in memory together
 
 
 class Shaped(NamedTuple):
-    """What is made of logits float32 [h, G, r, N] of some rows of a read before the softmax; and the same as data."""
+    """What is made of logits float32 [h, G, r, N] of some rows of a read before the softmax; and the same as data, of
+    such rows, and of the single row of a span after the prompt."""
 
     of: Callable[[Read, Tensor, Sequence[int]], Tensor]
     data: Callable[[Read, Sequence[int]], native.Shaping] | None = None
+    row: Callable[[Span], Doubt] | None = None
 
 
 def logits(read: Read, rows: Sequence[int]) -> Tensor:

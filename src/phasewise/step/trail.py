@@ -76,22 +76,6 @@ class Trail:
         noted = span.trail.setdefault(self.name, {})
         noted[read.layer, part.slab] = _Note(after, rows, part.n, read.rows, heads)
 
-    def alike(self, request: Request, layers: int) -> Tensor | None:
-        """The states of so many layers, [layers, h, n]; None: one has none, or other heads hold other numbers."""
-        states = self.layers(request)
-        found = [states.get(layer) for layer in range(layers)]
-        tensors = [each for each in found if isinstance(each, Tensor)]
-        if len(tensors) < layers or any(each.shape != tensors[0].shape for each in tensors):
-            return None
-        return torch.stack(tensors)
-
-    def note_alike(self, span: Span, after: Tensor) -> None:
-        """The states of all layers after the single row of a span, [layers, h, n + 1]."""
-        if span.trail is None:
-            span.trail = {}
-        n = after.shape[2] - 1
-        span.trail[self.name] = {(i, 0): _Note(own[:, None], (0,), n, None, None) for i, own in enumerate(after)}
-
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
         """The first `keep` rows of the span, or those of a path, are committed: their state is the request's."""
         noted: dict[tuple[int, int], _Note] = (span.trail or {}).pop(self.name, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from phasewise.request.request import Request
     from phasewise.step.read import Read, View
-
-
-Weighs = tuple[Tensor, Callable[[Tensor], None]]  # see `Evict.weighs`
 
 
 class Evict(Protocol):
@@ -31,10 +28,10 @@ class Evict(Protocol):
             to do: native steps then see that much and ask nobody, as long as all heads that it narrows keep the first
             rows and then consecutive ones, and, if it narrows all alike, the same. `view` is still asked elsewhere
         weighs(span: Span) -> Weighs | None  -- for a span with a single row of a text, what `view` comes to as data:
-            bool [layers, h, n], which of the cached rows it does not see (h of 1: alike in all heads), and whom to tell
-            what it attends to, float32 [layers, H, n + 1] summed over the query heads that share a KV head, its own row
-            being the last. It is then not asked within the step. Native steps ask, where nobody else looks inside;
-            None: this one cannot be done so
+            room in which the method says which of the cached rows it does not see, and the step what it attends to,
+            its own row being the last; whom to tell when that is there; and, where it would have that from other scores
+            than the row's attention, how they are doubted (ops/native/weighed.py). It is then not asked within the
+            step. Native steps ask, where nobody else looks inside; None: this one cannot be done so
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
             which of a span stay: the first so many, or a path. Rows that were observed and are not told of must leave
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)

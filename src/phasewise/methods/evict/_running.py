@@ -11,29 +11,28 @@ commit a head holds fewer than budget + lot rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.methods.evict._alike import GONE, Alike
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
+from phasewise.ops.native.weighed import Ranking, Weighs
 from phasewise.request.request import Request
 from phasewise.step.probe import Shaped, logits, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.step.trail import State, Trail, ends
-from phasewise.verbs.evict import Weighs
 
 if TYPE_CHECKING:
     from phasewise.model.config import ModelConfig
 
-GONE = float("-inf")  # the score of a slot that was given up, or is not on a row's path
 STAYS = float("inf")  # ranks above all that may leave
 
 
@@ -78,10 +77,14 @@ class Running:
         """`budget`: what is left of a text that began with a prompt of so many rows."""
         self.way, self.config, self.layers, self.budget = way, config, config.layers, budget
         self.trail = Trail(way.name)
-        self.stayed = self.trail.stayed
+        self.alike = f"{way.name}.alike"  # the drawer of an Alike
+        plain = (way.spread.layers, way.spread.heads) == ("uniform", "uniform") and not way.mean
+        self.weighable = plain and (way.shaped is None or way.shaped.row is not None)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
-        return 4 * end * (1 if self.way.together else shape.heads)
+        """Scores; and, for tokens that are weighed, which of them are gone, and what a token attends to."""
+        kept, queries = 1 if self.way.together else shape.heads, 0 if layer else self.config.heads
+        return end * (4 * kept + (kept + 4 * shape.heads + 4 * queries if self.weighable else 0))
 
     def looks(self, span: Span) -> bool:
         request = span.request
@@ -96,6 +99,8 @@ class Running:
         if not self.looks(read.span):
             return None
         if not read.span.request.prefilling:
+            if read.span.trail is not None:
+                read.span.trail.pop(self.alike, None)
             return self._decode(read)
         if self.way.sums:
             self.trail.add(read, range(read.q.shape[0]), self.way.shaped)
@@ -174,36 +179,54 @@ class Running:
 
     # ---- a single row, in a native step that finds the weights on its way
     def weighs(self, span: Span) -> Weighs | None:
-        """As the verb has it: of methods that take weights as they are, where all layers and heads hold equally many
-        rows."""
-        request = span.request
-        spread = self.way.spread
-        odd = self.way.mean or self.way.shaped is not None or (spread.layers, spread.heads) != ("uniform", "uniform")
-        if odd or request.prefilling or not self.looks(span):
+        """As the verb has it, where all layers and heads hold equally many rows."""
+        if not self.weighable or span.request.prefilling:
             return None
-        state = self.trail.alike(request, self.layers)
-        if state is None:
+        own = self._alike(span.request) or self._gather(span)
+        if own is None:
             return None
-        gone = state == GONE
-        return gone, partial(self._weighed, span, state, gone)
+        shaped = self.way.shaped
+        doubt = None if shaped is None or shaped.row is None else shaped.row(span)
+        return Weighs(own.ready(), own.n, partial(self._told, span, own), doubt)
 
-    def _weighed(self, span: Span, state: Tensor, gone: Tensor, weights: Tensor) -> None:
-        """State [layers, h, n] before the row, what of it was given up, and the weights [layers, H, n + 1] that the row
-        gave."""
-        rows, recent = self.budget(span.request.prompt_len)
-        n, gone = weights.shape[-1], pad(gone, (0, 1))
-        got = weights.sum(1, keepdim=True) / self.config.heads if self.way.together else weights
-        scores = pad(state, (0, 1)) + got if self.way.sums else got.masked_fill(gone, GONE)
-        surplus = n - rows - gone.sum(-1, keepdim=True)
-        if bool((surplus > 0).any()):
-            older = max(0, n - recent)  # nobody has given up any of the last ones
-            scores = _without_lowest(scores, scores[:, :, :older].masked_fill(gone[:, :, :older], STAYS), surplus)
-        self.trail.note_alike(span, scores)
+    def _alike(self, request: Request) -> Alike | None:
+        """What a request's scores lie in, if they still do."""
+        own: Alike | None = request.state.get(self.alike)
+        return own if own is not None and own.of(self.trail.layers(request)) else None
+
+    def _gather(self, span: Span) -> Alike | None:
+        request = span.request
+        states, kv = self.trail.layers(request), request.kv
+        found = [states.get(layer) for layer in range(self.layers)]
+        tensors = [each for each in found if isinstance(each, Tensor)]
+        odd = len(tensors) < self.layers or any(each.shape != tensors[0].shape for each in tensors)
+        if odd or kv is None or not self.looks(span):
+            return None
+        rows, recent = self.budget(request.prompt_len)
+        how = Ranking(rows, recent, self.way.sums, self.config.heads if self.way.together else 0)
+        settled = all(layer.slabs and layer.slabs[0].positions is not None for layer in kv.layers)
+        own = Alike(tensors, how, (self.config.kv_heads, self.config.heads), settled)
+        request.state[self.trail.name], request.state[self.alike] = dict(enumerate(tensors)), own
+        return own
+
+    def _told(self, span: Span, own: Alike) -> None:
+        others = {name: each for name, each in (span.trail or {}).items() if name != self.trail.name}
+        span.trail = {**others, self.alike: own}
+
+    def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
+        own: Alike | None = (span.trail or {}).pop(self.alike, None)
+        if own is None:
+            self.trail.stayed(span, keep)
+        elif keep:
+            span.request.state[self.trail.name] = own.add()
 
     # ---- what is really dropped
     def due(self, request: Request) -> bool:
         if request.prefilling:
             return False
+        own = self._alike(request)
+        if own is not None and own.settled:
+            return own.n - own.how.most >= self.way.lot
         alike = self.rows(request.prompt_len, 0) if self.way.spread.layers == "uniform" else None
         for layer, state in self.trail.layers(request).items():
             if self._due(request, layer, state, self.rows(request.prompt_len, layer) if alike is None else alike):
@@ -221,6 +244,8 @@ class Running:
 
     def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
+        if (own := self._alike(request)) is not None and (left := self._stay(request, own, layer)) is not None:
+            return left
         state, parts = self.trail.layers(request).get(layer), request.kv.layers[layer].read()
         if state is None or not parts:  # a layer that no row will run again
             self.trail.drop(request, layer)
@@ -243,6 +268,17 @@ class Running:
             slots = slots[0]
         self.trail.kept(request, layer, slots)
         return slots
+
+    def _stay(self, request: Request, own: Alike, layer: int) -> Tensor | None:
+        """`keep`, of all layers at once when the first is asked."""
+        if layer == 0 and (scores := own.drop()) is not None:
+            request.state[self.trail.name] = scores
+        if not own.staying:
+            return None
+        slots = own.staying[layer]
+        if layer == self.layers - 1:
+            own.staying = ()
+        return slots[0] if self.way.together else slots
 
 
 def _without_lowest(scores: Tensor, ranks: Tensor, surplus: Tensor) -> Tensor:

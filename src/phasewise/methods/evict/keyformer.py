@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,10 @@ from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.ops.native.received import Shaping
+from phasewise.ops.native.weighed import Doubt
 from phasewise.step.probe import Shaped
 from phasewise.step.read import Read
+from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 
@@ -34,8 +37,9 @@ class Keyformer:
     `keep` up to 1 is a share of the prompt, above 1 a number of rows. Noise of rows after the prompt hangs on the
     request's seed, that of prompts on `seed`, so that samples of one prompt can share it. Without noise, at `tau` 1 and
     `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. The price
-    is a random number for every query row, key and query head of a prompt, in every layer. A prompt's rows are of use
-    to nobody else. Left out: scores from the attention kernel itself, which would save a second product with the keys.
+    is a random number for every query row, key and query head, in every layer, and for a prompt a second product of its
+    queries and keys; later rows read keys once where native steps tell what a token attends to (docs/methods.md,
+    `weighs`). A prompt's rows are of use to nobody else.
     """
 
     keep: float = 0.6
@@ -78,7 +82,7 @@ class Keyformer:
     def bind(self, host: Host) -> Running:
         plain = not self.noise and self.tau == 1 and self.tau_step == 0
         tempered = Tempered(self)
-        shaped = None if plain else Shaped(tempered.logits, tempered.shaping)
+        shaped = None if plain else Shaped(tempered.logits, tempered.shaping, tempered.doubt)
         way = Way("keyformer", mean=self.mean, lot=self.lot, spread=self.spread, shaped=shaped)
         return Running(way, host.model.config, self._budget)
 
@@ -108,6 +112,12 @@ class Tempered:
         seeds = torch.where(beyond > 0, _signed(request.params.seed), _signed(self.knobs.seed))
         inverse = 1 / (self.knobs.tau + self.knobs.tau_step * beyond.float())
         return Shaping(inverse, seeds if self.knobs.noise else None, at, part.positions.int(), heads, read.layer)
+
+    def doubt(self, span: Span) -> Doubt:
+        request, knobs, one = span.request, self.knobs, np.float32
+        beyond = span.positions[0] - request.prompt_len + 1
+        inverse = 1 / (one(knobs.tau) + one(knobs.tau_step) * one(beyond))  # the bits of `shaping`
+        return Doubt(float(inverse), _signed(request.params.seed) if knobs.noise else None)
 
 
 def _signed(seed: int) -> int:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512_fma", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
-INTERFACE = 34  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 35  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,
@@ -36,6 +36,7 @@ SIGNATURES = {
     "choose_slots": 1,
     "prefill": 1,
     "received": 1,
+    "retire": 1,
     "stack": 1,
     "head": 1,
     "suffixes_read": 3,

@@ -12,6 +12,7 @@
 #include "rows.h"
 #include "sealed.h"
 #include "softmax.h"
+#include "tally.h"
 #include "turned.h"
 
 typedef AttentionCall Call;
@@ -124,16 +125,6 @@ static void score_sinks(const Call& call, const Job& job, const T* k, long row, 
     }
 }
 
-// Scores of a row that is tallied, without those of slots that are gone, kept for later.
-static void note(const Call& call, const Job& job, long i, long slot, long to, float* scores) {
-  const Tally& tally = *call.spans[job.span].tally;
-  const uint8_t* gone = tally.gone + job.head * tally.room + slot;
-  long count = to - slot < KEYS ? to - slot : KEYS;
-  for (long j = 0; j < count; j++)
-    if (gone[j]) scores[j] = -INFINITY;
-  memcpy(tally.scores + head_of(call, job, i) * tally.room + slot, scores, count * 4);
-}
-
 // What a query makes of a block's scores, before its softmax.
 static void see(const Call& call, const Job& job, long i, const Softcap& cap, long slot, long to, float* scores) {
   const Span& span = call.spans[job.span];
@@ -142,21 +133,7 @@ static void see(const Call& call, const Job& job, long i, const Softcap& cap, lo
   if (job.rows) keep_between(scores, 0, to - slot);
   else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(span, job.window, row) > slot)
     hide(span, job, row, slot, to, scores);
-  if (span.tally) note(call, job, i, slot, to, scores);
-}
-
-// What a KV head's slots get of the row, from the scores of all its query heads.
-static void put_weights(const Call& call, const Job& job, const State& s) {
-  const Span& span = call.spans[job.span];
-  const Tally& tally = *span.tally;
-  for (long slot = 0; slot < span.n; slot += LANES) {
-    F sum = {};
-    for (long i = 0; i < job.count; i++) {
-      F score = load<F>(tally.scores + head_of(call, job, i) * tally.room + slot);
-      sum += exp_negative(score * (float)call.scale - s.top[i]) / s.total[i];
-    }
-    store(tally.weights + job.head * tally.room + slot, sum);
-  }
+  if (span.tally) note(*span.tally, job.head, head_of(call, job, i), slot, to, scores);
 }
 
 template <class T> static const T* query(const Call& call, const Job& job, long i) {
@@ -345,7 +322,7 @@ template <class T> static void finish(const Call& call, const Job& job, const St
     put_sums(s.sum[i], scale, call.dim, out);
     if (span.lse) span.lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
   }
-  if (span.tally) put_weights(call, job, s);
+  if (span.tally) put_weights(call, job, *span.tally, s);
 }
 
 static void join(const Job& job, const State* parts, long dim, State& s) {

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 34;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 35;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -100,11 +100,26 @@ struct Head {
   int64_t window, sinks;              // as in Sight, whose window the span has not; the sinks are from `begin` on
 };
 
+struct Places {       // of a layer's slots
+  const int64_t* at;  // [heads, ..], their positions; null: these are the slots
+  int64_t head;       // numbers between two heads; 0: alike in all
+};
+
+struct Tempered {     // what is made of a row's scores before the softmax that tallies them
+  int64_t noisy;      // whether Gumbel(0, 1) noise is added, as of a Noise
+  int64_t seed, row;  // of that: the seed, and the row's position
+  double inverse;     // they are multiplied with it then
+  const Places* places;  // [layers], of the slots before the row
+};
+
 struct Tally {  // of a span with a single row, and at most QUERIES query heads to a KV head
   const uint8_t* gone;  // [heads, room], not 0: the row does not see the slot
+  int64_t gone_head;    // numbers between two heads; 0: alike in all
   float* weights;       // [heads, room]: what each slot gets of the row, summed over the query heads of a KV head
   float* scores;        // [heads_q, room], to work with
-  int64_t room;         // a multiple of 16, and more slots than there are
+  int64_t room;         // a multiple of 64, and no fewer than there are slots
+  const Tempered* tempered;  // or null; what the row reads of the slots hangs on its scores as they are
+  int64_t layer;             // of the model, counted from 0
 };
 
 struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; the last `rows` of `n` slots are its own
@@ -212,6 +227,17 @@ struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of 
   const float* lse;       // [rows, heads_q], the log-sum-exp of their scores, or null
   const Noise* noise;     // null: there is none
   const float* inverse;   // [rows], what scores, noise among them, are multiplied with then; null: with 1
+};
+
+struct RetireCall {      // a row's weights make scores of slots others, and of those that are left the lowest go
+  float* scores;         // [layers, heads_kept, room]; of those that are gone -inf
+  uint8_t* gone;         // likewise, not 0: it is gone. That of the row's own slot, the last, is 0
+  const float* weights;  // [layers, heads, room]
+  int64_t layers, heads, room, n;
+  int64_t together;      // 0: heads_kept = heads. Else it is 1, and weights are summed over the heads and divided by this
+  int64_t sums;          // whether weights are added to the scores, else they take their place
+  int64_t most, older;   // more than `most` that are not gone: lowest ones of the first `older` go; of equal ones later
+  int64_t threads;
 };
 
 struct Norm {

@@ -25,11 +25,14 @@ inline U multiply_words(U v, uint32_t by, U& high) {
 #endif
 }
 
-inline void philox(U (&words)[4], uint32_t left, uint32_t right) {
-  for (int round = 0; round < 10; round++, left += 0x9e3779b9, right += 0xbb67ae85) {
-    U p, q, low_p = multiply_words(words[0], 0xd2511f53, p), low_q = multiply_words(words[2], 0xcd9e8d57, q);
-    words[0] = q ^ words[1] ^ left, words[1] = low_q, words[2] = p ^ words[3] ^ right, words[3] = low_p;
-  }
+// Of N sets of counters: a round waits for the one before it, so sets go through it side by side.
+template <int N> inline void philox(U (&words)[N][4], uint32_t left, uint32_t right) {
+  for (int round = 0; round < 10; round++, left += 0x9e3779b9, right += 0xbb67ae85)
+#pragma GCC unroll 4
+    for (U(&w)[4] : words) {
+      U p, q, low_p = multiply_words(w[0], 0xd2511f53, p), low_q = multiply_words(w[2], 0xcd9e8d57, q);
+      w[0] = q ^ w[1] ^ left, w[1] = low_q, w[2] = p ^ w[3] ^ right, w[3] = low_p;
+    }
 }
 
 // A draw of Gumbel(0, 1) from 23 bits of a word.

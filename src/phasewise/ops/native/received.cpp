@@ -71,8 +71,8 @@ template <class T> struct Work {
       U zero = {};
       words[i][0] = load<U>(last), words[i][1] = zero + (uint32_t)noise.rows[row];
       words[i][2] = zero + (uint32_t)own, words[i][3] = zero + (uint32_t)noise.layer;
-      philox(words[i], (uint32_t)noise.seeds[row], (uint32_t)((uint64_t)noise.seeds[row] >> 32));
     }
+    if (first || g % 4 == 0) philox(words, (uint32_t)noise.seeds[row], (uint32_t)((uint64_t)noise.seeds[row] >> 32));
     for (long i = 0; i < KEYS / LANES; i++) scores[i] += gumbel_of(words[i][g % 4]) * (float)(1 / call.scale);
   }
 

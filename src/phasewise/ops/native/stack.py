@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from phasewise.ops.native import library
 from phasewise.ops.native.choice import Chosen
 from phasewise.ops.native.spans import Common, Table, reaches
+from phasewise.ops.native.weighed import Weighs
 from phasewise.ops.native.weights import Packed
 
 PER_CALL = struct.Struct("=14q")  # the end of StackCall
@@ -78,31 +78,6 @@ class Turns:
         self.address = self._words.buffer_info()[0]
 
 
-MOST_SHARING = 16  # query heads of a KV head whose row can be weighed (QUERIES)
-
-
-class Weighed:
-    """What a single row attends to in every layer, as a native step finds it on its way: `weights` float32 [layers, H,
-    n], summed over the query heads that share a KV head, n counting its own slot. `gone` bool [layers, h, n - 1] (h of
-    1: alike in all heads) are slots before it that it does not see. `done`: to be called after the step."""
-
-    __slots__ = ("_kept", "_words", "address", "done", "weights")
-
-    def __init__(self, gone: Tensor, heads: int, heads_q: int, done: Callable[[Tensor], None]) -> None:
-        layers, _, before = gone.shape
-        room = -(-(before + 1) // 16) * 16 + 16
-        hidden = torch.zeros((layers, heads, room), dtype=torch.uint8)
-        hidden[:, :, :before] = gone
-        weights, scores = torch.empty((layers, heads, room)), torch.empty((heads_q, room))
-        self._kept, self._words, size = (hidden, scores), array("q"), heads * room
-        for layer in range(layers):
-            at = layer * size
-            self._words.extend((hidden.data_ptr() + at, weights.data_ptr() + 4 * at, scores.data_ptr(), room))
-        self.address = self._words.buffer_info()[0]
-        self.weights = weights[:, :, : before + 1]
-        self.done = partial(done, self.weights)
-
-
 class StackSpan(NamedTuple):
     """`rows` rows that end at slot `n`; `sees` as in Few, `block` as in Seen.
 
@@ -136,7 +111,7 @@ class StackSpan(NamedTuple):
     pieces: tuple[StackSpan, ...] = ()
     unequal: int = 0
     missing: int = 0
-    weighed: Weighed | None = None
+    weighed: Weighs | None = None
     tuned: int = 0
     narrow: bool = False
 
@@ -157,7 +132,7 @@ class StackSpan(NamedTuple):
         first = 0 if self.sees is None else self.sees.shape[1] - self.rows
         choice = 0 if self.choice is None else self.choice.address
         sealed = 0 if self.sealed is None else self.sealed.buffer_info()[0]
-        tally = 0 if self.weighed is None else self.weighed.address
+        tally = 0 if self.weighed is None else self.weighed.room.address
         return (self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed, self.unequal,
                 tally)  # fmt: skip
 

@@ -1,0 +1,83 @@
+"""Scores after rows that were weighed, natively, against one slot after another, for every instruction set here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phasewise.ops import native
+from phasewise.ops.native import weighed
+from phasewise.ops.native.weighed import Ranking, Retiring, Weighed
+from tests.ops.targets import HERE, running
+
+GONE = float("-inf")
+
+
+def plainly(scores: Tensor, weights: Tensor, how: Ranking) -> Tensor:
+    """The scores [layers, h, n] after a row that gave `weights` [layers, H, n], itself the last."""
+    got = weights
+    if how.shared:
+        got = weights[:, :1].clone()
+        for head in range(1, weights.shape[1]):
+            got = got + weights[:, head : head + 1]
+        got = got / how.shared
+    before = torch.cat((scores, torch.zeros_like(got[:, :, :1])), -1)
+    after = before + got if how.sums else got.masked_fill(before == GONE, GONE)
+    for own in after.flatten(0, 1):
+        older = max(0, len(own) - how.recent)
+        while int((own > GONE).sum()) > how.most:
+            rivals = [slot for slot in range(older) if own[slot] > GONE]
+            if not rivals:
+                break
+            own[min(rivals, key=lambda slot: (float(own[slot]), -slot))] = GONE
+    return after
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("how", [
+    Ranking(40, 0, True, 0), Ranking(40, 7, True, 0), Ranking(40, 0, False, 6), Ranking(40, 33, False, 0),
+    Ranking(40, 40, True, 6), Ranking(1000, 5, True, 0), Ranking(2, 30, True, 0), Ranking(1, 0, False, 0),
+])  # fmt: skip
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_lowest_leave(heads: int, how: Ranking, target: str) -> None:
+    """Row after row, with scores that are often equal, until there are few and many that are gone."""
+    torch.manual_seed(how.recent)
+    layers, kept, first = 3, 1 if how.shared else heads, 38
+    scores = torch.randint(0, 9, (layers, kept, first)) / 8.0
+    scores[torch.rand(scores.shape) < 0.1] = GONE
+    want, room = scores.clone(), Weighed(layers, kept, (heads, 6), first + 40)
+    state = torch.full((layers, kept, room.room), torch.nan)
+    state[:, :, :first], room.gone[:, :, :first] = scores, scores == GONE
+    with running(target, weighed):
+        retire = Retiring(state, room, how)
+        for n in range(first + 1, first + 40):
+            room.weights[:, :, :n] = torch.randint(0, 5, (layers, heads, n)) / 8.0
+            want = plainly(want, room.weights[:, :, :n], how)
+            retire(n)
+            assert torch.equal(state[:, :, :n], want)
+            assert torch.equal(room.gone[:, :, :n].bool(), want == GONE) and not room.gone[:, :, n:].any()
+    left = (want > GONE).sum(-1)
+    assert int(left.min()) == int(left.max()) == max(how.most, how.recent) or how.most == 1000
+
+
+def test_threads_change_no_bit() -> None:
+    torch.manual_seed(1)
+    first, before, found = 3000, torch.get_num_threads(), []
+    scores, weights = torch.rand(8, 5, first), torch.rand(8, 5, first + 1)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            room = Weighed(8, 5, (5, 10), first + 1)
+            state = torch.zeros(room.weights.shape)
+            state[:, :, :first], room.weights[:, :, : first + 1] = scores, weights
+            Retiring(state, room, Ranking(2990, 9, True, 0))(first + 1)
+            found.append(state)
+    finally:
+        torch.set_num_threads(before)
+    assert int((found[0] == GONE).sum()) == 8 * 5 * 11
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+if native.library() is None:
+    pytestmark = pytest.mark.skip(reason="no native kernels here")
