@@ -97,10 +97,13 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
         whole = whole._replace(tuned=tuned.buffer_info()[0])
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
+    if phase.weighs is not None and not any(w < end for w in windows):
+        whole = whole._replace(weighed=_weighed(span, whole, stack))
     if flat.cuts is not None:
-        return forms.natively(span, flat, flat.cuts, whole) if phase.plain else None
-    if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, whole, stack)):
-        return whole._replace(weighed=weighed)
+        unasked = whole.weighed is not None or not phase.looks(span)
+        return forms.natively(span, flat, flat.cuts, whole) if unasked else None
+    if whole.weighed is not None:
+        return whole
     if phase.sight is not None and phase.sight.hides(span):
         if phase.sight.heads is None:
             return None if windows else phase.sight.natively(span, flat, whole)

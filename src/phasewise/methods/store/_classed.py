@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Kind, KVShape, Raw
+from phasewise.kv.packed import Classes
 from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
 
 
@@ -38,6 +39,10 @@ class Classed(_Packed):
     def cuts(self) -> tuple[BlockCut, BlockCut]:
         return BlockCut(self.rows), BlockCut(self.rows)
 
+    def packings(self, dim: int) -> tuple[Classes, Classes]:
+        both = Classes((self.high, self.low))
+        return both, both
+
     @property
     def classes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows of a block and bits of their numbers."""
@@ -62,13 +67,13 @@ class Classed(_Packed):
         raise NotImplementedError("what becomes of a row hangs on how much it matters: see `classed`")
 
     def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        blocks = x.shape[1] // self.rows
-        even = x.transpose(0, 1).flatten(1).float() / settled[0][0].float()  # [n, h * D]
-        best = marks.sort(descending=True, stable=True).indices[: blocks * self.upper]
-        chosen = torch.zeros(len(marks), dtype=torch.bool, device=x.device).index_fill_(0, best, True)
-        planes = [pack(chosen.view(1, blocks, self.rows).to(torch.uint8), 1)]
+        lead, n, blocks = marks.shape[:-1] or (1,), marks.shape[-1], marks.shape[-1] // self.rows
+        even = x.transpose(-3, -2).flatten(-2).float() / settled[0].float()  # [L, n, h * D]
+        best = marks.view(*lead, n).sort(descending=True, stable=True).indices[..., : blocks * self.upper]
+        chosen = torch.zeros((*lead, n), dtype=torch.bool, device=x.device).scatter_(-1, best, True)
+        planes = [pack(chosen.view(*lead, blocks, self.rows).to(torch.uint8), 1)]
         for mine, (count, bits) in zip((chosen, ~chosen), self.classes):
-            levels, step, low = quantise(even[mine].view(1, blocks, count, even.shape[1]), bits)
+            levels, step, low = quantise(even[mine].view(*lead, blocks, count, even.shape[-1]), bits)
             planes += [step, low, pack(levels, bits)]
         return planes
 

@@ -27,6 +27,7 @@ from phasewise.step.probe import probe, received
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
+from phasewise.verbs.evict import Weighs
 from phasewise.verbs.host import Host
 from phasewise.verbs.store import Codec
 
@@ -132,6 +133,18 @@ class Saliency:
         if before is not None:
             state[:, : before.shape[1]] += before
         self.trail.note(read, [span.rows - 1], state[:, None])
+
+    def weighs(self, span: Span) -> Weighs | None:
+        """As `_note` has it, of the last row of a block that comes alone: native steps find its weights."""
+        if span.request.prefilling or not self.looks(span):
+            return None
+        hidden = torch.zeros((len(span.kv.layers), 1, span.positions[0]), dtype=torch.bool)
+
+        def done(weights: Tensor) -> None:  # [layers, h, n]
+            span.trail = span.trail or {}
+            span.trail[BLOCK] = {layer: {0: own} for layer, own in enumerate(weights[..., -self.knobs.gap :].sum(1))}
+
+        return hidden, done
 
     def _note(self, read: Read, rows: Sequence[int]) -> None:
         """What these rows, each the last of a block on its own path, give the rows of that block."""

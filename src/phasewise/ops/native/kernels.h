@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 31;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 32;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -70,6 +70,14 @@ struct Sealed {
   const uint16_t* apart;                // float16 [heads, lines, aparts]
   const int16_t* places;
   int64_t apart_head, aparts;  // 0: there are none
+  // null, or a bit for each slot, those of `rows` from a byte on: the slots whose bit is set lie in these levels (2, 4 or
+  // 8 bits), the others in `rest`, one after the other in either, whichever blocks they are of. A line is then what a
+  // slot has of all heads, of keys as well, and its numbers are `scale` times as large; the strides above count nothing.
+  const uint8_t* upper;
+  const uint16_t* scale;  // float16 [heads, dim]
+  const uint8_t* rest;
+  const uint16_t *rest_step, *rest_low;  // float16 [lines]
+  int64_t rest_bits;
 };
 
 struct Sides {
