@@ -159,12 +159,25 @@ inline void turn_lines(const uint8_t* p, long row, long count, long bytes, I* wo
   }
 }
 
+// How numbers become whole ones of two bytes, from the bits of the largest magnitude; below 1e-30 it is taken for nothing.
+struct Factor {
+  float step, inverse;  // what one is worth (NaN where one is not finite)
+
+  explicit Factor(int32_t bits) {
+    float largest;
+    memcpy(&largest, &bits, 4);
+    const bool finite = largest <= 3.4e38f;
+    step = finite ? largest / 32512 : NAN, inverse = finite && largest >= 1e-30f ? 32512 / largest : 0;
+  }
+  I whole(F x) const { return (I)(x * inverse + MAGIC) - (I)splat(MAGIC); }
+};
+
 // Queries times scales, as whole numbers of two bytes. For number s of byte i of a line of either class: [s * bytes + i].
 struct LineQueries {
   alignas(64) int8_t high[2][QUERIES][MOST_DIM], low[2][QUERIES][MOST_DIM];
   float step[QUERIES], all[QUERIES];  // what one is worth (NaN where one is not finite), and what they sum up to
 
-  // Query i, times `scale`. A largest number below 1e-30 is taken for nothing.
+  // Query i, times `scale`.
   void take(long i, const float* q, const uint16_t* scale, const long* bits, long dim) {
     alignas(64) float x[MOST_DIM];
     alignas(64) int8_t upper[MOST_DIM], lower[MOST_DIM];
@@ -179,15 +192,11 @@ struct LineQueries {
       store(x + d, own);
     }
     for (long d = dim; d % EACH; d += LANES) store(x + d, F{});
-    int32_t word = most(top);
-    float largest;
-    memcpy(&largest, &word, 4);
-    bool finite = largest <= 3.4e38f;
-    float inverse = finite && largest >= 1e-30f ? 32512 / largest : 0;
-    step[i] = finite ? largest / 32512 : NAN, all[i] = total(sum);
+    const Factor factor(most(top));
+    step[i] = factor.step, all[i] = total(sum);
     for (long d = 0; d < dim; d += EACH) {
       I whole[AT_ONCE];
-      for (int r = 0; r < AT_ONCE; r++) whole[r] = (I)(load<F>(x + d + r * LANES) * inverse + MAGIC) - (I)splat(MAGIC);
+      for (int r = 0; r < AT_ONCE; r++) whole[r] = factor.whole(load<F>(x + d + r * LANES));
       split(whole, upper + d, lower + d);
     }
     for (int which = 0; which < 2; which++) {
@@ -284,6 +293,103 @@ inline void score_classed(const Classed& side, const Classes& slots, long head, 
 }
 
 // ---- values
+// Weights of a class's slots times what levels are worth there, as whole numbers of two bytes.
+struct LineWeights {
+  alignas(64) int8_t high[QUERIES][KEYS], low[QUERIES][KEYS];
+  float step[QUERIES], rest[QUERIES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
+
+  // Of query i; `count` of each, and up to a whole register noughts.
+  void take(long i, const float* weights, const float* steps, const float* least, long count) {
+    F share[KEYS / LANES], lows = {};
+    I top = {};
+    for (long l = 0; l < count; l += LANES) {
+      F own = load<F>(weights + l), product = own * load<F>(steps + l);
+      I size = (I)product & 0x7fffffff;
+      top = size > top ? size : top;  // NaN is larger than all
+      lows += own * load<F>(least + l);
+      share[l / LANES] = product;
+    }
+    const Factor factor(most(top));
+    step[i] = factor.step, rest[i] = total(lows);
+    constexpr long EACH = AT_ONCE * LANES;
+    for (long l = 0; l < count; l += EACH) {
+      I whole[AT_ONCE];
+      for (long r = 0, at = l; r < AT_ONCE; r++, at += LANES)
+        whole[r] = at < count ? factor.whole(share[at / LANES]) : I{};
+      split(whole, high[i] + l, low[i] + l);
+    }
+  }
+};
+
+// sums[q][s] = the sums over `count` lines, of whose bytes words[l] has LANES of four lines, for Q queries from `first` on
+template <int BITS, int Q>
+inline void sum_class(const I* words, long count, const LineWeights& weights, long first, I (*sums)[8 / BITS]) {
+  constexpr int S = 8 / BITS;
+  I upper[Q][S] = {}, lower[Q][S] = {};
+  for (long l = 0; l < count; l += 4) {
+    I levels[S];
+#pragma GCC unroll 4
+    for (int s = 0; s < S; s++) levels[s] = levels_in<BITS>(words[l / 4], s);
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; q++) {
+      I above = splat(load<int32_t>(weights.high[first + q] + l)), below = splat(load<int32_t>(weights.low[first + q] + l));
+#pragma GCC unroll 4
+      for (int s = 0; s < S; s++) upper[q][s] = dot_levels<BITS>(upper[q][s], above, levels[s]);
+#pragma GCC unroll 4
+      for (int s = 0; s < S; s++) lower[q][s] = dot_levels<BITS>(lower[q][s], below, levels[s]);
+    }
+  }
+  for (int q = 0; q < Q; q++)
+    for (int s = 0; s < S; s++) sums[q][s] = (upper[q][s] << 8) + lower[q][s];
+}
+
+// put(query, numbers) of all queries from `first` on, Q or fewer at a time
+template <int BITS, int Q, class Put>
+inline void sum_class(const I* words, long count, const LineWeights& weights, long first, long queries, const Put& put) {
+  for (; queries - first >= Q; first += Q) {
+    I sums[Q][8 / BITS];
+    sum_class<BITS, Q>(words, count, weights, first, sums);
+    for (int q = 0; q < Q; q++) {
+      F numbers[8 / BITS];
+      for (int s = 0; s < 8 / BITS; s++)
+        numbers[s] = __builtin_convertvector(sums[q][s], F) * weights.step[first + q] + weights.rest[first + q];
+      in_line(numbers);
+      put(first + q, numbers);
+    }
+  }
+  if constexpr (Q > 1) sum_class<BITS, Q - 1>(words, count, weights, first, queries, put);
+}
+
+// found[i][..] += the numbers between bytes `from` and `to` of all lines under the weights of query i
+template <int BITS>
+inline void add_class(const PackedLines& lines, long from, long to, const float (*weights)[2][ROOM], int which,
+                      long queries, float (*found)[MOST_DIM]) {
+  constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
+  alignas(64) float steps[KEYS], least[KEYS];
+  for (long l = 0; l < lines.count; l += LANES) {
+    store(steps + l, some_halves(lines.step + l, lines.count - l));
+    store(least + l, some_halves(lines.low + l, lines.count - l));
+  }
+  LineWeights whole;
+  for (long i = 0; i < queries; i++) whole.take(i, weights[i][which], steps, least, lines.count);
+  for (long byte = from; byte < to; byte += LANES) {
+    const uint8_t* p = lines.levels + byte;
+    I words[KEYS / 4];
+    for (long l = 0; l < lines.count; l += 4) {
+      for (long r = 0; r < 4; r++) __builtin_prefetch(p + (lines.count + l + r) * lines.bytes, 0, 3);
+      words[l / 4] = four_lines<false>(p + l * lines.bytes, lines.bytes, to - byte, lines.count - l);
+    }
+    const long at = (byte - from) * (8 / BITS), end = (to - from) * (8 / BITS);
+    sum_class<BITS, Q>(words, lines.count, whole, 0, queries, [&](long i, const auto& numbers) {
+      long d = at;
+      for (const F& some : numbers) {
+        if (d < end) store(found[i] + d, load<F>(found[i] + d) + some);
+        d += LANES;
+      }
+    });
+  }
+}
+
 // sum[i] += the values of `slots` of a head under the weights of query i
 inline void add_classed(const Classed& side, const Classes& slots, long head, long dim, long queries,
                         const float (*weights)[KEYS], float (*sum)[MOST_DIM]) {
@@ -295,25 +401,16 @@ inline void add_classed(const Classed& side, const Classes& slots, long head, lo
   for (int which = 0; which < 2; which++) {
     const PackedLines lines = side.lines_of(slots, which);
     const long bits = side.bits[which], each = dim * bits / 8, from = head * each, to = from + each;
-    if (!lines.count) continue;
-    Ahead ahead(lines.from(lines.count, lines.count), from);
-    auto put = [&](long i, long at, const auto& numbers) {
-      for (const F& some : numbers) {
-        if (at < dim) store(found[i] + at, load<F>(found[i] + at) + some);
-        at += LANES;
-      }
-    };
-    const float* x = own[0][which];
-    if (bits == 2) contract<2>(lines, ahead, x, 2 * ROOM, queries, from, to, put);
-    else if (bits == 4) contract<4>(lines, ahead, x, 2 * ROOM, queries, from, to, put);
-    else contract<8>(lines, ahead, x, 2 * ROOM, queries, from, to, put);
+    if (bits == 2) add_class<2>(lines, from, to, own, which, queries, found);
+    else if (bits == 4) add_class<4>(lines, from, to, own, which, queries, found);
+    else add_class<8>(lines, from, to, own, which, queries, found);
   }
   const uint16_t* scale = side.side.scale + head * dim;
-  for (long i = 0; i < queries; i++)
-    for (long d = 0; d < dim; d += 2 * LANES) {
-      F numbers[2];
-      for (int r = 0; r < 2; r++)
-        numbers[r] = load<F>(found[i] + d + r * LANES) * from_halves(load_halves(scale + d + r * LANES));
+  for (long d = 0; d < dim; d += 2 * LANES) {
+    F scales[2] = {from_halves(load_halves(scale + d)), from_halves(load_halves(scale + d + LANES))};
+    for (long i = 0; i < queries; i++) {
+      F numbers[2] = {load<F>(found[i] + d) * scales[0], load<F>(found[i] + d + LANES) * scales[1]};
       add_in_place(numbers, d, dim, sum[i]);
     }
+  }
 }

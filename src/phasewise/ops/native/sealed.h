@@ -445,6 +445,16 @@ inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead&
   else sum_lines<Q, BITS, 0>(factors, stripe, ahead, found);
 }
 
+// Numbers s of LANES bytes, register by register, become the numbers in the order in which they lie.
+template <int S> inline void in_line(F (&numbers)[S]) {
+  if constexpr (S == 4) {
+    zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
+    zip(numbers[0], numbers[1]), zip(numbers[2], numbers[3]);
+  } else if constexpr (S == 2) {
+    zip(numbers[0], numbers[1]);
+  }
+}
+
 // Whole sums as the numbers they stand for, in the order in which they lie.
 template <int BITS>
 inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, const Stripe& stripe,
@@ -458,12 +468,7 @@ inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, cons
     step = select(from, splat(own.step[g][q]), step), rest = select(from, splat(own.rest[g][q]), rest);
   }
   for (int s = 0; s < S; s++) numbers[s] = __builtin_convertvector(found[s], F) * step + rest;
-  if constexpr (S == 4) {
-    zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
-    zip(numbers[0], numbers[1]), zip(numbers[2], numbers[3]);
-  } else if constexpr (S == 2) {
-    zip(numbers[0], numbers[1]);
-  }
+  in_line(numbers);
 }
 
 // put(query, number, register): what the queries x [queries, row] make of the numbers between two bytes of all lines
