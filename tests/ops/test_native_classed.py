@@ -1,4 +1,4 @@
-"""Native attention over rows that lie packed in two classes against exact sums, for every instruction set of this machine.
+"""Native attention over rows packed in two classes against exact sums, for every instruction set of this machine.
 
 How far off it may be follows from how queries and weights are rounded: see `check`.
 """
@@ -6,6 +6,7 @@ How far off it may be follows from how queries and weights are rounded: see `che
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -37,8 +38,8 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class Kept(NamedTuple):
-    """A span as the kernel reads it; what keys and values are, float64 [H, N, D]; and of either what a level is worth in
-    that slot, before it is scaled, float64 [slots], with the scales [H, D] and levels [H, slots, D]."""
+    """A span as the kernel reads it; what keys and values are, float64 [H, N, D]; and of either what a level is worth
+    in that slot, before it is scaled, float64 [slots], with the scales [H, D] and levels [H, slots, D]."""
 
     few: Few
     whole: tuple[Tensor, Tensor]
@@ -74,7 +75,7 @@ def make(
         settled = [plane[:, None] for plane in codec.settle(side, raw)]
         kinds = codec.kinds(side, form_of(codec, one))
         planes = [torch.full((1, blocks + 1, *tail), 77, dtype=kind) for tail, kind in kinds]
-        for a, b in zip(cuts, cuts[1:]):
+        for a, b in pairwise(cuts):
             some = raw[:, a * codec.rows : b * codec.rows]
             marks = torch.rand(some.shape[1], generator=generator)
             for plane, new in zip(planes, codec.classed(side, some, marks, settled)):
@@ -114,10 +115,10 @@ def sight(few: Few, window: int | None) -> Tensor:
 
 
 def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, window: int | None = None) -> None:
-    """Against sums in float64. A query's numbers times scales are 1 / 32512 of the largest apart, and so are the weights
-    of 64 slots times what a level of theirs is worth."""
+    """Against sums in float64. A query's numbers times scales are 1 / 32512 of the largest apart, and so are the
+    weights of 64 slots times what a level of theirs is worth."""
     few, (k, v) = kept.few, kept.whole
-    group, dim, packed = few.q.shape[1] // k.shape[0], k.shape[2], kept.steps[KEYS].shape[0]
+    group, packed = few.q.shape[1] // k.shape[0], kept.steps[KEYS].shape[0]
     q, mask = few.q.double().transpose(0, 1), sight(few, window)  # [Hq, R, D]
     wide = [x.repeat_interleave(group, 0) for x in (k, v)]
     scale = [x.repeat_interleave(group, 0)[:, None] for x in kept.scales]  # [Hq, 1, D]
