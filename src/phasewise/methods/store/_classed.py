@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Classed(_Packed):
     rows: int
     upper: int
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[BlockCut, BlockCut]:
         return BlockCut(self.rows), BlockCut(self.rows)
 

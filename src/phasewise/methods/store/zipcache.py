@@ -47,9 +47,10 @@ class ZipCache:
     a prompt's last rows wait for their block to fill. In a prompt classes are chosen among all its blocks together,
     later in each block, by the attention of its last row.
 
-    A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. Left
-    out: classes per KV head (a row's ends are those of all its channels), keys rounded channel by channel, and a kernel
-    that reads packed numbers: blocks are opened first, so no time is won.
+    A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. In
+    bfloat16, native kernels multiply queries and weights with packed rows as they lie, and find what a block's last row
+    attends to on their way; they want heads of 32, 64 .. channels. Elsewhere blocks are opened before rows read them.
+    Left out: classes per KV head (a row's ends are those of all its channels) and keys rounded channel by channel.
     """
 
     high: Literal[2, 4, 8, 16] = 4

@@ -131,7 +131,7 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   // null, or where its first slots are instead, of bfloat16 [.., 32 n]; none of them is its own or read in common
   const Sides* sealed;
   const Head* heads;  // [heads], where each lies; null: at k and v. Such a span has no window and nothing in common
-  const Tally* tally;  // or null. Such a span has nothing sealed or in common, and no `heads`
+  const Tally* tally;  // or null. Such a span has nothing in common, and no `heads`
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
