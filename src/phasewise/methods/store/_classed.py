@@ -76,7 +76,7 @@ class Classed(_Packed):
         order = chosen.sort(descending=True, stable=True).indices  # the upper class, then the other
         order = order + torch.arange(0, chosen.numel(), n, device=x.device)[:, None]
         apart = even.flatten(0, 1).index_select(0, order.flatten()).view_as(even)
-        for rows, (count, bits) in zip(apart.split([best.shape[-1], n - best.shape[-1]], 1), self.classes):
+        for rows, (count, bits) in zip(torch.split(apart, [best.shape[-1], n - best.shape[-1]], 1), self.classes):
             levels, step, low = quantise(rows.reshape(*lead, n // self.rows, count, even.shape[-1]), bits)
             planes += [step, low, pack(levels, bits)]
         return planes
