@@ -254,10 +254,15 @@ inline void meet_lines(const I* words, long bytes, const int8_t* high, const int
 
 // The float16 of `count` lines.
 inline F some_halves(const uint16_t* p, long count) {
+#if LANES == 16
+  __mmask16 there = count < LANES ? (__mmask16)((1 << count) - 1) : 0xffff;
+  return (F)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, p));
+#else
   if (count >= LANES) return from_halves(load_halves(p));
   uint16_t some[LANES] = {};
-  memcpy(some, p, count * 2);
+  for (long i = 0; i < count; i++) some[i] = p[i];
   return from_halves(load_halves(some));
+#endif
 }
 
 // found[query][which][line] = query . the numbers of a line between bytes `from` and `to`
