@@ -98,7 +98,7 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if phase.weighs is not None and not any(w < end for w in windows):
-        whole = whole._replace(weighed=_weighed(span, whole, stack))
+        whole = whole._replace(weighed=_weighed(span, whole, stack, 1 if flat.cuts is None else span.rows))
     if flat.cuts is not None:
         unasked = whole.weighed is not None or not phase.looks(span)
         return forms.natively(span, flat, flat.cuts, whole) if unasked else None
@@ -116,10 +116,10 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
 
 
-def _weighed(span: Span, whole: StackSpan, stack: Stack) -> Weighed | None:
-    """How a native step finds what the row of a span attends to, if its evict method wants nothing else."""
+def _weighed(span: Span, whole: StackSpan, stack: Stack, most: int) -> Weighed | None:
+    """How a native step finds what the last row of a span attends to, if its evict method wants nothing else."""
     heads_q, heads, _ = stack.heads
-    if span.rows > 1 or whole.sees is not None or whole.unequal or span.phase.weighs is None:
+    if span.rows > most or whole.sees is not None or whole.unequal or span.phase.weighs is None:
         return None
     found = span.phase.weighs(span) if heads_q <= MOST_SHARING * heads else None
     return None if found is None else Weighed(found[0], heads, heads_q, found[1])

@@ -34,7 +34,7 @@ class Evict(Protocol):
             bool [layers, h, n], which of the cached rows it does not see (h of 1: alike in all heads), and whom to tell
             what it attends to, float32 [layers, H, n + 1] summed over the query heads that share a KV head, its own row
             being the last. It is then not asked within the step. Native steps ask, where nobody else looks inside;
-            None: this one cannot be done so
+            None: this one cannot be done so. Of a span of several rows over sealed blocks the last is meant
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
             which of a span stay: the first so many, or a path. Rows that were observed and are not told of must leave
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)

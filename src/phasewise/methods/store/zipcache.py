@@ -136,14 +136,15 @@ class Saliency:
         self.trail.note(read, [span.rows - 1], state[:, None])
 
     def weighs(self, span: Span) -> Weighs | None:
-        """As `_note` has it, of the last row of a block that comes alone: native steps find its weights."""
-        if span.request.prefilling or not self.looks(span):
+        """As `_note` has it, of the last row of a block, which ends its step: native steps find its weights."""
+        last = span.rows - 1
+        if span.request.prefilling or span.sees is not None or not self.looks(span) or self._asked(span) != [last]:
             return None
-        hidden = torch.zeros((len(span.kv.layers), 1, span.positions[0]), dtype=torch.bool)
+        hidden = torch.zeros((len(span.kv.layers), 1, span.positions[-1]), dtype=torch.bool)
 
         def done(weights: Tensor) -> None:  # [layers, h, n]
             span.trail = span.trail or {}
-            span.trail[BLOCK] = {layer: {0: own} for layer, own in enumerate(weights[..., -self.knobs.gap :].sum(1))}
+            span.trail[BLOCK] = {layer: {last: own} for layer, own in enumerate(weights[..., -self.knobs.gap :].sum(1))}
 
         return hidden, done
 
