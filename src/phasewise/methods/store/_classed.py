@@ -68,16 +68,16 @@ class Classed(_Packed):
         raise NotImplementedError("what becomes of a row hangs on how much it matters: see `classed`")
 
     def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        lead, n = marks.shape[:-1] or (1,), marks.shape[-1]
+        lead, n, blocks = marks.shape[:-1] or (1,), marks.shape[-1], marks.shape[-1] // self.rows
         even = x.transpose(-3, -2).flatten(-2).float() / settled[0].float()  # [L, n, h * D]
-        best = marks.view(*lead, n).sort(descending=True, stable=True).indices[..., : n // self.rows * self.upper]
+        best = marks.view(*lead, n).sort(descending=True, stable=True).indices[..., : blocks * self.upper]
         chosen = torch.zeros((*lead, n), dtype=torch.bool, device=x.device).scatter_(-1, best, True)
-        planes = [pack(chosen.view(*lead, -1, self.rows).to(torch.uint8), 1)]
+        planes = [pack(chosen.view(*lead, blocks, self.rows).to(torch.uint8), 1)]
         order = chosen.sort(descending=True, stable=True).indices  # the upper class, then the other
-        order = order + torch.arange(0, chosen.numel(), n, device=x.device)[:, None]
+        order = order + torch.arange(len(order), device=x.device)[:, None] * n
         apart = even.flatten(0, 1).index_select(0, order.flatten()).view_as(even)
         for rows, (count, bits) in zip(torch.split(apart, [best.shape[-1], n - best.shape[-1]], 1), self.classes):
-            levels, step, low = quantise(rows.reshape(*lead, n // self.rows, count, even.shape[-1]), bits)
+            levels, step, low = quantise(rows.reshape(*lead, blocks, count, even.shape[-1]), bits)
             planes += [step, low, pack(levels, bits)]
         return planes
 

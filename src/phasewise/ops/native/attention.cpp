@@ -288,47 +288,58 @@ static void add_rows(const Call& call, const Job& job, const bf16* v, long row, 
   add_all_values<bf16, MOST_QUERIES>(weights, v, row, count, call.dim, job.count, s.sum);
 }
 
-// Keys or values that lie packed, as a job reads them: in lines of its head, or of all heads in two classes.
-struct PackedSide {
+// Keys or values that lie packed, as a job reads them: in lines of its head.
+struct InLines {
   const Call& call;
   const Job& job;
   const Sealed& side;
   const PackedLines lines;
-  Classed classed;
-  LineQueries whole;  // of keys in classes
 
-  PackedSide(const Call& call, const Job& job, const Sealed& side, long numbers)
-      : call(call), job(job), side(side), lines(side, job.head, numbers), classed(side, call.heads * call.dim) {}
+  InLines(const Call& call, const Job& job, const Sealed& side, long numbers)
+      : call(call), job(job), side(side), lines(side, job.head, numbers) {}
 
-  void take(const float (*queries)[MOST_DIM]) {
-    for (long i = 0; side.upper && i < job.count; i++)
-      whole.take(i, queries[i], side.scale + job.head * call.dim, classed.bits, call.dim);
-  }
+  void take(const float (*)[MOST_DIM]) {}
 
   void score(long slot, long count, const float (*queries)[MOST_DIM], float (*scores)[KEYS]) {
-    if (side.upper) {
-      score_classed(classed, classed.take(slot, count), job.head, call.dim, whole, job.count, scores);
-      return;
-    }
     score_sealed(side, lines, slot, count, call.dim, job.count, queries, scores);
     if (side.rank || side.aparts) score_mended(side, job.head, slot, count, call.dim, job.count, queries, scores);
   }
 
   void add(long slot, long count, const float (*weights)[KEYS], State& s) {
-    if (side.upper) {
-      add_classed(classed, classed.take(slot, count), job.head, call.dim, job.count, weights, s.sum);
-      return;
-    }
     add_sealed(side, lines, slot, count, call.dim, job.count, weights, s.sum);
     if (side.rank || side.aparts) add_mended(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
   }
 };
 
+// In lines of all heads, in two classes.
+struct InClasses {
+  const Call& call;
+  const Job& job;
+  const Sealed& side;
+  Classed classed;
+  LineQueries whole;
+
+  InClasses(const Call& call, const Job& job, const Sealed& side, long)
+      : call(call), job(job), side(side), classed(side, call.heads * call.dim) {}
+
+  void take(const float (*queries)[MOST_DIM]) {
+    const uint16_t* scale = side.scale + job.head * call.dim;
+    for (long i = 0; i < job.count; i++) whole.take(i, queries[i], scale, classed.bits, call.dim);
+  }
+
+  void score(long slot, long count, const float (*)[MOST_DIM], float (*scores)[KEYS]) {
+    score_classed(classed, classed.take(slot, count), job.head, call.dim, whole, job.count, scores);
+  }
+
+  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
+    add_classed(classed, classed.take(slot, count), job.head, call.dim, job.count, weights, s.sum);
+  }
+};
+
 // The same over blocks that lie packed, as they are, and the rows behind them.
-static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
+template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
-  PackedSide keys(call, job, span.sealed->keys, span.sealed->keys.rows);
-  PackedSide values(call, job, span.sealed->values, call.dim);
+  Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
   alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
@@ -336,7 +347,7 @@ static void read_sealed(const Call& call, const Job& job, long from, long to, St
   Softcap cap(call.softcap, call.scale);
   for (long slot = from, end; slot < to; slot = end) {
     end = sealed_end(keys.side, slot, to);
-    long count = end - slot, left = values.side.slots - slot, packed = left < 0 ? 0 : left < count ? left : count;
+    long count = end - slot, packed = values.side.slots - slot < count ? values.side.slots - slot : count;
     Lines here(call, job, slot);
     if (slot < keys.side.slots) keys.score(slot, count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
@@ -344,6 +355,7 @@ static void read_sealed(const Call& call, const Job& job, long from, long to, St
       see(call, job, i, cap, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
     }
+    packed = packed < 0 ? 0 : packed;
     if (packed) values.add(slot, packed, scores, s);
     const bf16* v = (const bf16*)here.v + packed * span.v_row;
     if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
@@ -388,7 +400,8 @@ template <class T> static void run_parts(const Call& call, const Plan& plan, lon
       const Part& next = plan.parts[first + p + 1 < plan.ends[stage] ? first + p + 1 : first + p];
       Lines then(call, plan.jobs[next.job], next.from);
       const Span& span = call.spans[job.span];
-      if (span.sealed) read_sealed(call, job, part.from, part.to, s);
+      if (span.sealed && span.sealed->keys.upper) read_sealed<InClasses>(call, job, part.from, part.to, s);
+      else if (span.sealed) read_sealed<InLines>(call, job, part.from, part.to, s);
       else if (span.k_scale && by_levels<T>(call.dim)) read_levels(call, job, part.from, part.to, then, s);
       else read_part<T>(call, job, part.from, part.to, then, s);
       if (job.rows) keep(call, plan, job, part, s);
