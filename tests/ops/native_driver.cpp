@@ -243,6 +243,52 @@ static void sealed_case(Shape shape, long bits, long group, long block, long n, 
   require(one.out == alone, what, ": mates and threads change bits");
 }
 
+// The same of rows in two classes, all heads' numbers in a line; scales are powers of two.
+struct ClassedSide {
+  std::vector<uint8_t> upper, levels[2];
+  std::vector<uint16_t> step[2], low[2], scale;
+  Sealed words;
+
+  ClassedSide(Numbers& x, Shape shape, long n, long slots, long block, const long (&bits)[2]) {
+    long numbers = shape.heads * shape.dim, each_block = (block + 7) / 8;
+    upper.resize((slots / block + 1) * each_block);
+    for (long i = 0; i < numbers; i++) scale.push_back(sixteenths(16 >> integer(0, 2)));
+    for (long slot = 0; slot < slots; slot++) {
+      int which = (int)integer(0, 1), each = (int)integer(0, bits[which] == 8 ? 1 : 3), lowest = (int)integer(-20, 20);
+      if (!which) upper[slot / block * each_block + slot % block / 8] |= 1 << slot % block % 8;
+      step[which].push_back(sixteenths(each)), low[which].push_back(sixteenths(lowest));
+      long from = (long)levels[which].size() * 8 / bits[which];
+      levels[which].resize(levels[which].size() + numbers * bits[which] / 8);
+      for (long i = 0; i < numbers; i++) {
+        int level = (int)integer(0, bits[which] == 8 ? 230 : (1 << bits[which]) - 1), power = scale[i] >> 10;
+        levels[which][(from + i) * bits[which] / 8] |= level << (from + i) * bits[which] % 8;
+        x.set((i / shape.dim * n + slot) * shape.dim + i % shape.dim, ldexp((level * each + lowest) / 16.0, power - 15));
+      }
+    }
+    words = {};
+    words.levels = levels[0].data(), words.step = step[0].data(), words.low = low[0].data(), words.bits = bits[0];
+    words.rest = levels[1].data(), words.rest_step = step[1].data(), words.rest_low = low[1].data();
+    words.rest_bits = bits[1], words.upper = upper.data(), words.scale = scale.data();
+    words.slots = slots, words.rows = block, words.group = numbers;
+  }
+};
+
+static void classed_case(Shape shape, long high, long low, long block, long n, long rows) {
+  std::string what = name("attention over %ld and %ld bits %ld/%ld x %ld in blocks of %ld, %ld of %ld", high, low,
+                          shape.heads_q, shape.heads, shape.dim, block, rows, n);
+  Sequence one(shape, n, rows, BFLOAT, false, false), other(shape, n + 70, 2, BFLOAT, false, false);
+  long slots = (n - rows) / block * block;
+  ClassedSide keys(one.k, shape, n, slots, block, {high, low}), values(one.v, shape, n, slots, block, {high, low});
+  Sides sides = {keys.words, values.words};
+  Span span = one.span();
+  span.sealed = &sides;
+  run_attend(shape, BFLOAT, {span}, 0.2, 0, 1);
+  one.check(0.2, 0, what);
+  Numbers alone = one.out;
+  run_attend(shape, BFLOAT, {other.span(), span}, 0.2, 0, 3);
+  require(one.out == alone, what, ": mates and threads change bits");
+}
+
 // ---- attention of many rows
 static void run_prefill(Sequence& all, long from, long rows, int64_t threads) {
   long row = all.shape.heads_q * all.shape.dim, head = all.n * all.shape.dim;
@@ -334,5 +380,10 @@ int main() {
   }
   stack_cases();
   votes_cases();
+  for (Shape shape : {Shape{4, 2, 64}, Shape{9, 3, 32}, Shape{5, 1, 128}, Shape{20, 1, 96}})
+    for (long low : {2, 4, 8}) {
+      classed_case(shape, 8, low, 100, 1300, 1), classed_case(shape, 4, low < 8 ? low : 4, 7, 300, 3);
+      classed_case(shape, 2, 2, 200, 150, 2), classed_case(shape, low, 2, 65, 140, 1);
+    }
   printf("all is well\n");
 }

@@ -96,7 +96,8 @@ class Marked(Blocks, Protocol):
 
     def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
         """In place of `seal`: rows [h, blocks * rows, D], their marks [blocks * rows] and the settled planes
-        [1, 1, ...] -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it.
+        [1, 1, ...] -> planes [1, blocks, ...]. A block's planes may hold rows of others that are sealed with it. Or
+        all of them of several layers, [L, h, ...], [L, ...] and [L, 1, ...] -> [L, blocks, ...].
 
         `open` gets planes of blocks and, behind them, the settled ones.
         """
@@ -297,17 +298,20 @@ class Sealed:
         return min(cut.last(cut.blocks(n)) for cut in self.codec.cuts) + 1
 
     # ---- reading
+    def lying(self, side: int) -> list[Tensor]:
+        """The planes of a side's blocks, and those of what is settled."""
+        return [*self.buffers[side].planes, *(self.settled[side].planes if self.settled else ())]
+
     def opened(self, planes: Sequence[Tensor], base: int, n: int) -> list[Tensor]:
         """Keys and values [h, n, D]: blocks opened, and behind them the rows of `planes`, which begin with `base`."""
         found = []
-        for side, (plane, buffer) in enumerate(zip(planes, self.buffers)):
+        for side, plane in enumerate(planes):
             sealed = self.rows(side)
             if not sealed:
                 found.append(plane[:, : n - base])
                 continue
             whole = plane.new_empty((plane.shape[0], n, plane.shape[2]))
-            packed = [p[:, : self.counts[side]] for p in buffer.planes]
-            packed += self.settled[side].planes if self.settled else []
+            packed = [p[:, : self.counts[side]] for p in self.lying(side)]  # of what is settled there is one
             whole[:, :sealed] = self.codec.open(side, packed, self.shape)
             whole[:, sealed:] = plane[:, sealed - base : n - base]
             found.append(whole)

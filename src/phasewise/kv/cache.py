@@ -183,9 +183,9 @@ class KV:
         later commit as well. `marks` (layer, start, stop): see `kv/blocks.py: Marks`."""
         if self.seals:
             if self.sealed and self._flat is not None and self._walk is None and self._flat.cuts is not None:
-                self.counters.kv_bytes_moved += self._flat.seal()
+                self.counters.kv_bytes_moved += self._flat.seal(marks)
                 return
-            moved = seal_alike(self.layers) if self.sealed else None
+            moved = seal_alike(self.layers, marks) if self.sealed else None
             self.sealed = True
             if moved is None:
                 own = [None if marks is None else partial(marks, i) for i in range(len(self.layers))]

@@ -9,7 +9,7 @@ from typing import Any
 from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.packed import SLOTS, WORDS, ahead, alike, seal_full, seals, words
+from phasewise.kv.packed import SLOTS, WORDS, LayerMarks, ahead, alike, seal_full, seals, words
 from phasewise.kv.unequal import Narrow, Unequal, lined, unequal
 from phasewise.kv.vectors import VectorTable
 from phasewise.ops.native.sealing import Seals
@@ -91,11 +91,11 @@ class ContiguousView:
         """Seal so many committed rows, as far as that has not been done, without counting them."""
         ahead(self._sealed, upto)
 
-    def seal(self) -> int:
-        """Seal what committed rows fill. -> bytes moved"""
+    def seal(self, marks: LayerMarks | None = None) -> int:
+        """Seal what committed rows fill, where marks are wanted as soon as there are any. -> bytes moved"""
         if not self._seals:
             self._seals = [seals(self._sealed, side) for side in SIDES]
-        return seal_full(self._sealed, self.n, self._seals)
+        return seal_full(self._sealed, self.n, self._seals, marks)
 
     def reads(self, upto: Sequence[int], n: int) -> int:
         """What reading `n` rows costs in all layers with the first `upto` of them sealed."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native.sealing import Sealing, Seals, fits
-from phasewise.ops.native.spans import Side, opens
+from phasewise.ops.native.spans import Rest, Side, opens
 
 if TYPE_CHECKING:
     from phasewise.kv.blocks import Blocks, Sealed
@@ -40,6 +40,27 @@ class Packing:
         *more, step, low, levels = planes
         thin, apart = more[:2] if self.rank else (), more[-2:] if self.apart else ()
         return Side(levels, step, low, slots, rows, self.bits, self.group, thin, apart)
+
+    def fits(self, rows: int, dim: int) -> bool:
+        """Whether kernels read blocks of so many rows, of heads of so many numbers."""
+        return opens(self.bits, self.group, rows, dim, self.rank, self.apart)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The same of a side whose rows are of two classes, of so many `bits` [upper, lower] a number, all heads together:
+    the planes [1, blocks, ...] are bits that say which rows are of the upper one, and of either class step and low,
+    float16 for each row, and levels; what is settled are the scales of channels."""
+
+    bits: tuple[int, int]
+
+    def side(self, planes: Sequence[Tensor], slots: int, rows: int) -> Side:
+        upper, step, low, levels, *others, scale = planes
+        rest = Rest(upper, scale, others[2], others[0], others[1], self.bits[1])
+        return Side(levels, step, low, slots, rows, self.bits[0], 8 * levels.shape[-1] // self.bits[0], rest=rest)
+
+    def fits(self, rows: int, dim: int) -> bool:
+        return all(bits in (2, 4, 8) for bits in self.bits) and opens(2, 32, 8, dim)
 
 
 @dataclass(slots=True)
@@ -74,15 +95,14 @@ class Later(Sequence[Tensor]):
         return len(self[:])
 
 
-def packings(codec: Blocks, shape: KVShape) -> tuple[Packing, Packing] | None:
+def packings(codec: Blocks, shape: KVShape) -> tuple[Packing | Classes, Packing | Classes] | None:
     """How the planes of keys and values lie, if native kernels read them like that."""
     say = getattr(codec, "packings", None)
-    found: tuple[Packing, Packing] | None = None if say is None else say(shape.dim)
+    found: tuple[Packing | Classes, Packing | Classes] | None = None if say is None else say(shape.dim)
     if found is None or shape.dtype != torch.bfloat16 or shape.device != "cpu":
         return None
     (keys, values), rows = found, codec.cuts[0].rows
-    fit = opens(keys.bits, keys.group, rows, shape.dim, keys.rank, keys.apart)
-    return found if fit and opens(values.bits, values.group, 8, shape.dim, values.rank, values.apart) else None
+    return found if keys.fits(rows, shape.dim) and values.fits(8, shape.dim) else None
 
 
 def lying(
@@ -96,6 +116,7 @@ def lying(
     return opened, packed(sealed, tail, base, n, [sealed.rows(side) for side in range(len(tail))])
 
 
+LayerMarks = Callable[[int, int, int], Tensor]  # (layer, start, stop): `Marks` (kv/blocks.py) of each layer
 Tail = tuple["Sealed", Sequence[Tensor], int]  # of a layer; its rows as they were made, from the last of these on
 
 
@@ -103,7 +124,7 @@ def seals(tails: Sequence[Tail], side: int) -> Seals | None:
     """Where a kernel finds what it may seal, if it does."""
     first, planes, _ = tails[0]
     packing = None if first.packings is None else first.packings[side]
-    if packing is None or packing.rank or packing.apart or not fits(planes[side]):
+    if not isinstance(packing, Packing) or packing.rank or packing.apart or not fits(planes[side]):
         return None
     found, size = list[Sealing](), first.codec.cuts[side].rows
     for sealed, own, base in tails:
@@ -112,7 +133,9 @@ def seals(tails: Sequence[Tail], side: int) -> Seals | None:
     return Seals(found, side == 0, packing.bits, packing.group)
 
 
-def fill(tails: Sequence[Tail], side: int, start: int, stop: int, found: Seals | None = None) -> int:
+def fill(
+    tails: Sequence[Tail], side: int, start: int, stop: int, found: Seals | None = None, marks: LayerMarks | None = None
+) -> int:
     """Seal the blocks `start` .. `stop` of layers that have sealed as many, in a call for all of them, as most of what
     few rows take is the call. They are not counted yet. -> bytes moved"""
     first, moved = tails[0][0], 0
@@ -125,20 +148,29 @@ def fill(tails: Sequence[Tail], side: int, start: int, stop: int, found: Seals |
         found((stop - start) * size, start * size, start)
         return len(tails) * sum(plane[:, blocks].nbytes for plane in first.buffers[side].planes)
     rows = [planes[side][:, start * size - base : stop * size - base] for _, planes, base in tails]
-    for which, made in enumerate(first.codec.seal(side, torch.cat(rows))):
+    if first.marked is None:
+        planes = first.codec.seal(side, torch.cat(rows))
+    else:
+        assert marks is not None, "who seals rows with marks gives them"
+        own = torch.stack([marks(layer, start * size, stop * size) for layer in range(len(tails))])
+        settled = [torch.cat(each) for each in zip(*(sealed.settled[side].planes for sealed, _, _ in tails))]
+        planes = first.marked.classed(side, torch.stack(rows), own, settled)
+    for which, made in enumerate(planes):
         moved += made.nbytes
-        for (sealed, _, _), new in zip(tails, torch.split(made, first.shape.heads)):
+        for (sealed, _, _), new in zip(tails, torch.split(made, first.form.heads)):
             sealed.buffers[side].planes[which][:, blocks] = new
     return moved
 
 
-def seal_full(tails: Sequence[Tail], n: int, found: Sequence[Seals | None] = (None, None)) -> int:
-    """Seal what `n` committed rows fill. -> bytes moved"""
+def seal_full(
+    tails: Sequence[Tail], n: int, found: Sequence[Seals | None] = (None, None), marks: LayerMarks | None = None
+) -> int:
+    """Seal what `n` committed rows fill; blocks that want marks wait for them. -> bytes moved"""
     first, moved = tails[0][0], 0
     for side, cut in enumerate(first.codec.cuts):
         start, stop = first.counts[side], cut.blocks(n)
-        if start < stop:
-            moved += fill(tails, side, start, stop, found[side])
+        if start < stop and (first.marked is None or marks is not None):
+            moved += fill(tails, side, start, stop, found[side], marks)
             for sealed, _, _ in tails:
                 sealed.counts[side] = stop
     return moved
@@ -161,7 +193,7 @@ def packed(
         return None
     sides = []
     for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.codec.cuts)):
-        planes: Sequence[Tensor] = sealed.buffers[side].planes
+        planes = sealed.lying(side)
         if upto[side] > n:
             done = sealed.rows(side)
             index = torch.tensor([*range(done, n), *after[: upto[side] - n]]) - base
@@ -171,9 +203,9 @@ def packed(
     return Packed((sides[0], sides[1]), tail, base)
 
 
-def seal_alike(layers: Sequence[LayerKV]) -> int | None:
+def seal_alike(layers: Sequence[LayerKV], marks: LayerMarks | None = None) -> int | None:
     """Seal what committed rows fill, as `LayerKV.seal` of each layer does, where all have sealed blocks already,
-    equally many, and their codec only rounds groups. -> bytes moved; None: it is not so, and nothing was done."""
+    equally many, that native kernels read. -> bytes moved; None: it is not so, and nothing was done."""
     tails = [
         (layer.sealed, layer.slabs[0].buffer.planes, layer.slabs[0].base)
         for layer in layers
@@ -182,7 +214,7 @@ def seal_alike(layers: Sequence[LayerKV]) -> int | None:
     if len(tails) < len(layers) or not alike([sealed for sealed, _, _ in tails]):
         return None
     n = layers[0].n
-    return None if any(layer.n != n for layer in layers) else seal_full(tails, n)
+    return None if any(layer.n != n for layer in layers) else seal_full(tails, n, marks=marks)
 
 
 def alike(layers: Sequence[Sealed]) -> bool:
@@ -190,13 +222,13 @@ def alike(layers: Sequence[Sealed]) -> bool:
     return all(each.active and each.packings is not None and each.counts == layers[0].counts for each in layers)
 
 
-WORDS, SLOTS = 36, (5, 23)  # of a layer in a table; which of them say how many rows are sealed
+WORDS, SLOTS = 48, (5, 29)  # of a layer in a table; which of them say how many rows are sealed
 
 
 def words(sealed: Sealed) -> list[int]:
     """What is sealed now, as native steps take it (Sides)."""
     assert sealed.packings is not None
     found = list[int]()
-    for side, (packing, cut, buffer) in enumerate(zip(sealed.packings, sealed.codec.cuts, sealed.buffers)):
-        found += packing.side(buffer.planes, sealed.rows(side), cut.rows).words
+    for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.codec.cuts)):
+        found += packing.side(sealed.lying(side), sealed.rows(side), cut.rows).words
     return found

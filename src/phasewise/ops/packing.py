@@ -25,8 +25,10 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     if 8 % bits == 0:
         each = 8 // bits
         rows = by(_padded(levels, -n % each), each)
-        shifted: Tensor = rows << _shifts(each, bits, rows)
-        return shifted.sum(-1, dtype=torch.uint8)
+        made = rows[..., 0].clone()
+        for i in range(1, each):  # far quicker than shifting by a tensor
+            made |= rows[..., i] << i * bits
+        return made
     words = by(_padded(levels, -n % 8), 8).long()  # of 8 levels, which fill `bits` bytes
     word = (words << _shifts(8, bits, words)).sum(-1, keepdim=True)
     spread: Tensor = (word >> _shifts(bits, 8, word)) & 255

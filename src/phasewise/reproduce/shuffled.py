@@ -27,7 +27,7 @@ class Shuffled(Control):
         return self.of.codec()
 
     def bind(self, host: Host) -> _Shuffled:
-        return _Shuffled(self.of, host.model.config.attention)
+        return _Shuffled(self.of, host.model.config)
 
 
 class _Shuffled(Saliency):

@@ -92,7 +92,8 @@ def natively(span: Span, flat: ContiguousView, cuts: Sequence[BlockCut], whole: 
     for row, form in enumerate(forms):
         sees = None if whole.sees is None else whole.sees[row : row + 1, : row + 1].contiguous()
         seats = None if whole.seats is None else whole.seats[row : row + 1]
-        rows.append(whole._replace(n=flat.n + row + 1, rows=1, sees=sees, seats=seats, sealed=tables[form]))
+        one = whole._replace(n=flat.n + row + 1, rows=1, sees=sees, seats=seats, sealed=tables[form])
+        rows.append(one._replace(weighed=whole.weighed if row == span.rows - 1 else None))
     return whole._replace(sealed=tables[forms[0]], size=size, pieces=tuple(rows))
 
 

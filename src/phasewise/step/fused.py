@@ -99,10 +99,13 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
         whole = whole._replace(tuned=tuned.buffer_info()[0])
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
+    if phase.weighs is not None and not any(w < end for w in windows):
+        whole = whole._replace(weighed=_weighed(span, flat, stack, 1 if flat.cuts is None else span.rows))
     if flat.cuts is not None:
-        return forms.natively(span, flat, flat.cuts, whole) if phase.plain else None
-    if phase.weighs is not None and not any(w < end for w in windows) and (weighed := _weighed(span, flat, stack)):
-        return whole._replace(weighed=weighed)
+        unasked = whole.weighed is not None or not phase.looks(span)
+        return forms.natively(span, flat, flat.cuts, whole) if unasked else None
+    if whole.weighed is not None:
+        return whole
     if phase.sight is not None and phase.sight.hides(span):
         if phase.sight.heads is None:
             return None if windows else phase.sight.natively(span, flat, whole)
@@ -115,15 +118,15 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
 
 
-def _weighed(span: Span, flat: ContiguousView, stack: Stack) -> Weighs | None:
-    """How a native step finds what the row of a span attends to, if its evict method wants nothing else."""
+def _weighed(span: Span, flat: ContiguousView, stack: Stack, most: int) -> Weighs | None:
+    """How a native step finds what the last row of a span attends to, if its evict method wants nothing else."""
     heads_q, heads, _ = stack.heads
-    if span.rows > 1 or span.sees is not None or flat.unequal is not None or span.phase.weighs is None:
+    if span.rows > most or span.sees is not None or flat.unequal is not None or span.phase.weighs is None:
         return None
     found = span.phase.weighs(span) if heads_q <= MOST_SHARING * heads else None
-    if found is None or found.n != flat.n:
+    if found is None or found.n != flat.n + span.rows - 1:
         return None
-    found.room.temper(found.doubt, span.positions[0], 0 if found.doubt is None else flat.places)
+    found.room.temper(found.doubt, span.positions[-1], 0 if found.doubt is None else flat.places)
     return found
 
 

@@ -31,7 +31,8 @@ class Evict(Protocol):
             room in which the method says which of the cached rows it does not see, and the step what it attends to,
             its own row being the last; whom to tell when that is there; and, where it would have that from other scores
             than the row's attention, how they are doubted (ops/native/weighed.py). It is then not asked within the
-            step. Native steps ask, where nobody else looks inside; None: this one cannot be done so
+            step. Native steps ask, where nobody else looks inside; None: this one cannot be done so. Of a span of
+            several rows over sealed blocks the last is meant
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
             which of a span stay: the first so many, or a path. Rows that were observed and are not told of must leave
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Kind, KVShape, Raw
+from phasewise.kv.packed import Classes
 from phasewise.ops.packing import LARGEST, dequantise, pack, packed, quantise, unpack
 
 
@@ -34,9 +36,13 @@ class Classed(_Packed):
     rows: int
     upper: int
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[BlockCut, BlockCut]:
         return BlockCut(self.rows), BlockCut(self.rows)
+
+    def packings(self, dim: int) -> tuple[Classes, Classes]:
+        both = Classes((self.high, self.low))
+        return both, both
 
     @property
     def classes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -62,13 +68,16 @@ class Classed(_Packed):
         raise NotImplementedError("what becomes of a row hangs on how much it matters: see `classed`")
 
     def classed(self, side: int, x: Tensor, marks: Tensor, settled: Sequence[Tensor]) -> Sequence[Tensor]:
-        blocks = x.shape[1] // self.rows
-        even = x.transpose(0, 1).flatten(1).float() / settled[0][0].float()  # [n, h * D]
-        best = marks.sort(descending=True, stable=True).indices[: blocks * self.upper]
-        chosen = torch.zeros(len(marks), dtype=torch.bool, device=x.device).index_fill_(0, best, True)
-        planes = [pack(chosen.view(1, blocks, self.rows).to(torch.uint8), 1)]
-        for mine, (count, bits) in zip((chosen, ~chosen), self.classes):
-            levels, step, low = quantise(even[mine].view(1, blocks, count, even.shape[1]), bits)
+        lead, n, blocks = marks.shape[:-1] or (1,), marks.shape[-1], marks.shape[-1] // self.rows
+        even = x.transpose(-3, -2).flatten(-2).float() / settled[0].float()  # [L, n, h * D]
+        best = marks.view(*lead, n).sort(descending=True, stable=True).indices[..., : blocks * self.upper]
+        chosen = torch.zeros((*lead, n), dtype=torch.bool, device=x.device).scatter_(-1, best, True)
+        planes = [pack(chosen.view(*lead, blocks, self.rows).to(torch.uint8), 1)]
+        order = chosen.sort(descending=True, stable=True).indices  # the upper class, then the other
+        order = order + torch.arange(len(order), device=x.device)[:, None] * n
+        apart = even.flatten(0, 1).index_select(0, order.flatten()).view_as(even)
+        for rows, (count, bits) in zip(torch.split(apart, [best.shape[-1], n - best.shape[-1]], 1), self.classes):
+            levels, step, low = quantise(rows.reshape(*lead, blocks, count, even.shape[-1]), bits)
             planes += [step, low, pack(levels, bits)]
         return planes
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.methods.store._classed import Classed
-from phasewise.model.config import AttentionSpec
+from phasewise.model.config import ModelConfig
+from phasewise.ops.native.weighed import Weighed, Weighs
 from phasewise.request.request import Request
 from phasewise.step.probe import probe, received
 from phasewise.step.read import Read, View
@@ -46,9 +47,10 @@ class ZipCache:
     a prompt's last rows wait for their block to fill. In a prompt classes are chosen among all its blocks together,
     later in each block, by the attention of its last row.
 
-    A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. Left
-    out: classes per KV head (a row's ends are those of all its channels), keys rounded channel by channel, and a kernel
-    that reads packed numbers: blocks are opened first, so no time is won.
+    A prompt's classes hang on rows all over it, so prompts share no prefix. 16 bits for both = rows as they are. In
+    bfloat16, native kernels multiply queries and weights with packed rows as they lie, and find what a block's last row
+    attends to on their way; they want heads of 32, 64 .. channels. Elsewhere blocks are opened before rows read them.
+    Left out: classes per KV head (a row's ends are those of all its channels) and keys rounded channel by channel.
     """
 
     high: Literal[2, 4, 8, 16] = 4
@@ -90,7 +92,7 @@ class ZipCache:
         return Classed(self.high, self.low, self.gap, round(self.important * self.gap))
 
     def bind(self, host: Host) -> Saliency:
-        return Saliency(self, host.model.config.attention)
+        return Saliency(self, host.model.config)
 
 
 class Saliency:
@@ -102,8 +104,8 @@ class Saliency:
 
     observes = 0
 
-    def __init__(self, knobs: ZipCache, attention: tuple[AttentionSpec, ...]) -> None:
-        self.knobs, self.attention = knobs, attention
+    def __init__(self, knobs: ZipCache, config: ModelConfig) -> None:
+        self.knobs, self.attention, self.heads = knobs, config.attention, (config.kv_heads, config.heads)
         self.trail = Trail(SUMS)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
@@ -132,6 +134,20 @@ class Saliency:
         if before is not None:
             state[:, : before.shape[1]] += before
         self.trail.note(read, [span.rows - 1], state[:, None])
+
+    def weighs(self, span: Span) -> Weighs | None:
+        """As `_note` has it, of the last row of a block, which ends its step: native steps find its weights."""
+        last = span.rows - 1
+        if span.request.prefilling or span.sees is not None or not self.looks(span) or self._asked(span) != [last]:
+            return None
+        n = span.positions[-1]
+        room = Weighed(len(span.kv.layers), 1, self.heads, n + 1)
+
+        def told() -> None:
+            found = room.weights[:, :, n + 1 - self.knobs.gap : n + 1].sum(1)
+            span.trail = {**(span.trail or {}), BLOCK: {layer: {last: own} for layer, own in enumerate(found)}}
+
+        return Weighs(room, n, told)
 
     def _note(self, read: Read, rows: Sequence[int]) -> None:
         """What these rows, each the last of a block on its own path, give the rows of that block."""

@@ -4,6 +4,7 @@
 // by their log-sum-exp, so a row's result depends neither on the other spans nor on the number of threads. Slots that
 // spans have in common are read first, level by level, for the queries of all of them; what a query has summed by then
 // is kept, and its own span's job goes on from there. Where commons end at multiples of KEYS, no bit changes by that.
+#include "classed.h"
 #include "curves.h"
 #include "levels.h"
 #include "mended.h"
@@ -257,7 +258,8 @@ static void read_levels(const Call&, const Job&, long, long, const Lines&, State
 
 // The block that starts at `slot`, of slots whose keys lie alike: it depends on that slot alone.
 static long sealed_end(const Sealed& keys, long slot, long to) {
-  long end = slot / KEYS * KEYS + KEYS, sealed = slot < keys.slots ? slot / keys.rows * keys.rows + keys.rows : end;
+  long end = slot / KEYS * KEYS + KEYS, sealed = end;
+  if (slot < keys.slots) sealed = keys.upper ? keys.slots : slot / keys.rows * keys.rows + keys.rows;
   end = sealed < end ? sealed : end;
   return to < end ? to : end;
 }
@@ -283,31 +285,75 @@ static void add_rows(const Call& call, const Job& job, const bf16* v, long row, 
   add_all_values<bf16, MOST_QUERIES>(weights, v, row, count, call.dim, job.count, s.sum);
 }
 
+// Keys or values that lie packed, as a job reads them: in lines of its head.
+struct InLines {
+  const Call& call;
+  const Job& job;
+  const Sealed& side;
+  const PackedLines lines;
+
+  InLines(const Call& call, const Job& job, const Sealed& side, long numbers)
+      : call(call), job(job), side(side), lines(side, job.head, numbers) {}
+
+  void take(const float (*)[MOST_DIM]) {}
+
+  void score(long slot, long count, const float (*queries)[MOST_DIM], float (*scores)[KEYS]) {
+    score_sealed(side, lines, slot, count, call.dim, job.count, queries, scores);
+    if (side.rank || side.aparts) score_mended(side, job.head, slot, count, call.dim, job.count, queries, scores);
+  }
+
+  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
+    add_sealed(side, lines, slot, count, call.dim, job.count, weights, s.sum);
+    if (side.rank || side.aparts) add_mended(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
+  }
+};
+
+// In lines of all heads, in two classes.
+struct InClasses {
+  const Call& call;
+  const Job& job;
+  const Sealed& side;
+  Classed classed;
+  LineQueries whole;
+
+  InClasses(const Call& call, const Job& job, const Sealed& side, long)
+      : call(call), job(job), side(side), classed(side, call.heads * call.dim) {}
+
+  void take(const float (*queries)[MOST_DIM]) {
+    const uint16_t* scale = side.scale + job.head * call.dim;
+    for (long i = 0; i < job.count; i++) whole.take(i, queries[i], scale, classed.bits, call.dim);
+  }
+
+  void score(long slot, long count, const float (*)[MOST_DIM], float (*scores)[KEYS]) {
+    score_classed(classed, classed.take(slot, count), job.head, call.dim, whole, job.count, scores);
+  }
+
+  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
+    add_classed(classed, classed.take(slot, count), job.head, call.dim, job.count, weights, s.sum);
+  }
+};
+
 // The same over blocks that lie packed, as they are, and the rows behind them.
-static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
+template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
-  const Sealed &keys = span.sealed->keys, &values = span.sealed->values;
-  const PackedLines key_lines(keys, job.head, keys.rows), value_lines(values, job.head, call.dim);
+  Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
   alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
+  keys.take(queries);
   Softcap cap(call.softcap, call.scale);
   for (long slot = from, end; slot < to; slot = end) {
-    end = sealed_end(keys, slot, to);
-    long count = end - slot, packed = values.slots - slot < count ? values.slots - slot : count;
+    end = sealed_end(keys.side, slot, to);
+    long count = end - slot, packed = values.side.slots - slot < count ? values.side.slots - slot : count;
     Lines here(call, job, slot);
-    if (slot < keys.slots) score_sealed(keys, key_lines, slot, count, call.dim, job.count, queries, scores);
+    if (slot < keys.side.slots) keys.score(slot, count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
-    if (slot < keys.slots && (keys.rank || keys.aparts))
-      score_mended(keys, job.head, slot, count, call.dim, job.count, queries, scores);
     for (long i = 0; i < job.count; i++) {
       see(call, job, i, cap, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
     }
     packed = packed < 0 ? 0 : packed;
-    if (packed) add_sealed(values, value_lines, slot, packed, call.dim, job.count, scores, s.sum);
-    if (packed && (values.rank || values.aparts))
-      add_mended(values, job.head, slot, packed, call.dim, job.count, scores, s.sum);
+    if (packed) values.add(slot, packed, scores, s);
     const bf16* v = (const bf16*)here.v + packed * span.v_row;
     if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
   }
@@ -351,7 +397,8 @@ template <class T> static void run_parts(const Call& call, const Plan& plan, lon
       const Part& next = plan.parts[first + p + 1 < plan.ends[stage] ? first + p + 1 : first + p];
       Lines then(call, plan.jobs[next.job], next.from);
       const Span& span = call.spans[job.span];
-      if (span.sealed) read_sealed(call, job, part.from, part.to, s);
+      if (span.sealed && span.sealed->keys.upper) read_sealed<InClasses>(call, job, part.from, part.to, s);
+      else if (span.sealed) read_sealed<InLines>(call, job, part.from, part.to, s);
       else if (span.k_scale && by_levels<T>(call.dim)) read_levels(call, job, part.from, part.to, then, s);
       else read_part<T>(call, job, part.from, part.to, then, s);
       if (job.rows) keep(call, plan, job, part, s);

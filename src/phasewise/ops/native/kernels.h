@@ -70,6 +70,14 @@ struct Sealed {
   const uint16_t* apart;                // float16 [heads, lines, aparts]
   const int16_t* places;
   int64_t apart_head, aparts;  // 0: there are none
+  // null, or a bit for each slot, those of `rows` from a byte on: the slots whose bit is set lie in these levels (2, 4 or
+  // 8 bits), the others in `rest`, one after the other in either, whichever blocks they are of. A line is then what a
+  // slot has of all heads, of keys as well, and its numbers are `scale` times as large; the strides above count nothing.
+  const uint8_t* upper;
+  const uint16_t* scale;  // float16 [heads, dim]
+  const uint8_t* rest;
+  const uint16_t *rest_step, *rest_low;  // float16 [lines]
+  int64_t rest_bits;
 };
 
 struct Sides {
@@ -138,7 +146,7 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   // null, or where its first slots are instead, of bfloat16 [.., 32 n]; none of them is its own or read in common
   const Sides* sealed;
   const Head* heads;  // [heads], where each lies; null: at k and v. Such a span has no window and nothing in common
-  const Tally* tally;  // or null. Such a span has nothing sealed or in common, and no `heads`
+  const Tally* tally;  // or null. Such a span has nothing in common, and no `heads`
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read

@@ -21,6 +21,10 @@ struct PackedLines {  // of a head, from the first that is read on
     step = side.step + head * side.ends_head, low = side.low + head * side.ends_head;
   }
 
+  // Lines of one group each.
+  PackedLines(const uint8_t* levels, const uint16_t* step, const uint16_t* low, long bytes)
+      : levels(levels), step(step), low(low), bytes(bytes), groups(1), group(bytes), count(0) {}
+
   // `some` of them, from line `first` on.
   PackedLines from(long first, long some) const {
     PackedLines lines = *this;
@@ -300,11 +304,20 @@ inline I four_halves(const uint8_t* p, long at) {
 }
 #endif
 
-// acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (0 .. 15)
-inline I dot_levels(I acc, I w, I x) {
+// Levels number s of every byte.
+template <int BITS> inline I levels_in(I bytes, int s) {
+  return BITS == 8 ? bytes : bytes >> s * BITS & splat(BITS == 2 ? 0x03030303 : 0x0f0f0f0f);
+}
+
+// acc[lane] += sum over i < 4 of w[4 lane + i] (signed bytes) x[4 lane + i] (levels of so many bits)
+template <int BITS> inline I dot_levels(I acc, I w, I x) {
 #if LANES == 8
+  if constexpr (BITS == 8) return dot(acc, w, x);
   __m256i pairs = _mm256_maddubs_epi16((__m256i)x, (__m256i)w);
   return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif LANES == 4  // whose bytes are signed
+  if constexpr (BITS == 8) return dot(acc, w, levels_in<4>(x, 0)) + (dot(I{}, w, levels_in<4>(x, 1)) << 4);
+  return dot(acc, w, x);
 #else
   return dot(acc, w, x);
 #endif
@@ -395,11 +408,10 @@ template <int G> inline I factors_of(const int8_t (*bytes)[MOST_DIM], const Stri
 }
 
 // found[q][s] = the sums of Q queries over the lines of a stripe: lane i, number s of byte i. They stay below 2^31:
-// 256 x 15 x 32512.
+// 256 x 255 x 32512.
 template <int Q, int BITS, int G>
 inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead& ahead, I (*found)[8 / BITS]) {
   constexpr int S = 8 / BITS;
-  const I mask = splat(BITS == 2 ? 0x03030303 : 0x0f0f0f0f);
   I high[Q][S], low[Q][S], lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
 #pragma GCC unroll 4
@@ -410,14 +422,14 @@ inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead&
     ahead.fetch(l);
     I word = stripe.words[l / 4], levels[S];
 #pragma GCC unroll 4
-    for (int s = 0; s < S; s++) levels[s] = word >> s * BITS & mask;
+    for (int s = 0; s < S; s++) levels[s] = levels_in<BITS>(word, s);
 #pragma GCC unroll 4
     for (int q = 0; q < Q; q++) {
       I upper = factors_of<G>(factors.high[q], stripe, lane, l), lower = factors_of<G>(factors.low[q], stripe, lane, l);
 #pragma GCC unroll 4
-      for (int s = 0; s < S; s++) high[q][s] = dot_levels(high[q][s], upper, levels[s]);
+      for (int s = 0; s < S; s++) high[q][s] = dot_levels<BITS>(high[q][s], upper, levels[s]);
 #pragma GCC unroll 4
-      for (int s = 0; s < S; s++) low[q][s] = dot_levels(low[q][s], lower, levels[s]);
+      for (int s = 0; s < S; s++) low[q][s] = dot_levels<BITS>(low[q][s], lower, levels[s]);
     }
   }
 #pragma GCC unroll 4
@@ -433,6 +445,16 @@ inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead&
   else sum_lines<Q, BITS, 0>(factors, stripe, ahead, found);
 }
 
+// Numbers s of LANES bytes, register by register, become the numbers in the order in which they lie.
+template <int S> inline void in_line(F (&numbers)[S]) {
+  if constexpr (S == 4) {
+    zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
+    zip(numbers[0], numbers[1]), zip(numbers[2], numbers[3]);
+  } else if constexpr (S == 2) {
+    zip(numbers[0], numbers[1]);
+  }
+}
+
 // Whole sums as the numbers they stand for, in the order in which they lie.
 template <int BITS>
 inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, const Stripe& stripe,
@@ -446,12 +468,7 @@ inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, cons
     step = select(from, splat(own.step[g][q]), step), rest = select(from, splat(own.rest[g][q]), rest);
   }
   for (int s = 0; s < S; s++) numbers[s] = __builtin_convertvector(found[s], F) * step + rest;
-  if constexpr (S == 4) {
-    zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
-    zip(numbers[0], numbers[1]), zip(numbers[2], numbers[3]);
-  } else {
-    zip(numbers[0], numbers[1]);
-  }
+  in_line(numbers);
 }
 
 // put(query, number, register): what the queries x [queries, row] make of the numbers between two bytes of all lines

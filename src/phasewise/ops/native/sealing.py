@@ -40,7 +40,7 @@ class Seals:
         for rows, levels, step, low, start, each, base in blocks:
             words.extend((rows.data_ptr() - base * rows.stride(1) * rows.itemsize, rows.stride(0)))
             words.extend(x.data_ptr() + start * x.stride(1) * x.itemsize for x in (levels, step, low))
-            words.extend((levels.stride(0), step.stride(0), 0, each, bits, group, *(0,) * 9))
+            words.extend((levels.stride(0), step.stride(0), 0, each, bits, group, *(0,) * 15))
         self._like = len(blocks), blocks[0].rows.shape[0], blocks[0].rows.shape[2], by_channel
 
     def __call__(self, slots: int, first: int = 0, block: int = 0) -> None:

@@ -34,13 +34,26 @@ class Seen(NamedTuple):
         return self.window, self.sinks, far, seats, self.block
 
 
+class Rest(NamedTuple):
+    """What a Side in two classes has besides: `upper` uint8 [1, B, bytes], a bit for each slot of a block; `scale`
+    float16 [1, 1, H * D]; the planes of those whose bit is not set, of `bits` each."""
+
+    upper: Tensor
+    scale: Tensor
+    levels: Tensor
+    step: Tensor
+    low: Tensor
+    bits: int
+
+
 class Side(NamedTuple):
     """Keys or values of the first `slots` slots, packed (ops/packing.py): `levels` uint8 [H, B, lines, bytes] of `bits`
     each, of which `group` consecutive ones of a line share `step` and `low`, float16 [H, B, lines, groups].
 
     Of keys a line is what a block of `rows` slots has of one channel, of values what a slot has of all. Added to it are
     a `thin` product of each block, float16 [H, B, rows, r] and [H, B, D, r], and numbers `apart` of each line, float16
-    [H, B, lines, k] at int16 places.
+    [H, B, lines, k] at int16 places. With a `rest`, levels, step and low are [1, B, n, ..] of one class, slot by slot
+    in whichever blocks, and a line is what a slot has of all heads.
     """
 
     levels: Tensor
@@ -52,13 +65,15 @@ class Side(NamedTuple):
     group: int
     thin: Sequence[Tensor] = ()
     apart: Sequence[Tensor] = ()
+    rest: Rest | None = None
 
     @property
     def words(self) -> tuple[int, ...]:
         """As the kernels take it (Sealed)."""
         addresses = (x.data_ptr() for x in (self.levels, self.step, self.low))
         words = *addresses, self.levels.stride(0), self.step.stride(0), self.slots, self.rows, self.bits, self.group
-        return *words, *_pair(self.thin, 2), *_pair(self.apart, 1)
+        rest = (0,) * 6 if self.rest is None else (*(x.data_ptr() for x in self.rest[:5]), self.rest.bits)
+        return *words, *_pair(self.thin, 2), *_pair(self.apart, 1), *rest
 
 
 def _pair(planes: Sequence[Tensor], strides: int) -> tuple[int, ...]:
