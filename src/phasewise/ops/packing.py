@@ -25,7 +25,7 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     if 8 % bits == 0:
         each = 8 // bits
         rows = by(_padded(levels, -n % each), each)
-        made = rows[..., 0].clone()
+        made = rows[..., 0].clone(memory_format=torch.contiguous_format)
         for i in range(1, each):  # far quicker than shifting by a tensor
             made |= rows[..., i] << i * bits
         return made

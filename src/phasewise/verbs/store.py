@@ -33,8 +33,8 @@ class Codec(Protocol):
             row rounded to the nearest level of its largest magnitude / 127: native kernels read and write these
         cuts: tuple[BlockCut, BlockCut]  -- of keys and of values, of a codec that extends `Raw`: finished
             blocks of rows are packed together, and it also has what `kv/blocks.py: Blocks` says
-        packings(dim: int) -> tuple[Packing | Classes, ...] | None  -- beside `cuts`, of keys and of values, of heads of `dim`
-            numbers: how a block's planes lie, where native kernels know that (kv/packed.py). They then read blocks as
+        packings(dim: int) -> tuple[Packing | Classes, ...] | None  -- beside `cuts`, of keys and of values, of heads of
+            `dim` numbers: how a block's planes lie, where native kernels know that (kv/packed.py). They read blocks as
             they are, and nothing is rounded to the rows' dtype; None: blocks are opened first
         settled(side: int, shape: KVShape) -> list[Kind]  -- beside `cuts`: what a block becomes hangs on how much its
             rows matter as well, and it has what `kv/blocks.py: Marked` says
