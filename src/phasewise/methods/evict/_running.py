@@ -195,12 +195,14 @@ class Running:
         return own if own is not None and own.of(self.trail.layers(request)) else None
 
     def _gather(self, span: Span) -> Alike | None:
-        request = span.request
-        states, kv = self.trail.layers(request), request.kv
+        """One that its scores lie in from now on."""
+        request, kv = span.request, span.request.kv
+        if kv is None or not self.looks(span):
+            return None
+        states = self.trail.layers(request)
         found = [states.get(layer) for layer in range(self.layers)]
         tensors = [each for each in found if isinstance(each, Tensor)]
-        odd = len(tensors) < self.layers or any(each.shape != tensors[0].shape for each in tensors)
-        if odd or kv is None or not self.looks(span):
+        if len(tensors) < self.layers or any(each.shape != tensors[0].shape for each in tensors):
             return None
         rows, recent = self.budget(request.prompt_len)
         how = Ranking(rows, recent, self.way.sums, self.config.heads if self.way.together else 0)
