@@ -3,14 +3,17 @@
 #include "noise.h"
 #include "plan.h"
 
-// Scores of a query over a block, without those of slots that are gone, kept for later.
+// Scores of a query over a block, without those of slots that are gone, kept for later. Blocks of rows that lie packed
+// begin anywhere, and what lies behind one may be another thread's: no more is written than there is.
 static void note(const Tally& tally, long head, long head_q, long slot, long to, float* scores) {
   const uint8_t* gone = tally.gone + head * tally.gone_head + slot;
   float* kept = tally.scores + head_q * tally.room + slot;
-  for (long j = 0; j < KEYS && slot + j < to; j += LANES) {
+  long count = to - slot < KEYS ? to - slot : KEYS, j = 0;
+  for (; j + LANES <= count; j += LANES) {
     F found = select(load_floats((const int8_t*)gone + j) != 0.0f, splat(-INFINITY), load<F>(scores + j));
     store(scores + j, found), store(kept + j, found);
   }
+  for (; j < count; j++) kept[j] = scores[j] = gone[j] ? -INFINITY : scores[j];
 }
 
 constexpr long PAIR = 2 * LANES;  // slots whose noise is drawn together
