@@ -24,6 +24,7 @@ from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
+from tests.ops.mates import change_nothing
 from tests.ops.targets import HERE, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 2, 32)]  # heads_q, heads, dim
@@ -206,23 +207,7 @@ def test_mates_threads_and_cuts_change_no_bit(
     other = make(shape, FORMS[2], 3, 70, seed + 1)
     bare = Few(other.few.q, other.whole[KEYS].bfloat16(), other.whole[VALUES].bfloat16())
     mates = [make(shape, FORMS[0], 2, 150, seed).few, bare]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        out, _ = spans.attend([*(kept.few for kept in batch), *mates], SCALE)
-    finally:
-        torch.set_num_threads(before)
-    parts = out.split([1, 4, 12, 2, 3])
-    for mate, got in zip(mates, parts[3:], strict=True):
-        assert torch.equal(spans.attend([mate], SCALE)[0], got)
-    for kept, got in zip(batch, parts[:3], strict=True):
-        few, count = kept.few, kept.few.q.shape[0]
-        check(got, None, kept)
-        assert torch.equal(spans.attend([few], SCALE)[0], got)
-        for i in (0, count - 1):
-            end = few.k.shape[1] - count + i + 1
-            one = few._replace(q=few.q[i : i + 1], k=few.k[:, :end], v=few.v[:, :end])
-            assert torch.equal(spans.attend([one], SCALE)[0], got[i : i + 1])
+    change_nothing(batch, mates, SCALE, threads, check)
 
 
 @pytest.mark.usefixtures("target")

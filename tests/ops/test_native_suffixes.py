@@ -52,7 +52,7 @@ def test_long_texts_grow_out_of_their_room(kinds: int) -> None:
         native.read(tokens[at : at + 97])
         plain.read(tokens[at : at + 97])
         assert said(native, 200, least=1e-12) == said(plain, 200, least=1e-12)
-    assert said(native)[0] if kinds < 1000 else True  # type: ignore[index]
+    assert kinds == 50_000 or said(native) != ([], [])
 
 
 def test_a_fork_goes_its_own_way() -> None:
@@ -69,7 +69,7 @@ def test_a_fork_goes_its_own_way() -> None:
 
 
 def test_reading_is_far_faster_than_the_plain_one() -> None:
-    """Measured: some forty times; so a fifth of that is no question of the machine."""
+    """Some thirty times (beside a busy core, too): a sixth of that is no question of the machine."""
     rng = random.Random(0)
     tokens = [rng.randrange(200) for _ in range(4000)]
 

@@ -24,6 +24,7 @@ from phasewise.request.request import Request
 from phasewise.verbs.store import Codec
 from tests import tiny
 from tests.kv.harness import Walk
+from tests.store.packed_steps import beside_mates, forks_and_dumps_change_nothing
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
@@ -165,21 +166,7 @@ def test_where_blocks_go_is_found_once_for_many_tokens(monkeypatch: pytest.Monke
 def test_forks_and_dumps_in_between() -> None:
     every, of = tokens(), model()
     want, _ = fed(of, KIVI)
-    one = Walk(of, every[:PROMPT], codec=KIVI)
-    one.feed(every[:PROMPT])
-    found = []
-    for at in range(PROMPT, PROMPT + 24):
-        if at % 7 == 0:
-            twin = one.fork()
-            assert torch.equal(twin.feed([every[at]]), want[at - PROMPT : at - PROMPT + 1])
-            twin.feed([5])
-        if at % 10 == 0:
-            other = Walk(of, every[:PROMPT], codec=KIVI)
-            other.kv.load(one.kv.dump())
-            other.request.tokens, other.request.computed = list(one.request.tokens), one.request.computed
-            one = other
-        found.append(one.feed([every[at]]))
-    assert torch.equal(torch.cat(found), want[:24])
+    forks_and_dumps_change_nothing(lambda: Walk(of, every[:PROMPT], codec=KIVI), every, PROMPT, want)
 
 
 @pytest.mark.parametrize("store", ["kivi:group=4,residual=8", "kivi:bits=4,group=16,residual=32"])
@@ -187,13 +174,8 @@ def test_forks_and_dumps_in_between() -> None:
 def test_mates_change_no_token_and_share_the_call(
     store: str, draft: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, given = model(), {"schedule": "prefill_first", "store": store} | draft
-    prompts, params = tiny.prompts(33, 5, 64, 17, 50), tiny.greedy(40)
-    alone = [tiny.outs(tiny.run(tiny.engine(given, of=of), [prompt], params))[0] for prompt in prompts]
-    made = passes(monkeypatch)
-    engine = tiny.engine(given, of=of)
-    assert tiny.outs(tiny.run(engine, prompts, params)) == alone
-    assert isinstance(engine, Engine)
+    given, prompts = {"schedule": "prefill_first", "store": store} | draft, tiny.prompts(33, 5, 64, 17, 50)
+    engine, made = beside_mates(model(), given, prompts, monkeypatch)
     if not draft:
         assert all(each.whole for each in made) and sum(each.rows for each in made) == engine.counters.rows
         assert len(made) == engine.counters.forwards, "all requests share one call"

@@ -19,6 +19,7 @@ from phasewise.request.request import Request
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.kv.harness import Walk
+from tests.store.packed_steps import beside_mates, forks_and_dumps_change_nothing
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
@@ -157,22 +158,9 @@ def test_trees_read_bit_for_bit_what_their_paths_read() -> None:
 
 
 def test_forks_and_dumps_in_between() -> None:
-    every, of, knobs = tiny.prompts(WHOLE)[0], model(), EVERY["4 and 2"]
+    of, knobs = model(), EVERY["4 and 2"]
     want, _ = fed(of, knobs)
-    one, found = walk(of, knobs), list[Tensor]()
-    one.feed(every[:PROMPT])
-    for at in range(PROMPT, PROMPT + 24):
-        if at % 7 == 0:
-            twin = one.fork()
-            assert torch.equal(twin.feed([every[at]]), want[at - PROMPT : at - PROMPT + 1])
-            twin.feed([5])
-        if at % 10 == 0:
-            other = walk(of, knobs)
-            other.kv.load(one.kv.dump())
-            other.request.tokens, other.request.computed = list(one.request.tokens), one.request.computed
-            one = other
-        found.append(one.feed([every[at]]))
-    assert torch.equal(torch.cat(found), want[:24])
+    forks_and_dumps_change_nothing(lambda: walk(of, knobs), tiny.prompts(WHOLE)[0], PROMPT, want)
 
 
 @pytest.mark.parametrize("store", ["zipcache:gap=8,important=0.5", "zipcache:gap=20,high=8,low=2"])
@@ -180,13 +168,8 @@ def test_forks_and_dumps_in_between() -> None:
 def test_mates_change_no_token_and_share_the_call(
     store: str, draft: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, given = model(), {"schedule": "prefill_first", "store": store} | draft
-    prompts, params = tiny.prompts(33, 5, 64, 17, 50), tiny.greedy(40)
-    alone = [tiny.outs(tiny.run(tiny.engine(given, of=of), [prompt], params))[0] for prompt in prompts]
-    made = passes(monkeypatch)
-    engine = tiny.engine(given, of=of)
-    assert tiny.outs(tiny.run(engine, prompts, params)) == alone
-    assert isinstance(engine, Engine)
+    given, prompts = {"schedule": "prefill_first", "store": store} | draft, tiny.prompts(33, 5, 64, 17, 50)
+    engine, made = beside_mates(model(), given, prompts, monkeypatch)
     assert sum(each.rows for each in made) == engine.counters.rows and len(made) == engine.counters.forwards
     assert sum(each.whole for each in made) >= len(made) - len(prompts), "all but prompts"
 
