@@ -221,7 +221,7 @@ def test_windows(window: int, form: Any) -> None:
     check(out, lse, kept, window=window)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([2, 4]),
     group=st.sampled_from([4, 8, 12, 16, 32, 64]),
