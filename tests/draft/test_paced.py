@@ -41,7 +41,8 @@ class Script:
     chance: float
     node: float = 0.0
     rng: Random = field(default_factory=lambda: Random(0))
-    looks: int = 0
+    looks: int = 0  # calls ...
+    looked: int = 0  # ... and requests in them
     guessed: int = 0
 
     def size(self, request: Request) -> int:
@@ -49,6 +50,7 @@ class Script:
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         self.looks += 1
+        self.looked += len(requests)
         self.clock.now += LOOK * len(requests)
         found: list[Draft | None] = []
         for budget in budgets:
@@ -127,12 +129,32 @@ def test_guesses_that_do_not_pay_cost_next_to_nothing(n: int) -> None:
     found, _ = here.run(300)
     plain = n / (here.base + here.row * n)
     assert found > 0.97 * plain
-    looks = script.looks
+    looked = script.looked
     found, sizes = here.run(500)
     assert found > (1 - 1.5 * SHARE) * plain
     assert sum(sizes) < 0.1 * 500  # after a lucky guess, a few more
-    wanted = SHARE * (here.base + here.row * n) / (LOOK * n)  # looks a step
-    assert script.looks - looks == pytest.approx(500 * min(1, max(wanted, 1 / PAUSE)), rel=0.35, abs=2)
+    wanted = SHARE * (here.base + here.row * n) / (LOOK * n)  # a step and request
+    assert script.looked - looked == pytest.approx(500 * n * min(1, max(wanted, 1 / PAUSE)), rel=0.35, abs=2 * n)
+
+
+class Bursts(Script):
+    """Mostly nothing is found; what is, is right to its end."""
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
+        self.clock.now += LOOK * len(requests)
+        self.looks += 1
+        return [Draft.chain([RIGHT] * self.k) if self.rng.random() < self.chance else None for _ in requests]
+
+
+def test_seldom_and_many_is_worth_a_look() -> None:
+    """One look of five finds eight tokens, at half of a step's time: who always looked would be 1.7 times as fast as
+    who never does. By the mean of what single steps gain, ln 9 / 5, looking would hardly be worth its time."""
+    clock = Clock()
+    script = Bursts(clock, 8, 0.2)
+    here = World(Pacer(script, clock), clock, 2 * LOOK, 0.01 * LOOK)
+    here.run(300)
+    found, _ = here.run(3000)
+    assert found > 1.1 / (here.base + here.row)
 
 
 def test_a_pause_of_the_machine_is_no_price() -> None:

@@ -71,14 +71,20 @@ class _Paces(Record):
     whole: bool = False  # whether its guesses are left as they are
     read: bool = False  # whether it was looked at before
     looks: float = 0.0  # of late ...
-    worth: float = 0.0  # ... and the seconds that the guesses they brought have saved
+    right: float = 0.0  # ... the guesses they brought that were right ...
+    slower: float = 0.0  # ... and what their rows took, in logarithms of a step's time
 
-    def note(self, worth: float, kept: float) -> None:
-        self.looks, self.worth = kept * self.looks + 1, kept * self.worth + worth
+    def note(self, right: float, slower: float, kept: float) -> None:
+        self.looks, self.right, self.slower = (
+            kept * self.looks + 1,
+            kept * self.right + right,
+            kept * self.slower + slower,
+        )
 
-    def value(self, before: float) -> float:
-        """Seconds that a look saves, if it was `before` what is known."""
-        return (self.worth + LOOKED * before) / (self.looks + LOOKED)
+    def value(self, n: int, before: float) -> float:
+        """What a look brings in a step of `n` requests, in logarithms of a speed, if it was `before` what is known."""
+        looks = self.looks + LOOKED
+        return math.log1p((self.right + LOOKED * math.expm1(n * before)) / looks) / n - self.slower / looks
 
 
 class Pacer:
@@ -120,7 +126,7 @@ class Pacer:
         if paces.wakes > self._number:
             return 0
         size = int(self.of.size(request))
-        return size if paces.whole or paces.worth > 0.0 else min(size, FEELER)  # rows that are asked for take room
+        return size if paces.whole or paces.right > 0.5 else min(size, FEELER)  # rows that are asked for take room
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         began, n = self.clock(), len(requests)
@@ -165,13 +171,19 @@ class Pacer:
         """Who comes new is looked at at once, unless looks at others were worth little of late."""
         paces = request.state[NAME] = _Paces()
         paces.whole = not self.sized(request)
-        if not paces.whole and self._all.value(OPTIMISM * self._look) < self._look:
+        price = self._price(1)
+        if not paces.whole and self._all.value(1, OPTIMISM * price) < price:
             paces.wakes = self._next()
         return paces
 
     def _of(self, request: Request) -> _Paces:
         paces: _Paces = request.state.get(NAME) or self._new(request)
         return paces
+
+    def _price(self, n: int) -> float:
+        """By how much a look at one of `n` requests makes their step longer, in logarithms."""
+        line = self._line(n)
+        return 0.0 if line is None else math.log1p(self._look / line.base)
 
     def _next(self) -> int:
         """The next step with a look at who is paused: at all of them at once, for that takes less."""
@@ -208,18 +220,17 @@ class Pacer:
     def _weigh(self, spans: Sequence[Span], outcomes: Sequence[Outcome]) -> None:
         """After a step with looks: what they were worth, and who shall be looked at in the next steps."""
         asked, self._asked, self._once, n = self._asked, [], 0.0, len(spans)
-        line = self._line(n) or Line(1.0, 1.0)
+        line, price = self._line(n) or Line(1.0, 1.0), self._price(n)
         drafted = {id(span.request): (span.rows - 1, len(outcome.tokens) - 1)
                    for span, outcome in zip(spans, outcomes) if span.note is not None}  # fmt: skip
         rows = sum(more for more, _ in drafted.values())
         slower = math.log1p(line.row * rows / line.base) / rows if rows else 0.0  # each of n by a row, in logarithms
-        prior = min(self._all.value(OPTIMISM * self._look), MOST_HOPED * self._look)
+        prior = min(self._all.value(n, OPTIMISM * price), MOST_HOPED * price)
         for request, paces in asked:
             more, right = drafted.get(id(request), (0, 0))
-            worth = line.base * (math.log1p(right) / n - slower * more) if more else 0.0
-            self._all.note(worth, ALL)
-            paces.note(worth, MEMORY)
-            if paces.value(prior) < self._look:
+            self._all.note(right, slower * more, ALL)
+            paces.note(right, slower * more, MEMORY)
+            if paces.value(n, prior) < price:
                 paces.wakes = self._next()
 
     def _cut(
