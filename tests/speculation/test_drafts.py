@@ -37,6 +37,12 @@ def test_a_cut_tree_is_a_tree(paths: list[list[int]], nodes: int) -> None:
     assert cut.q is not None and torch.equal(cut.q, draft.q[: len(cut.tokens)])
 
 
+@given(PATHS, st.integers(0, 12))
+def test_paths_are_each_nodes_own(paths: list[list[int]], nodes: int) -> None:
+    draft = Draft.trie(paths)
+    assert draft.paths(nodes) == [draft.path(node) for node in range(min(nodes, len(draft.tokens)))]
+
+
 @given(PATHS, st.integers(0, 6))
 def test_a_pruned_tree_has_the_same_paths_up_to_a_depth(paths: list[list[int]], levels: int) -> None:
     draft = Draft.trie(paths)

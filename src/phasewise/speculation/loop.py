@@ -81,7 +81,7 @@ def contexts_of(span: Span) -> list[Context]:
     rows = judged(span)
     if span.note is None:
         return [Context(span.request, span.sure) for _ in rows]
-    return [Context(span.request, span.note.path(row - 1)) for row in rows]
+    return [Context(span.request, path) for path in ((), *span.note.paths(len(rows) - 1))]
 
 
 def told(host: Host, spans: list[Span]) -> list[Span]:

@@ -73,6 +73,13 @@ class Draft:
             node = self.parents[node]
         return tuple(reversed(out))
 
+    def paths(self, nodes: int) -> list[tuple[int, ...]]:
+        """`path` of each of the first `nodes` nodes."""
+        found: list[tuple[int, ...]] = []
+        for token, parent in zip(self.tokens[:nodes], self.parents):
+            found.append((token,) if parent < 0 else (*found[parent], token))
+        return found
+
     def cut(self, nodes: int) -> Draft:
         """The first `nodes` nodes (parents come before children, so this is a tree again)."""
         if nodes >= len(self.tokens):
