@@ -19,6 +19,7 @@ from phasewise.errors import UserError
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
+from phasewise.step.bias import FirstBias
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_lse
 from phasewise.verbs.host import Host
@@ -37,7 +38,9 @@ class ZeroTuning:
     without a BOS token; in the pocket model less than 0.002 in every layer, and 0.004 in the head that gives most. So
     there gamma=4 in the heads that it helps lowers the loss of the validation part by 0.0007 nats of 2.9437: nothing.
 
-    Steps go in halves of layers, or layer by layer. Left out: gammas that differ by head or task, the choice by the
+    In bfloat16 whole steps add ln gamma to the scores of that token (`FirstBias`), and it costs nothing. Where an evict
+    method acts, or heads keep unequally many rows, steps go in halves of layers; the token's row is then read once
+    more, for the same from the attention's output and its log-sum-exp. Left out: gammas that differ by head or task, the choice by the
     entropy of outputs alone, and a choice for models with other tokenizers than the pocket model's.
     """
 
@@ -81,6 +84,7 @@ class Tuned:
 
     def __init__(self, lift: Tensor) -> None:
         self.lift = lift.float()
+        self.bias = FirstBias(self.lift)
         self.more = self.lift.expm1()  # gamma - 1
         self.touched = self.lift.any(1).tolist()
 
