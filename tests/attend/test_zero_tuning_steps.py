@@ -1,4 +1,4 @@
-"""attend.zero_tuning in whole native steps: as the open path reads, which asks it in every layer; mates change no bit."""
+"""attend.zero_tuning in whole native steps: as the open path reads, which asks it in every layer."""
 
 from __future__ import annotations
 
@@ -145,8 +145,10 @@ def test_drafts(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mates_of_all_kinds_change_no_bit(store: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likelihoods beside dense attention, other factors, and a method that looks, so that steps go in halves."""
     model, before = models()[0], torch.get_num_threads()
-    recipes = {"dense": {}, "on": ON, "less": {"attend": "zero_tuning:gamma=0.1,weights=none"},
-               "looks": {"evict": "snapkv:keep=0.5,window=5"}, "asked": ON | {"evict": "h2o:heavy=20,recent=20"}}  # fmt: skip
+    recipes: dict[str, dict[str, str]] = {
+        "dense": {}, "on": ON, "less": {"attend": "zero_tuning:gamma=0.1,weights=none"},
+        "looks": {"evict": "snapkv:keep=0.5,window=5"}, "asked": ON | {"evict": "h2o:heavy=20,recent=20"},
+    }  # fmt: skip
     texts = [list(text) for text in tiny.prompts(90, 40, 200)]
 
     def scores(jobs: list[tuple[str, list[int]]]) -> list[list[float]]:

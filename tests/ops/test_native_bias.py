@@ -86,7 +86,7 @@ def without(few: Few) -> Few:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("target")
 def test_few_rows_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kind: torch.dtype) -> None:
-    """Single rows, several and trees, from one slot to more than a part, beside spans without it; under a softcap too."""
+    """Single rows, several and trees, from one slot to more than a part, beside a span without it; and capped."""
     torch.manual_seed(0)
     for softcap in (None, 3.0):
         for seen in SIGHTS:

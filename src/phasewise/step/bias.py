@@ -25,8 +25,8 @@ class FirstBias:
     added: Tensor
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan:
-        """`whole` with this bias on slot 0; without it, and then the method is asked in each layer, where an evict method
-        acts or some heads see less, or where heads or layers keep unequally many rows."""
+        """`whole` with this bias on slot 0; or as it is, and then the method is asked in each layer: where an evict
+        method acts or some heads see less, or where heads or layers keep unequally many rows."""
         phase = span.phase
         narrow = phase.sight is not None and phase.sight.heads is not None and phase.sight.hides(span)
         if phase.watches(span) or narrow or flat.unequal is not None:

@@ -1,8 +1,8 @@
 """The first token's attention weight is scaled in chosen heads, in prompts and answers alike (arXiv 2505.11739).
 
 Promises dense attention with the weight a0 of position 0 made gamma a0 and all weights of the row divided by their new
-sum, and changes nothing else: ratios among other tokens stay. It aims at better answers, not at fewer bytes, and costs
-a dot product per row and head.
+sum, and changes nothing else: ratios among other tokens stay. It aims at better answers, not at fewer bytes. Where no
+kernel adds ln gamma to the score of that token, it costs a dot product per row and head.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class ZeroTuning:
     without a BOS token; in the pocket model less than 0.002 in every layer, and 0.004 in the head that gives most. So
     there gamma=4 in the heads that it helps lowers the loss of the validation part by 0.0007 nats of 2.9437: nothing.
 
-    In bfloat16 whole steps add ln gamma to the scores of that token (`FirstBias`), and it costs nothing. Where an evict
-    method acts, or heads keep unequally many rows, steps go in halves of layers; the token's row is then read once
-    more, for the same from the attention's output and its log-sum-exp. Left out: gammas that differ by head or task, the choice by the
-    entropy of outputs alone, and a choice for models with other tokenizers than the pocket model's.
+    In bfloat16 steps are whole: kernels add ln gamma to the scores of that token on their way (`FirstBias`), and read
+    what dense attention reads. Where an evict method acts, or heads keep unequally many rows, steps go in
+    halves of layers, and in float32 layer by layer: the outputs of dense attention are then corrected by their
+    log-sum-exp, for which the first row is read once more. Left out: gammas that differ by head or task, the choice by
+    the entropy of outputs alone, and a choice for models with other tokenizers than the pocket model's.
     """
 
     gamma: float = 0.0

@@ -18,8 +18,9 @@ class Seen(NamedTuple):
 
     Of their span's own slots, those up to the end of their `block` of so many rows, counted from the span's first.
     `far` [R, Hq, D], contiguous, are the queries that read these first ones, where they are others than q. `seats`
-    int64 [R] are the slots that windows are counted from, where they are not those the rows lie in. `bias` float32 [Hq] is
-    added to the scores of slot 0, after scale and softcap, in rows that see it.
+    int64 [R] are the slots that windows are counted from, where they are not those the rows lie in. `bias` float32 [Hq]
+    is added to the scores of slot 0, after scale and softcap, in rows that see it; such spans are no members of
+    commons, and have no `heads`.
     """
 
     window: int
