@@ -13,6 +13,7 @@ from torch import Tensor
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.methods.attend.zero_tuning import Tuned
+from phasewise.methods.evict.rlkv import RLKV
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.skip.unified import Unified
@@ -107,8 +108,9 @@ def test_heads_that_gave_position_0_up_have_no_bias(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "evict",
     [lambda: Uneven(KEPT), lambda: Left([[range(0, PROMPT, 2), range(35, PROMPT)]] * 4),
-     lambda: bound(SnapKV(keep=0.5, window=5, heads="ada"))],
-    ids=["looks", "unequal", "ada"],
+     lambda: bound(SnapKV(keep=0.5, window=5, heads="ada")),
+     lambda: bound(RLKV(share=0.6, sinks=3, window=25, weights="random:1"))],
+    ids=["looks", "unequal", "ada", "some heads"],
 )  # fmt: skip
 def test_where_it_cannot_be_told_by_slots_it_is_asked(
     evict: Callable[[], Any], monkeypatch: pytest.MonkeyPatch

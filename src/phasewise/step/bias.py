@@ -26,10 +26,8 @@ class FirstBias:
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan:
         """`whole` with this bias on slot 0; or as it is, and then the method is asked in each layer: where an evict
-        method acts or some heads see less, or where heads or layers keep unequally many rows."""
-        phase = span.phase
-        narrow = phase.sight is not None and phase.sight.heads is not None and phase.sight.hides(span)
-        if phase.watches(span) or narrow or flat.unequal is not None:
+        method acts (one whose `sight` differs by head, too), or heads or layers keep unequally many rows."""
+        if span.phase.watches(span) or flat.unequal is not None:
             return whole
         if flat.gaps and (flat.cuts is not None or not flat.n):
             return whole
