@@ -37,7 +37,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     method, phase = catalog.method(verb, name), engine.parts.phases[-1]
     acts = set(getattr(method, "phases", ("prefill", "decode")))
     looks = (verb == "evict" and name != DEFAULTS[verb] and phase.sight is None) or (
-        verb == "attend" and not getattr(method, "everything", False) and phase.choice is None
+        verb == "attend" and not getattr(method, "everything", False) and phase.choice is None and phase.bias is None
     )
     if hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
         looked = verb == "evict" or "evict" in getattr(method, "slots", ())  # at the prompt: its step is halved

@@ -93,7 +93,7 @@ struct Sequence {
   Shape shape;
   long n, rows;
   Numbers q, k, v, out;  // [rows, heads_q, dim], [heads, n, dim]; keys and values here as the numbers they stand for
-  std::vector<float> lse;
+  std::vector<float> lse, bias;
   std::vector<uint8_t> sees;
   std::vector<int8_t> levels[2];
   std::vector<uint16_t> scales[2];
@@ -114,13 +114,19 @@ struct Sequence {
     }
   }
 
+  void lift() {  // of the first slot's scores, by head
+    for (long h = 0; h < shape.heads_q; h++) bias.push_back(4 * uniform());
+  }
+
   Span span(long common = 0) {
     bool int8 = !scales[0].empty();
     void *keys = int8 ? (void*)levels[0].data() : k.data(), *values = int8 ? (void*)levels[1].data() : v.data();
     int64_t row = shape.dim, head = n * shape.dim;
     const uint8_t* mask = sees.empty() ? nullptr : sees.data();
-    return {q.data(), keys, values, out.data(), lse.data(), shape.heads_q * shape.dim, head, row, head, row, n, rows,
-            mask, common, int8 ? scales[0].data() : nullptr, int8 ? scales[1].data() : nullptr, n, n};
+    Span span = {q.data(), keys, values, out.data(), lse.data(), shape.heads_q * shape.dim, head, row, head, row, n,
+                 rows, mask, common, int8 ? scales[0].data() : nullptr, int8 ? scales[1].data() : nullptr, n, n};
+    span.sight.bias = bias.empty() ? nullptr : bias.data();
+    return span;
   }
 
   void check(double scale, long window, const std::string& what) {
@@ -137,7 +143,9 @@ struct Sequence {
         if (!sees.empty()) return slot < own || sees[row * rows + slot - own];
         return slot <= own + row && (!window || slot > own + row - window);
       };
-      want_lse.push_back(plain_attention(&queries[i * dim], &keys[head], &values[head], n, dim, scale, seen, want));
+      double more = bias.empty() ? 0 : bias[i % shape.heads_q];
+      want_lse.push_back(
+          plain_attention(&queries[i * dim], &keys[head], &values[head], n, dim, scale, seen, want, 0, more));
     }
     near(out, want, tolerance, what);
     if (!lse.empty()) near(lse, want_lse, tolerance, what + ", lse");
@@ -158,6 +166,7 @@ static void attend_case(Shape shape, int64_t kind, bool int8, long window) {
   std::vector<Sequence> all;
   for (auto [n, rows] : sizes) all.emplace_back(shape, n, rows, kind, int8, !window && rows == 7);
   std::vector<Span> spans;
+  for (size_t i = 0; i < all.size(); i += 2) all[i + 1].lift();
   for (Sequence& one : all) spans.push_back(one.span());
   double scale = 1 / sqrt(shape.dim);
   run_attend(shape, kind, spans, scale, window, 1);
@@ -297,6 +306,7 @@ static void run_prefill(Sequence& all, long from, long rows, int64_t threads) {
                       head, all.shape.dim, head, all.shape.dim, all.n - all.rows + from + rows, rows,
                       all.shape.heads_q, all.shape.heads, all.shape.dim, all.q.kind, threads, 0.2,
                       span.k_scale, span.v_scale, all.n, all.n};
+  call.sight.bias = span.sight.bias;
   prefill(&call);
 }
 
@@ -304,6 +314,7 @@ static void prefill_case(Shape shape, int64_t kind, bool int8, long n, long rows
   std::string what = name("prefill %s%s %ld/%ld x %ld, %ld rows of %ld", NAMES[kind], int8 ? " over int8" : "",
                           shape.heads_q, shape.heads, shape.dim, rows, n);
   Sequence all(shape, n, rows, kind, int8, false);
+  if (rows > 2) all.lift();
   run_prefill(all, 0, rows, 1);
   Numbers whole = all.out;
   all.lse.clear();  // it tells none

@@ -153,7 +153,7 @@ inline int count() { return all; }
 
 // ---- attention of one query over k, v [n, dim]: what it reads, then the log of the sum of weights
 inline double plain_attention(const double* q, const double* k, const double* v, long n, long dim, double scale,
-                              const std::function<bool(long)>& sees, Doubles& out, double softcap = 0) {
+                              const std::function<bool(long)>& sees, Doubles& out, double softcap = 0, double bias = 0) {
   Doubles scores(n, -INFINITY), sums(dim);
   double top = -INFINITY, total = 0;
   for (long j = 0; j < n; j++) {
@@ -161,6 +161,7 @@ inline double plain_attention(const double* q, const double* k, const double* v,
     scores[j] = 0;
     for (long d = 0; d < dim; d++) scores[j] += q[d] * k[j * dim + d] * scale;
     if (softcap) scores[j] = softcap * tanh(scores[j] / softcap);
+    if (!j) scores[j] += bias;
     top = scores[j] > top ? scores[j] : top;
   }
   for (long j = 0; j < n; j++) {

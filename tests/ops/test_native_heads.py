@@ -79,7 +79,7 @@ class Lying:
         call = array("q", (self.q.data_ptr(), 0, 0, out.data_ptr(), *self.q.stride()[:2], 0, dim, 0, dim))
         call.extend((self.n, rows, heads_q, len(self.begins), dim, fit.KIND[self.q.dtype], 2))
         call.frombytes(struct.pack("d", 0.2))
-        call.extend((*[int(self.rounded)] * 2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, words.buffer_info()[0]))
+        call.extend((*[int(self.rounded)] * 2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, words.buffer_info()[0]))
         kernels.prefill(call.buffer_info()[0])
         assert planes and kept, "alive until now"
         return out

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
@@ -22,14 +24,15 @@ class ContiguousView:
 
     `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
     up; which they are may differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it.
-    `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them.
+    `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them; `biases`:
+    of what is added to scores of slot 0, likewise.
     """
 
     __slots__ = ("_line", "_narrow", "_places", "_planes", "_positions", "_sealed", "_seals", "_sides", "_slabs",
-                 "address", "gaps", "layers", "n", "row_bytes", "tables", "unequal")  # fmt: skip
+                 "address", "biases", "gaps", "layers", "n", "row_bytes", "tables", "unequal")  # fmt: skip
 
     def __init__(self, layers: Sequence[LayerKV]) -> None:
-        self.layers, self.tables = layers, dict[Hashable, VectorTable]()
+        self.layers, self.tables, self.biases = layers, dict[Hashable, VectorTable](), dict[Hashable, Tensor]()
         self._slabs = [slab for layer in layers for slab in layer.slabs]
         self.n = max(layer.n for layer in layers)
         self.unequal = Unequal(layers, self.n) if unequal(layers) else None

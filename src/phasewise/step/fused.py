@@ -101,8 +101,10 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if phase.weighs is not None and not any(w < end for w in windows):
         whole = whole._replace(weighed=_weighed(span, flat, stack, 1 if flat.cuts is None else span.rows))
+    if phase.bias is not None:
+        whole = phase.bias.natively(span, flat, whole)
     if flat.cuts is not None:
-        unasked = whole.weighed is not None or not phase.looks(span)
+        unasked = whole.weighed is not None or whole.bias or not phase.looks(span)
         return forms.natively(span, flat, flat.cuts, whole) if unasked else None
     if whole.weighed is not None:
         return whole

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phasewise.model.lowrank import Delta
     from phasewise.ops.native.weighed import Weighs
     from phasewise.request.request import Request
+    from phasewise.step.bias import FirstBias
     from phasewise.step.choice import Choice
     from phasewise.step.late import Late
     from phasewise.step.sight import Sight
@@ -57,6 +58,7 @@ class Phase:
     walks: bool = field(init=False)  # rows run `walk`: who acts does so within attention
     sight: Sight | None = field(init=False)  # what they see, where the evict method says that as data
     choice: Choice | None = field(init=False)  # how they choose what they read, where `attend` says that as data
+    bias: FirstBias | None = field(init=False)  # what they add to scores of position 0, likewise
     told: tuple[Callable[[Span, int | Sequence[int]], None], ...] = field(init=False)  # see `tell`
     again: Callable[[Request, int], int] | None = field(init=False)  # as the attend method says: verbs/attend.py
     until: Callable[[Request], int | None] | None = field(init=False)  # likewise
@@ -76,6 +78,7 @@ class Phase:
         object.__setattr__(self, "walks", self.skip is None or self.walk is not None)
         object.__setattr__(self, "sight", getattr(self.evict, "sight", None))
         object.__setattr__(self, "choice", getattr(self.attend, "choice", None))
+        object.__setattr__(self, "bias", getattr(self.attend, "bias", None))
         told = dict.fromkeys(getattr(method, "stayed", None) for method in (self.attend, self.evict))
         object.__setattr__(self, "told", tuple(each for each in told if each is not None))
         object.__setattr__(self, "again", getattr(self.attend, "again", None))

@@ -25,6 +25,9 @@ class Attend(Protocol):
         choice: Choice  -- what `__call__` does, said as data (`step/choice.py`, `step/lists.py`): whole steps then run
             without asking it for single rows, while draft trees, replays and what else is not as simple still ask. Both
             must choose alike, over what lies beside the rows by the same name, and `looks` say what `choice.acts` does
+        bias: FirstBias  -- what `__call__` does, where that is a number added to the scores of the first token
+            (`step/bias.py`): whole steps then run without asking it, for rows of any kind; it is still asked where an
+            evict method acts, or heads keep unequally many rows
         beside(layer: int, shape: KVShape, end: int) -> int  -- the bytes at most that it keeps (`Part.derived`) beside
             a request's rows of this layer while their positions lie below `end`: booked in the KV budget with the rows
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told which rows of a span are committed, as an evict

@@ -76,6 +76,7 @@ inline void pass_over(long queries, Tile<bf16>& tile, const Shape& shape, const 
       for (long r = 0; r < queries; r++) take_sinks(scores[b][r], sums[r], tile.sinks - slot - b * KEYS);
     }
     cap_all(scaling.cap, queries, scores[b]);
+    if (slot + b == 0 && tile.biased) add_bias(tile, queries, scores[b]);
     hide_all(tile, queries, slot + b * KEYS, scores[b]);
   }
   F shrink = weigh_all(tile, blocks, scores, scaling.scale, weights);

@@ -126,11 +126,23 @@ static void score_sinks(const Call& call, const Job& job, const T* k, long row, 
     }
 }
 
-// What a query makes of a block's scores, before its softmax.
-static void see(const Call& call, const Job& job, long i, const Softcap& cap, long slot, long to, float* scores) {
+// What is added to the scores of slot 0, before they are scaled.
+__attribute__((noinline)) static void add_bias(const Call& call, const Job& job, float (*scores)[KEYS]) {
+  const float* bias = call.spans[job.span].sight.bias;
+  for (long i = 0; i < job.count; i++) scores[i][0] += bias[head_of(call, job, i)] / (float)call.scale;
+}
+
+// What becomes of the scores of a block's queries, whatever they see of it.
+static void bend(const Call& call, const Job& job, const Softcap& cap, long slot, float (*scores)[KEYS]) {
+  for (long i = 0; cap && i < job.count; i++)
+    for (long j = 0; j < KEYS; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
+  if (slot == 0 && call.spans[job.span].sight.bias) add_bias(call, job, scores);
+}
+
+// What a query sees of a block, before its softmax.
+static void see(const Call& call, const Job& job, long i, long slot, long to, float* scores) {
   const Span& span = call.spans[job.span];
   long row = (job.first + i) / group(call), end = limit(span, row);
-  for (long j = 0; cap && j < KEYS; j += LANES) store(scores + j, cap(load<F>(scores + j)));
   if (job.rows) keep_between(scores, 0, to - slot);
   else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(span, job.window, row) > slot)
     hide(span, job, row, slot, to, scores);
@@ -201,8 +213,9 @@ static void read_part(const Call& call, const Job& job, long from, long to, cons
 #endif
     long first = job.sinks - slot;
     if (span.sight.far && first > 0) score_sinks(call, job, k, k_row, first < count ? first : count, scores);
+    bend(call, job, cap, slot, scores);
     for (long i = 0; i < job.count; i++) {
-      see(call, job, i, cap, slot, end, scores[i]);
+      see(call, job, i, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, weights[i], i, dim, s);
     }
     add_all_values<T, MOST_QUERIES>(weights, v, v_row, count, dim, job.count, s.sum);
@@ -244,8 +257,9 @@ static void read_levels(const Call& call, const Job& job, long from, long to, co
     }
     F worth[KEYS / LANES];
     for (long j = 0; j < KEYS; j += LANES) worth[j / LANES] = load_worth(here.v_worth + j, count - j);
+    bend(call, job, cap, slot, scores);
     for (long i = 0; i < job.count; i++) {
-      see(call, job, i, cap, slot, end, scores[i]);
+      see(call, job, i, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, dim, s);
       weights[i].take(scores[i], worth);
     }
@@ -348,8 +362,9 @@ template <class Side> static void read_sealed(const Call& call, const Job& job, 
     Lines here(call, job, slot);
     if (slot < keys.side.slots) keys.score(slot, count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
+    bend(call, job, cap, slot, scores);
     for (long i = 0; i < job.count; i++) {
-      see(call, job, i, cap, slot, end, scores[i]);
+      see(call, job, i, slot, end, scores[i]);
       weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
     }
     packed = packed < 0 ? 0 : packed;

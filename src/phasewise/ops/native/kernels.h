@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 35;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 36;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -47,6 +47,9 @@ struct Sight {  // which slots before them a span's rows see; window 0: all, but
   const void* far;       // [rows, heads_q, dim], queries that read these first ones; null: those that read all
   const int64_t* seats;  // [rows], slots that the window is counted from; null: those the rows lie in
   int64_t block;         // rows see all of their block of so many own rows; 0 or 1: up to themselves
+  // [heads_q], added to scaled (and capped) scores of slot 0, in rows that see it; null: nothing. With it, a span has
+  // nothing in common, and no `heads`.
+  const float* bias;
 };
 
 // How many of a span's own rows one of them sees.
@@ -351,6 +354,7 @@ struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and valu
   const Sides* sealed;   // [layers], as in Span; or null
   const Head* unequal;   // [layers, heads], as in Span; or null. Without a choice
   const Tally* tally;    // [layers], as in Span; or null
+  const float* bias;     // [layers, heads_q], as in Sight; or null. Without `unequal`, and with nothing in common
 };
 
 struct LowRank {  // of a linear layer, bfloat16: y += (x down^T) up^T; null: there is nothing

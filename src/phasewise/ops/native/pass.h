@@ -70,6 +70,8 @@ template <class T> struct Tile {
   long begin[TILE<T>];  // in rising order
   long sinks;
   bool turns;                                 // whether `far` are the queries of the sinks
+  bool biased;                                // whether
+  float bias[TILE<T>];                        // is added to the scores of slot 0, before they are scaled
   const uint8_t* sees[TILE<T>];               // what of its slots each sees, from the first on; null: all of them
   alignas(64) float q[TILE<T> * MOST_DIM];    // [TILE, words]
   alignas(64) float far[TILE<T> * MOST_DIM];
@@ -197,6 +199,11 @@ __attribute__((noinline)) void add_values(float* sum, long row, const F& shrink,
     }
 }
 
+// Scores of the first block.
+template <class T> void add_bias(const Tile<T>& tile, long queries, F (*scores)[KEYS / LANES]) {
+  for (long r = 0; r < queries; r++) scores[r][0][0] += tile.bias[r];
+}
+
 // The scores of queries that see no more than some of the block, from slot on.
 template <class T> void hide_all(const Tile<T>& tile, long queries, long slot, F (*scores)[KEYS / LANES]) {
   if (slot + KEYS > tile.limit[0])
@@ -218,6 +225,7 @@ void pass(Tile<T>& tile, const Shape& shape, const float* block, long slot, cons
     for (int r = 0; r < R; r++) take_sinks(scores[r], far[r], tile.sinks - slot);
   }
   cap_all(scaling.cap, R, scores);
+  if (slot == 0 && tile.biased) add_bias(tile, R, scores);
   hide_all(tile, R, slot, scores);
   F shrink = weigh<T, R>(tile, scores, scaling.scale, weights);
   long count = tile.limit[R - 1] - slot < KEYS ? tile.limit[R - 1] - slot : KEYS;

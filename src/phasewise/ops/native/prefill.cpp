@@ -71,6 +71,8 @@ template <class T> struct Job {
       tile.limit[r] = call.n - call.rows + own_seen(call.sight, call.rows, row(query));
       tile.begin[r] = begin_of(call, row(query));
       tile.sinks = call.sight.window ? call.sight.sinks : 0, tile.turns = call.sight.far && tile.sinks;
+      tile.biased = call.sight.bias;
+      if (tile.biased) tile.bias[r] = call.sight.bias[head_q(query)] / (float)call.scale;
       const T* q = (const T*)call.q + row(query) * call.q_row + head_q(query) * call.q_head;
       const T* far = (const T*)call.sight.far + (row(query) * call.heads_q + head_q(query)) * call.dim;
       pack_words(q, call.dim, 1, tile.q + r * shape.words);

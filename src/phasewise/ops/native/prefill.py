@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
-from phasewise.ops.native.spans import Seen
+from phasewise.ops.native.spans import NO_SIGHT, Seen
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
@@ -75,7 +75,7 @@ def _prefill(
     else:
         call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
     call.frombytes(struct.pack("d", softcap))
-    call.extend((0, 0, 0, 0, 0) if seen is None else seen.words)
+    call.extend(NO_SIGHT if seen is None else seen.words)
     if mask is not None and mask.stride(2) != 1:
         mask = mask.contiguous()
     if mask is None:

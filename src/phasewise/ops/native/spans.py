@@ -18,7 +18,9 @@ class Seen(NamedTuple):
 
     Of their span's own slots, those up to the end of their `block` of so many rows, counted from the span's first.
     `far` [R, Hq, D], contiguous, are the queries that read these first ones, where they are others than q. `seats`
-    int64 [R] are the slots that windows are counted from, where they are not those the rows lie in.
+    int64 [R] are the slots that windows are counted from, where they are not those the rows lie in. `bias` float32 [Hq]
+    is added to the scores of slot 0, after scale and softcap, in rows that see it; such spans are no members of
+    commons, and have no `heads`.
     """
 
     window: int
@@ -26,12 +28,16 @@ class Seen(NamedTuple):
     far: Tensor | None = None
     seats: Tensor | None = None
     block: int = 1
+    bias: Tensor | None = None
 
     @property
-    def words(self) -> tuple[int, int, int, int, int]:
+    def words(self) -> tuple[int, int, int, int, int, int]:
         """As the kernels take it (Sight)."""
-        far, seats = (0 if x is None else x.data_ptr() for x in (self.far, self.seats))
-        return self.window, self.sinks, far, seats, self.block
+        far, seats, bias = (0 if x is None else x.data_ptr() for x in (self.far, self.seats, self.bias))
+        return self.window, self.sinks, far, seats, self.block, bias
+
+
+NO_SIGHT = (0,) * 6  # words where rows see all before them
 
 
 class Rest(NamedTuple):
@@ -211,7 +217,7 @@ def attend(
             words += (0, 0, 0, 0)
         else:
             words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
-        words += (0, 0, 0, 0, 0) if seen is None else seen.words
+        words += NO_SIGHT if seen is None else seen.words
         words.append(0 if sees is None else sees.shape[1] - rows)
         if sealed is None:
             words.append(0)

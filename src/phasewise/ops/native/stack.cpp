@@ -221,7 +221,8 @@ static void fill_spans(const StackCall& call, const Room& room) {
       span.q = room.qkv + row * wide, span.q_row = wide;
       span.out = room.read + row * call.heads_q * call.dim;
       void* far = own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim;
-      span.sight = {own.window, own.sinks, far, own.seats, own.block};
+      const float* bias = own.bias ? own.bias + (first_layer(call) + i) * call.heads_q : nullptr;
+      span.sight = {own.window, own.sinks, far, own.seats, own.block, bias};
       span.first = own.first;
       span.sealed = own.sealed ? own.sealed + first_layer(call) + i : nullptr;
       span.tally = own.tally ? own.tally + first_layer(call) + i : nullptr;

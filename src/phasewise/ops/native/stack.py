@@ -92,7 +92,8 @@ class StackSpan(NamedTuple):
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each, or
     where some see windows (`narrow`); such a span has neither window nor choice. With a `weighed` its
     only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
-    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with.
+    the address of LowRank (kernels.h) [layers, 4], low-rank weights that its rows run with. `bias`: that of float32
+    [layers, Hq], added to the scores of slot 0 as in Seen; such a span is no member of a common either, nor `unequal`.
     """
 
     n: int
@@ -114,11 +115,12 @@ class StackSpan(NamedTuple):
     weighed: Weighs | None = None
     tuned: int = 0
     narrow: bool = False
+    bias: int = 0
 
     @property
     def alone(self) -> bool:
         """Whether what its rows read, or say of that, is its own matter within the call."""
-        return self.choice is not None or self.weighed is not None or self.narrow
+        return self.choice is not None or self.weighed is not None or self.narrow or self.bias != 0
 
     @property
     def reads(self) -> int:
@@ -134,10 +136,10 @@ class StackSpan(NamedTuple):
         sealed = 0 if self.sealed is None else self.sealed.buffer_info()[0]
         tally = 0 if self.weighed is None else self.weighed.room.address
         return (self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed, self.unequal,
-                tally)  # fmt: skip
+                tally, self.bias)  # fmt: skip
 
 
-WORDS = 17  # of a span in the call
+WORDS = 18  # of a span in the call
 DONE = 5  # which of them says so
 
 
