@@ -38,9 +38,15 @@ def test_a_cut_tree_is_a_tree(paths: list[list[int]], nodes: int) -> None:
 
 
 @given(PATHS, st.integers(0, 12))
-def test_paths_are_each_nodes_own(paths: list[list[int]], nodes: int) -> None:
-    draft = Draft.trie(paths)
-    assert draft.paths(nodes) == [draft.path(node) for node in range(min(nodes, len(draft.tokens)))]
+def test_paths_go_from_the_first_node_down(paths: list[list[int]], nodes: int) -> None:
+    draft, want = Draft.trie(paths), list[tuple[int, ...]]()
+    for node in range(min(nodes, len(draft.tokens))):
+        up = [node]
+        while draft.parents[up[-1]] >= 0:
+            up.append(draft.parents[up[-1]])
+        want.append(tuple(draft.tokens[at] for at in reversed(up)))
+    assert draft.paths(nodes) == want and draft.path(-1) == ()
+    assert [draft.path(node) for node in range(len(want))] == want
 
 
 @given(PATHS, st.integers(0, 6))

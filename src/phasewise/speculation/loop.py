@@ -161,7 +161,7 @@ class Speculation:
             return request.prompt_len - request.computed
         if catching_up(request):
             return pending(request) - self.whole(request)
-        if certain := sure(self.host, request):
+        if request.params.ask is not None and (certain := sure(self.host, request)):
             return 1 + len(certain)
         size = self.drafter.size(request)
         if not size or headroom(request) <= 0:

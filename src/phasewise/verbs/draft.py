@@ -67,11 +67,7 @@ class Draft:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from the first node down to `node`."""
-        out: list[int] = []
-        while node >= 0:
-            out.append(self.tokens[node])
-            node = self.parents[node]
-        return tuple(reversed(out))
+        return self.paths(node + 1)[node] if node >= 0 else ()
 
     def paths(self, nodes: int) -> list[tuple[int, ...]]:
         """`path` of each of the first `nodes` nodes."""

@@ -27,7 +27,7 @@ SHARE = 0.01  # of a step's time that may go into looking for guesses while none
 PAUSE = 4096  # steps without looking, at most
 PRUDENCE = 1.2  # times what a row is known to take: of many guesses those look best that are judged too well
 FEELER = 8  # guesses, at most, for a request of which none has paid of late
-SEEN = 4  # of so many steps without a look, one is timed
+SEEN = 16  # of so many steps without a look, one is timed
 MEMORY, ALL = 0.9, 0.95  # what a look leaves of those before it at the same request, and at any
 LOOKED = 1.0  # who comes new counts as looked at so often, with what it was worth at others ...
 OPTIMISM, MOST_HOPED = 3.0, 4.0  # ... in looks: before much is known of these, and at most
@@ -110,7 +110,7 @@ class Pacer:
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
         self._number = 0  # of the step under way
-        self._last = 0.0  # when the one before it had its verdict
+        self._last = 0.0  # when the one before it had its verdict, if that was looked at: clocks take time
         self._drafting: float | None = None  # seconds of it that were spent here, if any
 
     @property
@@ -143,9 +143,10 @@ class Pacer:
 
     def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
         """A step is timed from verdict to verdict, but for what passed in here."""
-        now, drafting, last = self.clock(), self._drafting, self._last
-        self._number, self._last, self._drafting = self._number + 1, now, None
-        if drafting is not None or not self._number % SEEN:
+        drafting, last, self._number = self._drafting, self._last, self._number + 1
+        now = self._last = self.clock() if drafting is not None or self._timely(self._number) else 0.0
+        self._drafting = None
+        if last and now and (drafting is not None or not self._number % SEEN):
             rows = 0
             for span in spans:
                 rows += span.rows
@@ -162,6 +163,10 @@ class Pacer:
     def close(self) -> None:
         if hasattr(self.of, "close"):
             self.of.close()
+
+    def _timely(self, number: int) -> bool:
+        """Whether a step without looks is timed, or the next one may be."""
+        return number % SEEN in (0, SEEN - 1) or (number + 1) % self._pause == 0
 
     def _ask(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = self.of.draft(requests, budgets)
