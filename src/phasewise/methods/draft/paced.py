@@ -26,7 +26,8 @@ NAME = "paced"
 SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
 PAUSE = 4096  # steps without looking, at most
 PRUDENCE = 1.2  # times what a row is known to take: of many guesses those look best that are judged too well
-FEELER = 8  # guesses, at most, for a request of which none has paid of late
+FEELER = 8  # guesses, at most, for a request of which few were right of late ...
+PAID = 0.5  # ... as of one that was, seven looks ago
 SEEN = 16  # of so many steps without a look, one is timed
 MEMORY, ALL = 0.9, 0.95  # what a look leaves of those before it at the same request, and at any
 LOOKED = 1.0  # who comes new counts as looked at so often, with what it was worth at others ...
@@ -82,9 +83,10 @@ class _Paces(Record):
         )
 
     def value(self, n: int, before: float) -> float:
-        """What a look brings in a step of `n` requests, in logarithms of a speed, if it was `before` what is known."""
+        """Right guesses that a look brings, less those that make up for the rows in a step of `n` requests, if it was
+        `before` what is known."""
         looks = self.looks + LOOKED
-        return math.log1p((self.right + LOOKED * math.expm1(n * before)) / looks) / n - self.slower / looks
+        return (1 + (self.right + LOOKED * before) / looks) * math.exp(-n * self.slower / looks) - 1
 
 
 class Pacer:
@@ -110,7 +112,8 @@ class Pacer:
         self._odd = False  # whether the last look took far longer than those before
         self._node = 0.0  # seconds that a second model takes for a node
         self._number = 0  # of the step under way
-        self._last = 0.0  # when the one before it had its verdict, if that was looked at: clocks take time
+        self._together = 1  # requests of the one before it
+        self._last = 0.0  # when the one before it had its verdict, if a clock was read then: that takes time
         self._drafting: float | None = None  # seconds of it that were spent here, if any
 
     @property
@@ -126,7 +129,7 @@ class Pacer:
         if paces.wakes > self._number:
             return 0
         size = int(self.of.size(request))
-        return size if paces.whole or paces.right > 0.5 else min(size, FEELER)  # rows that are asked for take room
+        return size if paces.whole or paces.right > PAID else min(size, FEELER)  # rows that are asked for take room
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         began, n = self.clock(), len(requests)
@@ -145,7 +148,7 @@ class Pacer:
         """A step is timed from verdict to verdict, but for what passed in here."""
         drafting, last, self._number = self._drafting, self._last, self._number + 1
         now = self._last = self.clock() if drafting is not None or self._timely(self._number) else 0.0
-        self._drafting = None
+        self._drafting, self._together = None, len(spans)
         if last and now and (drafting is not None or not self._number % SEEN):
             rows = 0
             for span in spans:
@@ -176,8 +179,8 @@ class Pacer:
         """Who comes new is looked at at once, unless looks at others were worth little of late."""
         paces = request.state[NAME] = _Paces()
         paces.whole = not self.sized(request)
-        price = self._price(1)
-        if not paces.whole and self._all.value(1, OPTIMISM * price) < price:
+        n, price = self._together, self._price(self._together)
+        if not paces.whole and self._all.value(n, OPTIMISM * price) < price:
             paces.wakes = self._next()
         return paces
 
@@ -186,9 +189,9 @@ class Pacer:
         return paces
 
     def _price(self, n: int) -> float:
-        """By how much a look at one of `n` requests makes their step longer, in logarithms."""
+        """How many guesses must be right for a look at one of `n` requests to pay: all of them wait for it."""
         line = self._line(n)
-        return 0.0 if line is None else math.log1p(self._look / line.base)
+        return 0.0 if line is None else (1 + self._look / line.base) ** n - 1
 
     def _next(self) -> int:
         """The next step with a look at who is paused: at all of them at once, for that takes less."""
