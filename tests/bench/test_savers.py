@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +33,12 @@ def measured(*settings: str, batches: Sequence[int] = (1, 3), kv_bytes: int = 64
     load = Load(tokens, batches, NEW, ROUNDS)
     run = Savers(Bench(tiny.model()), [Setting.parse(text) for text in settings], load, Limits(kv_bytes=kv_bytes))
     done: list[int] = []
-    run.run(random_prompts(tiny.VOCAB, 0), done.append)
+    run.run(random_prompts(tiny.VOCAB, 0), itertools.count(1.0).__next__, done.append)
     assert done == list(range(1, len(run.turns) + 1))
+    rounds = list(dict.fromkeys((turn.batch, turn.group, turn.number) for turn in run.turns))
+    assert [turn.rate for turn in run.turns] == [
+        1.0 + rounds.index((turn.batch, turn.group, turn.number)) for turn in run.turns
+    ]  # memory is read once before every round
     return run
 
 
@@ -72,13 +77,13 @@ def test_words_stand_for_all_of_them_one_way_or_the_other() -> None:
 def test_who_looks_meanwhile_finds_the_groups_that_are_through() -> None:
     run = Savers(Bench(tiny.model()), [], Load(N, (1, 3), NEW, ROUNDS), Limits(kv_bytes=64 << 20))
     seen: list[list[int]] = []
-    run.run(random_prompts(tiny.VOCAB, 0), after=lambda: seen.append([turn.batch for turn in run.turns]))
+    run.run(random_prompts(tiny.VOCAB, 0), lambda: 16e9, after=lambda: seen.append([turn.batch for turn in run.turns]))
     assert seen == [[1] * ROUNDS, [1] * ROUNDS + [3] * ROUNDS]
 
 
 def test_all_of_them_run() -> None:
     run = Savers(Bench(tiny.model()), savers(), Load(40, (2,), 2, 1), Limits(kv_bytes=64 << 20))
-    run.run(random_prompts(tiny.VOCAB, 0))
+    run.run(random_prompts(tiny.VOCAB, 0), lambda: 16e9)
     few = {"attend=tidal", "attend=tidal, neutral"}  # four layers are too few for its defaults
     untrained = {"evict=rlkv"}
     assert {*run.refused} <= few | untrained
@@ -166,8 +171,11 @@ def test_a_model_is_its_layers_and_its_embeddings() -> None:
 
 
 # ---- what comes of it
+RATES = (500.0, 500.0, 250.0)  # bytes per second, by round
+
+
 def turns(setting: str, seconds: Sequence[float], read: float, layers: float = 8, group: int = 0) -> list[Turn]:
-    return [Turn(setting, 2, group, i, each, read, layers) for i, each in enumerate(seconds)]
+    return [Turn(setting, 2, group, i, each, read, layers, RATES[i]) for i, each in enumerate(seconds)]
 
 
 def test_gains_are_paired_and_held_against_what_the_bytes_promise() -> None:
@@ -178,11 +186,11 @@ def test_gains_are_paired_and_held_against_what_the_bytes_promise() -> None:
         *turns(DENSE, [2.0, 2.0, 2.0], 1000, group=1),
         *turns("none", [2.0, 4.0, 1.0], 1000, group=1),
     ]
-    found = {worth.setting: worth for worth in worths(made, per_layer=250, rate=500)}
+    found = {worth.setting: worth for worth in worths(made, per_layer=250)}
     assert list(found) == [DENSE, "half", "skip", "none"]
     half = found["half"]
     assert half.gain == Ratio(pytest.approx(1.25), pytest.approx(1.25), pytest.approx(1.25), 3)
-    assert half.read == 250 and half.promised == pytest.approx(2.0 / (2.0 - 500 / 500))
+    assert half.read == 250 and half.promised == pytest.approx(2.0 / (2.0 - 500 / 500))  # of unbounded, 2 and 2
     assert half.reached == pytest.approx(0.25)
     assert found["skip"].promised is None and found["skip"].reached is None  # 4 x 250 bytes are all of the 2 s
     assert found["none"].gain == Ratio(1.0, 0.5, 2.0, 3)

@@ -95,6 +95,7 @@ class Turn:
     seconds: float  # of a step, in which every request of the batch gets a token
     read: float  # KV bytes read in a step
     layers: float  # run by a row, on average
+    rate: float  # bytes per second that memory was read at when the round began
 
 
 class Resident:
@@ -161,10 +162,11 @@ class Savers:
     groups: dict[int, list[list[str]]] = field(default_factory=dict)
 
     def run(
-        self, prompts: Prompts, tell: Callable[[int], object] = lambda done: None,
+        self, prompts: Prompts, memory: Callable[[], float], tell: Callable[[int], object] = lambda done: None,
         after: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """Measure everything; `tell` hears how many turns are done, `after` is called when a group is through."""
+        """Measure everything. `memory` says at which rate memory is read now, in bytes per second; `tell` hears how
+        many turns are done, `after` is called when a group is through."""
         self.load.check(self.bench.model)
         everybody, prompt = self._engines(), prompts(self.load.tokens)
         with torch.inference_mode():
@@ -176,7 +178,7 @@ class Savers:
                     alive = [everybody[name] for name in names]
                     try:
                         able = [one for one in alive if self._enters(one, prompt, batch)]
-                        for turn in self._rounds(able, batch, number):
+                        for turn in self._rounds(able, batch, number, memory):
                             self.turns.append(turn)
                             tell(len(self.turns))
                     finally:
@@ -195,12 +197,13 @@ class Savers:
             self.refused[one.setting.name] = str(error)
         return one.setting.name not in self.refused
 
-    def _rounds(self, alive: Sequence[Resident], batch: int, group: int) -> Iterator[Turn]:
+    def _rounds(self, alive: Sequence[Resident], batch: int, group: int, memory: Callable[[], float]) -> Iterator[Turn]:
         for one in alive:
             one.decode(self.load.new)  # what is derived from the prompt is derived here
         for number in range(self.load.rounds):
+            rate = memory()
             for one in order(alive, number):
-                yield Turn(one.setting.name, batch, group, number, *one.decode(self.load.new))
+                yield Turn(one.setting.name, batch, group, number, *one.decode(self.load.new), rate)
 
     def _engines(self) -> dict[str, Resident]:
         """One per setting, dense first. Dense must work; the others may refuse."""

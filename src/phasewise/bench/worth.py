@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,8 @@ class Worth:
     """One setting at one batch size. `gain`: dense's time of a token over its own, paired by round, above 1 = faster.
 
     `promised`: the same if every byte it saves, of KV and of the weights of skipped layers, took as long as the machine
-    needs to read one, and nothing else changed; None where the bytes are more than dense had time to read.
+    needed to read one in that round, and nothing else changed: the median; None where the bytes are more than dense had
+    time to read.
     """
 
     setting: str
@@ -51,8 +53,8 @@ def layer_bytes(model: Model) -> float:
     return (model.weight_bytes - embeddings) / model.config.layers
 
 
-def worths(turns: Sequence[Turn], per_layer: float, rate: float) -> list[Worth]:
-    """By batch, dense first. `per_layer`: bytes of a layer's weights; `rate`: bytes that are read per second."""
+def worths(turns: Sequence[Turn], per_layer: float) -> list[Worth]:
+    """By batch, dense first. `per_layer`: bytes of a layer's weights."""
     runs: dict[tuple[int, int, str], list[Turn]] = {}
     for turn in turns:
         runs.setdefault((turn.batch, turn.group, turn.setting), []).append(turn)
@@ -63,8 +65,8 @@ def worths(turns: Sequence[Turn], per_layer: float, rate: float) -> list[Worth]:
         saved = _middle(dense, "read") - read + (_middle(dense, "layers") - layers) * per_layer
         gain = ratio(_by_round(dense), _by_round(mine))
         assert gain is not None, "a turn took no time"
-        says = promised(_middle(dense, "seconds"), saved, rate)
-        worth = Worth(setting, batch, _middle(mine, "seconds"), gain, read / batch, says)
+        says = statistics.median(promised(turn.seconds, saved, turn.rate) or math.inf for turn in dense)
+        worth = Worth(setting, batch, _middle(mine, "seconds"), gain, read / batch, says if says < math.inf else None)
         found.setdefault((batch, setting), worth)  # dense is in every group
     return sorted(found.values(), key=lambda worth: (worth.batch, worth.setting != DENSE))
 
@@ -140,9 +142,9 @@ beside dense decoding, once at its neutral setting, where it must cost nothing, 
 `phasewise bench savers --write docs/savers.md`; every table says where and how it was measured.
 
 *Gain*: dense's time of a token over the setting's, the median of paired rounds (range). *Gain the bytes promise*: what
-it would be if each byte saved, of KV and of the weights of skipped layers, took as long as this machine needs to read
-one, and nothing else changed. *Reached*: the share of that gain which is there, (gain - 1) / (promised - 1); `-` where
-less than 1 % is promised.
+it would be if each byte saved, of KV and of the weights of skipped layers, took as long as this machine needed to read
+one when the round began, and nothing else changed; the median of the rounds. *Reached*: the share of that gain which is
+there, (gain - 1) / (promised - 1); `-` where less than 1 % is promised.
 """
 
 

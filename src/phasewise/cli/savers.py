@@ -92,7 +92,7 @@ def savers(
         raise UserError("savers are compared at equal contexts, prompts first: leave --schedule out")
     if asked.shape is not None and engine.model != DEFAULTS.model:
         raise UserError("--shape stands for a model: leave --model or --shape out")
-    from phasewise.bench.bandwidth import reading
+    from phasewise.bench.bandwidth import Memory
     from phasewise.bench.drive import Bench
     from phasewise.bench.prompts import random_prompts
     from phasewise.bench.savers import Savers, contenders
@@ -104,35 +104,35 @@ def savers(
     with _model(engine.model, asked.shape, load) as source:
         with working(f"loading {name}"):
             made = Bench.load(source, engine.dtype)
-        with working("measuring how fast memory is read"):
-            rate = reading(load.rounds)
+        memory = Memory()
         run = Savers(made, chosen, load, engine.limits(), engine.verbs)
         with counting("turns", len(load.batches) * load.rounds * (1 + len(chosen))) as tell:
-            run.run(random_prompts(made.model.config.vocab, asked.seed), tell, lambda: _save(run, name, rate, written))
-    _tell(run, name, rate, written)
+            prompts = random_prompts(made.model.config.vocab, asked.seed)
+            run.run(prompts, memory.rate, tell, lambda: _save(run, name, written))
+    _tell(run, name, written)
 
 
-def _save(run: Savers, name: str, rate: float, written: Written) -> list[Worth]:
+def _save(run: Savers, name: str, written: Written) -> list[Worth]:
     """What there is by now, into the file of turns too. -> what it is worth"""
     from phasewise.bench import worth
     from phasewise.bench.machine import describe
 
-    found, load = worth.worths(run.turns, worth.layer_bytes(run.bench.model), rate), run.load
+    found, load = worth.worths(run.turns, worth.layer_bytes(run.bench.model)), run.load
     if written.csv is not None:
-        facts = {"model": name, "tokens": load.tokens, "new": load.new, "read_bytes_per_s": rate, **describe()}
+        facts = {"model": name, "tokens": load.tokens, "new": load.new, **describe()}
         worth.write_csv(written.csv, run.turns, found, facts)
     return found
 
 
-def _tell(run: Savers, name: str, rate: float, written: Written) -> None:
+def _tell(run: Savers, name: str, written: Written) -> None:
     from phasewise.bench import worth
     from phasewise.bench.machine import describe
 
-    found, about, load = _save(run, name, rate, written), describe(), run.load
+    found, about, load = _save(run, name, written), describe(), run.load
     dtype = str(run.bench.model.dtype).removeprefix("torch.")
     title = (
         f"{name}, {dtype}, prompts of {load.tokens} tokens, {load.rounds} interleaved rounds of {load.new} tokens: "
-        f"medians; gain as the median of paired ratios (range); memory is read at {rate / 1e9:.1f} GB/s"
+        f"medians; gain as the median of paired ratios (range); memory was read at {_rates(run)} GB/s"
     )
     show.title(title)
     for size in load.batches:
@@ -151,6 +151,12 @@ def _tell(run: Savers, name: str, rate: float, written: Written) -> None:
         page = _page(path, f"{name} {load.tokens}", worth.section(found, head, notes))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
+
+
+def _rates(run: Savers) -> str:
+    """Of all rounds, in GB/s."""
+    found = sorted({turn.rate / 1e9 for turn in run.turns})
+    return f"{found[0]:.1f}" if found[0] == found[-1] else f"{found[0]:.1f} to {found[-1]:.1f}"
 
 
 def _groups(run: Savers) -> list[str]:
