@@ -113,6 +113,55 @@ def test_over_other_methods(verbs: dict[str, str]) -> None:
     assert run(apart(verbs)) == run(verbs)
 
 
+RESTS = {"int8": "int8", "kivi": "(kivi:bits=2,group=4,residual=8)", "gear": "(gear:bits=2,group=4,block=8)"}
+
+
+@pytest.mark.parametrize("level", [2, 4])
+@pytest.mark.parametrize("rest", RESTS)
+def test_over_rows_in_another_form(rest: str, level: int) -> None:
+    """Rounded by the wire once, then kept in that form: here or there, which is neither of the two alone."""
+    store = f"cachegen:level={level},chunk=16,rest={RESTS[rest]}"
+    placed = tiny.engine(apart({"store": store}))
+    requests = tiny.run(placed, PROMPTS, tiny.greedy(N))
+    alone = [run({"store": one}) for one in (f"cachegen:level={level},chunk=16", RESTS[rest].strip("()"))]
+    assert tiny.outs(requests) == run({"store": store}) and tiny.outs(requests) not in alone
+    assert placed.counters.handoffs == len(PROMPTS) and placed.counters.recomputed == 0
+    assert run({"store": f"cachegen:level=0,rest={RESTS[rest]}"}) == alone[1]
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_lost_preempted_and_tight_over_another_form(rest: str) -> None:
+    store = f"cachegen:level=4,chunk=16,rest={RESTS[rest]}"
+    want, (one, request) = run({"store": store})[1], computed(store, PROMPTS[1])
+    message = sent(one, request)
+    other = engine(store, "prefill", "decode")
+    with pytest.raises(Misfit):
+        taken(other, (message[0], [*message[1][:-1], message[1][-1][:-1]]))
+    twin = taken(other, message)
+    for _ in range(5):
+        other.step()
+    other.room.preempt(twin)
+    assert finished(other, twin) == want and other.counters.preemptions == 1
+    with pytest.raises(Misfit, match="layout"):
+        taken(engine("cachegen:level=4,chunk=16", "prefill", "decode"), message)
+
+
+@pytest.mark.parametrize("rest", ["slab", *RESTS])
+def test_what_travels_is_what_cachegen_sends(rest: str) -> None:
+    """As many bytes, whatever form rows are kept in."""
+    sizes = []
+    for store in ("cachegen:level=2", f"cachegen:level=2,rest={RESTS.get(rest, rest)}"):
+        one, request = computed(store, tiny.prompts(400)[0])
+        sizes.append(sum(tensor.nbytes for tensor in sent(one, request)[1]))
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+
+
+@pytest.mark.parametrize("rest", ["cachegen", "zipcache"])
+def test_forms_that_do_not_go_below_are_named(rest: str) -> None:
+    with pytest.raises(UserError, match="choose slab, int8, kivi or gear"):
+        run({"store": f"cachegen:rest={rest}"})
+
+
 def test_bfloat16() -> None:
     model, verbs = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), {"store": "cachegen:level=2,chunk=16"}
     tokens = [tiny.outs(tiny.run(tiny.engine(v, of=model), PROMPTS, tiny.greedy(N))) for v in (verbs, apart(verbs), {})]

@@ -200,8 +200,8 @@ class KV:
     def settle(self, marks: Callable[[int, int, int], Tensor] | None = None) -> None:
         """The prompt is complete and stays here: give its rows the values that would have arrived elsewhere, and pack
         finished blocks."""
-        self.seal(marks)
         self.rewrite()
+        self.seal(marks)
 
     def rewrite(self) -> None:
         """Give the rows of a prompt that is complete the values that would have arrived elsewhere."""

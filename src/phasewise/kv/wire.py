@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from phasewise.verbs.store import Codec
 
 Dump = list[dict[str, Any]]  # KV.dump
 DIGEST = 16  # bytes
@@ -64,6 +67,35 @@ class Wire(Protocol):
     def delivered(self, n_bytes: int, seconds: float) -> None:
         """Told of every message that arrived: how long the link took for it."""
         ...
+
+
+class Numbers:
+    """A wire over rows that are kept in a form of their own, row by row: they leave as numbers, and are put into that
+    form again where they arrive, or stay."""
+
+    def __init__(self, wire: Wire, codec: Codec, dtype: torch.dtype) -> None:
+        self._wire, self._codec, self._dtype = wire, codec, dtype
+        self.form, self.fixed = f"{wire.form}, kept by {type(codec).__name__}", wire.fixed
+
+    def encode(self, dumped: Dump, origin: Origin) -> Encoded:
+        return self._wire.encode(self._opened(dumped), origin)
+
+    def decode(self, content: Any) -> Dump:
+        return self._kept(self._wire.decode(content))
+
+    def settled(self, dumped: Dump) -> Dump:
+        return self._kept(self._wire.settled(self._opened(dumped)))
+
+    def delivered(self, n_bytes: int, seconds: float) -> None:
+        self._wire.delivered(n_bytes, seconds)
+
+    def _opened(self, dumped: Dump) -> Dump:
+        planes = [piece["planes"] and [*self._codec.decode(piece["planes"], self._dtype)] for piece in dumped]
+        return [{**piece, "planes": each} for piece, each in zip(dumped, planes)]
+
+    def _kept(self, dumped: Dump) -> Dump:
+        planes = [piece["planes"] and [*self._codec.encode(*piece["planes"])] for piece in dumped]
+        return [{**piece, "planes": each} for piece, each in zip(dumped, planes)]
 
 
 def sealed(body: bytes, about: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Prompts' KV on its way between engines: few bits per number, coded to their entropy (CacheGen, arXiv 2310.07240).
 
 Promises, at a fixed level, that no number arrives further off than half a step of its row, and that a request's tokens
-do not depend on where it runs or on what is lost on the way. At rest rows are plain.
+do not depend on where it runs or on what is lost on the way. At rest rows are plain, or in the form of another store.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from phasewise.catalog import name_of, part
 from phasewise.errors import UserError
 from phasewise.kv import entropy
+from phasewise.kv.blocks import marking
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
-from phasewise.kv.wire import Wire
+from phasewise.kv.wire import Numbers, Wire
 from phasewise.verbs.store import Codec
 
 
@@ -31,6 +33,9 @@ class CacheGen:
     the prompt may be left for the receiver to compute again: with even costs, all of it. What arrives then depends on
     the link, and so may tokens.
 
+    `rest` is the store that keeps rows before they leave and where they have arrived: `slab`, `int8`, `kivi`, `gear`.
+    What packs blocks of rows packs what has come, or would have come, over the wire; `int8` rounds it once more.
+
     `group` above 1 codes rows as differences from the first of their group, as in the paper (not in its code); on the
     pocket model that costs bytes and precision. Left out: contexts that are stored or lie on other machines (KV moves
     from one engine to another and is not kept), adapting between the chunks of one move, for which one plan is made,
@@ -43,6 +48,7 @@ class CacheGen:
     group: int = 1
     deadline: float = 2.0
     bandwidth: float | None = None
+    rest: Any = part("store", "slab")
 
     paper: ClassVar[str] = "arXiv 2310.07240"
     guarantee: ClassVar[str] = "lossy"
@@ -59,6 +65,9 @@ class CacheGen:
             raise UserError(f"cachegen: deadline={self.deadline} must be positive (seconds)")
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise UserError(f"cachegen: bandwidth={self.bandwidth} must be positive (bytes a second)")
+        if hasattr(self.rest, "wire") or marking(self.rest.codec()) is not None:
+            why = "sends rows itself" if hasattr(self.rest, "wire") else "looks at prompts to know how to keep them"
+            raise UserError(f"cachegen: rest={name_of('store', self.rest)} {why}: choose slab, int8, kivi or gear")
         if self.level != 0:
             try:
                 entropy.library()
@@ -69,7 +78,8 @@ class CacheGen:
                 ) from None
 
     def codec(self) -> Codec:
-        return Raw()
+        codec: Codec = self.rest.codec()
+        return codec
 
     def wire(self, shapes: Sequence[KVShape], unit: int) -> Wire | None:
         """For engines with these layers that compute prompts in blocks of `unit` rows; None = rows as they are."""
@@ -77,4 +87,7 @@ class CacheGen:
             raise UserError(f"cachegen: chunk={self.chunk} must be a multiple of the decode method's block of {unit}")
         level = None if self.level == "auto" else self.level
         cut = Cut(level, self.chunk, self.group, self.deadline)
-        return None if level == 0 else Chunked(cut, shapes, self.bandwidth)
+        if level == 0:
+            return None
+        wire, codec = Chunked(cut, shapes, self.bandwidth), self.codec()
+        return wire if isinstance(codec, Raw) else Numbers(wire, codec, shapes[0].dtype)
