@@ -256,14 +256,20 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
   require(stack(&call) == 1, what, ": an absent token has an embedding");
   std::swap(tokens[0], vocab);
   require(stack(&call) == 0, what, ": a token has no embedding");
-  double tolerance = int8 ? 0.15 : 5e-2;  // where sums round otherwise, whole steps differ from there on
+  // Where a sum rounds otherwise, whole steps differ from there on: of thousands of numbers some by far, on average few.
+  auto alike = [&](const auto& got, const Doubles& want, const std::string& what) {
+    near(got, want, int8 ? 0.45 : 0.15, what);
+    double off = 0, size = 0;
+    for (size_t i = 0; i < want.size(); i++) off += fabs(got[i] - want[i]), size += fabs(want[i]);
+    require(off <= 0.07 * size, what, ": numbers are off by %.3g of their size", off / size);
+  };
   for (long i = 0; i < LAYERS; i++) {
     std::vector<Doubles> own(kept.begin() + i * 2 * spans.size(), kept.begin() + (i + 1) * 2 * spans.size());
     plain_layer(blocks[i], turn, readers, positions, int8, own, want);
     for (size_t p = 0; p < own.size(); p++)
-      near(slots[i * 2 * spans.size() + p], own[p], tolerance, name("%s, layer %ld, slots %ld", what, i, (long)p));
+      alike(slots[i * 2 * spans.size() + p], own[p], name("%s, layer %ld, slots %ld", what, i, (long)p));
   }
-  near(x, want, tolerance, what);
+  alike(x, want, what);
 }
 
 void stack_cases() {
