@@ -1,12 +1,12 @@
 """How many requests decode at once within a fixed KV budget, without the prefix cache: what bytes saved are for.
 
-    python scripts/requests_that_fit.py [SETTING...] [--model pocket] [--tokens 1000] [--new 32] [--dense 8]
+    python scripts/requests_that_fit.py [SETTING...] [--model pocket] [--tokens 1000] [--new 8] [--dense 8]
                                         [--write docs/kv.md]
 
 The budget holds `--dense` dense requests of that length, their last token included. Five times as many are offered,
-with prompts of random tokens; the most that decode in one step count, and what had to be preempted is told. An engine
-holds a prompt whole until it is done, whatever is given up then. Settings: as in `phasewise bench savers`, by default
-every saver at work. Nothing here depends on the machine's speed.
+with prompts of random tokens, which go first; the most that decode in one step count, and what had to be preempted is
+told. A prompt is held whole until it is done, whatever is given up then. Settings: as in `phasewise bench savers`, by
+default every saver at work. Nothing here depends on the machine's speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from phasewise.bench import report
 from phasewise.bench.drive import Bench
 from phasewise.bench.prompts import random_prompts
-from phasewise.bench.savers import DENSE, WORK, contenders
+from phasewise.bench.savers import DENSE, PROMPTS_FIRST, WORK, contenders
 from phasewise.bench.settings import Setting
 from phasewise.cli.progress import counting
 from phasewise.engine.engine import Engine
@@ -34,7 +34,7 @@ OFFERED = 5  # times as many as the budget holds of dense ones
 
 
 def engine_of(bench: Bench, setting: Setting, budget: int, most: int) -> Engine:
-    found = bench.engine(dict(setting.verbs), Limits(kv_bytes=budget, max_running=most, prefix_cache=False))
+    found = bench.engine({**PROMPTS_FIRST, **setting.verbs}, Limits(kv_bytes=budget, max_running=most, prefix_cache=False))
     assert isinstance(found, Engine), "settings of one engine"
     return found
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="pocket")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=1000, help="of a prompt")
-    parser.add_argument("--new", type=int, default=32, help="tokens that each request decodes")
+    parser.add_argument("--new", type=int, default=8, help="tokens that each request decodes")
     parser.add_argument("--dense", type=int, default=8, help="dense requests that the budget holds")
     parser.add_argument("--write", type=Path, help="put the table into this page")
     asked = parser.parse_args(argv)
