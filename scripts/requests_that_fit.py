@@ -34,7 +34,8 @@ OFFERED = 5  # times as many as the budget holds of dense ones
 
 
 def engine_of(bench: Bench, setting: Setting, budget: int, most: int) -> Engine:
-    found = bench.engine({**PROMPTS_FIRST, **setting.verbs}, Limits(kv_bytes=budget, max_running=most, prefix_cache=False))
+    limits = Limits(kv_bytes=budget, max_running=most, prefix_cache=False)
+    found = bench.engine({**PROMPTS_FIRST, **setting.verbs}, limits)
     assert isinstance(found, Engine), "settings of one engine"
     return found
 
