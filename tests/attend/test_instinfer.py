@@ -53,9 +53,9 @@ def test_bytes_read_are_the_closed_form(monkeypatch: pytest.MonkeyPatch, group: 
     listed: list[Tensor] = []
     plain = reads.attend_listed
 
-    def watched(some: Any, slots: Any) -> list[Tensor]:
+    def watched(some: Any, slots: Any, rests: Any) -> list[Tensor]:
         listed.extend(slots)
-        return plain(some, slots)
+        return plain(some, slots, rests)
 
     monkeypatch.setattr("phasewise.methods.attend.instinfer.attend_listed", watched)
     indexed = 0
@@ -132,7 +132,7 @@ def test_the_sum_of_values_counts_every_committed_row_once() -> None:
         one.feed(TOKENS[one.request.computed : one.request.computed + rows])
     (part,) = one.kv.layers[2].read()
     index: Any = one.kv.layers[2].derived["instinfer", 0]
-    torch.testing.assert_close(index.total, part.v[:, : index.upto].sum(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(index.sums, part.v[:, : index.upto].sum(1), atol=1e-5, rtol=1e-5)
     assert torch.equal(index.known, part.k[:, : index.upto].mT)
 
 

@@ -44,7 +44,7 @@ void votes_case(const Voting& v) {
   Numbers vectors(BFLOAT, v.heads * v.n * (v.channels ? v.channels : 1));
   double scale = v.rule == PROMISE ? 1 : 0.7;
   LayerChoice layer = {CHOSEN, v.channels ? vectors.data() : nullptr, nullptr, v.n * v.channels,
-                       v.channels ? channels.data() : nullptr, nullptr, 0, scale};
+                       v.channels ? channels.data() : nullptr, nullptr, 0, 1, nullptr, scale};
   long units = v.own - v.first, known = v.channels ? v.n / 3 : v.own, width = v.channels ? v.channels : v.dim;
   for (long h = 0; v.channels && h < v.heads; h++)
     for (long i = 0; i < known * width; i++)

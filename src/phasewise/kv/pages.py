@@ -22,6 +22,8 @@ class PageKeys:
     There is room for more; who holds it alone writes there.
     """
 
+    sums: Tensor | None = None
+
     def __init__(self, by: By, size: int, vectors: Tensor, upto: int = 0) -> None:
         self.by, self.size, self.vectors, self.upto = by, size, vectors, upto
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,18 @@ from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.ops.native.choice import ALL, CHOSEN, WAY_WORDS
 
+if TYPE_CHECKING:
+    from phasewise.kv.contiguous import ContiguousView
+
 
 class Standing(Protocol):
-    """Vectors for the first `upto` keys (or runs of keys), all committed: `vectors` [planes, h, room, width]."""
+    """Vectors for the first `upto` keys (or runs of keys), all committed: `vectors` [planes, h, room, width]. `sums` of
+    the values of these rows, float32 [h, D], which are read once, too; or None."""
 
     upto: int
+
+    @property
+    def sums(self) -> Tensor | None: ...
 
     @property
     def vectors(self) -> Tensor: ...
@@ -37,6 +44,8 @@ class Kept:
 
     There is room for more; who holds it alone writes there.
     """
+
+    sums: Tensor | None = None
 
     def __init__(self, rows: Tensor, upto: int = 0) -> None:
         self.rows, self.upto = rows, upto
@@ -71,43 +80,54 @@ class Kept:
         self.upto += new.shape[1]
 
 
+def layer_words(own: Standing, scale: float) -> array[int]:
+    """LayerChoice (kernels.h) of a layer that chooses by these; `scale` of products (0: the layer's own)."""
+    vectors, sums = own.vectors, own.sums
+    low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
+    words = array("q", (CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
+    words.extend((vectors.stride(3), 0 if sums is None else sums.data_ptr()))
+    words.frombytes(struct.pack("d", scale))
+    return words
+
+
 class VectorTable:
     """Where a native step finds the vectors beside a request's layers, and what reading them costs.
 
-    `words`: of LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` and
-    `key_bytes` of a row, `each` of a vector: in all layers that have some. `count`: of how many keys, or runs, all of
-    them know the vector.
+    `words`: of LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` of a row,
+    `made_bytes` of what is read of one to make a vector, `each` of a vector, `sums` of all: in all layers that have
+    some. `slot`: bytes of a row of one head. `count`: of how many keys, or runs, all of them know the vector.
     """
 
-    __slots__ = ("_of", "count", "each", "kept", "key_bytes", "row_bytes", "words")
+    __slots__ = ("count", "each", "kept", "made_bytes", "row_bytes", "slot", "sums", "words")
 
     def __init__(self, layers: Sequence[LayerKV], kept: Sequence[Standing | None], scale: float) -> None:
         self.kept, self.words = kept, array("q")
-        self.row_bytes = self.key_bytes = self.each = 0
+        self.row_bytes = self.made_bytes = self.each = self.sums = self.slot = 0
         for layer, own in zip(layers, kept):
             if own is None:
                 self.words.extend((ALL, *[0] * (WAY_WORDS - 1)))
                 continue
-            vectors = own.vectors
-            low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
-            self.words.extend((CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
-            self.words.frombytes(struct.pack("d", scale))
-            entry = entry_bytes(layer.codec, layer.shape)
-            self.row_bytes += entry * layer.shape.heads
-            self.key_bytes += entry // 2 * layer.shape.heads
-            self.each += vectors[:, :, :1].nbytes
+            self.words += layer_words(own, scale)
+            self.slot = entry_bytes(layer.codec, layer.shape)
+            self.row_bytes += self.slot * layer.shape.heads
+            self.made_bytes += (self.slot // 2 if own.sums is None else self.slot) * layer.shape.heads
+            self.each += own.vectors[:, :, :1].nbytes
+            self.sums += 0 if own.sums is None else own.sums.nbytes
         self.count = min((own.upto for own in kept if own is not None), default=0)
 
     @classmethod
     def of(
-        cls, layers: Sequence[LayerKV], key: Hashable, none: Callable[[int, Tensor], Standing | None],
+        cls, flat: ContiguousView, choice: Hashable, key: Hashable, none: Callable[[int, Tensor], Standing | None],
         room: Callable[[int], int], scale: float = 0.0,
     ) -> VectorTable | None:  # fmt: skip
-        """Of plain layers, with room for all vectors of as many rows as their buffers hold, `room(rows)`. `none`: of a
-        layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None where the
-        budget has no room for them."""
+        """A choice's, of plain layers, with room for all vectors of as many rows as their buffers hold, `room(rows)`.
+        `none`: of a layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None
+        where the budget has no room for them, or layers know unequally many, and sums of values."""
+        table = flat.tables.get(choice)
+        if table is not None and table.holds(flat.layers, key):
+            return table if table.even else None
         kept: list[Standing | None] = []
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(flat.layers):
             shape = layer.shape
             found = none(i, torch.empty((shape.heads, 0, shape.dim), dtype=shape.dtype))
             if found is not None:
@@ -120,11 +140,17 @@ class VectorTable:
                     return None
                 found = roomy
             kept.append(found)
-        return cls(layers, kept, scale)
+        table = flat.tables[choice] = cls(flat.layers, kept, scale)
+        return table if table.even else None
 
     def holds(self, layers: Sequence[LayerKV], key: Hashable) -> bool:
         """Whether these are still the ones that lie there."""
         return all(own is None or layer.beside.get(key) is own for layer, own in zip(layers, self.kept))
+
+    @property
+    def even(self) -> bool:
+        """Whether no values would be added twice."""
+        return not self.sums or len({own.upto for own in self.kept if own is not None}) == 1
 
     def known(self, wanted: int) -> int:
         """How many all layers know, of those wanted; a step in halves may have added some."""
