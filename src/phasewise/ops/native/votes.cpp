@@ -321,7 +321,9 @@ int32_t* list_units(const Voter& own, long head, int32_t* slots) {
   if (by_peaks(choice) && some > choice.units / 4) {  // too many to be looked at one by one
     electors.vote(false, choice.at, choice.at + choice.units, (float*)values);
     number((float*)values, choice.units, values);
-    return list_best(values, nullptr, choice.units, choice.chosen, choice.first, choice.size, slots);
+    some = which_reach(values, choice.units, threshold(values, choice.units, choice.chosen, COARSE), which);
+    for (long p = 0; p < some; p++) numbers[p] = values[which[p]];
+    return list_best(numbers, which, some, choice.chosen, choice.first, choice.size, slots);
   }
   if (by_peaks(choice)) {
     for (long p = 0; p < some; p++) values[p] = which[p] + (int32_t)(choice.at - choice.begin);
