@@ -160,7 +160,7 @@ class VectorChoice:
             words[TURN : TURN + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
         if kept.sums is not None:
             rest = Rest(kept.sums.new_empty(read.q.shape[1]), torch.empty_like(kept.sums))
-        k, scale, v, v_scale = part.planes if len(part.planes) == 4 else (part.planes[0], None, part.planes[1], None)
+        k, scale, v, v_scale = part.planes if len(part.planes) == 4 else (part.planes[0], None, part.planes[-1], None)
         among = self._among(n, read.q.shape[2])
         return Ballot(read.q, k, scale, among, kept.upto, words, (kept, channels, turn), v, v_scale, rest)
 

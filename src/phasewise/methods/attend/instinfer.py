@@ -2,8 +2,8 @@
 
 Promises, per query row and KV head, exact attention over the `k` rows that an approximation by the `r` largest numbers
 of the query finds the most important, of which only those are read whole, and the mean of the values for all others.
-The drive that computes this is modelled: the rows lie in memory like any other KV, nothing is faster for it, and what
-would cross the link to a drive is counted (`link_bytes`). The cache stays whole; prompts are dense.
+The drive that computes this is modelled: the rows lie in memory like any other KV, and what would cross the link to a
+drive is counted (`link_bytes`). The cache stays whole; prompts are dense.
 """
 
 from __future__ import annotations
@@ -89,10 +89,8 @@ class _InstInfer:
         )
 
     def _candidates(self, n: int) -> Candidates:
-        chosen = share(self.knobs.k, n) - 1
-        return Candidates(
-            0, n - 1, 1, chosen, SHARE, False, 0, n, largest=self.most, group=self.knobs.group
-        )  # its own has a share
+        chosen = share(self.knobs.k, n) - 1  # its own has a share, too
+        return Candidates(0, n - 1, 1, chosen, SHARE, False, 0, n, largest=self.most, group=self.knobs.group)
 
     def _none(self, keys: Tensor) -> _Index:
         return _Index(keys.mT, keys.float().sum(1) if self.knobs.mean else None, 0)

@@ -137,7 +137,7 @@ class Ballot(NamedTuple):
 def takes(ballot: Ballot) -> bool:
     """Whether `choose` does this one."""
     q, k, scale = ballot[:3]
-    fits = fit.fits(q, k, k, None if scale is None else (scale, scale))
+    fits = fit.fits(q, k, k if ballot.v is None else ballot.v, None if scale is None else (scale, scale))
     voting = q.shape[1] // (1 if ballot.candidates.joint else k.shape[0])
     return q.dtype == torch.bfloat16 and fits and voting <= MOST_VOTING and library() is not None
 
