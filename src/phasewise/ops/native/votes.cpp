@@ -313,19 +313,20 @@ int32_t* list_units(const Voter& own, long head, int32_t* slots) {
   int32_t least = threshold(numbers, choice.units, choice.chosen, COARSE);
   int32_t *which = numbers + padded(choice.units), *values = which + padded(choice.units);
   Electors electors(own, by_peaks(choice) ? head : 0);
-  if (by_peaks(choice)) {
+  bool peaks = by_peaks(choice) && electors.count > 1;  // of one query they are the sums
+  if (peaks) {
     float peak = value_of(least);
     least = number(peak - logf((float)electors.count) - 1e-4f * (1 + fabsf(peak)));
   }
   long some = which_reach(numbers, choice.units, least, which);
-  if (by_peaks(choice) && some > choice.units / 4) {  // too many to be looked at one by one
+  if (peaks && some > choice.units / 4) {  // too many to be looked at one by one
     electors.vote(false, choice.at, choice.at + choice.units, (float*)values);
     number((float*)values, choice.units, values);
     some = which_reach(values, choice.units, threshold(values, choice.units, choice.chosen, COARSE), which);
     for (long p = 0; p < some; p++) numbers[p] = values[which[p]];
     return list_best(numbers, which, some, choice.chosen, choice.first, choice.size, slots);
   }
-  if (by_peaks(choice)) {
+  if (peaks) {
     for (long p = 0; p < some; p++) values[p] = which[p] + (int32_t)(choice.at - choice.begin);
     electors.vote(values, some, values);
   } else {
