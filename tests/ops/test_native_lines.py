@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phasewise.kv.vectors import layer_words
 from phasewise.methods.attend.instinfer import _Index
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import choice, listed
-from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, choose, takes
+from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, Ways, choose, takes
 from phasewise.ops.native.listed import Listed
 from tests.ops.targets import HERE
 
@@ -62,7 +61,7 @@ def made(seed: int, shape: tuple[int, int, int], n: int, some: tuple[int, int], 
     among = Candidates(0, n - 1, 1, chosen, SHARE, False, 0, n, width=dim, largest=largest)
     keys, k_scale, values, v_scale = planes
     assert keys is not None
-    words = layer_words(index, SCALE)
+    words = Ways.layer(index.vectors, index.sums, SCALE)
     return Case(Ballot(q, keys, k_scale, among, known, words, index, values, v_scale, rest), k, v, index)
 
 
@@ -156,6 +155,6 @@ def test_a_layers_words_are_those_of_the_kernel() -> None:
     """In the order of LayerChoice, the scale at the end."""
     index = made(0, (2, 1, 16), 10, (3, 4)).index
     assert index.sums is not None
-    words = layer_words(index, 0.5)
+    words = Ways.layer(index.vectors, index.sums, 0.5)
     want = (1, index.lines.data_ptr(), 0, index.lines.stride(0), 0, 0, 0, index.lines.stride(1), index.sums.data_ptr())
     assert words[:-1] == array("q", want) and struct.unpack("d", words[-1:].tobytes()) == (0.5,)

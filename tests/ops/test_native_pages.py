@@ -14,7 +14,6 @@ from torch import Tensor
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.pages import By, PageKeys
-from phasewise.kv.vectors import layer_words
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import listed, stack, weights
@@ -86,7 +85,7 @@ class Held:
             else:
                 k, k_scale, v, v_scale = buffer.addresses
                 planes.extend((k, v, buffer.cap * kv.shape.dim, k_scale, v_scale, buffer.cap))
-            ways = layer_words(keys, 0.0)
+            ways = Ways.layer(keys.vectors, keys.sums, 0.0)
             table.extend((ALL if layer < self.dense else CHOSEN, *ways[1:]))
         self.words, self.ways = planes, table
         start = self.words.buffer_info()[0]

@@ -3,7 +3,6 @@ that of all layers."""
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.ops.native.choice import ALL, CHOSEN, WAY_WORDS
+from phasewise.ops.native.choice import ALL, WAY_WORDS, Ways
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
@@ -45,10 +44,8 @@ class Kept:
     There is room for more; who holds it alone writes there.
     """
 
-    sums: Tensor | None = None
-
     def __init__(self, rows: Tensor, upto: int = 0) -> None:
-        self.rows, self.upto = rows, upto
+        self.rows, self.upto, self.sums = rows, upto, None
 
     @property
     def vectors(self) -> Tensor:
@@ -80,16 +77,6 @@ class Kept:
         self.upto += new.shape[1]
 
 
-def layer_words(own: Standing, scale: float) -> array[int]:
-    """LayerChoice (kernels.h) of a layer that chooses by these; `scale` of products (0: the layer's own)."""
-    vectors, sums = own.vectors, own.sums
-    low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
-    words = array("q", (CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
-    words.extend((vectors.stride(3), 0 if sums is None else sums.data_ptr()))
-    words.frombytes(struct.pack("d", scale))
-    return words
-
-
 class VectorTable:
     """Where a native step finds the vectors beside a request's layers, and what reading them costs.
 
@@ -107,7 +94,7 @@ class VectorTable:
             if own is None:
                 self.words.extend((ALL, *[0] * (WAY_WORDS - 1)))
                 continue
-            self.words += layer_words(own, scale)
+            self.words += Ways.layer(own.vectors, own.sums, scale)
             self.slot = entry_bytes(layer.codec, layer.shape)
             self.row_bytes += self.slot * layer.shape.heads
             self.made_bytes += (self.slot // 2 if own.sums is None else self.slot) * layer.shape.heads
@@ -124,33 +111,28 @@ class VectorTable:
         `none`: of a layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None
         where the budget has no room for them, or layers know unequally many, and sums of values."""
         table = flat.tables.get(choice)
-        if table is not None and table.holds(flat.layers, key):
-            return table if table.even else None
-        kept: list[Standing | None] = []
-        for i, layer in enumerate(flat.layers):
-            shape = layer.shape
-            found = none(i, torch.empty((shape.heads, 0, shape.dim), dtype=shape.dtype))
-            if found is not None:
-                known = layer.beside.get(key)
-                found = known if isinstance(known, type(found)) else found
-                roomy = found.roomy(room(layer.slabs[0].buffer.cap))
-                if known is not roomy:
-                    layer.beside.keep(key, roomy)
-                if layer.beside.get(key) is not roomy:
-                    return None
-                found = roomy
-            kept.append(found)
-        table = flat.tables[choice] = cls(flat.layers, kept, scale)
-        return table if table.even else None
+        if table is None or not table.holds(flat.layers, key):
+            kept: list[Standing | None] = []
+            for i, layer in enumerate(flat.layers):
+                shape = layer.shape
+                found = none(i, torch.empty((shape.heads, 0, shape.dim), dtype=shape.dtype))
+                if found is not None:
+                    known = layer.beside.get(key)
+                    found = known if isinstance(known, type(found)) else found
+                    roomy = found.roomy(room(layer.slabs[0].buffer.cap))
+                    if known is not roomy:
+                        layer.beside.keep(key, roomy)
+                    if layer.beside.get(key) is not roomy:
+                        return None
+                    found = roomy
+                kept.append(found)
+            table = flat.tables[choice] = cls(flat.layers, kept, scale)
+        uneven = table.sums and len({own.upto for own in table.kept if own is not None}) > 1
+        return None if uneven else table  # values would be added twice
 
     def holds(self, layers: Sequence[LayerKV], key: Hashable) -> bool:
         """Whether these are still the ones that lie there."""
         return all(own is None or layer.beside.get(key) is own for layer, own in zip(layers, self.kept))
-
-    @property
-    def even(self) -> bool:
-        """Whether no values would be added twice."""
-        return not self.sums or len({own.upto for own in self.kept if own is not None}) == 1
 
     def known(self, wanted: int) -> int:
         """How many all layers know, of those wanted; a step in halves may have added some."""

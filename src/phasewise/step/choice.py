@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.pages import By, PageKeys
-from phasewise.kv.vectors import Kept, Standing, VectorTable, layer_words
+from phasewise.kv.vectors import Kept, Standing, VectorTable
 from phasewise.ops.native.choice import CHANNELS, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen, Rest, Ways
 from phasewise.ops.native.stack import StackSpan
 
@@ -152,7 +152,7 @@ class VectorChoice:
         """The same for one single row at one layer of a step in halves."""
         part, layer = read.part, read.layer
         n, channels, turn, rest = part.size[1], None, None, None
-        words = layer_words(kept, read.scale if self.scaled else 1.0)
+        words = Ways.layer(kept.vectors, kept.sums, read.scale if self.scaled else 1.0)
         if self.channels is not None:
             channels = self.channels[layer] if part.heads is None else self.channels[layer][part.heads]
             words[CHANNELS] = channels.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -81,6 +82,15 @@ class Ways(NamedTuple):
     kept: object = None
     beside: array[int] | None = None
     slot: int = 0
+
+    @staticmethod
+    def layer(vectors: Tensor, sums: Tensor | None, scale: float) -> array[int]:
+        """Of one that chooses by vectors [1 | 2, H, .., width]; `scale` of products (0: the layer's own)."""
+        low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
+        words = array("q", (CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
+        words.extend((vectors.stride(3), 0 if sums is None else sums.data_ptr()))
+        words.frombytes(struct.pack("d", scale))
+        return words
 
 
 class Chosen:
