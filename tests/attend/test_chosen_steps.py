@@ -12,6 +12,7 @@ from torch import Tensor
 from phasewise.kv.vectors import Kept
 from phasewise.methods.attend.double_sparsity import DoubleSparsity
 from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.instinfer import InstInfer, _Index
 from phasewise.methods.attend.loopserve import LoopServe
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.attend.token_select import TokenSelect
@@ -36,6 +37,8 @@ METHODS: dict[str, Any] = {
     "double_sparsity": DoubleSparsity(channels=5.0, k=20, dense_layers=1, weights="random:0"),
     "token_select": TokenSelect(k=12, first=3, local=5, dense_layers=1),
     "infllm": InfLLM(block=8, init=1, window=8, topk=2, dense_len=60),
+    "instinfer": InstInfer(r=4.0, k=20.0, group=4),
+    "instinfer, no mean": InstInfer(r=0.3, k=0.2, mean=False),
     "tidal": Tidal(k=20, dense=1, second=3, every=0),
     "tidal, made good": Tidal(k=20, dense=0, second=2, every=7),
     "loopserve": LoopServe(alpha=1.0, budget=12, every=6, voters=6),
@@ -70,7 +73,9 @@ def halved(patch: pytest.MonkeyPatch) -> None:
 def vectors(walk: Walk) -> list[Tensor]:
     """What stands for the keys of every layer that has some."""
     every = [value for layer in walk.kv.layers for value in layer.derived.values()]
-    return [value.known for value in every if isinstance(value, Kept)]
+    indices = [value for value in every if isinstance(value, _Index)]
+    sums = [value.sums for value in indices if value.sums is not None]
+    return [value.known for value in every if isinstance(value, Kept)] + [value.known for value in indices] + sums
 
 
 def asked(name: str, rows: int) -> bool:
@@ -163,6 +168,7 @@ VERBS = {
     "double_sparsity": "double_sparsity:channels=5,k=20,dense_layers=1,weights=random:0",
     "token_select": "token_select:k=12,first=3,local=5",
     "infllm": "infllm:block=8,init=1,window=8,topk=2,dense_len=30",
+    "instinfer": "instinfer:r=4,k=16,group=4",
     "tidal": "tidal:k=16,dense=1,second=3,every=7",
     "loopserve": "loopserve:alpha=1.0,budget=12,every=6,voters=6",
 }

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.attend.instinfer import InstInfer
+from phasewise.methods.attend._select import share
+from phasewise.methods.attend.instinfer import InstInfer, _Index, fewest
+from phasewise.model.model import Model
+from phasewise.ops import native
 from phasewise.request.counters import Counters
 from phasewise.step import reads
+from phasewise.step.choice import VectorChoice
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
 from tests.kv.harness import Walk
+from tests.watched import passes
 
+native_only = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 PROMPT, TOKENS = 70, tiny.prompts(130)[0]
 LAYERS, HEADS, DIM, HEADS_Q = 4, 2, 12, 4  # of the tiny model, in float32
 KEY = HEADS * DIM * 4
@@ -53,9 +59,9 @@ def test_bytes_read_are_the_closed_form(monkeypatch: pytest.MonkeyPatch, group: 
     listed: list[Tensor] = []
     plain = reads.attend_listed
 
-    def watched(some: Any, slots: Any) -> list[Tensor]:
+    def watched(some: Any, slots: Any, rests: Any) -> list[Tensor]:
         listed.extend(slots)
-        return plain(some, slots)
+        return plain(some, slots, rests)
 
     monkeypatch.setattr("phasewise.methods.attend.instinfer.attend_listed", watched)
     indexed = 0
@@ -132,8 +138,63 @@ def test_the_sum_of_values_counts_every_committed_row_once() -> None:
         one.feed(TOKENS[one.request.computed : one.request.computed + rows])
     (part,) = one.kv.layers[2].read()
     index: Any = one.kv.layers[2].derived["instinfer", 0]
-    torch.testing.assert_close(index.total, part.v[:, : index.upto].sum(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(index.sums, part.v[:, : index.upto].sum(1), atol=1e-5, rtol=1e-5)
     assert torch.equal(index.known, part.k[:, : index.upto].mT)
+
+
+# ---- whole steps, in bfloat16
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+
+
+@native_only
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_whole_steps_count_what_steps_in_halves_do(group: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link's bytes by the closed form, and those of the rows that come with those listed."""
+    found = []
+    for whole in (True, False):
+        host = Host(model, None, Counters(), None, None)  # type: ignore[arg-type]
+        one = Walk(model, TOKENS[:PROMPT], attend=InstInfer(r=3.0, k=20.0, group=group).bind(host))
+        one.feed(TOKENS[:PROMPT])
+        with monkeypatch.context() as patch:
+            if not whole:
+                patch.setattr(VectorChoice, "natively", lambda *_: None)
+            made, before = passes(patch), one.counters.kv_bytes_read
+            for token in TOKENS[PROMPT:]:
+                one.feed([token])
+        assert all(each.whole is whole for each in made)
+        found.append((one.counters.kv_bytes_read - before, host.counters.link_bytes))
+    config, steps = model.config, len(TOKENS) - PROMPT
+    each = config.layers * (2 * config.heads + 2 * config.kv_heads) * config.head_dim * 2
+    assert found[0] == found[1] and found[0][1] == steps * each
+    least = steps * config.layers * config.kv_heads * 20 * config.head_dim * 4  # the rows that are listed
+    assert found[0][0] > least * (1 if group == 1 else 1.2)
+
+
+@native_only
+def test_layers_that_know_unequally_many_are_asked(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no value is counted twice; after that step they know alike."""
+    host = Host(model, None, Counters(), None, None)  # type: ignore[arg-type]
+    one = Walk(model, TOKENS[:PROMPT], attend=InstInfer(r=3.0, k=20.0).bind(host))
+    one.feed(TOKENS[:PROMPT])
+    made = passes(monkeypatch)
+    for i, token in enumerate(TOKENS[PROMPT : PROMPT + 8]):
+        if i == 4:
+            del one.kv.layers[2].beside.kept["instinfer", 0]
+        one.feed([token])
+    assert [each.whole for each in made] == [i != 4 for i in range(8)]
+    for layer in one.kv.layers:
+        (part,), index = layer.read(), layer.derived["instinfer", 0]
+        assert isinstance(index, _Index) and index.sums is not None
+        assert index.upto == PROMPT + 7 and torch.equal(index.known, part.k[:, : index.upto].mT)
+        torch.testing.assert_close(index.sums, part.v[:, : index.upto].float().sum(1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [0.001, 0.125, 1 / 3, 0.9, 0.999, 1.0, 1.5, 12.0])
+def test_the_fewest_rows_that_choose(k: float) -> None:
+    least = fewest(k)
+    assert all((share(k, n) < n) is (n >= least) for n in range(1, 3000))
 
 
 @pytest.mark.parametrize(("knobs", "said"), [({"r": 0.0}, "r=0.0"), ({"k": -1.0}, "k=-1.0"), ({"group": 0}, "group=0")])

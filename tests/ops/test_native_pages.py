@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.pages import VECTORS, By, PageKeys
+from phasewise.kv.pages import By, PageKeys
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import listed, stack, weights
@@ -85,9 +85,8 @@ class Held:
             else:
                 k, k_scale, v, v_scale = buffer.addresses
                 planes.extend((k, v, buffer.cap * kv.shape.dim, k_scale, v_scale, buffer.cap))
-            high = keys.vectors[1].data_ptr() if VECTORS[self.by] == 2 else 0
-            way = ALL if layer < self.dense else CHOSEN
-            table.extend((way, keys.vectors.data_ptr(), high, keys.vectors.stride(1), 0, 0, 0, 0))
+            ways = Ways.layer(keys.vectors, keys.sums, 0.0)
+            table.extend((ALL if layer < self.dense else CHOSEN, *ways[1:]))
         self.words, self.ways = planes, table
         start = self.words.buffer_info()[0]
         whole = StackSpan(self.n + 1, 1, None, start)

@@ -38,6 +38,7 @@ def words(
     found.append(0 if vectors is None else vectors.stride(0))
     found.append(0 if channels is None else channels.data_ptr())
     found.extend((0, 0) if turn is None else (turn.data_ptr(), turn.shape[1]))
+    found.extend((1, 0))
     found.frombytes(struct.pack("d", scale))
     return found
 

@@ -23,7 +23,7 @@ class PageKeys:
     """
 
     def __init__(self, by: By, size: int, vectors: Tensor, upto: int = 0) -> None:
-        self.by, self.size, self.vectors, self.upto = by, size, vectors, upto
+        self.by, self.size, self.vectors, self.upto, self.sums = by, size, vectors, upto, None
 
     @classmethod
     def none(cls, by: By, size: int, keys: Tensor) -> PageKeys:
@@ -40,16 +40,6 @@ class PageKeys:
         return self.vectors.nbytes
 
     @property
-    def room(self) -> int:
-        return self.vectors.shape[2]
-
-    @property
-    def width(self) -> int:
-        """Bytes of one page."""
-        planes, heads, _, dim = self.vectors.shape
-        return planes * heads * dim * self.vectors.itemsize
-
-    @property
     def known(self) -> Tensor:
         """[1 | 2, h, upto, D]."""
         return self.vectors[:, :, : self.upto]
@@ -59,7 +49,7 @@ class PageKeys:
 
     def roomy(self, pages: int) -> PageKeys:
         """The same with room for so many pages; itself where it has that."""
-        if pages <= self.room:
+        if pages <= self.vectors.shape[2]:
             return self
         planes, heads, _, dim = self.vectors.shape
         vectors = self.vectors.new_empty((planes, heads, pages, dim))

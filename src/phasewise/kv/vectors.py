@@ -3,23 +3,29 @@ that of all layers."""
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.ops.native.choice import ALL, CHOSEN, WAY_WORDS
+from phasewise.ops.native.choice import ALL, WAY_WORDS, Ways
+
+if TYPE_CHECKING:
+    from phasewise.kv.contiguous import ContiguousView
 
 
 class Standing(Protocol):
-    """Vectors for the first `upto` keys (or runs of keys), all committed: `vectors` [planes, h, room, width]."""
+    """Vectors for the first `upto` keys (or runs of keys), all committed: `vectors` [planes, h, room, width]. `sums` of
+    the values of these rows, float32 [h, D], which are read once, too; or None."""
 
     upto: int
+
+    @property
+    def sums(self) -> Tensor | None: ...
 
     @property
     def vectors(self) -> Tensor: ...
@@ -39,7 +45,7 @@ class Kept:
     """
 
     def __init__(self, rows: Tensor, upto: int = 0) -> None:
-        self.rows, self.upto = rows, upto
+        self.rows, self.upto, self.sums = rows, upto, None
 
     @property
     def vectors(self) -> Tensor:
@@ -74,53 +80,55 @@ class Kept:
 class VectorTable:
     """Where a native step finds the vectors beside a request's layers, and what reading them costs.
 
-    `words`: of LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` and
-    `key_bytes` of a row, `each` of a vector: in all layers that have some. `count`: of how many keys, or runs, all of
-    them know the vector.
+    `words`: of LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` of a row,
+    `made_bytes` of what is read of one to make a vector, `each` of a vector, `sums` of all: in all layers that have
+    some. `slot`: bytes of a row of one head. `count`: of how many keys, or runs, all of them know the vector.
     """
 
-    __slots__ = ("_of", "count", "each", "kept", "key_bytes", "row_bytes", "words")
+    __slots__ = ("count", "each", "kept", "made_bytes", "row_bytes", "slot", "sums", "words")
 
     def __init__(self, layers: Sequence[LayerKV], kept: Sequence[Standing | None], scale: float) -> None:
         self.kept, self.words = kept, array("q")
-        self.row_bytes = self.key_bytes = self.each = 0
+        self.row_bytes = self.made_bytes = self.each = self.sums = self.slot = 0
         for layer, own in zip(layers, kept):
             if own is None:
                 self.words.extend((ALL, *[0] * (WAY_WORDS - 1)))
                 continue
-            vectors = own.vectors
-            low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
-            self.words.extend((CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
-            self.words.frombytes(struct.pack("d", scale))
-            entry = entry_bytes(layer.codec, layer.shape)
-            self.row_bytes += entry * layer.shape.heads
-            self.key_bytes += entry // 2 * layer.shape.heads
-            self.each += vectors[:, :, :1].nbytes
+            self.words += Ways.layer(own.vectors, own.sums, scale)
+            self.slot = entry_bytes(layer.codec, layer.shape)
+            self.row_bytes += self.slot * layer.shape.heads
+            self.made_bytes += (self.slot // 2 if own.sums is None else self.slot) * layer.shape.heads
+            self.each += own.vectors[:, :, :1].nbytes
+            self.sums += 0 if own.sums is None else own.sums.nbytes
         self.count = min((own.upto for own in kept if own is not None), default=0)
 
     @classmethod
     def of(
-        cls, layers: Sequence[LayerKV], key: Hashable, none: Callable[[int, Tensor], Standing | None],
+        cls, flat: ContiguousView, choice: Hashable, key: Hashable, none: Callable[[int, Tensor], Standing | None],
         room: Callable[[int], int], scale: float = 0.0,
     ) -> VectorTable | None:  # fmt: skip
-        """Of plain layers, with room for all vectors of as many rows as their buffers hold, `room(rows)`. `none`: of a
-        layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None where the
-        budget has no room for them."""
-        kept: list[Standing | None] = []
-        for i, layer in enumerate(layers):
-            shape = layer.shape
-            found = none(i, torch.empty((shape.heads, 0, shape.dim), dtype=shape.dtype))
-            if found is not None:
-                known = layer.beside.get(key)
-                found = known if isinstance(known, type(found)) else found
-                roomy = found.roomy(room(layer.slabs[0].buffer.cap))
-                if known is not roomy:
-                    layer.beside.keep(key, roomy)
-                if layer.beside.get(key) is not roomy:
-                    return None
-                found = roomy
-            kept.append(found)
-        return cls(layers, kept, scale)
+        """A choice's, of plain layers, with room for all vectors of as many rows as their buffers hold, `room(rows)`.
+        `none`: of a layer, by its number among these, no vectors for keys like these [h, 0, D]; None: it has none. None
+        where the budget has no room for them, or layers know unequally many, and sums of values."""
+        table = flat.tables.get(choice)
+        if table is None or not table.holds(flat.layers, key):
+            kept: list[Standing | None] = []
+            for i, layer in enumerate(flat.layers):
+                shape = layer.shape
+                found = none(i, torch.empty((shape.heads, 0, shape.dim), dtype=shape.dtype))
+                if found is not None:
+                    known = layer.beside.get(key)
+                    found = known if isinstance(known, type(found)) else found
+                    roomy = found.roomy(room(layer.slabs[0].buffer.cap))
+                    if known is not roomy:
+                        layer.beside.keep(key, roomy)
+                    if layer.beside.get(key) is not roomy:
+                        return None
+                    found = roomy
+                kept.append(found)
+            table = flat.tables[choice] = cls(flat.layers, kept, scale)
+        uneven = table.sums and len({own.upto for own in table.kept if own is not None}) > 1
+        return None if uneven else table  # values would be added twice
 
     def holds(self, layers: Sequence[LayerKV], key: Hashable) -> bool:
         """Whether these are still the ones that lie there."""

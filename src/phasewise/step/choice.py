@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from phasewise.kv.pages import By, PageKeys
-from phasewise.kv.vectors import Kept, VectorTable
-from phasewise.ops.native.choice import CHANNELS, CHOSEN, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen, Ways
+from phasewise.kv.vectors import Kept, Standing, VectorTable
+from phasewise.ops.native.choice import CHANNELS, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen, Rest, Ways
 from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class Choice(Protocol):
         ...
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
-        """`whole`, which reads everything, as it is with this choice; None where a native step does not make it."""
+        """`whole`, one `simple` row that reads everything, as it is with this choice; None where a native step does not
+        make it."""
         ...
 
 
@@ -66,10 +67,7 @@ class PageChoice:
         return furthest(span) >= self.most
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
-        """None for spans with structure or of several rows, where rows were given up, or where the budget has no room
-        for page keys."""
-        if not simple(span, flat, whole):
-            return None
+        """None where the budget has no room for page keys."""
         table = self._table(flat, span.phase.walk or range(len(flat.layers)))
         if table is None:
             return None
@@ -80,22 +78,15 @@ class PageChoice:
         known = table.known(pages)
         read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + pages * table.each
         if known < pages:
-            read += (flat.n - known * self.page) * table.key_bytes
+            read += (flat.n - known * self.page) * table.made_bytes
         ways = Ways(table.words, kept=table)
         return whole._replace(choice=Chosen(candidates, known, ways, read, partial(table.made, pages)))
 
     def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
-        key = PageKeys.key(self.by, self.page)
-        table = flat.tables.get(self)
-        if table is None or not table.holds(flat.layers, key):
+        def none(i: int, keys: Tensor) -> PageKeys | None:
+            return None if layers[i] < self.dense_layers else PageKeys.none(self.by, self.page, keys)
 
-            def none(i: int, keys: Tensor) -> PageKeys | None:
-                return None if layers[i] < self.dense_layers else PageKeys.none(self.by, self.page, keys)
-
-            table = VectorTable.of(flat.layers, key, none, lambda rows: rows // self.page)
-            if table is not None:
-                flat.tables[self] = table
-        return table
+        return VectorTable.of(flat, self, PageKeys.key(self.by, self.page), none, lambda rows: rows // self.page)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +98,8 @@ class VectorChoice:
     multiplied with the scale of a layer's scores. `channels`: of every layer, int32 [H, width]: vectors are these
     numbers of keys. `make(layer, keys, start)`: vectors [H, m, width] of the keys [H, m, D] from slot `start` on, where
     kernels do not make them; it is asked for those of many rows at a time. `turned(layer, position)`: by what queries
-    are turned before, cos and signed sin float32 [2, R]; None: they are not.
+    are turned before, cos and signed sin float32 [2, R]; None: they are not. `none`: what is kept of keys like these
+    [h, 0, D], for their numbers in lines; else it is a `Kept`. `told(layers)`: after whole steps that chose in so many.
     """
 
     key: Hashable
@@ -119,15 +111,14 @@ class VectorChoice:
     channels: Sequence[Tensor] | None = None
     make: Callable[[int, Tensor, int], Tensor] | None = None
     turned: Callable[[int, int], Tensor | None] | None = None
+    none: Callable[[Tensor], Standing] | None = None
+    told: Callable[[int], None] | None = None
 
     def acts(self, span: Span) -> bool:
         return furthest(span) + 1 >= self.least
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
-        """None for spans with structure or of several rows, where rows were given up, or where the budget has no room
-        for vectors."""
-        if not simple(span, flat, whole):
-            return None
+        """None where the budget has no room for vectors, or some layers know more than others."""
         layers = span.phase.walk or range(len(flat.layers))
         table = self._table(flat, layers)
         if table is None:
@@ -135,53 +126,56 @@ class VectorChoice:
         n, candidates = flat.n + 1, self._among(flat.n + 1, flat.layers[0].shape.dim)
         lasting = self.lasting(flat.n)
         known = table.known(lasting)
-        read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes)
-        read += (min(candidates.end, lasting) - candidates.begin) * table.each
+        read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + table.sums
+        read += (min(candidates.end, lasting) - candidates.begin) * table.each * candidates.looked // candidates.width
         if self.make is None:
-            read += candidates.rows(known, lasting) * table.key_bytes
+            read += candidates.rows(known, lasting) * table.made_bytes
         elif known < candidates.end:
-            read += (lasting - known) * table.key_bytes
+            read += (lasting - known) * table.made_bytes
             self._make(table, flat.layers, layers, lasting)
             table.made(known := lasting)
-        ways = Ways(table.words, kept=(table, self._turn(table, layers, flat.n)))
-        done = partial(table.made, lasting if self.make is None else known)
+        beside = array("q", bytes(8 * len(layers) * flat.layers[0].shape.heads)) if candidates.group else None
+        ways = Ways(table.words, kept=(table, self._turn(table, layers, flat.n)), beside=beside, slot=table.slot)
+        done = partial(self._done, table, lasting if self.make is None else known)
         return whole._replace(choice=Chosen(candidates, known, ways, read, done))
+
+    def _done(self, table: VectorTable, known: int) -> None:
+        table.made(known)
+        if self.told is not None:
+            self.told(sum(own is not None for own in table.kept))
 
     def _among(self, n: int, dim: int) -> Candidates:
         candidates = self.candidates(n)
         return candidates if candidates.width else candidates._replace(width=dim)
 
-    def ballot(self, read: Read, kept: Kept) -> Ballot:
+    def ballot(self, read: Read, kept: Standing) -> Ballot:
         """The same for one single row at one layer of a step in halves."""
         part, layer = read.part, read.layer
-        n = part.size[1]
-        words = array("q", (CHOSEN, kept.rows.data_ptr(), 0, kept.rows.stride(0), 0, 0, 0))
-        words.frombytes(struct.pack("d", read.scale if self.scaled else 1.0))
-        channels, turn = None, None
+        n, channels, turn, rest = part.size[1], None, None, None
+        words = Ways.layer(kept.vectors, kept.sums, read.scale if self.scaled else 1.0)
         if self.channels is not None:
             channels = self.channels[layer] if part.heads is None else self.channels[layer][part.heads]
             words[CHANNELS] = channels.data_ptr()
         if self.turned is not None and (turn := self.turned(layer, n - 1)) is not None:
             words[TURN : TURN + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
-        k, scale = part.planes[:2] if len(part.planes) == 4 else (part.planes[0], None)
+        if kept.sums is not None:
+            rest = Rest(kept.sums.new_empty(read.q.shape[1]), torch.empty_like(kept.sums))
+        k, scale, v, v_scale = part.planes if len(part.planes) == 4 else (part.planes[0], None, part.planes[-1], None)
         among = self._among(n, read.q.shape[2])
-        return Ballot(read.q, k, scale, among, kept.upto, words, (kept, channels, turn))
+        return Ballot(read.q, k, scale, among, kept.upto, words, (kept, channels, turn), v, v_scale, rest)
 
     def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
-        table = flat.tables.get(self)
-        if table is None or not table.holds(flat.layers, self.key):
-
-            def none(i: int, keys: Tensor) -> Kept | None:
-                shape = (keys.shape[0], 0, self._among(self.least, keys.shape[2]).width)
-                return None if layers[i] < self.dense_layers else Kept(keys.new_empty(shape))
-
-            table = VectorTable.of(flat.layers, self.key, none, self.lasting, 0.0 if self.scaled else 1.0)
-            if table is None:
+        def none(i: int, keys: Tensor) -> Standing | None:
+            if layers[i] < self.dense_layers:
                 return None
+            shape = (keys.shape[0], 0, self._among(self.least, keys.shape[2]).width)
+            return Kept(keys.new_empty(shape)) if self.none is None else self.none(keys)
+
+        before = flat.tables.get(self)
+        table = VectorTable.of(flat, self, self.key, none, self.lasting, 0.0 if self.scaled else 1.0)
+        if table is not None and table is not before and self.channels is not None:
             for at, layer in enumerate(layers):
-                if self.channels is not None:
-                    table.words[at * WAY_WORDS + CHANNELS] = self.channels[layer].data_ptr()
-            flat.tables[self] = table
+                table.words[at * WAY_WORDS + CHANNELS] = self.channels[layer].data_ptr()
         return table
 
     def _make(self, table: VectorTable, rows: Sequence[LayerKV], layers: Sequence[int], upto: int) -> None:

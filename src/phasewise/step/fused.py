@@ -17,6 +17,7 @@ from phasewise.ops.native.stack import SLICE, Halves, Rows, Stack, StackSpan, Tu
 from phasewise.ops.native.weighed import MOST_SHARING, Weighs
 from phasewise.step import forms
 from phasewise.step.batch import Batch
+from phasewise.step.choice import simple
 from phasewise.step.half import run_halves
 from phasewise.step.phase import Hidden
 
@@ -117,6 +118,8 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     choice = phase.choice
     if choice is None or not choice.acts(span) or stack.capped or any(w < end for w in windows) or phase.watches(span):
         return whole
+    if not simple(span, flat, whole):
+        return whole
     return choice.natively(span, flat, whole) or whole  # who is asked in each layer
 
 
@@ -157,7 +160,7 @@ class NativeStep:
         for span, part in zip(spans, parts):
             width = self._width(span)
             if part.choice is not None:
-                part.choice.done()
+                self.counters.kv_bytes_read += part.choice.done()
             if part.weighed is not None:
                 part.weighed.told()
             span.kv.written(span.positions)

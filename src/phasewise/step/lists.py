@@ -13,7 +13,6 @@ from torch import Tensor
 
 from phasewise.ops.native.choice import AGAIN, ALL, GIVEN, PEAK, PICKS, SHARE, WAY_WORDS, Candidates, Chosen, Ways
 from phasewise.ops.native.stack import StackSpan
-from phasewise.step.choice import simple
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
@@ -31,9 +30,6 @@ class PickedChoice:
     acts: Callable[[Span], bool]
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
-        """None for spans with structure or of several rows, and where rows were given up."""
-        if not simple(span, flat, whole):
-            return None
         n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
         ways = self._ways(layers)
         candidates = Candidates(0, n - 1, 1, self.k, PEAK, False, 0, n, width=flat.layers[0].shape.dim)
@@ -42,7 +38,7 @@ class PickedChoice:
         words = array("q", [word for way in ways for word in (way, *[0] * (WAY_WORDS - 1))])
         lists = torch.empty((flat.layers[0].shape.heads, candidates.listed(n)), dtype=torch.int32)
         handed = Ways(words, lists=lists.data_ptr(), kept=lists)
-        return whole._replace(choice=Chosen(candidates, n, handed, read, _nothing))
+        return whole._replace(choice=Chosen(candidates, n, handed, read))
 
     def _ways(self, layers: Sequence[int]) -> list[int]:
         ways, found = list[int](), False
@@ -51,10 +47,6 @@ class PickedChoice:
             ways.append(PICKS if picks else AGAIN if found else ALL)
             found = found or picks
         return ways
-
-
-def _nothing() -> None:
-    """No vectors were made."""
 
 
 class Given(NamedTuple):
@@ -75,10 +67,8 @@ class GivenChoice:
     heads: int  # of queries
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
-        """None for spans with structure or of several rows, where rows were given up, or layers are passed by."""
-        if not simple(span, flat, whole) or span.phase.walk is not None:
-            return None
-        given = self.given(span)
+        """None where layers are passed by."""
+        given = self.given(span) if span.phase.walk is None else None
         if given is None:
             return None
         n, shape = flat.n + 1, flat.layers[0].shape

@@ -11,6 +11,7 @@ from torch import Tensor
 from phasewise.ops import attention as ops
 from phasewise.ops.native import listed
 from phasewise.ops.native import spans as native
+from phasewise.ops.native.choice import Rest
 
 if TYPE_CHECKING:
     from phasewise.kv.part import Part
@@ -98,9 +99,9 @@ def answered(reads: Sequence[Read], answers: Sequence[Tensor | None]) -> list[Te
     return [next(rest) if answer is None else answer for answer in answers]
 
 
-def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor]) -> list[Tensor]:
+def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[Rest] = ()) -> list[Tensor]:
     """Reads of one layer over the slots that are listed for them, int32 [h, R, S] each, which their rows all see; no
-    other is read. In a single native call where there is one. -> [R, hq, D] each"""
+    other is read. In a single native call where there is one. -> [R, hq, D] each. `rests`: of single rows."""
     out: dict[int, Tensor] = {}
     together: dict[int, listed.Listed] = {}
     for i, (read, of_rows) in enumerate(zip(reads, slots)):
@@ -108,8 +109,9 @@ def attend_listed(reads: Sequence[Read], slots: Sequence[Tensor]) -> list[Tensor
         rows = read.listed(of_rows)
         if rows is None:
             out[i] = read.gathered(of_rows.long(), None)
+            out[i] = rests[i].joined(out[i]) if rests else out[i]
         else:
-            together[i] = rows
+            together[i] = rows._replace(rest=rests[i]) if rests else rows
     by_heads: dict[int, list[int]] = {}  # a call takes one shape
     for i, rows in together.items():
         by_heads.setdefault(rows.k.shape[0], []).append(i)

@@ -163,6 +163,11 @@ def voted(choice: VectorChoice, alone: Mapping[int, tuple[Read, Kept]]) -> dict[
             read.count_bytes((min(end, known.upto) - begin) * known.rows[:, :1].nbytes)
             read.count_keys(ballot.candidates.rows(known.upto, known.upto) * known.rows.shape[0])
             ballots[i] = ballot
+    return counted(ballots)
+
+
+def counted(ballots: Mapping[int, native.Ballot]) -> dict[int, Tensor]:
+    """`choose` of any that kernels take."""
     shapes: dict[int, list[int]] = {}  # a call takes one
     for i, ballot in ballots.items():
         shapes.setdefault(ballot.k.shape[0], []).append(i)

@@ -57,6 +57,7 @@ namespace {
 struct Memory {  // of a span's choice, the same in all layers
   float *logits, *states;
   int32_t *numbers, *slots;
+  float *held, *rest;
 };
 
 struct Layout {  // all of it lies one after the other; `at` null: only measured
@@ -88,6 +89,7 @@ struct Layout {  // all of it lies one after the other; `at` null: only measured
       own.numbers = (int32_t*)take(call.heads * numbers_of(choice) * 4);
       own.slots = choice.lists;
       if (!own.slots) own.slots = (int32_t*)take(call.heads * listed_of(choice, call.spans[b].n) * 4);
+      own.held = (float*)take(call.heads_q * 4), own.rest = (float*)take(call.heads * call.dim * 4);
       if (kept) spans[b] = own;
     }
     end = at;
@@ -119,6 +121,7 @@ Choosing* make_choosing(const StackCall& call, long first, long count, int threa
       Listed rows = {span.q, span.k, span.v, span.out, span.q_row, span.k_head, span.k_row, span.v_head, span.v_row, 1,
                      listed_of(*own.choice, own.n), memory.slots, span.k_scale, span.v_scale, span.k_scale_head,
                      span.v_scale_head};
+      if (own.choice->layers[first + i].sums) rows.held = memory.held, rows.rest = memory.rest;
       if (chooses(own, first + i))
         at.voters[voting++] = {own.choice, own.choice->layers + first + i, rows, call.heads,
                                call.heads_q / call.heads, call.dim, own.n, call.layers[first + i].scale,

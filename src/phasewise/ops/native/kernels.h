@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 36;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 37;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -178,6 +178,8 @@ struct Listed {  // as Span, but row r of head h reads the slots [heads, rows, c
   const int32_t* slots;
   const uint16_t *k_scale, *v_scale;
   int64_t k_scale_head, v_scale_head;
+  // [rows, heads_q], [rows, heads, dim], or null: what is read counts for the share `held`, `rest` for what is left of 1.
+  const float *held, *rest;
 };
 
 struct ListedCall {
@@ -307,6 +309,10 @@ struct LayerChoice {
   const int32_t* channels;  // [heads, width], those of a key that stand for it, and of a query that meet them; null: all
   const float* turn;        // cos and signed sin [2, turned], by which queries are turned before; null: they are not
   int64_t turned;
+  int64_t line;  // numbers between two of a vector's: 1, but where `largest` is not 0
+  // [heads, dim]: of the values of the vectors that are known, the call adds those of its own but the row's; lists then
+  // come with the share of weight that they hold, and the mean of all values (Listed). Every slot has a share. Or null.
+  float* sums;
   double scale;  // of products; 0: that of the layer's scores
 };
 
@@ -323,6 +329,11 @@ struct Choice {
   const LayerChoice* layers;
   uint16_t* queries;  // [layers, heads_q, dim]: where those of layers that list something are put; or null
   int32_t* lists;     // [heads, slots that are read], of layers that take them over in calls of their own; or null
+  // 0, or vectors are keys, and only so many of their numbers are looked at: those where a group's queries are largest, in
+  // magnitudes summed. What a query then gives is divided by the root of the share of its own magnitude that they have.
+  int64_t largest;
+  int64_t group;    // slots are fetched in groups of so many, whole
+  int64_t* beside;  // [layers, heads]: where it is put how many are fetched beside those listed; or null
 };
 
 struct VotesSpan {  // a row at the last of n slots of keys [heads, n, dim], bfloat16 or, with scales, int8
@@ -333,6 +344,11 @@ struct VotesSpan {  // a row at the last of n slots of keys [heads, n, dim], bfl
   const uint16_t* k_scale;
   int64_t k_scale_head, n;
   int32_t* slots;  // [heads, those that are read]
+  const void* v;   // from here on of layers that have `sums`: as keys
+  int64_t v_head, v_row;
+  const uint16_t* v_scale;
+  int64_t v_scale_head;
+  float *held, *rest;  // [heads_q], [heads, dim], as in Listed
 };
 
 struct VotesCall {

@@ -249,6 +249,10 @@ template <class T> void finish(const ListedCall& call, const Plan& plan, const J
     long head = job.head * (call.heads_q / call.heads) + job.first + i;
     T* out = (T*)span.out + (job.row * call.heads_q + head) * call.dim;
     put_sums(sum, total == 0 ? 0 : 1 / total, call.dim, out);  // a row that sees nothing reads 0
+    if (!span.held) continue;
+    float held = span.held[job.row * call.heads_q + head];
+    const float* rest = span.rest + (job.row * call.heads + job.head) * call.dim;
+    for (long d = 0; d < call.dim; d++) put(out + d, held * to_float(out[d]) + (1 - held) * rest[d]);
   }
 }
 

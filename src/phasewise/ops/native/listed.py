@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
+from phasewise.ops.native.choice import Rest
 
 
 class Listed(NamedTuple):
     """Rows q [R, Hq, D]: row r of KV head h reads slots[h, r] (int32 [H, R, S]; -1 = none) of k, v [H, N, D] and
-    nothing else. `scales` as in Few."""
+    nothing else. `scales` as in Few. With a `rest`, of a single row, what is read counts for the share held alone."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     slots: Tensor
     scales: tuple[Tensor, Tensor] | None = None
+    rest: Rest | None = None
 
 
 class Pages(NamedTuple):
@@ -52,7 +54,7 @@ def attend(spans: Sequence[Listed], scale: float) -> list[Tensor]:
     assert kernels is not None
     heads_q, dim = spans[0].q.shape[1:]
     out, words, kept = list[Tensor](), array("q"), list[Tensor]()
-    for q, k, v, slots, scales in spans:
+    for q, k, v, slots, scales, rest in spans:
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
         slots = slots.contiguous()
@@ -61,6 +63,7 @@ def attend(spans: Sequence[Listed], scale: float) -> list[Tensor]:
         words.extend((q.data_ptr(), k.data_ptr(), v.data_ptr(), out[-1].data_ptr(), q.stride(0)))
         words.extend((*k.stride()[:2], *v.stride()[:2], q.shape[0], slots.shape[2], slots.data_ptr()))
         words.extend((0, 0, 0, 0) if scales is None else [x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
+        words.extend((0, 0) if rest is None else (rest.held.data_ptr(), rest.mean.data_ptr()))
     call = array("q", (words.buffer_info()[0], len(spans), heads_q, spans[0].k.shape[0], dim))
     call.extend((fit.KIND[spans[0].q.dtype], torch.get_num_threads()))
     call.frombytes(struct.pack("d", scale))

@@ -34,18 +34,24 @@ inline int32_t threshold(const int32_t* numbers, long count, long some, int bits
   return found;
 }
 
+#if LANES == 16
+const __m512i EACH_LANE = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+
+// The words of those that are taken, in order -> how many.
+inline long put_taken(__mmask16 taken, __m512i words, int32_t* to) {
+  long some = __builtin_popcount(taken);
+  _mm512_mask_storeu_epi32(to, (__mmask16)((1u << some) - 1), _mm512_maskz_compress_epi32(taken, words));
+  return some;
+}
+#endif
+
 // Which numbers reach `least`, in order -> how many. There is room for all.
 inline long which_reach(const int32_t* numbers, long count, int32_t least, int32_t* which) {
   long found = 0, p = 0;
   for (; p + LANES <= count; p += LANES) {
 #if LANES == 16
     __mmask16 taken = _mm512_cmpge_epi32_mask(load<__m512i>(numbers + p), _mm512_set1_epi32(least));
-    if (!taken) continue;
-    __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    long some = __builtin_popcount(taken);
-    __m512i places = _mm512_maskz_compress_epi32(taken, _mm512_add_epi32(lane, _mm512_set1_epi32((int32_t)p)));
-    _mm512_mask_storeu_epi32(which + found, (__mmask16)((1u << some) - 1), places);
-    found += some;
+    if (taken) found += put_taken(taken, _mm512_add_epi32(EACH_LANE, _mm512_set1_epi32((int32_t)p)), which + found);
 #else
     if (!any(load<I>(numbers + p) >= least)) continue;
     for (long i = p; i < p + LANES; i++)
@@ -67,7 +73,18 @@ inline int32_t* list_best(const int32_t* numbers, const int32_t* which, long cou
     least = threshold(numbers, count, chosen);
     equal = (int32_t)(chosen - reach(numbers, count, least + 1));
   }
-  for (long p = 0; p < count; p++) {
+  long p = 0;
+#if LANES == 16
+  for (; size == 1 && p + LANES <= count; p += LANES) {
+    __m512i here = load<__m512i>(numbers + p), border = _mm512_set1_epi32(least);
+    uint32_t taken = _mm512_cmpgt_epi32_mask(here, border), same = _mm512_cmpeq_epi32_mask(here, border);
+    for (; same && equal > 0; same &= same - 1, equal--) taken |= same & (0u - same);
+    if (!taken) continue;
+    __m512i units = which ? load<__m512i>(which + p) : _mm512_add_epi32(EACH_LANE, _mm512_set1_epi32((int32_t)p));
+    slots += put_taken((__mmask16)taken, _mm512_add_epi32(units, _mm512_set1_epi32((int32_t)first)), slots);
+  }
+#endif
+  for (; p < count; p++) {
     if (numbers[p] < least || (numbers[p] == least && equal-- <= 0)) continue;
     long unit = which ? which[p] : p;
     for (long j = 0; j < size; j++) *slots++ = (int32_t)(first + unit * size + j);

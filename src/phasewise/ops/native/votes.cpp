@@ -1,20 +1,20 @@
 #include "votes.h"
 
+#include "lines.h"
 #include "pool.h"
 #include "ranking.h"
-#include "rows.h"
-#include "softmax.h"
 
 namespace {
 
-constexpr long VECTORS = 512;         // vectors of a part
 constexpr long VOTES = 1024;        // that are counted at a time
 constexpr long MOST_SHARED = 64;    // queries that meet a vector at a time
 constexpr long MOST_VOTING = 1024;  // queries that have a say in a list
 constexpr int COARSE = 13;          // bits by which candidates are sifted: of floats, all of the exponent
 
 inline long chunks(long count, long size) { return (count + size - 1) / size; }
-inline long chunks(const Choice& choice) { return chunks(choice.end - choice.begin, VECTORS); }
+// Vectors of a part: one whose queries look for their largest numbers first has more.
+inline long some_vectors(const Choice& choice) { return choice.largest ? 2048 : 512; }
+inline long chunks(const Choice& choice) { return chunks(choice.end - choice.begin, some_vectors(choice)); }
 // Candidates of a part.
 inline long some_units(const Choice& choice) {
   long each = VOTES / (choice.each + choice.before);
@@ -23,18 +23,6 @@ inline long some_units(const Choice& choice) {
 inline long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 
 // ---- vectors
-// Keys of one head, slot by slot, as bfloat16.
-struct Keys {
-  const Listed& rows;
-  long head, dim;
-  const bf16* at(long slot, bf16* room) const {
-    long place = head * rows.k_head + slot * rows.k_row;
-    if (!rows.k_scale) return (const bf16*)rows.k + place;
-    widen_rows((const int8_t*)rows.k + place, 0, rows.k_scale + head * rows.k_scale_head + slot, 1, dim, room);
-    return room;
-  }
-};
-
 // A number that is none stays.
 void make_bounds(const Keys& keys, long slot, long size, bf16* low, bf16* high) {
   bf16 room[MOST_DIM];
@@ -325,17 +313,20 @@ int32_t* list_units(const Voter& own, long head, int32_t* slots) {
   int32_t least = threshold(numbers, choice.units, choice.chosen, COARSE);
   int32_t *which = numbers + padded(choice.units), *values = which + padded(choice.units);
   Electors electors(own, by_peaks(choice) ? head : 0);
-  if (by_peaks(choice)) {
+  bool peaks = by_peaks(choice) && electors.count > 1;  // of one query they are the sums
+  if (peaks) {
     float peak = value_of(least);
     least = number(peak - logf((float)electors.count) - 1e-4f * (1 + fabsf(peak)));
   }
   long some = which_reach(numbers, choice.units, least, which);
-  if (by_peaks(choice) && some > choice.units / 4) {  // too many to be looked at one by one
+  if (peaks && some > choice.units / 4) {  // too many to be looked at one by one
     electors.vote(false, choice.at, choice.at + choice.units, (float*)values);
     number((float*)values, choice.units, values);
-    return list_best(values, nullptr, choice.units, choice.chosen, choice.first, choice.size, slots);
+    some = which_reach(values, choice.units, threshold(values, choice.units, choice.chosen, COARSE), which);
+    for (long p = 0; p < some; p++) numbers[p] = values[which[p]];
+    return list_best(numbers, which, some, choice.chosen, choice.first, choice.size, slots);
   }
-  if (by_peaks(choice)) {
+  if (peaks) {
     for (long p = 0; p < some; p++) values[p] = which[p] + (int32_t)(choice.at - choice.begin);
     electors.vote(values, some, values);
   } else {
@@ -357,10 +348,10 @@ long scoring_parts(const Choice& choice, long heads) { return heads * chunks(cho
 
 void score_part(const Voter& own, long part) {
   const Choice& choice = *own.choice;
-  long head = part / chunks(choice), chunk = part % chunks(choice), from = choice.begin + chunk * VECTORS;
-  long to = from + VECTORS < choice.end ? from + VECTORS : choice.end;
-  make(own, head, from > choice.known ? from : choice.known, to);
-  multiply(own, head, from, to);
+  long head = part / chunks(choice), chunk = part % chunks(choice), some = some_vectors(choice);
+  long from = choice.begin + chunk * some, to = from + some < choice.end ? from + some : choice.end;
+  (choice.largest ? make_lines : make)(own, head, from > choice.known ? from : choice.known, to);
+  (choice.largest ? multiply_lines : multiply)(own, head, from, to);
   for (long g = 0; choice.rule != PROMISE && g < own.group; g++) sum_up(own, head * own.group + g, chunk, from, to);
 }
 
@@ -404,6 +395,8 @@ void list_part(const Voter& own, long head) {
     slots = list_units(own, head, slots);
   }
   for (long slot = choice.first + choice.units * choice.size; slot < own.n; slot++) *slots++ = (int32_t)slot;
+  if (choice.beside) choice.beside[(own.layer - choice.layers) * own.heads + head] = fetched_beside(own, head);
+  if (own.layer->sums) weigh_rest(own, head, Electors(own, head).less);
   for (long h = 1; choice.joint && h < own.heads; h++)
     memcpy((int32_t*)own.rows.slots + h * own.rows.count, own.rows.slots, own.rows.count * 4);
 }
@@ -440,7 +433,9 @@ API void choose_slots(const VotesCall* call) {
     Listed rows = {};
     rows.q = own.q, rows.k = own.k, rows.k_head = own.k_head, rows.k_row = own.k_row;
     rows.k_scale = own.k_scale, rows.k_scale_head = own.k_scale_head;
-    rows.count = listed_of(choice, own.n), rows.slots = own.slots;
+    rows.v = own.v, rows.v_head = own.v_head, rows.v_row = own.v_row;
+    rows.v_scale = own.v_scale, rows.v_scale_head = own.v_scale_head;
+    rows.count = listed_of(choice, own.n), rows.slots = own.slots, rows.held = own.held, rows.rest = own.rest;
     float* states = at + call->heads_q * logits_of(choice);
     int32_t* numbers = (int32_t*)(states + call->heads_q * states_of(choice));
     voters[b] = {&choice,    choice.layers, rows, call->heads, call->heads_q / call->heads, call->dim, own.n, 0, at, states,

@@ -2,6 +2,8 @@
 // and lists.
 #pragma once
 #include "kernels.h"
+#include "rows.h"
+#include "softmax.h"
 
 struct Voter {
   const Choice* choice;
@@ -12,6 +14,18 @@ struct Voter {
   float* logits;        // [heads * group, logits_of]
   float* states;        // [heads * group, chunks, 2]: largest logit of a chunk, sum of the others' weights beside it
   int32_t* numbers;     // [heads, numbers_of]
+};
+
+// Keys of one head, slot by slot, as bfloat16.
+struct Keys {
+  const Listed& rows;
+  long head, dim;
+  const bf16* at(long slot, bf16* room) const {
+    long place = head * rows.k_head + slot * rows.k_row;
+    if (!rows.k_scale) return (const bf16*)rows.k + place;
+    widen_rows((const int8_t*)rows.k + place, 0, rows.k_scale + head * rows.k_scale_head + slot, 1, dim, room);
+    return room;
+  }
 };
 
 // Parts of the work, of which each may be anyone's: vectors are made and multiplied, then votes are counted, then a head's

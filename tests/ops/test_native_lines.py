@@ -1,0 +1,160 @@
+"""Rows chosen by the largest numbers of a query, over keys in lines, and what stands for all others, by the book."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phasewise.methods.attend.instinfer import _Index
+from phasewise.methods.store.int8 import Int8
+from phasewise.ops import native
+from phasewise.ops.native import choice, listed
+from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, Ways, choose, takes
+from phasewise.ops.native.listed import Listed
+from tests.ops.targets import HERE
+
+SCALE = 0.3
+
+
+@pytest.fixture(params=HERE, autouse=True)
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    patch, kernels = pytest.MonkeyPatch(), native.load(request.param)
+    native._share_threads(kernels)  # type: ignore[arg-type]
+    for module in (native, choice, listed):
+        patch.setattr(module, "library", lambda: kernels)
+    yield request.param
+    patch.undo()
+
+
+class Case(NamedTuple):
+    ballot: Ballot
+    k: Tensor  # [H, n, D]
+    v: Tensor
+    index: _Index
+
+
+def made(seed: int, shape: tuple[int, int, int], n: int, some: tuple[int, int], int8: bool = False) -> Case:
+    """One row at the last of n slots, `some` = (numbers it looks at, rows it reads beside its own), of whose index two
+    thirds are there; where nothing is, no number is one."""
+    heads, group, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, heads * group, dim, generator=generator).bfloat16()
+    k, v = (torch.randn(heads, n, dim, generator=generator).bfloat16() for _ in range(2))
+    planes: list[Tensor | None] = [k, None, v, None]
+    if int8:
+        codec = Int8().codec()
+        planes = [*codec.encode(k, v)]
+        k, v = codec.decode([each for each in planes if each is not None], torch.bfloat16)
+    known, (largest, chosen) = (n - 1) * 2 // 3, some
+    lines = torch.full((heads, dim, n + 3), float("nan")).bfloat16()
+    lines[..., :known] = k[:, :known].mT
+    index = _Index(lines, v[:, :known].float().sum(1), known)
+    rest = Rest(torch.empty(heads * group), torch.empty(heads, dim))
+    among = Candidates(0, n - 1, 1, chosen, SHARE, False, 0, n, width=dim, largest=largest)
+    keys, k_scale, values, v_scale = planes
+    assert keys is not None
+    words = Ways.layer(index.vectors, index.sums, SCALE)
+    return Case(Ballot(q, keys, k_scale, among, known, words, index, values, v_scale, rest), k, v, index)
+
+
+def weights(case: Case) -> Tensor:
+    """What each slot gets of each query by the book, float64 [H, G, n]."""
+    heads, _, dim = case.k.shape
+    q, k = case.ballot.q[0].double().view(heads, -1, dim), case.k.double()
+    found = []
+    for mine, keys in zip(q, k):
+        channels = mine.abs().sum(0).sort(descending=True, stable=True).indices[: case.ballot.candidates.largest]
+        heat = (mine[:, channels].abs().sum(1) / mine.abs().sum(1)).sqrt()
+        found.append((mine[:, channels] @ keys[:, channels].T * SCALE / heat[:, None]).softmax(-1))
+    return torch.stack(found)
+
+
+def check(case: Case, slots: Tensor) -> None:
+    _, _, _, among, _, _, index, _, _, rest = case.ballot
+    n, each = case.k.shape[1], weights(case)
+    votes = each.sum(1)
+    assert rest is not None and slots.shape == (len(case.k), 1, among.chosen + 1)
+    for head, own in enumerate(slots[:, 0].tolist()):
+        assert own == sorted(set(own)) and own[-1] == n - 1 and own[0] >= 0
+        left = [slot for slot in range(n - 1) if slot not in set(own)]
+        if left and len(own) > 1:
+            assert float(votes[head, own[:-1]].min()) >= float(votes[head, left].max()) * (1 - 1e-3)
+    held = each.gather(2, slots.long().expand(-1, each.shape[1], -1)).sum(-1).flatten()
+    torch.testing.assert_close(rest.held.double(), held, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(rest.mean, case.v.float().mean(1), atol=1e-5, rtol=1e-4)
+    assert isinstance(index, _Index) and index.sums is not None
+    assert torch.equal(index.lines[..., :n], case.k.mT) and bool(index.lines[..., n:].isnan().all())
+    torch.testing.assert_close(index.sums, case.v[:, :-1].float().sum(1), atol=1e-4, rtol=1e-4)
+
+
+SHAPES = [(3, 3, 64), (1, 1, 16), (2, 4, 20), (2, 1, 128), (1, 6, 256), (2, 2, 64)]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n", [5, 40, 700, 4400])
+def test_by_the_book(shape: tuple[int, int, int], n: int, int8: bool) -> None:
+    case = made(n, shape, n, (max(1, shape[2] // 5), n // 5), int8)
+    assert takes(case.ballot)
+    check(case, choose([case.ballot])[0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000), shape=st.sampled_from(SHAPES), n=st.integers(2, 300), numbers=st.floats(0, 1),
+    rows=st.floats(0, 1),
+)  # fmt: skip
+def test_any_numbers_of_any(seed: int, shape: tuple[int, int, int], n: int, numbers: float, rows: float) -> None:
+    some = max(1, round(numbers * shape[2])), round(rows * (n - 1))
+    case = made(seed, shape, n, some)
+    check(case, choose([case.ballot])[0])
+
+
+def test_mates_and_threads_change_no_bit() -> None:
+    def results(together: bool) -> list[Tensor]:
+        cases = [made(seed, (2, 3, 64), n, (9, n // 7)) for seed, n in enumerate((30, 900, 5000))]
+        ballots = [case.ballot for case in cases]
+        slots = choose(ballots) if together else [choose([ballot])[0] for ballot in ballots]
+        found = list(slots)
+        for case in cases:
+            assert case.ballot.rest is not None and case.index.sums is not None
+            found += [*case.ballot.rest, case.index.sums]
+        return found
+
+    before, want = torch.get_num_threads(), results(False)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert all(torch.equal(a, b) for a, b in zip(results(True), want, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rest_is_joined_with_what_is_listed(shape: tuple[int, int, int]) -> None:
+    """As the plain twin joins them, to a rounding."""
+    heads, group, dim = shape
+    case = made(3, shape, 200, (4, 20))
+    q, k = case.ballot.q, case.k
+    slots = torch.arange(0, 200, 7, dtype=torch.int32).expand(heads, 1, -1).contiguous()
+    rest = Rest(torch.rand(heads * group), torch.randn(heads, dim))
+    [exact], [joined] = (listed.attend([Listed(q, k, case.v, slots, None, each)], SCALE) for each in (None, rest))
+    torch.testing.assert_close(joined, rest.joined(exact), atol=0, rtol=2**-7)
+    assert not torch.equal(joined, exact)
+
+
+def test_a_layers_words_are_those_of_the_kernel() -> None:
+    """In the order of LayerChoice, the scale at the end."""
+    index = made(0, (2, 1, 16), 10, (3, 4)).index
+    assert index.sums is not None
+    words = Ways.layer(index.vectors, index.sums, 0.5)
+    want = (1, index.lines.data_ptr(), 0, index.lines.stride(0), 0, 0, 0, index.lines.stride(1), index.sums.data_ptr())
+    assert words[:-1] == array("q", want) and struct.unpack("d", words[-1:].tobytes()) == (0.5,)
