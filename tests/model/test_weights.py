@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,37 @@ def test_several_files_without_an_index(checkpoint: Path) -> None:
     shutil.copy(checkpoint / "model.safetensors", checkpoint / "a.safetensors")
     (checkpoint / "model.safetensors").rename(checkpoint / "b.safetensors")
     fails(checkpoint, "2 safetensors files", "index")
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Bytes of the mapping that holds a tensor which are in memory now."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if last:
+            inside = int(first, 16) <= tensor.data_ptr() < int(last, 16)
+        elif inside and first == "Rss:":
+            found = 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux alone")
+def test_what_was_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> None:
+    """Of each of the files; what is no view of a file is left alone."""
+    given = {name: torch.randn(1 << 18) for name in "ab"}
+    for name, tensor in given.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    names = {"weight_map": {name: f"{name}.safetensors" for name in given}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(names))
+    checkpoint = Checkpoint(tmp_path)
+    for name, tensor in given.items():
+        read = checkpoint.read(name)
+        copy = read.clone()  # of all pages
+        assert resident(read) >= read.nbytes
+        checkpoint.let_go(read)
+        assert resident(read) < read.nbytes // 4
+        checkpoint.let_go(copy)
+        assert torch.equal(copy, tensor) and torch.equal(read, tensor)
 
 
 def test_quantised_tensors(checkpoint: Path) -> None:

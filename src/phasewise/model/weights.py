@@ -57,6 +57,7 @@ class Checkpoint:
         self.directory = directory
         self.where: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
+        self._mapped: dict[str, list[tuple[int, int]]] = {}  # where they lie in memory
         for path in _files(directory):
             for name in self._file(path).keys():  # noqa: SIM118 (not a dict)
                 self.where[name] = path
@@ -86,12 +87,18 @@ class Checkpoint:
             return
         page = mmap.PAGESIZE
         start, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
-        files = {str(path.resolve()) for path in self._open}
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            first, _, last = line.partition(" ")[0].partition("-")
-            if int(first, 16) <= start < end <= int(last, 16) and line.split(maxsplit=5)[-1] in files:
-                libc = ctypes.CDLL(None)
-                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+        if start < end and any(first <= start and end <= last for first, last in self._ranges()):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Where the open files lie in memory. They stay: the long list is read until all are found."""
+        if len(self._mapped) < len(self._open):
+            self._mapped, files = {}, {str(path.resolve()) for path in self._open}
+            for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+                if (file := line.split(maxsplit=5)[-1]) in files:
+                    first, _, last = line.partition(" ")[0].partition("-")
+                    self._mapped.setdefault(file, []).append((int(first, 16), int(last, 16)))
+        return [each for ranges in self._mapped.values() for each in ranges]
 
 
 def _files(directory: Path) -> list[Path]:
