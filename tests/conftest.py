@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -16,10 +17,12 @@ settings.load_profile("unhurried")
 # others waiting. Those of many processes stand apart, so that they seldom run at the same time.
 LONGEST = (
     "laws/test_methods.py", "laws/test_distribution.py", "cluster/test_soak.py", "reproduce/test_systems.py",
-    "laws/test_kv_methods.py", "cluster/test_ray_server.py", "laws/test_recipes.py", "laws/test_sampled_drafts.py",
-    "cluster/test_processes.py", "train/test_draft.py", "place/test_semi_pd.py", "cluster/test_ray.py",
-    "gguf/test_real_files.py", "place/test_push.py", "test_wheel.py", "bench/test_compare.py",
+    "laws/test_kv_methods.py", "cluster/test_ray_server.py", "laws/test_compositions.py", "laws/test_recipes.py",
+    "laws/test_sampled_drafts.py", "cluster/test_processes.py", "attend/test_selectors.py", "train/test_draft.py",
+    "serve/tools/test_forced.py", "place/test_semi_pd.py", "cluster/test_ray.py", "gguf/test_real_files.py",
+    "place/test_push.py", "test_wheel.py", "bench/test_compare.py", "engine/test_native_sights.py",
     "speculation/test_greedy.py", "place/test_disaggregated.py", "place/test_splitwise.py",
+    "train/test_c2c_training.py", "plan/test_serving.py",
 )  # fmt: skip
 
 
@@ -55,3 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(LONGEST) if path.endswith(f"/tests/{name}")), len(LONGEST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of cases, and the libraries of them all, are there to stay: garbage is not looked for among them."""
+    gc.freeze()
