@@ -12,18 +12,24 @@ import torch
 from phasewise.ops import native
 
 HERE = [target for target in native.TARGETS if native.load(target) is not None]
+NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
 
 
 @contextmanager
 def running(target: str, *modules: ModuleType) -> Iterator[str]:
-    """These modules call the kernels of an instruction set meanwhile."""
+    """These modules call the kernels of an instruction set meanwhile, which is said of what fails. A test that takes
+    one after the other within computes once what all of them have to give."""
     kernels = native.load(target)
     assert kernels is not None
     native._share_threads(kernels)
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             patch.setattr(module, "library", lambda: kernels)
-        yield target
+        try:
+            yield target
+        except Exception as error:
+            error.add_note(f"with the kernels for {target}")
+            raise
 
 
 def by_levels(target: str, dim: int, kind: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors
 from tests.ops import test_native_sealed as packed
-from tests.ops.targets import HERE, running
+from tests.ops.targets import HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -84,7 +84,7 @@ def without(few: Few) -> Few:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_few_rows_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kind: torch.dtype) -> None:
     """Single rows, several and trees, from one slot to more than a part, beside a span without it; and capped."""
     torch.manual_seed(0)
@@ -94,27 +94,32 @@ def test_few_rows_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kin
             if not seen.window:
                 batch += [tree(make(shape, 9, n, kind, rounded)) for n in (9, 200, 1500)]
             plain = without(make(shape, 3, 90, kind, rounded))
-            out, _ = spans.attend([*batch, plain], SCALE, softcap=softcap)
-            wants = [twin(few, softcap) for few in batch]
-            alone = spans.attend([plain], SCALE, softcap=softcap)[0]
-            assert torch.equal(out[-3:], alone), "a mate's bias was added"
-            close(out[:-3], torch.cat(wants))
-            off = torch.cat([twin(few, softcap, bias=False) for few in batch]) - torch.cat(wants)
+            want = torch.cat([twin(few, softcap) for few in batch])
+            for target in HERE:
+                with running(target, spans):
+                    out, _ = spans.attend([*batch, plain], SCALE, softcap=softcap)
+                    alone = spans.attend([plain], SCALE, softcap=softcap)[0]
+                    assert torch.equal(out[-3:], alone), "a mate's bias was added"
+                    close(out[:-3], want)
+            off = torch.cat([twin(few, softcap, bias=False) for few in batch]) - want
             assert off.abs().max() > 0.1, "it matters, or the test tests little"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_slices_of_prompts_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kind: torch.dtype) -> None:
     torch.manual_seed(0)
     for seen in SIGHTS:
         for rows, n in [(1, 1), (2, 300), (65, 65), (97, 1000), (300, 611)]:
             few = make(shape, rows, n, kind, rounded, seen)
-            close(prefill.causal(few.q, few.k, few.v, SCALE, few.scales, few.seen), twin(few))
-            capped = prefill.causal(few.q, few.k, few.v, (SCALE, 3.0), few.scales, few.seen)
-            close(capped, twin(few, 3.0))
+            want, want_capped = twin(few), twin(few, 3.0)
+            for target in HERE:
+                with running(target, prefill):
+                    close(prefill.causal(few.q, few.k, few.v, SCALE, few.scales, few.seen), want)
+                    capped = prefill.causal(few.q, few.k, few.v, (SCALE, 3.0), few.scales, few.seen)
+                    close(capped, want_capped)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
-from tests.ops.targets import HERE
+from tests.ops.targets import HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(4, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -65,7 +65,7 @@ def slice_of(few: Few, block: int, window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_blocks_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype, window: int | None) -> None:
     """Whole blocks and an incomplete last one; a block that holds all is full attention. By both kernels."""
     torch.manual_seed(0)
@@ -73,8 +73,10 @@ def test_blocks_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype, w
         for block in (2, 4, 7, 32, 64, 100, 1000):
             few = make(shape, rows, n, kind)
             want = exact(few, own(rows, block), 0.2, window)
-            close(slice_of(few, block, window), want)
-            close(spans.attend([few._replace(seen=Seen(0, block=block))], 0.2, window)[0], want)
+            for target in HERE:
+                with running(target, prefill, spans):
+                    close(slice_of(few, block, window), want)
+                    close(spans.attend([few._replace(seen=Seen(0, block=block))], 0.2, window)[0], want)
             if window is None:
                 close(attention.causal_plain(few.q, few.k, few.v, 0.2, block), want)
 

@@ -1,6 +1,6 @@
 """Native attention over rows packed in two classes against exact sums, for every instruction set of this machine.
 
-How far off it may be follows from how queries and weights are rounded: see `check`.
+How far off it may be follows from how queries and weights are rounded: see `bounds`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
 from tests.ops.mates import change_nothing
-from tests.ops.targets import HERE, running
+from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.test_native_sealed import Truth
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 2, 32)]  # heads_q, heads, dim
 FORMS = [Classed(4, 2, 100, 60), Classed(8, 4, 8, 3), Classed(8, 2, 65, 64), Classed(2, 2, 200, 0), Classed(4, 4, 7, 7)]
@@ -116,6 +117,10 @@ def sight(few: Few, window: int | None) -> Tensor:
 
 
 def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, window: int | None = None) -> None:
+    bounds(kept, softcap, window).holds(got, lse)
+
+
+def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth:
     """Against sums in float64. A query's numbers times scales are 1 / 32512 of the largest apart, and so are the
     weights of 64 slots times what a level of theirs is worth."""
     few, (k, v) = kept.few, kept.whole
@@ -145,23 +150,24 @@ def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, win
         bound += 1.01 * worth / 65024 * levels * scale[VALUES]
     bound += shares[..., packed:] @ wide[VALUES][:, packed:].abs() / 250
     bound += 1e-5 * (shares @ wide[VALUES].abs()) + 1e-5 * scale[VALUES] * 256 * float(kept.steps[VALUES].sum() > 0)
-    assert bool(((got.double().transpose(0, 1) - want).abs() <= bound).all())
-    assert lse is None or bool(((lse.double().T - want_lse).abs() <= most + 1e-5).all())
+    return Truth(want, bound, want_lse, most)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_near_exact_sums(shape: tuple[int, int, int], form: Classed) -> None:
     """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another."""
     cases = [(1, 1), (1, 9), (1, 65), (1, 130), (3, 200), (1, 301), (2, 517), (16, 1030), (1, 2500)]
     batch = [make(shape, form, rows, n, seed) for seed, (rows, n) in enumerate(cases)]
     batch += [make(shape, form, 7, 7, 90, tree=True), make(shape, form, 9, 400, 91, start=0, tree=True)]
-    out, lse = spans.attend([kept.few for kept in batch], SCALE, with_lse=True)
-    assert lse is not None
-    sizes = [kept.few.q.shape[0] for kept in batch]
-    for kept, rows, rows_lse in zip(batch, out.split(sizes), lse.split(sizes), strict=True):
-        check(rows, rows_lse, kept)
+    truths, sizes = [bounds(kept) for kept in batch], [kept.few.q.shape[0] for kept in batch]
+    for target in HERE:
+        with running(target, spans):
+            out, lse = spans.attend([kept.few for kept in batch], SCALE, with_lse=True)
+            assert lse is not None
+            for truth, rows, rows_lse in zip(truths, out.split(sizes), lse.split(sizes), strict=True):
+                truth.holds(rows, rows_lse)
 
 
 @pytest.mark.usefixtures("target")

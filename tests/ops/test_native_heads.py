@@ -18,7 +18,7 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import fit, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors, depths
-from tests.ops.targets import HERE
+from tests.ops.targets import HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (32, 2, 128), (2, 2, 256)]  # heads_q, heads, dim
@@ -137,7 +137,7 @@ def read(batch: list[Lying], softcap: float | None = None) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype, rounded: bool) -> None:
     """Single rows, several and trees, from one slot to more than a part; nothing that no row sees is read."""
     torch.manual_seed(0)
@@ -146,15 +146,19 @@ def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype, rounded
         batch = [replace(made(shape, *size, kind, draw), rounded=rounded) for size in SIZES]
         batch += [tree(made(shape, 9, n, kind, draw)) for n in (9, 200, 1500)]
         cap = draw.choice([None, 5.0])
-        got, at, tolerance = read(batch, cap), 0, 2e-2 if kind == torch.bfloat16 else 1e-5
-        for lying in batch:
-            k, v = lying.k, lying.v
-            if lying.rounded:
-                k, v = Int8().codec().decode(Int8().codec().encode(k, v), kind)
-            want = attention.reference(lying.q.float(), k.float(), v.float(), lying.mask(), 0.2, cap)[0]
-            mine = got[at : at + len(want)].float()
-            torch.testing.assert_close(mine, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
-            at += len(want)
+        wants, tolerance = [twin(lying, kind, cap) for lying in batch], 2e-2 if kind == torch.bfloat16 else 1e-5
+        for target in HERE:
+            with running(target, spans):
+                for mine, want in zip(read(batch, cap).split([len(want) for want in wants]), wants, strict=True):
+                    atol = tolerance * float(want.abs().max())
+                    torch.testing.assert_close(mine.float(), want, rtol=tolerance, atol=atol)
+
+
+def twin(lying: Lying, kind: torch.dtype, cap: float | None = None) -> Tensor:
+    k, v = lying.k, lying.v
+    if lying.rounded:
+        k, v = Int8().codec().decode(Int8().codec().encode(k, v), kind)
+    return attention.reference(lying.q.float(), k.float(), v.float(), lying.mask(), 0.2, cap)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,10 +184,11 @@ def test_rows_depend_on_nothing_else(seed: int, kind: torch.dtype, rounded: bool
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
-def test_slices_of_prompts(target: str, shape: tuple[int, int, int], kind: torch.dtype, rounded: bool) -> None:
+@NATIVE
+def test_slices_of_prompts(shape: tuple[int, int, int], kind: torch.dtype, rounded: bool) -> None:
     """As the twin has them; what a row reads is the same bit for bit however they are cut."""
     torch.manual_seed(0)
-    draw, kernels = random.Random(shape[0]), native.load(target)
+    draw = random.Random(shape[0])
     for rows, n in [
         (1, 1),
         (2, 300),
@@ -193,17 +198,15 @@ def test_slices_of_prompts(target: str, shape: tuple[int, int, int], kind: torch
         *((draw.randint(1, 99), 300) for _ in range(8)),
     ]:
         lying = replace(made(shape, rows, n, kind, draw), rounded=rounded)
-        k, v, tolerance = lying.k, lying.v, 2e-2 if kind == torch.bfloat16 else 1e-5
-        if rounded:
-            k, v = Int8().codec().decode(Int8().codec().encode(k, v), kind)
-        want = attention.reference(lying.q.float(), k.float(), v.float(), lying.mask(), 0.2, None)[0]
-        got = lying.slice(kernels)
-        torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
-        at = 0
-        while at < rows:
-            own = min(draw.randint(1, 80), rows - at)
-            assert torch.equal(lying.rows(at, at + own).slice(kernels), got[at : at + own])
-            at += own
+        want, tolerance = twin(lying, kind), 2e-2 if kind == torch.bfloat16 else 1e-5
+        for target in HERE:
+            kernels, at = native.load(target), 0
+            got = lying.slice(kernels)
+            torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+            while at < rows:
+                own = min(draw.randint(1, 80), rows - at)
+                assert torch.equal(lying.rows(at, at + own).slice(kernels), got[at : at + own]), target
+                at += own
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,7 +24,7 @@ from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
 from tests.ops.mates import change_nothing
-from tests.ops.targets import HERE, running
+from tests.ops.targets import HERE, NATIVE, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
 FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
@@ -138,8 +138,24 @@ def levels_of(side: Side, numbers: int) -> tuple[Tensor, Tensor]:
     return levels, side.step.double().repeat_interleave(side.group, -1).expand_as(levels)
 
 
+class Truth(NamedTuple):
+    """Attention and its log-sum-exp by sums in float64, and how far off from each a kernel may be."""
+
+    want: Tensor  # [Hq, R, D]
+    bound: Tensor
+    want_lse: Tensor  # [Hq, R]
+    most: Tensor
+
+    def holds(self, got: Tensor, lse: Tensor | None) -> None:
+        assert bool(((got.double().transpose(0, 1) - self.want).abs() <= self.bound).all())
+        assert lse is None or bool(((lse.double().T - self.want_lse).abs() <= self.most + 1e-5).all())
+
+
 def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, window: int | None = None) -> None:
-    """Against sums in float64, within `bounds`."""
+    bounds(kept, softcap, window).holds(got, lse)
+
+
+def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth:
     few, k, v, (k_added, v_added) = kept
     assert few.sealed is not None
     keys, values = few.sealed
@@ -173,25 +189,26 @@ def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, win
     bound += shares[..., values.slots :] @ v[:, values.slots :].abs().repeat_interleave(group, 0) / 250
     bound += 1e-5 * (shares @ v_added.repeat_interleave(group, 0))
     bound += 1e-5 * (shares @ v.abs().repeat_interleave(group, 0)) + 1e-5 * 15 * float(values.step.double().max())
-    assert bool(((got.double().transpose(0, 1) - want).abs() <= bound).all())
-    assert lse is None or bool(((lse.double().T - want_lse).abs() <= most + 1e-5).all())
+    return Truth(want, bound, want_lse, most)
 
 
 @pytest.mark.parametrize(
     ("shape", "form"), [(shape, form) for shape in SHAPES for form in FORMS if Form(*form).fits(shape[2])], ids=str
 )
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_near_exact_sums(shape: tuple[int, int, int], form: Any) -> None:
     """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another."""
     form = Form(*form)
     cases = [(1, 1), (1, 9), (1, 65), (1, 130), (3, 200), (1, 300), (2, 517), (16, 1030), (1, 2500)]
     batch = [make(shape, form, rows, n, seed) for seed, (rows, n) in enumerate(cases)]
     batch += [make(shape, form, 7, 7, 90, tree=True), make(shape, form, 9, 400, 91, start=0, tree=True)]
-    out, lse = spans.attend([kept.few for kept in batch], SCALE, with_lse=True)
-    assert lse is not None
-    sizes = [kept.few.q.shape[0] for kept in batch]
-    for kept, rows, rows_lse in zip(batch, out.split(sizes), lse.split(sizes), strict=True):
-        check(rows, rows_lse, kept)
+    truths, sizes = [bounds(kept) for kept in batch], [kept.few.q.shape[0] for kept in batch]
+    for target in HERE:
+        with running(target, spans):
+            out, lse = spans.attend([kept.few for kept in batch], SCALE, with_lse=True)
+            assert lse is not None
+            for truth, rows, rows_lse in zip(truths, out.split(sizes), lse.split(sizes), strict=True):
+                truth.holds(rows, rows_lse)
 
 
 @pytest.mark.parametrize("form", [(2, 32, 128, 128), (4, 32, 128, 128), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)

@@ -12,7 +12,7 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors
-from tests.ops.targets import HERE
+from tests.ops.targets import HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -68,7 +68,7 @@ def tree(few: Few, window: int) -> Few:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_few_rows_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
     """Single rows, several and trees, from one slot to more than a part, beside spans that see everything."""
     torch.manual_seed(0)
@@ -79,10 +79,12 @@ def test_few_rows_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype)
         if window > 3:
             batch += [tree(make(shape, 9, n, kind, seen), window) for n in (9, 200, 1500)]
         batch.append(make(shape, 3, 90, kind, Seen(0)))
-        out, _ = spans.attend(batch, 0.2)
-        wants = [twin(few, 0.2) for few in batch[:-1]]
-        wants.append(spans.attend([batch[-1]._replace(seen=None)], 0.2)[0].float())
-        close(out, torch.cat(wants))
+        wants = torch.cat([twin(few, 0.2) for few in batch[:-1]])
+        for target in HERE:
+            with running(target, spans):
+                out, _ = spans.attend(batch, 0.2)
+                plain = spans.attend([batch[-1]._replace(seen=None)], 0.2)[0].float()
+                close(out, torch.cat((wants, plain)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,13 +116,16 @@ def test_few_rows_depend_on_nothing_else(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("target")
+@NATIVE
 def test_slices_of_prompts_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
     torch.manual_seed(0)
     for window, sinks in SIGHTS:
         for rows, n in [(1, 1), (2, 300), (65, 65), (97, 1000), (300, 611)]:
             few = make(shape, rows, n, kind, Seen(window, sinks), far=bool(n % 5))
-            close(prefill.causal(few.q, few.k, few.v, 0.2, seen=few.seen), twin(few, 0.2))
+            want = twin(few, 0.2)
+            for target in HERE:
+                with running(target, prefill):
+                    close(prefill.causal(few.q, few.k, few.v, 0.2, seen=few.seen), want)
 
 
 @pytest.mark.parametrize("seed", range(10))
