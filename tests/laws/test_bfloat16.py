@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -14,10 +16,14 @@ from tests import tiny
 from tests.watched import passes
 
 LENGTHS = (33, 5, 64, 17, 50)
-PARAMS = {
-    "greedy": tiny.greedy(32),
-    "sampled": Params(max_tokens=32, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5),
-}
+GREEDY = tiny.greedy(32)
+SAMPLED = Params(max_tokens=32, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)
+PARAMS = [GREEDY, SAMPLED, GREEDY, SAMPLED, GREEDY]  # of each prompt: they are each other's mates
+
+
+@cache
+def model(experts: int) -> Model:
+    return Model.load(tiny.checkpoint(hidden=64, experts=experts), dtype=torch.bfloat16)
 
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
@@ -56,16 +62,12 @@ PARAMS = {
     ],
     ids=str,
 )
-@pytest.mark.parametrize("how", PARAMS)
-def test_independent_of_batch_mates_in_bfloat16(how: str, verbs: dict[str, str], experts: int) -> None:
-    path = tiny.checkpoint(hidden=64, experts=experts)
-    model = Model.load(path, dtype=torch.bfloat16)
-    given = {"schedule": "prefill_first"} | verbs
-    prompts, params = tiny.prompts(*LENGTHS), PARAMS[how]
-    alone = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], params))[0] for p in prompts]
-    assert tiny.outs(tiny.run(tiny.engine(given, of=model), prompts, params)) == alone
-    late = tiny.engine(given, of=model)  # joining one by one while others decode
-    requests = [Request(p, params) for p in prompts]
+def test_independent_of_batch_mates_in_bfloat16(verbs: dict[str, str], experts: int) -> None:
+    of, given, prompts = model(experts), {"schedule": "prefill_first"} | verbs, tiny.prompts(*LENGTHS)
+    alone = [tiny.outs(tiny.run(tiny.engine(given, of=of), [p], its))[0] for p, its in zip(prompts, PARAMS)]
+    assert tiny.outs(tiny.run(tiny.engine(given, of=of), prompts, PARAMS)) == alone
+    late = tiny.engine(given, of=of)  # joining one by one while others decode
+    requests = [Request(p, its) for p, its in zip(prompts, PARAMS)]
     for request in requests:
         late.add(request)
         late.step()
@@ -78,14 +80,14 @@ def test_independent_of_batch_mates_in_bfloat16(how: str, verbs: dict[str, str],
 @pytest.mark.parametrize("most", [65, 100, 150])
 def test_steps_of_many_rows_are_cut_and_no_row_changes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of more rows than one native call takes is several, wherever prompts and trees are cut by that."""
-    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
-    assert model.stack is not None
+    of = model(0)
+    assert of.stack is not None
     given, prompts = {"schedule": "prefill_first", "draft": "prompt_lookup:k=3"}, tiny.prompts(33, 5, 64, 200, 90)
-    want = [tiny.outs(tiny.run(tiny.engine(given, of=model), [p], PARAMS["greedy"]))[0] for p in prompts]
+    want = [tiny.outs(tiny.run(tiny.engine(given, of=of), [p], GREEDY))[0] for p in prompts]
     monkeypatch.setattr(fused, "MOST", most)
     made = passes(monkeypatch)
-    engine = tiny.engine(given, of=model, prefix_cache=False)
-    assert tiny.outs(tiny.run(engine, prompts, PARAMS["greedy"])) == want
+    engine = tiny.engine(given, of=of, prefix_cache=False)
+    assert tiny.outs(tiny.run(engine, prompts, GREEDY)) == want
     rows = [each.rows for each in made]
     assert max(rows) <= most + fused.SLICE and len(rows) > engine.counters.forwards, "nothing was cut"
     assert sum(rows) == engine.counters.rows

@@ -28,11 +28,10 @@ SCHEDULES = ("sarathi:budget=24", "prefill_first", "layered:rows_per_group=16")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("verb", "name"), EVERY, ids=IDS)
 def test_a_request_has_the_tokens_it_has_alone(verb: str, name: str, schedule: str) -> None:
-    """Greedy and sampled requests of each recipe, all in the same steps."""
+    """Greedy and sampled requests of each recipe, all in the same steps; alone each has the default schedule."""
     recipes = {"mine": options(verb, name), **MATES}
-    verbs = {"schedule": schedule}
     requests = [r for params in PARAMS.values() for r in requests_of(["mine", "", "fast", "long", "mine"], params)]
-    assert serve(build(recipes, verbs), requests) == alone(requests, recipes, verbs)
+    assert serve(build(recipes, {"schedule": schedule}), requests) == alone(requests, recipes, {})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:2])
@@ -41,8 +40,8 @@ def test_tight_memory_changes_nothing(verb: str, name: str, schedule: str) -> No
     """Law 13, across recipes: whoever must make way, and however often, goes on with the tokens it has alone."""
     recipes = {"mine": options(verb, name), **MATES}
     verbs = {"schedule": schedule}
-    requests = requests_of(["", "mine", "long", "fast", "mine"], PARAMS["greedy"])
-    want = alone(requests, recipes, verbs)
+    requests = requests_of(["mine", "", "long", "fast", "mine"], PARAMS["greedy"])
+    want = alone(requests, recipes, {})
     probe = build(recipes, verbs)
     assert isinstance(probe, Engine)
     most = max(runtime.need(70 + N + 64) for runtime in probe.recipes.values())
