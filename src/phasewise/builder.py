@@ -129,7 +129,7 @@ def say_nothing_travels(store: str) -> None:
     """Warn, once a process, of a store method that has nothing to do and may cost something all the same."""
     log.warning(
         "store %s is for KV on its way between engines, and here nothing travels: what it rounds is rounded all the "
-        "same, and not a byte is saved. %s, or leave the store out",
+        "same, and no byte is saved on the way. %s, or leave the store out",
         store, _workers(),
     )  # fmt: skip
 

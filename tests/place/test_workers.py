@@ -15,7 +15,7 @@ from tests import tiny
 
 PLACES = list(catalog.names("place"))
 ALONE = [name for name in PLACES if not getattr(catalog.method("place", name), "launches", False)]
-WARNING = "not a byte is saved"
+WARNING = "no byte is saved on the way"
 
 
 @pytest.mark.parametrize("name", PLACES)
