@@ -65,11 +65,10 @@ def table(bench: Bench, settings: Sequence[Setting], tokens: int, new: int, dens
         for setting in everybody:
             try:
                 most, preempted = fitting(engine_of(bench, setting, dense * need, len(prompts)), prompts, new)
+                alone = alone or most
+                rows.append([setting.name, str(most), f"{most / alone:.1f}", str(preempted)])
             except UserError as error:
                 rows.append([setting.name, "-", "-", str(error).partition(":")[0]])
-                continue
-            alone = alone or most
-            rows.append([setting.name, str(most), f"{most / alone:.1f}", str(preempted)])
             tell(len(rows))
     return f"A budget of {report.size(dense * need)}.\n\n" + report.markdown(HEADER, rows)
 
@@ -87,10 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = table(
         Bench.load(asked.model, asked.dtype), contenders(asked.settings or [WORK]), asked.tokens, asked.new, asked.dense
     )
-    head = (
-        f"`python scripts/requests_that_fit.py --model {asked.model} --tokens {asked.tokens} --new {asked.new} "
-        f"--dense {asked.dense}`, {asked.dtype}."
-    )
+    words = ["python scripts/requests_that_fit.py", *asked.settings, f"--model {asked.model} --tokens {asked.tokens}"]
+    head = f"`{' '.join(words)} --new {asked.new} --dense {asked.dense}`, {asked.dtype}."
     print(found)
     if asked.write is not None:
         page = asked.write.read_text(encoding="utf-8")
