@@ -121,20 +121,9 @@ int64_t fetched_beside(const Voter& own, long head) {
   return found - own.rows.count;
 }
 
-void weigh_rest(const Voter& own, long head, const float* less) {
+void take_rest(const Voter& own, long head) {
   const Choice& choice = *own.choice;
-  const int32_t* slots = own.rows.slots + head * own.rows.count;
-  long count = own.rows.count, dim = own.dim;
-  for (long g = 0; g < own.group; g++) {
-    const float* logits = own.logits + (head * own.group + g) * logits_of(choice) - choice.begin;
-    F held = {};
-    for (long p = 0; p < count; p += LANES) {
-      F found = splat(-INFINITY);
-      for (long i = 0; i < LANES && p + i < count; i++) found[i] = logits[slots[p + i]];
-      held += exp_negative(found - less[g]);
-    }
-    ((float*)own.rows.held)[head * own.group + g] = sum(held);
-  }
+  const long dim = own.dim;
   Listed values = own.rows;  // to be read as keys are
   values.k = values.v, values.k_head = values.v_head, values.k_row = values.v_row;
   values.k_scale = values.v_scale, values.k_scale_head = values.v_scale_head;

@@ -11,8 +11,8 @@ struct Voter {
   Listed rows;          // where queries, keys and lists are
   long heads, group, dim, n;
   double scale;         // of the layer's scores
-  float* logits;        // [heads * group, logits_of]
-  float* states;        // [heads * group, chunks, 2]: largest logit of a chunk, sum of the others' weights beside it
+  float* logits;        // [heads * group, logits_of]; by shares, weights beside the largest of their chunk
+  float* states;        // [heads * group, 2, chunks]: the largest logit of a chunk, the sum of the weights beside it
   int32_t* numbers;     // [heads, numbers_of]
 };
 
