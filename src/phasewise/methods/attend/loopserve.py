@@ -89,6 +89,9 @@ class LoopServe:
         return Looping(self, host.model.config)
 
 
+Asked = tuple[dict[int, Tensor], int, Ballot]  # what is chosen by border, the border, and who asks
+
+
 class Looping:
     """Runtime of LoopServe. A request's drawer holds by layer the queries of its last rows ("q" [w, H, G, D], "at" [w])
     and what was chosen at the last border: "chosen" positions [H, K] (-1: none), "border"; and, by HEARD, what whole
@@ -125,19 +128,22 @@ class Looping:
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
-        lists: dict[int, Tensor] = {}
+        found: dict[int, dict[int, Tensor]] = {}
+        ballots: list[Asked] = []
         for i, read in enumerate(reads):
             note = self._note(read)
-            if furthest(read.span) < read.span.request.prompt_len:
-                if self._lined(read.span) and read.rows is None:
-                    out[i] = attend(read, self.lines(read), self.knobs.block)
-                continue
-            chosen = self._choices(read, note)
+            if furthest(read.span) >= read.span.request.prompt_len:
+                found[i] = self._choices(read, note, ballots)
+            elif self._lined(read.span) and read.rows is None:
+                out[i] = attend(read, self.lines(read), self.knobs.block)
+        self._count(ballots)
+        lists: dict[int, Tensor] = {}
+        for i, chosen in found.items():
             if not chosen:
                 continue
-            slots = self._slots(read, *next(iter(chosen.items()))) if single(read) else None
+            slots = self._slots(reads[i], *next(iter(chosen.items()))) if single(reads[i]) else None
             if slots is None:
-                out[i] = read.attend(self._select(read, chosen))
+                out[i] = reads[i].attend(self._select(reads[i], chosen))
             else:
                 lists[i] = slots
         if lists:
@@ -180,8 +186,9 @@ class Looping:
         return cover(masses(read, some, size), at, self.knobs.alpha)
 
     # ---- tokens
-    def _choices(self, read: Read, note: dict[str, Any]) -> dict[int, Tensor]:
-        """What the rows of a read go by: positions [h, K] by border, of those borders at which there was a choice."""
+    def _choices(self, read: Read, note: dict[str, Any], ballots: list[Asked]) -> dict[int, Tensor]:
+        """What the rows of a read go by: positions [h, K] by border, of those borders at which there was a choice.
+        What kernels count is put into it once all have asked."""
         knobs, request = self.knobs, read.span.request
         borders = [knobs.border(request.prompt_len, at) for at in read.q_positions.tolist()]
         first = {border: row for row, border in reversed([*enumerate(borders)]) if knobs.chooses(border)}
@@ -194,7 +201,12 @@ class Looping:
                 chosen = before["chosen"]
                 found[border] = chosen if read.part.heads is None else chosen[read.part.heads]
             else:
-                found[border] = self._choose(read, border, first[border], self._voters(read, before, border))
+                made = self._choose(read, border, first[border], self._voters(read, before, border))
+                if isinstance(made, Ballot):
+                    ballots.append((found, border, made))
+                    found[border] = torch.empty(0)
+                else:
+                    found[border] = made
         note["chosen"] = found
         return found
 
@@ -206,11 +218,12 @@ class Looping:
         if before:
             known = before["q"] if read.part.heads is None else before["q"][:, read.part.heads]
             near = (before["at"] >= border - self.knobs.voters) & (before["at"] < border)
-            queries.insert(0, known[near].flatten(1, 2))
-        return torch.cat(queries)
+            queries.insert(0, (known if near.all() else known[near]).flatten(1, 2))
+        return queries[0] if len(queries) > 1 and not len(queries[1]) else torch.cat(queries)
 
-    def _choose(self, read: Read, border: int, row: int, queries: Tensor) -> Tensor:
-        """The positions that get most votes of those that a row sees before the voters, increasing int32 [h, K]."""
+    def _choose(self, read: Read, border: int, row: int, queries: Tensor) -> Tensor | Ballot:
+        """The positions that get most votes of those that a row sees before the voters, increasing int32 [h, K]; or who
+        asks kernels for them."""
         part, spec = read.part, read.step.model.config.attention[read.layer]
         heads, n = part.size
         end = border - self.knobs.voters
@@ -228,15 +241,15 @@ class Looping:
         count = min(self.knobs.budget, n)
         if not len(queries):  # no row has run this layer
             return positions.new_full((heads, count), -1).int()
-        if among.all() and (listed := self._counted(read, queries, n, count)) is not None:
-            return listed
+        if among.all() and (ballot := self._ballot(read, queries, n, count)) is not None:
+            return ballot
         votes = self.votes(ops.scores(queries, part.keys(0, n), spec.scale, spec.softcap), among, (read, border))
         ranked = votes.masked_fill(~among, NEVER).nan_to_num(NEVER).sort(dim=-1, descending=True, stable=True)
         best = positions.expand(heads, -1).gather(1, ranked.indices[:, :count])
         return best.masked_fill(ranked.values[:, :count] == NEVER, -1).sort(-1).values.int()
 
-    def _counted(self, read: Read, queries: Tensor, n: int, count: int) -> Tensor | None:
-        """The best `count` of the first n slots where kernels count votes, int32 [h, K]."""
+    def _ballot(self, read: Read, queries: Tensor, n: int, count: int) -> Ballot | None:
+        """On the best `count` of the first n slots, where kernels count votes."""
         part, heads = read.part, read.part.size[0]
         by_head = queries.view(len(queries), heads, -1, queries.shape[2]).transpose(0, 1)  # [h, w, G, D]
         planes = [plane[:, :n] for plane in part.planes[:2]]
@@ -248,7 +261,17 @@ class Looping:
         capped = read.step.model.config.attention[read.layer].softcap is not None
         if not self.ranks or capped or part.packed is not None or not takes(ballot):
             return None
-        return choose([ballot])[0][:, 0]
+        return ballot
+
+    @staticmethod
+    def _count(ballots: Sequence[Asked]) -> None:
+        """What each asked for, in its place; in one call for all of one shape."""
+        shapes: dict[tuple[int, int], list[Asked]] = {}
+        for asked in ballots:
+            shapes.setdefault((asked[2].q.shape[1], asked[2].k.shape[0]), []).append(asked)
+        for alike in shapes.values():
+            for (found, border, _), slots in zip(alike, choose([ballot for _, _, ballot in alike]), strict=True):
+                found[border] = slots[:, 0]
 
     def votes(self, logits: Tensor, among: Tensor, about: tuple[Read, int]) -> Tensor:
         """Logits [h, G, w, n] of the voters to all rows, of which those `among` [1 | h, n] count -> votes [h, n]: the

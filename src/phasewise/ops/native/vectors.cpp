@@ -102,55 +102,58 @@ template <int W> long score_dense(const bf16* q, long queries, const bf16* rows,
   return done;
 }
 
-// The words of LANES rows of 2 N numbers, `row` apart, a register for each word; the order of rows is the same in all.
-template <int N> void load_words(const bf16* rows, long row, __m512i (&words)[N]) {
+// to[w][lane] = word w, of two numbers, of LANES rows of 2 N numbers, `row` apart
+template <int N> void turn(const bf16* rows, long row, int32_t (*to)[KEYS]) {
+  __m512i words[N];
   for (int r = 0; r < N; r++) {
-    if constexpr (N == 16) {
+    if constexpr (N == LANES) {
       words[r] = load<__m512i>(rows + r * row);
-    } else {  // even rows, odd ones
-      __m256i low = load<__m256i>(rows + 2 * r * row), high = load<__m256i>(rows + (2 * r + 1) * row);
+    } else {
+      __m256i low = load<__m256i>(rows + r * row), high = load<__m256i>(rows + (r + N) * row);
       words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     }
   }
   transpose_words(words);
+  for (int w = 0; w < N; w++) store(to[w], words[w]);
 }
 
-template <int N> F in_order(F sums) {
-  const __m512i order = _mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
-  return N == 16 ? sums : (F)_mm512_permutexvar_ps(order, (__m512)sums);
+void turn(const bf16* rows, long row, long width, int32_t (*to)[KEYS]) {
+  long at = 0;
+  for (; at + 32 <= width; at += 32) turn<16>(rows + at, row, to + at / 2);
+  if (at < width) turn<8>(rows + at, row, to + at / 2);
 }
 
-// out[i] (+)= q[i] . rows, Q queries at a time, so that none waits for its last product
-template <int N, int Q>
-void add_words(const __m512i (&words)[N], const bf16* q, long queries, long width, bool more, float* out, long wide) {
-  for (; queries >= Q; queries -= Q, q += Q * width, out += Q * wide) {
-    F sums[Q] = {};
-#pragma GCC unroll 16
-    for (int w = 0; w < N; w++)
+// out[query][lane] = query . rows, of Q queries and W registers of turned rows
+template <int Q, int W>
+void meet_turned(const bf16* q, long width, const int32_t (*rows)[KEYS], float* out, long wide) {
+  F sums[Q][W] = {};
+  for (long w = 0; w < width / 2; w++) {
+    __m512bh words[W];
 #pragma GCC unroll 4
-      for (int i = 0; i < Q; i++)
-        sums[i] = (F)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)words[w],
-                                      (__m512bh)_mm512_set1_epi32(load<int32_t>(q + i * width + 2 * w)));
-    for (int i = 0; i < Q; i++) {
-      F sum = in_order<N>(sums[i]);
-      store(out + i * wide, more ? load<F>(out + i * wide) + sum : sum);
+    for (int i = 0; i < W; i++) words[i] = (__m512bh)load<__m512i>(rows[w] + i * LANES);
+#pragma GCC unroll 4
+    for (int g = 0; g < Q; g++) {
+      __m512bh own = (__m512bh)_mm512_set1_epi32(load<int32_t>(q + g * width + 2 * w));
+#pragma GCC unroll 4
+      for (int i = 0; i < W; i++) sums[g][i] = (F)_mm512_dpbf16_ps((__m512)sums[g][i], words[i], own);
     }
   }
-  if constexpr (Q > 1) add_words<N, Q - 1>(words, q, queries, width, more, out, wide);
+  for (int g = 0; g < Q; g++)
+    for (int i = 0; i < W; i++) store(out + g * wide + i * LANES, sums[g][i]);
 }
 
-template <int N>
-void add_words(const bf16* q, long queries, long width, const bf16* rows, long row, bool more, float* out, long wide) {
-  __m512i words[N];
-  load_words(rows, row, words);
-  add_words<N, 4>(words, q, queries, width, more, out, wide);
-}
-
-// Rows are turned once for all queries.
-void score_turned(const bf16* q, long queries, const bf16* rows, long row, long width, float* out, long wide) {
-  long at = 0;
-  for (; at + 32 <= width; at += 32) add_words<16>(q + at, queries, width, rows + at, row, at, out, wide);
-  if (at < width) add_words<8>(q + at, queries, width, rows + at, row, at, out, wide);
+// The same of all queries and at least `count` rows.
+template <int Q = 4>
+void score_turned(const bf16* q, long queries, long width, const int32_t (*rows)[KEYS], long count, float* out,
+                  long wide) {
+  constexpr int W = KEYS / LANES;
+  for (; queries >= Q; queries -= Q, q += Q * width, out += Q * wide) {
+    if (count == KEYS) meet_turned<Q, W>(q, width, rows, out, wide);
+    else
+      for (long j = 0; j < count; j += LANES)
+        meet_turned<Q, 1>(q, width, (const int32_t(*)[KEYS])(rows[0] + j), out + j, wide);
+  }
+  if constexpr (Q > 1) score_turned<Q - 1>(q, queries, width, rows, count, out, wide);
 }
 constexpr bool TURNS = true;
 
@@ -161,14 +164,17 @@ long score_dense(const bf16* q, long queries, const bf16* rows, long width, long
 }
 #else
 long score_dense(const bf16*, long, const bf16*, long, long, float*, long) { return 0; }
-void score_turned(const bf16*, long, const bf16*, long, long, float*, long) {}
+void turn(const bf16*, long, long, int32_t (*)[KEYS]) {}
+void score_turned(const bf16*, long, long, const int32_t (*)[KEYS], long, float*, long) {}
 constexpr bool TURNS = false;
 #endif
 
 // A head's query as its vectors meet it: turned, then its channels; in place of `q` [dim].
 void prepare(const Voter& own, long head, const bf16* q, bf16* to) {
-  bf16 turned[MOST_DIM];
+  const int32_t* channels = channels_of(own, head);
   long size = own.layer->turn ? own.layer->turned : 0, half = size / 2;
+  if (!size && !channels) return (void)memcpy(to, q, own.choice->width * 2);
+  bf16 turned[MOST_DIM];
   const float *cos = own.layer->turn, *sin = cos + size;
   for (long i = 0; i < half; i++) {
     float a = widen(q[i]), b = widen(q[half + i]);
@@ -176,7 +182,6 @@ void prepare(const Voter& own, long head, const bf16* q, bf16* to) {
     turned[half + i] = narrow(b * cos[half + i] + a * sin[half + i]);
   }
   memcpy(turned + size, q + size, (own.dim - size) * 2);
-  const int32_t* channels = channels_of(own, head);
   for (long c = 0; c < own.choice->width; c++) to[c] = turned[channels ? channels[c] : c];
 }
 
@@ -255,26 +260,36 @@ void multiply(const Voter& own, long head, long from, long to) {
   for (long first = 0; first < own.group; first += MOST_SHARED) {
     long some = own.group - first < MOST_SHARED ? own.group - first : MOST_SHARED;
     queries.take(own, head, first, some);
-    bool turned = TURNS && !layer.high && width % 16 == 0 && (some > 3 || width % 32);  // else it does not pay
     float* all = own.logits + (head * own.group + first) * wide - own.choice->begin;
     long j = from;
     if (layer.low && !layer.high)
       j += score_dense(queries.all, some, (const bf16*)layer.low + head * layer.head + from * width, width, to - from,
                        all + from, wide);
+    if (TURNS && !layer.high && width % 16 == 0 && (some > 3 || width % 32)) {  // else it does not pay
+      alignas(64) int32_t turned[MOST_DIM / 2][KEYS];
+      for (long size; j < to; j += size) {
+        size = to - j < KEYS ? to - j : KEYS;
+        for (long i = 0; i < size; i += LANES) {
+          Found rows;
+          rows.find(own, keys, layer.low, j + i, to, room[0]);
+          turn(rows.first, rows.row, width, (int32_t(*)[KEYS])(turned[0] + i));
+        }
+        score_turned(queries.all, some, width, turned, size, all + j, wide);
+      }
+    }
     for (; j < to; j += LANES) {
       Found lows, highs;
       lows.find(own, keys, layer.low, j, to, room[0]);
       if (layer.high) highs.find(own, keys, layer.high, j, to, room[1]);
-      float* out = all + j;
-      if (turned) score_turned(queries.all, some, lows.first, lows.row, width, out, wide);
-      for (long g = 0; !turned && g < some; g++) {
+      for (long g = 0; g < some; g++) {
+        float* out = all + g * wide + j;
         if (layer.high) {
           F more, sum;
           score(queries.all + g * width, highs.rows, width, (float*)&more);
           score(queries.below + g * width, lows.rows, width, (float*)&sum);
-          store(out + g * wide, sum + more);
+          store(out, sum + more);
         } else {
-          score_rows(queries.all + g * width, lows.rows, width, out + g * wide);
+          score_rows(queries.all + g * width, lows.rows, width, out);
         }
       }
     }

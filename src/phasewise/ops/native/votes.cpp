@@ -269,31 +269,27 @@ void list_part(const Voter& own, long head) {
 }
 
 // ---- single rows of one layer
-namespace {
-
-// work(part) for all parts of all voters
-template <class Count, class Work>
-void share_out(const Voter* voters, long count, int threads, const Count& parts, const Work& work) {
-  for (long v = 0; v < count; v++) {
-    Shares shares(parts(voters[v]), threads);
-    together(threads, [&](int, int) {
-      for (long from, to; shares.take(from, to);)
-        for (long i = from; i < to; i++) work(voters[v], i);
-    });
-  }
+// work(part) for all parts
+template <class Work> static void share_out(long parts, int threads, const Work& work) {
+  Shares shares(parts, threads);
+  together(threads, [&](int, int) {
+    for (long from, to; shares.take(from, to);)
+      for (long i = from; i < to; i++) work(i);
+  });
 }
 
-}  // namespace
-
 API void choose_slots(const VotesCall* call) {
-  long room = call->count * sizeof(Voter), vectors = 0;
+  long vectors = 0, most[3] = {};  // one span's memory is the next one's: it stays near
   for (long b = 0; b < call->count; b++) {
     const Choice& choice = *call->spans[b].choice;
-    room += 4 * (call->heads_q * (logits_of(choice) + states_of(choice)) + call->heads * numbers_of(choice));
+    const long own[3] = {logits_of(choice), states_of(choice), numbers_of(choice)};
+    for (int i = 0; i < 3; i++) most[i] = own[i] > most[i] ? own[i] : most[i];
     vectors += (choice.end - choice.begin) * call->heads_q * choice.width;
   }
-  Voter* voters = (Voter*)scratch(OF_ATTENTION, room);
-  float* at = (float*)(voters + call->count);
+  float* logits = (float*)scratch(OF_ATTENTION, 4 * (call->heads_q * (most[0] + most[1]) + call->heads * most[2]));
+  float* states = logits + call->heads_q * most[0];
+  int32_t* numbers = (int32_t*)(states + call->heads_q * most[1]);
+  int threads = enough(call->threads, vectors);
   for (long b = 0; b < call->count; b++) {
     const VotesSpan& own = call->spans[b];
     const Choice& choice = *own.choice;
@@ -303,16 +299,11 @@ API void choose_slots(const VotesCall* call) {
     rows.v = own.v, rows.v_head = own.v_head, rows.v_row = own.v_row;
     rows.v_scale = own.v_scale, rows.v_scale_head = own.v_scale_head;
     rows.count = listed_of(choice, own.n), rows.slots = own.slots, rows.held = own.held, rows.rest = own.rest;
-    float* states = at + call->heads_q * logits_of(choice);
-    int32_t* numbers = (int32_t*)(states + call->heads_q * states_of(choice));
-    voters[b] = {&choice,    choice.layers, rows, call->heads, call->heads_q / call->heads, call->dim, own.n, 0, at, states,
-                 numbers};
-    at = (float*)(numbers + call->heads * numbers_of(choice));
+    const Voter voter = {&choice,   choice.layers, rows,   call->heads, call->heads_q / call->heads,
+                         call->dim, own.n,         0,      logits,      states,
+                         numbers};
+    share_out(scoring_parts(choice, call->heads), threads, [&](long part) { score_part(voter, part); });
+    share_out(voting_parts(choice, call->heads), threads, [&](long part) { vote_part(voter, part); });
+    share_out(call->heads, threads, [&](long head) { list_part(voter, head); });
   }
-  int threads = enough(call->threads, vectors);
-  auto scores = [&](const Voter& own) { return scoring_parts(*own.choice, own.heads); };
-  auto votes = [&](const Voter& own) { return voting_parts(*own.choice, own.heads); };
-  share_out(voters, call->count, threads, scores, score_part);
-  share_out(voters, call->count, threads, votes, vote_part);
-  share_out(voters, call->count, threads, [](const Voter& own) { return own.heads; }, list_part);
 }
