@@ -174,11 +174,11 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
     q, mask = few.q.double().transpose(0, 1), sight(few, window)  # [Hq, R, D]
     wide = k.repeat_interleave(group, 0)
     scores = q @ wide.mT * SCALE
-    # of a query's numbers times the steps of a group, each is 1 / 32512 of the largest apart
+    # a query's numbers times the steps of a group are 1 / 32512 of the largest number times the largest step apart
     levels, steps = levels_of(keys, keys.rows)  # [H, blocks, D, rows]
     levels, steps = [x[:, : keys.slots // keys.rows].transpose(2, 3).flatten(1, 2) for x in (levels, steps)]
     wide_steps, sums = steps.repeat_interleave(group, 0), levels.sum(-1).repeat_interleave(group, 0)
-    largest = (q.abs()[:, :, None] * wide_steps[:, None]).amax(-1)  # [Hq, R, slots]
+    largest = q.abs().amax(-1)[..., None] * wide_steps.amax(-1)[:, None]  # [Hq, R, slots]
     off = 4e-6 * (q.abs() @ wide.abs().mT)
     lows = (wide[:, : keys.slots] - levels.repeat_interleave(group, 0) * wide_steps).abs() + wide_steps * 15
     off[..., : keys.slots] = largest / 65024 * sums[:, None] + 4e-6 * (q.abs() @ lows.mT)
@@ -190,12 +190,13 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
     shares, most = scores.softmax(-1), off.masked_fill(~mask, 0).amax(-1)  # [Hq, R, N], [Hq, R]
     want, want_lse = shares @ v.repeat_interleave(group, 0), scores.logsumexp(-1)
     most = most + 2e-6 * (1 + want_lse.abs())
-    # shares of a sum move as scores do, twice; weights times steps are 1 / 32512 of a block's largest apart
+    # shares of a sum move as scores do, twice; weights times steps are 1 / 32512 of what is largest in a block apart
     bound = torch.expm1(2 * most)[..., None] * (shares @ v.abs().repeat_interleave(group, 0)) + want.abs() / 250
     levels, steps = (x[:, : values.slots // values.rows].flatten(1, 2) for x in levels_of(values, dim))  # [H, slots, D]
     for at in range(0, values.slots, 64):
         some = slice(at, min(at + 64, values.slots))
-        worth = (shares[:, :, some, None] * steps[:, some].repeat_interleave(group, 0)[:, None]).amax(2)  # [Hq, R, D]
+        most_worth = steps[:, some].amax(1).repeat_interleave(group, 0)  # [Hq, D]
+        worth = shares[:, :, at : at + 64].amax(2)[..., None] * most_worth[:, None]  # [Hq, R, D]
         bound += 1.01 * worth / 65024 * levels[:, some].sum(1).repeat_interleave(group, 0)[:, None]
     bound += shares[..., values.slots :] @ v[:, values.slots :].abs().repeat_interleave(group, 0) / 250
     bound += 1e-5 * (shares @ v_added.repeat_interleave(group, 0))

@@ -305,19 +305,30 @@ struct InLines {
   const Job& job;
   const Sealed& side;
   const PackedLines lines;
+  float peaks[QUERIES + 4];  // of queries
 
   InLines(const Call& call, const Job& job, const Sealed& side, long numbers)
       : call(call), job(job), side(side), lines(side, job.head, numbers) {}
 
-  void take(const float (*)[MOST_DIM]) {}
+  void take(const float (*queries)[MOST_DIM]) {
+    for (long i = 0; i < job.count; i++) {
+      I top = {};
+      for (long d = 0; d < call.dim; d += LANES) {
+        I size = load<I>(queries[i] + d) & 0x7fffffff;
+        top = size > top ? size : top;  // NaN is larger than all
+      }
+      int32_t bits = most(top);
+      memcpy(peaks + i, &bits, 4);
+    }
+  }
 
   void score(long slot, long count, const float (*queries)[MOST_DIM], float (*scores)[KEYS]) {
-    score_sealed(side, lines, slot, count, call.dim, job.count, queries, scores);
+    score_sealed(side, lines, slot, count, call.dim, job.count, {queries[0], MOST_DIM, peaks}, scores);
     if (side.rank || side.aparts) score_mended(side, job.head, slot, count, call.dim, job.count, queries, scores);
   }
 
-  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
-    add_sealed(side, lines, slot, count, call.dim, job.count, weights, s.sum);
+  void add(long slot, long count, const float (*weights)[KEYS], const float* most, State& s) {
+    add_sealed(side, lines, slot, count, call.dim, job.count, {weights[0], KEYS, most}, s.sum);
     if (side.rank || side.aparts) add_mended(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
   }
 };
@@ -342,7 +353,7 @@ struct InClasses {
     score_classed(classed, classed.take(slot, count), job.head, call.dim, whole, job.count, scores);
   }
 
-  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
+  void add(long slot, long count, const float (*weights)[KEYS], const float*, State& s) {
     add_classed(classed, classed.take(slot, count), job.head, call.dim, job.count, weights, s.sum);
   }
 };
@@ -351,7 +362,7 @@ struct InClasses {
 template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
-  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS];
+  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS], peaks[QUERIES];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   keys.take(queries);
@@ -363,12 +374,10 @@ template <class Side> static void read_sealed(const Call& call, const Job& job, 
     if (slot < keys.side.slots) keys.score(slot, count, queries, scores);
     else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
     bend(call, job, cap, slot, scores);
-    for (long i = 0; i < job.count; i++) {
-      see(call, job, i, slot, end, scores[i]);
-      weigh(scores[i], (float)call.scale, scores[i], i, call.dim, s);
-    }
+    for (long i = 0; i < job.count; i++) see(call, job, i, slot, end, scores[i]);
+    weigh_all(scores, (float)call.scale, job.count, call.dim, s, peaks);
     packed = packed < 0 ? 0 : packed;
-    if (packed) values.add(slot, packed, scores, s);
+    if (packed) values.add(slot, packed, scores, peaks, s);
     const bf16* v = (const bf16*)here.v + packed * span.v_row;
     if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
   }

@@ -1,7 +1,8 @@
 // Sums over lines of numbers that lie packed: x . (level step + low) = (x step) . level + x . low, line by line.
 //
 // Levels meet the products of x and steps as they lie. Of a group these are whole numbers of two bytes, 1 / 32512 of the
-// largest apart, and their products with levels exact: sums do not depend on their order and become floats once.
+// largest x times the largest step apart, and their products with levels exact: sums do not depend on their order and
+// become floats once.
 #pragma once
 #include "kernels.h"
 #include "softmax.h"
@@ -180,72 +181,32 @@ inline int32_t most(I v) {
 #endif
 }
 
-inline float total(F v) {
-#if LANES == 8
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-#else
-  return sum(v);
-#endif
-}
-
-typedef float Each __attribute__((vector_size(16)));  // of up to four queries
-typedef int32_t Whole __attribute__((vector_size(16)));
-
-// The largest of each of four registers.
-inline Whole most_of(const I (&v)[4]) {
-#if LANES == 16
-  auto pair = [](I a, I b) {
-    __m512i x = (__m512i)a, y = (__m512i)b;
-    return _mm512_max_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
-  };
-  __m512i a = pair(v[0], v[1]), b = pair(v[2], v[3]);
-  a = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-  __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
-  return (Whole)_mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-#else
-  return Whole{most(v[0]), most(v[1]), most(v[2]), most(v[3])};
-#endif
-}
-
-// The sum of each of four registers.
-inline Each totals_of(const F (&v)[4]) {
-#if LANES == 16
-  auto pair = [](F a, F b) {
-    return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
-  };
-  __m512d a = (__m512d)pair(v[0], v[1]), b = (__m512d)pair(v[2], v[3]);
-  __m512 all = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
-  __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
-  return (Each)(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
-#else
-  return Each{total(v[0]), total(v[1]), total(v[2]), total(v[3])};
-#endif
-}
-
-// Whole numbers of two bytes, N registers of them, as upper and lower bytes: x = 256 upper + lower, both signed.
+// Whole numbers of two bytes, in the lower halves of words, as upper and lower bytes: x = 256 upper + lower, both signed.
 constexpr int AT_ONCE = LANES == 4 ? 1 : 4;
 
 inline void split(const I (&x)[AT_ONCE], int8_t* upper, int8_t* lower) {
 #if LANES == 16
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // quarter by quarter
+  alignas(64) constexpr uint16_t halves[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  const __m512i lower_halves = load<__m512i>(halves), order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
-  __m512i a = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), b = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+  __m512i a = _mm512_permutex2var_epi16((__m512i)x[0], lower_halves, (__m512i)x[1]);
+  __m512i b = _mm512_permutex2var_epi16((__m512i)x[2], lower_halves, (__m512i)x[3]);
   auto above = [&](__m512i v) { return _mm512_srai_epi16(_mm512_add_epi16(v, half), 8); };
   __m512i high = _mm512_packs_epi16(above(a), above(b));
   __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
-  store(upper, _mm512_permutexvar_epi32(order, high)), store(lower, _mm512_permutexvar_epi32(order, low));
+  store(upper, _mm512_permutexvar_epi64(order, high)), store(lower, _mm512_permutexvar_epi64(order, low));
 #elif LANES == 8
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), half = _mm256_set1_epi16(128);
   const __m256i byte = _mm256_set1_epi16(255);
-  __m256i a = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), b = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+  auto both = [&](I a, I b) { return _mm256_packs_epi32((__m256i)(a << 16 >> 16), (__m256i)(b << 16 >> 16)); };
+  __m256i a = both(x[0], x[1]), b = both(x[2], x[3]);
   auto above = [&](__m256i v) { return _mm256_srai_epi16(_mm256_add_epi16(v, half), 8); };
   __m256i high = _mm256_packs_epi16(above(a), above(b));
   __m256i low = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
   store(upper, _mm256_permutevar8x32_epi32(high, order)), store(lower, _mm256_permutevar8x32_epi32(low, order));
 #else
-  store_bytes((uint8_t*)upper, (x[0] + 128) >> 8), store_bytes((uint8_t*)lower, x[0]);
+  store_bytes((uint8_t*)upper, ((x[0] << 16 >> 16) + 128) >> 8), store_bytes((uint8_t*)lower, x[0]);
 #endif
 }
 
@@ -327,6 +288,7 @@ template <int BITS> inline I dot_levels(I acc, I w, I x) {
 struct Stripe {
   alignas(64) I words[MOST_DIM / 4];
   alignas(64) float step[LANES][MOST_DIM], low[LANES][MOST_DIM];  // of lines that there are not: 0
+  float largest[LANES];  // step of a group
   long lines, groups;
   int32_t start[LANES];  // the first lane of a group
 
@@ -348,6 +310,15 @@ struct Stripe {
       for (long l = 0; l < all; l += 4, p += 4 * row) words[l / 4] = four_lines<false>(p, row, LANES, 4);
     spread_halves(of.step, of.groups, first, groups, lines, step);
     spread_halves(of.low, of.groups, first, groups, lines, low);
+    for (long x = 0; x < groups; x++) {
+      I top = {};
+      for (long l = 0; l < lines; l += LANES) {
+        I size = load<I>(step[x] + l) & 0x7fffffff;
+        top = size > top ? size : top;  // NaN is larger than all
+      }
+      int32_t bits = most(top);
+      memcpy(largest + x, &bits, 4);
+    }
   }
 };
 
@@ -356,46 +327,41 @@ struct Factors {
   alignas(64) int8_t high[4][LANES][MOST_DIM], low[4][LANES][MOST_DIM];
   Each step[LANES], rest[LANES];  // what one is worth (NaN where one is not finite), what lowest numbers come to
 
-  // x: Q of [lines], `row` apart, and numbers up to a whole register; memory goes on for some. All below 1e-30 are
-  // taken for nothing.
-  template <int Q> void take(const float* x, long row, const Stripe& stripe) {
+  // x: Q of [lines], `row` apart, and numbers up to a whole register, of which `peaks` are the largest; memory goes on
+  // for some. All below 1e-30 are taken for nothing.
+  template <int Q> void take(const float* x, long row, const float* peaks, const Stripe& stripe) {
     for (long g = 0; g < stripe.groups; g++) {
-      if (stripe.lines == AT_ONCE * LANES) take<Q, true>(x, row, stripe, g);
-      else take<Q, false>(x, row, stripe, g);
+      if (stripe.lines == AT_ONCE * LANES) take<Q, true>(x, row, peaks, stripe, g);
+      else take<Q, false>(x, row, peaks, stripe, g);
     }
   }
 
  private:
-  // ONCE: what lines and x come to is held, as it fits the registers.
-  template <int Q, bool ONCE> void take(const float* x, long row, const Stripe& stripe, long g) {
+  // ONCE: all lines fit the registers.
+  template <int Q, bool ONCE> void take(const float* x, long row, const float* peaks, const Stripe& stripe, long g) {
     const float *steps = stripe.step[g], *least = stripe.low[g];
-    F lows[4] = {}, held[Q][AT_ONCE];
-    I top[4] = {};
-    auto meet = [&](int q, long l) {
-      F share = load<F>(x + q * row + l) * load<F>(steps + l);
-      I size = (I)share & 0x7fffffff;
-      top[q] = size > top[q] ? size : top[q];  // NaN is larger than all
-      lows[q] += load<F>(x + q * row + l) * load<F>(least + l);
-      return share;
-    };
-    for (int q = 0; q < Q; q++) {
-      if constexpr (ONCE) for (int i = 0; i < AT_ONCE; i++) held[q][i] = meet(q, i * LANES);
-      else for (long l = 0; l < stripe.lines; l += LANES) meet(q, l);
-    }
-    Each largest = (Each)most_of(top), inverse;
-    auto finite = largest <= 3.4e38f;
-    inverse = (largest >= 1e-30f) & finite ? 32512 / largest : Each{};
-    step[g] = finite ? largest / 32512 : Each{} + NAN, rest[g] = totals_of(lows);
-    for (int q = 0; q < Q; q++)
-      for (long l = 0; l < (ONCE ? AT_ONCE * LANES : stripe.lines); l += AT_ONCE * LANES) {
-        I whole[AT_ONCE];
-        for (int i = 0; i < AT_ONCE; i++) {  // of lines that there are not, whatever comes out meets nothing
-          long at = l + i * LANES;
-          F share = ONCE ? held[q][i] : load<F>(x + q * row + at) * load<F>(steps + at);
-          whole[i] = (I)(share * inverse[q] + MAGIC) - (I)splat(MAGIC);
+    const Each largest = load<Each>(peaks) * stripe.largest[g];
+    const auto finite = largest <= 3.4e38f;
+    const Each inverse = (largest >= 1e-30f) & finite ? 32512 / largest : Each{};
+    F lows[4] = {};
+    for (long l = 0; l < (ONCE ? AT_ONCE * LANES : stripe.lines); l += AT_ONCE * LANES) {
+      I whole[Q][AT_ONCE];
+#pragma GCC unroll 4
+      for (int i = 0; i < AT_ONCE; i++) {  // of lines that there are not, whatever comes out meets nothing
+        const long at = l + i * LANES;
+        const bool there = ONCE || at < stripe.lines;
+        F step = load<F>(steps + at), low = there ? load<F>(least + at) : F{};
+#pragma GCC unroll 4
+        for (int q = 0; q < Q; q++) {
+          F own = there ? load<F>(x + q * row + at) : F{};
+          whole[q][i] = (I)(own * step * inverse[q] + MAGIC);
+          lows[q] += own * low;
         }
-        split(whole, high[q][g] + l, low[q][g] + l);
       }
+#pragma GCC unroll 4
+      for (int q = 0; q < Q; q++) split(whole[q], high[q][g] + l, this->low[q][g] + l);
+    }
+    step[g] = finite ? largest / 32512 : Each{} + NAN, rest[g] = totals_of(lows);
   }
 };
 
@@ -445,7 +411,7 @@ inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead&
   else sum_lines<Q, BITS, 0>(factors, stripe, ahead, found);
 }
 
-// Numbers s of LANES bytes, register by register, become the numbers in the order in which they lie.
+// OfQueries s of LANES bytes, register by register, become the numbers in the order in which they lie.
 template <int S> inline void in_line(F (&numbers)[S]) {
   if constexpr (S == 4) {
     zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
@@ -471,14 +437,20 @@ inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, cons
   in_line(numbers);
 }
 
+struct OfQueries {  // of queries, `row` apart, and the largest magnitude of each; of four that begin with any
+  const float* first;
+  long row;
+  const float* peaks;
+};
+
 // put(query, number, register): what the queries x [queries, row] make of the numbers between two bytes of all lines
 template <int Q, int BITS, class Put>
-inline void contract(const Stripe& stripe, const Ahead& ahead, const float* x, long row, long first, long queries,
-                     long at, const Put& put) {
+inline void contract(const Stripe& stripe, const Ahead& ahead, const OfQueries& x, long first, long queries, long at,
+                     const Put& put) {
   for (; queries - first >= Q; first += Q) {
     Factors factors;
     I found[Q][8 / BITS];
-    factors.take<Q>(x + first * row, row, stripe);
+    factors.take<Q>(x.first + first * x.row, x.row, x.peaks + first, stripe);
     sum_lines<Q, BITS>(factors, stripe, ahead, found);
     for (int q = 0; q < Q; q++) {
       F numbers[8 / BITS];
@@ -486,12 +458,12 @@ inline void contract(const Stripe& stripe, const Ahead& ahead, const float* x, l
       put(first + q, at, numbers);
     }
   }
-  if constexpr (Q > 1) contract<Q - 1, BITS>(stripe, ahead, x, row, first, queries, at, put);
+  if constexpr (Q > 1) contract<Q - 1, BITS>(stripe, ahead, x, first, queries, at, put);
 }
 
 template <int BITS, class Put>
-inline void contract(const PackedLines& lines, const Ahead& next, const float* x, long row, long queries, long from,
-                     long to, const Put& put) {
+inline void contract(const PackedLines& lines, const Ahead& next, const OfQueries& x, long queries, long from, long to,
+                     const Put& put) {
   constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
   long passes = (queries + Q - 1) / Q, each = (queries + passes - 1) / passes;
   Stripe stripe;
@@ -500,16 +472,16 @@ inline void contract(const PackedLines& lines, const Ahead& next, const float* x
     stripe.take(lines, byte, to);
     Ahead ahead = next;
     ahead.levels += byte - from;
-    if (Q > 3 && each > 3) contract<Q, BITS>(stripe, ahead, x, row, 0, queries, at, put);
-    else if (Q > 2 && each > 2) contract<(Q < 3 ? Q : 3), BITS>(stripe, ahead, x, row, 0, queries, at, put);
-    else if (Q > 1 && each > 1) contract<(Q < 2 ? Q : 2), BITS>(stripe, ahead, x, row, 0, queries, at, put);
-    else contract<1, BITS>(stripe, ahead, x, row, 0, queries, at, put);
+    if (Q > 3 && each > 3) contract<Q, BITS>(stripe, ahead, x, 0, queries, at, put);
+    else if (Q > 2 && each > 2) contract<(Q < 3 ? Q : 3), BITS>(stripe, ahead, x, 0, queries, at, put);
+    else if (Q > 1 && each > 1) contract<(Q < 2 ? Q : 2), BITS>(stripe, ahead, x, 0, queries, at, put);
+    else contract<1, BITS>(stripe, ahead, x, 0, queries, at, put);
   }
 }
 
 // scores[i][..] = query i . the keys of `count` slots from `slot` on, which lie in one block; those behind are next
 inline void score_sealed(const Sealed& side, const PackedLines& all, long slot, long count, long dim, long queries,
-                         const float (*x)[MOST_DIM], float (*scores)[KEYS]) {
+                         const OfQueries& x, float (*scores)[KEYS]) {
   const long block = slot / side.rows, first = slot - block * side.rows, from = first * side.bits / 8;
   const bool within = first + count < side.rows;
   const long to = from + (count * side.bits + 7) / 8;
@@ -518,8 +490,8 @@ inline void score_sealed(const Sealed& side, const PackedLines& all, long slot, 
   auto put = [&](long i, long at, const auto& numbers) {
     for (const F& some : numbers) store(scores[i] + at, some), at += LANES;
   };
-  if (side.bits == 2) contract<2>(lines, ahead, x[0], MOST_DIM, queries, from, to, put);
-  else contract<4>(lines, ahead, x[0], MOST_DIM, queries, from, to, put);
+  if (side.bits == 2) contract<2>(lines, ahead, x, queries, from, to, put);
+  else contract<4>(lines, ahead, x, queries, from, to, put);
 }
 
 // sum[d], in the order that `place` tells, += a register's numbers from d on
@@ -537,10 +509,10 @@ template <int N> inline void add_in_place(const F (&numbers)[N], long d, long di
 
 // sum[i] += the values of `count` slots from `slot` on under the weights of query i
 inline void add_sealed(const Sealed& side, const PackedLines& all, long slot, long count, long dim, long queries,
-                       const float (*weights)[KEYS], float (*sum)[MOST_DIM]) {
+                       const OfQueries& weights, float (*sum)[MOST_DIM]) {
   PackedLines lines = all.from(slot, count);
   Ahead ahead(all.from(slot + count, count), 0);
   auto put = [&](long i, long at, const auto& numbers) { add_in_place(numbers, at, dim, sum[i]); };
-  if (side.bits == 2) contract<2>(lines, ahead, weights[0], KEYS, queries, 0, lines.bytes, put);
-  else contract<4>(lines, ahead, weights[0], KEYS, queries, 0, lines.bytes, put);
+  if (side.bits == 2) contract<2>(lines, ahead, weights, queries, 0, lines.bytes, put);
+  else contract<4>(lines, ahead, weights, queries, 0, lines.bytes, put);
 }

@@ -184,19 +184,32 @@ inline I dot(I acc, I w, I x) {
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
 
 // ---- e^x for x <= 0 (also -inf, and NaN to NaN); relative error below 3e-7
+template <long N, class Step> inline void each(const Step& step) {
+#pragma GCC unroll 16
+  for (long i = 0; i < N; i++) step(i);
+}
+
+// Of N registers, step by step for all of them, so that none waits for another.
+template <long N> inline void exp_negative(F (&x)[N]) {
+  F shifted[N], r[N], p[N];
+  each<N>([&](long i) { shifted[i] = x[i] * 1.44269504f + MAGIC; });
+  each<N>([&](long i) { p[i] = shifted[i] - MAGIC; });
+  each<N>([&](long i) { r[i] = x[i] - p[i] * 0.693359375f; });
+  each<N>([&](long i) { r[i] += p[i] * 2.12194440e-4f; });
+  each<N>([&](long i) { p[i] = r[i] * 8.3124740049e-3f + 4.1890583932e-2f; });  // off by 1.1e-7 at most
+  each<N>([&](long i) { p[i] = p[i] * r[i] + 1.6667117178e-1f; });
+  each<N>([&](long i) { p[i] = p[i] * r[i] + 4.9999228120e-1f; });
+  each<N>([&](long i) { p[i] = p[i] * r[i] * r[i] + r[i]; });
+  each<N>([&](long i) {
+    F power = (F)(((I)shifted[i] << 23) + (I)splat(1.0f));
+    x[i] = select(x[i] < -87.0f, F{}, (p[i] + 1.0f) * power);
+  });
+}
+
 inline F exp_negative(F x) {
-  F shifted = x * 1.44269504f + MAGIC;
-  F n = shifted - MAGIC;
-  F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  F p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  I power = ((I)shifted << 23) + (I)splat(1.0f);
-  return select(x < -87.0f, F{}, p * (F)power);
+  F one[1] = {x};
+  exp_negative(one);
+  return one[0];
 }
 
 // log x of normal numbers above 0; relative error below 3e-7
