@@ -358,6 +358,40 @@ struct InClasses {
   }
 };
 
+// Whether all rows of a job see all slots from .. to-1, and nobody asks what becomes of which.
+static bool all_alike(const Call& call, const Job& job, long from, long to) {
+  const Span& span = call.spans[job.span];
+  if (span.tally || span.sight.bias || to > span.n - span.rows - span.first) return false;
+  for (long i = 0; i < job.count; i++)
+    if (long row = (job.first + i) / group(call); limit(span, row) < to || start(span, job.window, row) > from) return false;
+  return true;
+}
+
+// The packed slots from .. to-1, which are all alike, class by class: a softmax does not mind the order.
+static bool read_classes(const Call& call, const Job& job, const InClasses& keys, const InClasses& values, long from,
+                         long to, State& s) {
+  const Classed &k = keys.classed, &v = values.classed;
+  if (!all_alike(call, job, from, to)) return false;
+  if (!k.same(v, 0, to)) return false;
+  alignas(64) float scores[QUERIES][KEYS], found[QUERIES][MOST_DIM], peaks[QUERIES];
+  Softcap cap(call.softcap, call.scale);
+  for (int which = 0; which < 2; which++)
+    for (long at = k.before_in(from, which), end = k.before_in(to, which); at < end; at += KEYS) {
+      const long count = end - at < KEYS ? end - at : KEYS;
+      score_lines(k, k.lines[which].from(at, count), which, job.head, call.dim, keys.whole, job.count, scores[0], KEYS);
+      for (long i = 0; i < job.count; i++) {
+        keep_between(scores[i], 0, count);
+        for (long j = 0; cap && j < count; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
+        memset(found[i], 0, call.dim * 4);
+      }
+      weigh_all(scores, (float)call.scale, job.count, call.dim, s, peaks);
+      add_lines(v, v.lines[which].from(at, count), which, job.head, call.dim, scores[0], KEYS, job.count, found);
+      add_scaled(v, job.head, call.dim, job.count, found, s.sum);
+    }
+  return true;
+}
+static bool read_classes(const Call&, const Job&, const InLines&, const InLines&, long, long, State&) { return false; }
+
 // The same over blocks that lie packed, as they are, and the rows behind them.
 template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
@@ -367,6 +401,8 @@ template <class Side> static void read_sealed(const Call& call, const Job& job, 
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   keys.take(queries);
   Softcap cap(call.softcap, call.scale);
+  const long both = keys.side.slots < values.side.slots ? keys.side.slots : values.side.slots;
+  if (const long end = both < to ? both : to; from < end && read_classes(call, job, keys, values, from, end, s)) from = end;
   for (long slot = from, end; slot < to; slot = end) {
     end = sealed_end(keys.side, slot, to);
     long count = end - slot, packed = values.side.slots - slot < count ? values.side.slots - slot : count;

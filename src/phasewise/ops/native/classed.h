@@ -87,6 +87,15 @@ struct Classed {  // a side that lies like that
     return found;
   }
 
+  // Whether another side has the packed slots from .. to-1 in the same classes.
+  bool same(const Classed& other, long from, long to) const {
+    const long first = from / side.rows * bytes, end = ((to - 1) / side.rows + 1) * bytes;
+    return side.rows == other.side.rows && !memcmp(side.upper + first, other.side.upper + first, end - first);
+  }
+
+  // How many slots before one are of a class.
+  long before_in(long slot, int which) const { return which ? slot - above(slot) : above(slot); }
+
   PackedLines lines_of(const Classes& slots, int which) const {
     return lines[which].from(slots.first[which], slots.size[which]);
   }
@@ -265,10 +274,10 @@ inline F some_halves(const uint16_t* p, long count) {
 #endif
 }
 
-// found[query][which][line] = query . the numbers of a line between bytes `from` and `to`
+// out[query * row + line] = query . the numbers of a line between bytes `from` and `to`; a whole register at a time
 template <int BITS>
 inline void score_class(const PackedLines& lines, long from, long to, const LineQueries& queries, int which, long count,
-                        float (*found)[2][ROOM]) {
+                        float* out, long row) {
   I words[MOST_DIM / 4 + 2], sums[QUERIES];
   for (long l = 0; l < lines.count; l += LANES) {
     long some = lines.count - l < LANES ? lines.count - l : LANES;
@@ -278,22 +287,26 @@ inline void score_class(const PackedLines& lines, long from, long to, const Line
     meet_lines<BITS>(words, to - from, queries.high[which][0], queries.low[which][0], count, sums);
     F step = some_halves(lines.step + l, some), low = some_halves(lines.low + l, some);
     for (long i = 0; i < count; i++)
-      store(found[i][which] + l,
+      store(out + i * row + l,
             __builtin_convertvector(sums[i], F) * (step * queries.step[i]) + low * queries.all[i]);
   }
+}
+
+// The same for a head, whatever the class.
+inline void score_lines(const Classed& side, const PackedLines& lines, int which, long head, long dim,
+                        const LineQueries& queries, long count, float* out, long row) {
+  const long bits = side.bits[which], each = dim * bits / 8, from = head * each, to = from + each;
+  if (bits == 2) score_class<2>(lines, from, to, queries, which, count, out, row);
+  else if (bits == 4) score_class<4>(lines, from, to, queries, which, count, out, row);
+  else score_class<8>(lines, from, to, queries, which, count, out, row);
 }
 
 // scores[i][..] = query i . the keys of `slots` of a head
 inline void score_classed(const Classed& side, const Classes& slots, long head, long dim, const LineQueries& queries,
                           long count, float (*scores)[KEYS]) {
   alignas(64) float found[QUERIES][2][ROOM];
-  for (int which = 0; which < 2; which++) {
-    const PackedLines lines = side.lines_of(slots, which);
-    const long bits = side.bits[which], each = dim * bits / 8, from = head * each, to = from + each;
-    if (bits == 2) score_class<2>(lines, from, to, queries, which, count, found);
-    else if (bits == 4) score_class<4>(lines, from, to, queries, which, count, found);
-    else score_class<8>(lines, from, to, queries, which, count, found);
-  }
+  for (int which = 0; which < 2; which++)
+    score_lines(side, side.lines_of(slots, which), which, head, dim, queries, count, found[0][which], 2 * ROOM);
   for (long i = 0; i < count; i++) slots.in_order(found[i], scores[i]);
 }
 
@@ -365,10 +378,11 @@ inline void sum_class(const I* words, long count, const LineWeights& weights, lo
   if constexpr (Q > 1) sum_class<BITS, Q - 1>(words, count, weights, first, queries, put);
 }
 
-// found[i][..] += the numbers between bytes `from` and `to` of all lines under the weights of query i
+// found[i][..] += the numbers between bytes `from` and `to` of all lines under the weights of query i, `row` apart; up to
+// a whole register noughts
 template <int BITS>
-inline void add_class(const PackedLines& lines, long from, long to, const float (*weights)[2][ROOM], int which,
-                      long queries, float (*found)[MOST_DIM]) {
+inline void add_class(const PackedLines& lines, long from, long to, const float* weights, long row, long queries,
+                      float (*found)[MOST_DIM]) {
   constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
   alignas(64) float steps[KEYS], least[KEYS];
   for (long l = 0; l < lines.count; l += LANES) {
@@ -376,7 +390,7 @@ inline void add_class(const PackedLines& lines, long from, long to, const float 
     store(least + l, some_halves(lines.low + l, lines.count - l));
   }
   LineWeights whole;
-  for (long i = 0; i < queries; i++) whole.take(i, weights[i][which], steps, least, lines.count);
+  for (long i = 0; i < queries; i++) whole.take(i, weights + i * row, steps, least, lines.count);
   for (long byte = from; byte < to; byte += LANES) {
     const uint8_t* p = lines.levels + byte;
     I words[KEYS / 4];
@@ -395,21 +409,18 @@ inline void add_class(const PackedLines& lines, long from, long to, const float 
   }
 }
 
-// sum[i] += the values of `slots` of a head under the weights of query i
-inline void add_classed(const Classed& side, const Classes& slots, long head, long dim, long queries,
-                        const float (*weights)[KEYS], float (*sum)[MOST_DIM]) {
-  alignas(64) float own[QUERIES][2][ROOM], found[QUERIES][MOST_DIM];
-  for (long i = 0; i < queries; i++) {
-    slots.apart(weights[i], own[i]);
-    memset(found[i], 0, dim * 4);
-  }
-  for (int which = 0; which < 2; which++) {
-    const PackedLines lines = side.lines_of(slots, which);
-    const long bits = side.bits[which], each = dim * bits / 8, from = head * each, to = from + each;
-    if (bits == 2) add_class<2>(lines, from, to, own, which, queries, found);
-    else if (bits == 4) add_class<4>(lines, from, to, own, which, queries, found);
-    else add_class<8>(lines, from, to, own, which, queries, found);
-  }
+// The same for a head, whatever the class.
+inline void add_lines(const Classed& side, const PackedLines& lines, int which, long head, long dim, const float* weights,
+                      long row, long queries, float (*found)[MOST_DIM]) {
+  const long bits = side.bits[which], each = dim * bits / 8, from = head * each, to = from + each;
+  if (bits == 2) add_class<2>(lines, from, to, weights, row, queries, found);
+  else if (bits == 4) add_class<4>(lines, from, to, weights, row, queries, found);
+  else add_class<8>(lines, from, to, weights, row, queries, found);
+}
+
+// sum[i] += what was found, times the scales of the channels
+inline void add_scaled(const Classed& side, long head, long dim, long queries, const float (*found)[MOST_DIM],
+                       float (*sum)[MOST_DIM]) {
   const uint16_t* scale = side.side.scale + head * dim;
   for (long d = 0; d < dim; d += 2 * LANES) {
     F scales[2] = {from_halves(load_halves(scale + d)), from_halves(load_halves(scale + d + LANES))};
@@ -418,4 +429,17 @@ inline void add_classed(const Classed& side, const Classes& slots, long head, lo
       add_in_place(numbers, d, dim, sum[i]);
     }
   }
+}
+
+// sum[i] += the values of `slots` of a head under the weights of query i
+inline void add_classed(const Classed& side, const Classes& slots, long head, long dim, long queries,
+                        const float (*weights)[KEYS], float (*sum)[MOST_DIM]) {
+  alignas(64) float own[QUERIES][2][ROOM], found[QUERIES][MOST_DIM];
+  for (long i = 0; i < queries; i++) {
+    slots.apart(weights[i], own[i]);
+    memset(found[i], 0, dim * 4);
+  }
+  for (int which = 0; which < 2; which++)
+    add_lines(side, side.lines_of(slots, which), which, head, dim, own[0][which], 2 * ROOM, queries, found);
+  add_scaled(side, head, dim, queries, found, sum);
 }
