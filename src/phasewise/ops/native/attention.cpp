@@ -396,7 +396,7 @@ static bool read_classes(const Call&, const Job&, const InLines&, const InLines&
 template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
-  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS], peaks[QUERIES];
+  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS], peaks[QUERIES+4];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   keys.take(queries);

@@ -354,8 +354,8 @@ struct Factors {
 #pragma GCC unroll 4
         for (int q = 0; q < Q; q++) {
           F own = there ? load<F>(x + q * row + at) : F{};
-          whole[q][i] = (I)(own * step * inverse[q] + MAGIC);
-          lows[q] += own * low;
+          whole[q][i] = (I)fused(own * step, splat(inverse[q]), splat(MAGIC));
+          lows[q] = fused(own, low, lows[q]);
         }
       }
 #pragma GCC unroll 4

@@ -57,6 +57,17 @@ inline F splat(float x) { return x - F{}; }
 inline I splat(int32_t x) { return x - I{}; }
 inline F select(I where, F yes, F no) { return where ? yes : no; }
 
+// a b + c, rounded once whatever stands around it: the compiler may or may not do so by itself.
+inline F fused(F a, F b, F c) {
+#if LANES == 16
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
+}
+
 // max(a, b): b if one is NaN
 #if LANES == 16
 inline F max(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }

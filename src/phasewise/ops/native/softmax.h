@@ -186,11 +186,14 @@ template <int Q> static Each weigh_some(float (*scores)[KEYS], float scale, long
   for (int q = 0; q < 4; q++) tops[q] = splat(-INFINITY);
   for (int q = 0; q < Q; q++) before[q] = s.top[query + q];
   for (int q = 0; q < Q; q++)
-    for (long i = 0; i < KEYS / LANES; i++) tops[q] = max(scaled[q][i] = load<F>(scores[q] + i * LANES) * scale, tops[q]);
+    for (long i = 0; i < KEYS / LANES; i++) {
+      scaled[q][i] = load<F>(scores[q] + i * LANES);
+      tops[q] = max(scaled[q][i] * scale, tops[q]);
+    }
   const Each own = tops_of(tops), highest = own > before ? own : before;
   const Each from = highest == -INFINITY ? Each{} : highest;  // nothing seen yet
   for (int q = 0; q < Q; q++) {
-    for (F& score : scaled[q]) score -= from[q];
+    for (F& score : scaled[q]) score = fused(score, splat(scale), splat(-from[q]));
     exp_negative(scaled[q]);
     for (long i = 0; i < KEYS / LANES; i++) store(scores[q] + i * LANES, scaled[q][i]), totals[q] += scaled[q][i];
   }

@@ -60,7 +60,7 @@ void score_rows(const bf16* q, const bf16* const* rows, long width, float* out) 
 #if DOT_INSTRUCTIONS
 // LANES rows of W (8 or 16) numbers, one after the other: a register has several.
 template <int W> struct Dense {
-  static constexpr int N = W / 2, EACH = 32 / W;  // registers, rows of one
+  static constexpr int N = W / 2;  // registers
 
   // A query, once for each row of a register.
   static __m512i take(const bf16* q) {
@@ -209,20 +209,18 @@ struct Found {
 
   void find(const Voter& own, const Keys& keys, const void* vectors, long j, long to, bf16* room) {
     const Listed& all = own.rows;
-    if (vectors || !all.k_scale) {
-      row = vectors ? own.choice->width : all.k_row;
-      first = vectors ? (const bf16*)vectors + keys.head * own.layer->head
-                      : (const bf16*)all.k + keys.head * all.k_head;
-      first += j * row;
+    const bool widened = !vectors && all.k_scale;
+    const long size = vectors ? own.choice->width : own.dim, count = to - j;
+    row = vectors ? size : all.k_row;
+    first = vectors ? (const bf16*)vectors + keys.head * own.layer->head : (const bf16*)all.k + keys.head * all.k_head;
+    first = widened ? nullptr : first + j * row;
+    if (!widened && count >= LANES) {
       for (long at = 0; at < LANES * row; at += 32) __builtin_prefetch(first + 2 * LANES * row + at, 0, 3);
-    }
-    if ((!vectors && all.k_scale) || to - j < LANES) {
-      const long size = vectors ? own.choice->width : own.dim;
-      const bf16* lying = first;
+    } else {
       for (long r = 0; r < LANES; r++) {
-        long i = r < to - j ? r : to - j - 1;
-        const bf16* one = !vectors && all.k_scale ? keys.at(j + i, room + r * size) : lying + i * row;
-        if (one != room + r * size) memcpy(room + r * size, one, size * 2);
+        const long i = r < count ? r : count - 1;
+        if (widened) keys.at(j + i, room + r * size);
+        else memcpy(room + r * size, first + i * row, size * 2);
       }
       first = room, row = size;
     }
