@@ -57,10 +57,10 @@ class Kept(NamedTuple):
 
 def make(
     shape: tuple[int, int, int], codec: Classed, rows: int, n: int, seed: int, start: int | None = None,
-    tree: bool = False, together: int = 3,
+    tree: bool = False, together: int = 3, alike: bool = True,
 ) -> Kept:  # fmt: skip
     """The first blocks that n - rows slots fill, `together` of them sealed at once and then one by one; rows before
-    `start`, at most all that are packed, are in no memory."""
+    `start`, at most all that are packed, are in no memory. `alike`: keys and values have the same classes."""
     heads_q, heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
@@ -77,9 +77,10 @@ def make(
         settled = [plane[:, None] for plane in codec.settle(side, raw)]
         kinds = codec.kinds(side, form_of(codec, one))
         planes = [torch.full((1, blocks + 1, *tail), 77, dtype=kind) for tail, kind in kinds]
+        drawn = torch.Generator().manual_seed(seed if alike else seed + side)
         for a, b in pairwise(cuts):
             some = raw[:, a * codec.rows : b * codec.rows]
-            marks = torch.rand(some.shape[1], generator=generator)
+            marks = torch.rand(some.shape[1], generator=drawn)
             for plane, new in zip(planes, codec.classed(side, some, marks, settled)):
                 plane[:, a:b] = new
         there = [p[:, :blocks] for p in planes]
@@ -122,7 +123,7 @@ def check(got: Tensor, lse: Tensor | None, kept: Kept, softcap: float = 0.0, win
 
 def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth:
     """Against sums in float64. A query's numbers times scales are 1 / 32512 of the largest apart, and so are the
-    weights of 64 slots times what a level of theirs is worth."""
+    weights of 64 slots times what a level of theirs is worth, whichever slots are read together."""
     few, (k, v) = kept.few, kept.whole
     group, packed = few.q.shape[1] // k.shape[0], kept.steps[KEYS].shape[0]
     q, mask = few.q.double().transpose(0, 1), sight(few, window)  # [Hq, R, D]
@@ -143,9 +144,11 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
     want, want_lse = shares @ wide[VALUES], scores.logsumexp(-1)
     most = most + 2e-6 * (1 + want_lse.abs())
     bound = torch.expm1(2 * most)[..., None] * (shares @ wide[VALUES].abs()) + want.abs() / 250
+    alike = torch.equal(*(side.rest.upper[:, : packed // side.rows] for side in kept.sealed if side.rest is not None))
     for at in range(0, packed, 64):
         some = slice(at, min(at + 64, packed))
-        worth = (shares[..., some] * kept.steps[VALUES][some]).amax(-1, keepdim=True)  # [Hq, R, 1]
+        beside = slice(packed) if alike else some  # class by class, the slots of a class are read together
+        worth = (shares[..., beside] * kept.steps[VALUES][beside]).amax(-1, keepdim=True)  # [Hq, R, 1]
         levels = kept.levels[VALUES][:, some].sum(1).repeat_interleave(group, 0)[:, None]
         bound += 1.01 * worth / 65024 * levels * scale[VALUES]
     bound += shares[..., packed:] @ wide[VALUES][:, packed:].abs() / 250
@@ -160,6 +163,7 @@ def test_near_exact_sums(shape: tuple[int, int, int], form: Classed) -> None:
     """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another."""
     cases = [(1, 1), (1, 9), (1, 65), (1, 130), (3, 200), (1, 301), (2, 517), (16, 1030), (1, 2500)]
     batch = [make(shape, form, rows, n, seed) for seed, (rows, n) in enumerate(cases)]
+    batch += [make(shape, form, rows, n, 80 + n, alike=False) for rows, n in cases[3:]]
     batch += [make(shape, form, 7, 7, 90, tree=True), make(shape, form, 9, 400, 91, start=0, tree=True)]
     hold([bounds(kept) for kept in batch], [kept.few for kept in batch])
 
@@ -193,17 +197,17 @@ def test_windows(window: int) -> None:
 @given(
     seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([(8, 2), (4, 2), (8, 4), (2, 2), (8, 8)]),
     rows=st.integers(1, 200), upper=st.floats(0, 1), together=st.integers(1, 40), heads=st.integers(1, 3),
-    each=st.integers(1, 9), dim=st.sampled_from([32, 64, 96, 128]), threads=st.integers(1, 3),
+    each=st.integers(1, 9), dim=st.sampled_from([32, 64, 96, 128]), threads=st.integers(1, 3), alike=st.booleans(),
 )  # fmt: skip
 @pytest.mark.usefixtures("target")
 def test_mates_threads_and_cuts_change_no_bit(
     seed: int, n: int, bits: tuple[int, int], rows: int, upper: float, together: int, heads: int, each: int, dim: int,
-    threads: int,
+    threads: int, alike: bool,
 ) -> None:  # fmt: skip
     """Any pattern of classes; beside spans of other forms, and of rows as they were made; and rows by themselves."""
     codec, shape = Classed(*bits, rows, round(upper * rows)), (heads * each, heads, dim)
     sizes = [(1, 0), (4, 500), (12, 12)]
-    batch = [make(shape, codec, some, n + more, seed + some, together=together) for some, more in sizes]
+    batch = [make(shape, codec, some, n + more, seed + some, together=together, alike=alike) for some, more in sizes]
     other = make(shape, FORMS[2], 3, 70, seed + 1)
     bare = Few(other.few.q, other.whole[KEYS].bfloat16(), other.whole[VALUES].bfloat16())
     mates = [make(shape, FORMS[0], 2, 150, seed).few, bare]

@@ -187,14 +187,21 @@ def test_of_equal_votes_the_earlier_and_what_is_no_number_is_read() -> None:
 
 
 @pytest.mark.usefixtures("target")
-def test_votes_too_small_for_a_float_are_ranked() -> None:
-    """Shares far below the smallest number: their logarithms differ."""
-    k = torch.zeros(1, 64, 16)
-    k[0, :, 0] = torch.arange(64) * -4.0
-    q = torch.ones(1, 1, 16).bfloat16() * 2
-    among = Candidates(0, 63, 1, 40, SHARE, False, 0, 63, width=16)
-    (slots,) = choose([Ballot(q, k.bfloat16(), None, among, 63, words(None, 1.0))])
-    assert slots[0, 0].tolist() == [*range(40), 63]
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_votes_too_small_for_a_float_are_ranked(joint: bool, size: int) -> None:
+    """Shares far below the smallest number, in more than one chunk: their logarithms differ."""
+    heads, units, chosen = 2, 700, 200
+    k = torch.zeros(heads, units * size + 1, 16)
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(size))
+    k[:, :-1, 0] = (order * -4.0).repeat_interleave(size)
+    q = torch.ones(1, heads * 3, 16) * 2
+    vectors = k[:, :-1:size].bfloat16().contiguous()
+    among = Candidates(0, units, size, chosen, SHARE, joint, 0, units, step=size, width=16)
+    (slots,) = choose([Ballot(q.bfloat16(), k.bfloat16(), None, among, units, words(vectors, 1.0))])
+    best = order.argsort()[:chosen].sort().values.tolist()
+    want = [unit * size + i for unit in best for i in range(size)] + [units * size]
+    assert slots[:, 0].tolist() == [want] * heads
 
 
 @pytest.mark.usefixtures("target")
