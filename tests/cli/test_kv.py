@@ -50,6 +50,15 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     assert out["t.md"].read_text() == page
 
 
+def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
+    asked, page = tmp_path / "asked.jsonl", tmp_path / "page.md"
+    asked.write_text("".join(json.dumps({"prompt": f"copy {word}"}) + "\n" for word in ("a", "b", "c")))
+    words = ("bench", "kv", "--settings", "store=int8", "--tasks", "agreement", "--prompts", asked, "--examples", 2)
+    said = cli(*words, "--kv-bytes", "64M", "--model", chat_checkpoint(), "--write", page)
+    assert said.code == 0, said.err
+    assert "--tasks agreement --prompts asked.jsonl --examples 2" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -184,6 +184,7 @@ def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | N
 def _command(run: Measuring, settings: str | None) -> str:
     """What measures the same again, wherever things lie."""
     words = ["phasewise", "bench", "kv", "--model", run.model, "--tasks", ",".join(run.tasks)]
+    words += [] if run.prompts is None else ["--prompts", run.prompts.name]
     words += ["--examples", str(run.examples), *(["--seed", str(run.seed)] if run.seed else [])]
     words += [] if settings is None else ["--settings", settings]
     return shlex.join([*words, *(word for verb, text in run.base.items() for word in (f"--{verb}", text))])
