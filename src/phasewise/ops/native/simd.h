@@ -201,7 +201,7 @@ template <long N, class Step> inline void each(const Step& step) {
 }
 
 // Of N registers, step by step for all of them, so that none waits for another.
-template <long N> inline void exp_negative(F (&x)[N]) {
+template <long N> __attribute__((always_inline)) inline void exp_negative(F (&x)[N]) {
   F shifted[N], r[N], p[N];
   each<N>([&](long i) { shifted[i] = x[i] * 1.44269504f + MAGIC; });
   each<N>([&](long i) { p[i] = shifted[i] - MAGIC; });

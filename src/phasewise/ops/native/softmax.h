@@ -121,9 +121,7 @@ template <class W> static void weigh(const float* scores, float scale, W* weight
   float highest = most(top);
   float from = highest == -INFINITY ? 0 : highest;  // nothing seen yet
   F total = {};
-  for (F& score : scaled) score -= from;
-  exp_negative(scaled);
-  for (const F& weight : scaled) total += weight;
+  for (long i = 0; i < KEYS / LANES; i++) total += scaled[i] = exp_negative(scaled[i] - from);
   store_weights(weights, scaled);
   if (s.top[query] == highest) {
     s.total[query] += sum(total);
