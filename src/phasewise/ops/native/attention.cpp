@@ -311,15 +311,7 @@ struct InLines {
       : call(call), job(job), side(side), lines(side, job.head, numbers) {}
 
   void take(const float (*queries)[MOST_DIM]) {
-    for (long i = 0; i < job.count; i++) {
-      I top = {};
-      for (long d = 0; d < call.dim; d += LANES) {
-        I size = load<I>(queries[i] + d) & 0x7fffffff;
-        top = size > top ? size : top;  // NaN is larger than all
-      }
-      int32_t bits = most(top);
-      memcpy(peaks + i, &bits, 4);
-    }
+    for (long i = 0; i < job.count; i++) peaks[i] = largest_of(queries[i], call.dim);
   }
 
   void score(long slot, long count, const float (*queries)[MOST_DIM], float (*scores)[KEYS]) {
@@ -371,8 +363,7 @@ static bool all_alike(const Call& call, const Job& job, long from, long to) {
 static bool read_classes(const Call& call, const Job& job, const InClasses& keys, const InClasses& values, long from,
                          long to, State& s) {
   const Classed &k = keys.classed, &v = values.classed;
-  if (!all_alike(call, job, from, to)) return false;
-  if (!k.same(v, 0, to)) return false;
+  if (!all_alike(call, job, from, to) || !k.same(v, 0, to)) return false;
   alignas(64) float scores[QUERIES][KEYS], found[QUERIES][MOST_DIM], peaks[QUERIES];
   Softcap cap(call.softcap, call.scale);
   for (int which = 0; which < 2; which++)
@@ -396,7 +387,7 @@ static bool read_classes(const Call&, const Job&, const InLines&, const InLines&
 template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
-  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS], peaks[QUERIES+4];
+  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS], peaks[QUERIES + 4];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   keys.take(queries);

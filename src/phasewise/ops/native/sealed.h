@@ -181,6 +181,19 @@ inline int32_t most(I v) {
 #endif
 }
 
+// The largest magnitude of some numbers, up to a whole register; NaN is larger than all.
+inline float largest_of(const float* x, long count) {
+  I top = {};
+  for (long i = 0; i < count; i += LANES) {
+    I size = load<I>(x + i) & 0x7fffffff;
+    top = size > top ? size : top;
+  }
+  const int32_t bits = most(top);
+  float largest;
+  memcpy(&largest, &bits, 4);
+  return largest;
+}
+
 // Whole numbers of two bytes, in the lower halves of words, as upper and lower bytes: x = 256 upper + lower, both signed.
 constexpr int AT_ONCE = LANES == 4 ? 1 : 4;
 
@@ -310,15 +323,7 @@ struct Stripe {
       for (long l = 0; l < all; l += 4, p += 4 * row) words[l / 4] = four_lines<false>(p, row, LANES, 4);
     spread_halves(of.step, of.groups, first, groups, lines, step);
     spread_halves(of.low, of.groups, first, groups, lines, low);
-    for (long x = 0; x < groups; x++) {
-      I top = {};
-      for (long l = 0; l < lines; l += LANES) {
-        I size = load<I>(step[x] + l) & 0x7fffffff;
-        top = size > top ? size : top;  // NaN is larger than all
-      }
-      int32_t bits = most(top);
-      memcpy(largest + x, &bits, 4);
-    }
+    for (long x = 0; x < groups; x++) largest[x] = largest_of(step[x], lines);
   }
 };
 
@@ -411,7 +416,7 @@ inline void sum_lines(const Factors& factors, const Stripe& stripe, const Ahead&
   else sum_lines<Q, BITS, 0>(factors, stripe, ahead, found);
 }
 
-// OfQueries s of LANES bytes, register by register, become the numbers in the order in which they lie.
+// Numbers s of LANES bytes, register by register, become the numbers in the order in which they lie.
 template <int S> inline void in_line(F (&numbers)[S]) {
   if constexpr (S == 4) {
     zip(numbers[0], numbers[2]), zip(numbers[1], numbers[3]);  // 0 2 0 2 .., 1 3 1 3 ..: first and second halves
@@ -437,7 +442,7 @@ inline void worth_of(const I (&found)[8 / BITS], const Factors& own, int q, cons
   in_line(numbers);
 }
 
-struct OfQueries {  // of queries, `row` apart, and the largest magnitude of each; of four that begin with any
+struct OfQueries {  // numbers of queries, `row` apart, and the largest magnitude of each; behind these lie three more
   const float* first;
   long row;
   const float* peaks;

@@ -194,12 +194,12 @@ inline I dot(I acc, I w, I x) {
 
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
 
-// ---- e^x for x <= 0 (also -inf, and NaN to NaN); relative error below 3e-7
 template <long N, class Step> inline void each(const Step& step) {
 #pragma GCC unroll 16
   for (long i = 0; i < N; i++) step(i);
 }
 
+// ---- e^x for x <= 0 (also -inf, and NaN to NaN); relative error below 3e-7
 // Of N registers, step by step for all of them, so that none waits for another.
 template <long N> __attribute__((always_inline)) inline void exp_negative(F (&x)[N]) {
   F shifted[N], r[N], p[N];

@@ -134,7 +134,6 @@ template <class W> static void weigh(const float* scores, float scale, W* weight
 }
 
 typedef float Each __attribute__((vector_size(16)));  // of up to four queries
-typedef int32_t Whole __attribute__((vector_size(16)));
 
 inline float total(F v) {
 #if LANES == 8
@@ -181,7 +180,7 @@ inline Each tops_of(const F (&v)[4]) {
 template <int Q> static Each weigh_some(float (*scores)[KEYS], float scale, long query, long dim, State& s) {
   F scaled[Q][KEYS / LANES], tops[4], totals[4] = {};
   Each before = splat(-INFINITY)[0] - Each{};
-  for (int q = 0; q < 4; q++) tops[q] = splat(-INFINITY);
+  for (F& top : tops) top = splat(-INFINITY);
   for (int q = 0; q < Q; q++) before[q] = s.top[query + q];
   for (int q = 0; q < Q; q++)
     for (long i = 0; i < KEYS / LANES; i++) {
@@ -191,7 +190,7 @@ template <int Q> static Each weigh_some(float (*scores)[KEYS], float scale, long
   const Each own = tops_of(tops), highest = own > before ? own : before;
   const Each from = highest == -INFINITY ? Each{} : highest;  // nothing seen yet
   for (int q = 0; q < Q; q++) {
-    for (F& score : scaled[q]) score = fused(score, splat(scale), splat(-from[q]));
+    for (F& score : scaled[q]) score = fused(score, splat(scale), splat(-from[q]));  // above 0 by a rounding at most
     exp_negative(scaled[q]);
     for (long i = 0; i < KEYS / LANES; i++) store(scores[q] + i * LANES, scaled[q][i]), totals[q] += scaled[q][i];
   }
