@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phasewise.errors import UserError
-from phasewise.train import dense, trainer
+from phasewise.train import dense, device
 from phasewise.train.dense import Block, Dense
 from phasewise.train.mixture import STRETCHED, stretch
 from phasewise.train.pocket import export
@@ -105,7 +105,7 @@ def test_half_precision_changes_the_loss_by_little(monkeypatch: pytest.MonkeyPat
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     both = []
     for native in (True, False):
-        monkeypatch.setattr(trainer, "_computes_in_bfloat16", lambda device, native=native: native)
+        monkeypatch.setattr(device, "computes_in_bfloat16", lambda device, native=native: native)
         both.append(float(whole_loss(run, tiny.STAGES[0], batch).total.detach()))
     assert both[0] != both[1] and both[0] == pytest.approx(both[1], rel=0.01)
 

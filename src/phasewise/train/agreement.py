@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from phasewise.train.dense import Dense
-from phasewise.train.trainer import halved
+from phasewise.train.device import halved
 from phasewise.train.written import Text
 
 

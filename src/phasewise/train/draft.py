@@ -22,10 +22,11 @@ from phasewise.request.params import Params
 from phasewise.train import dense
 from phasewise.train.agreement import Agreement, agreement
 from phasewise.train.dense import Block, Dense, Shape
+from phasewise.train.device import device, halved
 from phasewise.train.folders import replaced
 from phasewise.train.mixture import BATCH, CURRICULUM, Mixture, Stage, batched
 from phasewise.train.tokenizer import plain
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, start, whole_loss
+from phasewise.train.trainer import Loss, Recipe, Run, fit, start, whole_loss
 from phasewise.train.wording import Templated
 from phasewise.train.written import Prompts, Text, Written, collect, of_file, of_mixture
 
@@ -119,7 +120,7 @@ def continued(job: Job, prompts: Prompts, judged: Prompts) -> tuple[list[Text], 
     if not job.resume:
         for path in paths.values():
             path.unlink(missing_ok=True)
-    llm = LLM(job.target, device=_device())
+    llm = LLM(job.target, device=device().type)
     try:
         drawn = Params(max_tokens=job.new, temperature=1.0, seed=job.seed)
         written = collect(llm, prompts, paths["written"], drawn, job.sequences)
@@ -140,10 +141,9 @@ def _tuned(job: Job, form: Shape, model: Dense, written: Written) -> Run[Dense]:
         run.model.load_state_dict(model.state_dict())
 
     def loss(stage: Stage, batch: list[Block]) -> Loss:
-        blocks = [Block(*(part.to(_device()) for part in block)) for block in batch]
-        with halved(torch.device(_device())):
-            each = torch.cat(dense.losses(run.model, blocks))
-        return Loss(each.mean(), {"written": float(each.detach().mean())}, sum(block.ids.numel() for block in blocks))
+        with halved(run.device):
+            each = torch.cat(dense.losses(run.model, batch))
+        return Loss(each.mean(), {"written": float(each.detach().mean())}, sum(block.ids.numel() for block in batch))
 
     fit(run, loss, written, recipe, job.out / "tune")
     return run
@@ -152,7 +152,7 @@ def _tuned(job: Job, form: Shape, model: Dense, written: Written) -> Run[Dense]:
 def _begun(job: Job, form: Shape, recipe: Recipe, out: Path) -> Run[Dense]:
     """A run of one stage, where its checkpoint stands if it is to be resumed and has one."""
     torch.manual_seed(job.seed)
-    run = start(Dense(form).to(_device()), recipe)
+    run = start(Dense(form), recipe)
     run.settings = job.settings
     checkpoint = out / "checkpoint.pt"
     if job.resume and checkpoint.is_file():
@@ -160,7 +160,3 @@ def _begun(job: Job, form: Shape, recipe: Recipe, out: Path) -> Run[Dense]:
     elif not job.resume:
         checkpoint.unlink(missing_ok=True)
     return run
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,17 +21,19 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from phasewise.known.corpus import sources
-from phasewise.load import files_of, load_model, model_path
+from phasewise.load import files_of, load_model
 from phasewise.model import kv_heads
 from phasewise.model.config import ModelConfig
 from phasewise.model.source import Source, copy_vocabulary
 from phasewise.model.weights import INDEX, SINGLE
 from phasewise.train import dense
+from phasewise.train.artefacts import frozen
 from phasewise.train.dense import Block, Dense
+from phasewise.train.device import device, halved
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.pocket import draw_if_possible
 from phasewise.train.tokenizer import WRITTEN
-from phasewise.train.trainer import TASK_WEIGHT, Loss, Recipe, Run, fit, halved
+from phasewise.train.trainer import TASK_WEIGHT, Loss, Recipe, Run, fit
 from phasewise.train.wording import Templated
 
 SEEN = 131_072  # tokens of calibration
@@ -119,7 +121,7 @@ def recovery_loss(teacher: Dense, student: Dense, batch: tuple[list[Block], list
     blocks = [*batch[0], *batch[1]]
     targets = torch.cat([block.targets.flatten() for block in blocks])
     wanted = targets >= 0
-    with halved(torch.device("cpu")):
+    with halved(teacher.embed_tokens.weight.device):
         with torch.no_grad():
             before = _logits(teacher, blocks, wanted).log_softmax(-1)
         now = _logits(student, blocks, wanted).log_softmax(-1)
@@ -143,8 +145,8 @@ def _logits(model: Dense, blocks: list[Block], wanted: Tensor) -> Tensor:
 def recover(job: Job, files: Source, data: Mixture) -> Path:
     """Train what the heads lost, in place: the checkpoint in `job.out` gets better. Resumable."""
     torch.manual_seed(job.seed)
-    teacher = dense.load(model_path(job.model)).requires_grad_(False)
-    student = dense.load(job.out)
+    teacher = frozen(job.model)
+    student = dense.load(job.out).to(device())
     run = start(student)
     run.settings = {"model": job.model, "heads": job.heads, "seed": job.seed}
     if job.resume:

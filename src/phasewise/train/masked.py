@@ -18,10 +18,11 @@ from phasewise.errors import UserError
 from phasewise.model.artefacts import Artefact
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.device import halved
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
+from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
 TOKENS = 2_400_000  # padding included
 RATE = 3e-3
@@ -73,7 +74,7 @@ def masked_loss(twin: Dense, delta: LowRank | None, mask: Mask, batch: tuple[lis
     """Cross-entropy of what follows under the mask."""
     source, tasks = batch
     blocks = [*source, *tasks]
-    with halved(torch.device("cpu")):
+    with halved(twin.embed_tokens.weight.device):
         each = losses(twin, blocks, Pass(sees=mask.over(blocks), delta=delta))
     code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
     return weighed(code, task, sum(block.ids.numel() for block in blocks))

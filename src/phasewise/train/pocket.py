@@ -56,7 +56,7 @@ def train(job: Job) -> Path:
     texts = list(sources(held_out=False).values())
     tokenizer = pocket_tokenizer(texts, job.out)
     recipe = Recipe(job.tokens or LENGTHS[job.size], batched(CURRICULUM, job.batch))
-    run = start(Dense(SHAPES[job.size]).to(device()), recipe)
+    run = start(Dense(SHAPES[job.size]), recipe)
     run.settings = {"size": job.size, "seed": job.seed, "batch": job.batch}
     if job.resume:
         run.read(job.out / "checkpoint.pt")
@@ -73,10 +73,6 @@ def train(job: Job) -> Path:
     validation.look(run)
     draw_if_possible(job.out)
     return folder
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def draw_if_possible(out: Path) -> None:

@@ -24,13 +24,14 @@ from phasewise.model.lowrank import shapes
 from phasewise.model.raw import read_json
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.device import halved
 from phasewise.train.folders import replaced
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
 from phasewise.train.pocket import draw_if_possible
 from phasewise.train.tooluse import TEMPLATE, Batch, Conversations
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved
+from phasewise.train.trainer import Loss, Recipe, Run, fit
 
 TOKENS, RANK, RATE = 1_000_000, 16, 3e-3  # padding included
 STAGES = (
@@ -49,7 +50,7 @@ def start(delta: LowRank) -> Run[LowRank]:
 def tool_loss(twin: Dense, delta: LowRank, batch: Batch) -> Loss:
     """Cross-entropy of what is said with tools, and the divergence from the base where there are none."""
     tuned = Pass(delta=delta)
-    with halved(torch.device("cpu")):
+    with halved(twin.embed_tokens.weight.device):
         said = torch.cat(losses(twin, batch.learned, tuned))
         kept = divergence(twin, batch.kept, tuned)
     total = said.mean() + KEEP * kept.mean()

@@ -12,9 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,20 +23,14 @@ from torch.optim import AdamW, Optimizer
 
 from phasewise.errors import UserError
 from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.device import Data, batches, computes_in_bfloat16, device, halved
 from phasewise.train.log import Log
 from phasewise.train.memory import give_back, keep_freed_memory
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.muon import Muon
 
 TASK_WEIGHT = 2.0
-Batch_co = TypeVar("Batch_co", covariant=True)
 Batch = TypeVar("Batch")
-
-
-class Data(Protocol[Batch_co]):
-    """What is seen at each step: a pure function of the step number, so that a resumed run is the same run."""
-
-    def step(self, step: int, stage: Stage) -> Batch_co: ...
 
 
 class Loss(NamedTuple):
@@ -87,7 +80,7 @@ Trained = TypeVar("Trained", bound=nn.Module)
 class Run(Generic[Trained]):
     """Everything that a checkpoint holds. `model` is what is trained, and only that: a frozen base is no part of it.
 
-    Every parameter group has its rate at pace 1 in "peak".
+    It goes where training computes. Every parameter group has its rate at pace 1 in "peak".
     """
 
     model: Trained
@@ -97,9 +90,14 @@ class Run(Generic[Trained]):
     settings: dict[str, Any] = field(default_factory=dict)  # what a resumed run must not change, by option
 
     def __post_init__(self) -> None:
+        self.model.to(device())
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["peak"] = group["lr"]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def write(self, path: Path) -> None:
         state = {
@@ -141,7 +139,7 @@ def start(model: Dense, recipe: Recipe) -> Run[Dense]:
         {"params": [model.embed_tokens.weight], "lr": recipe.embedding_rate},
         {"params": norms, "lr": recipe.norm_rate},
     ]
-    half = _computes_in_bfloat16(model.embed_tokens.weight.device.type)
+    half = computes_in_bfloat16(model.embed_tokens.weight.device.type)
     optimizers: list[Optimizer] = [
         Muon(matrices, torch.bfloat16 if half else torch.float32, weight_decay=recipe.weight_decay, momentum=0.95),
         AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10),
@@ -160,30 +158,11 @@ def whole_loss(run: Run[Dense], stage: Stage, batch: tuple[list[Block], list[Blo
     """Cross-entropy of a model's next tokens, with the stage's pace for the embedding."""
     model, (source, tasks) = run.model, batch
     run.optimizers[1].param_groups[0]["lr"] *= stage.embedding
-    device = model.embed_tokens.weight.device
-    blocks = [Block(*(part.to(device) for part in block)) for block in (*source, *tasks)]
-    with halved(device):
+    blocks = [*source, *tasks]
+    with halved(model.embed_tokens.weight.device):
         each = losses(model, blocks)
     code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
     return weighed(code, task, sum(block.ids.numel() for block in blocks))
-
-
-def halved(device: torch.device) -> torch.autocast:
-    """Products in bfloat16 where that is the faster one, else in float32. Weights and optimisers are float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=_computes_in_bfloat16(device.type))
-
-
-@cache
-def _computes_in_bfloat16(device: str) -> bool:
-    if device == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:  # not Linux: float32 is never wrong
-        return False
-    # Intel's AVX-512 has bfloat16 at half the pace of float32 (163 to 313 GFLOPS of two cores); its AMX is the fast one
-    quick = {"amx_bf16", "bf16"} | ({"avx512_bf16"} if "AuthenticAMD" in words else set())  # bf16 is ARM's
-    return not words.isdisjoint(quick)
 
 
 def weighed(code: Tensor, task: Tensor, tokens: int) -> Loss:
@@ -199,11 +178,13 @@ def fit(
 ) -> None:  # fmt: skip
     """Train to the end of the recipe from wherever `run` stands; `out` gets checkpoint.pt and losses.csv.
 
-    `saved` is called after every checkpoint. Raises FloatingPointError when the loss is no number any more.
+    What steps see is brought to where the run's model is. `saved` is called after every checkpoint. Raises
+    FloatingPointError when the loss is no number any more.
     """
     out.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     plan = list(recipe.steps())
+    coming = batches(data, [stage for stage, _ in plan], run.step, run.device)
     last_save = time.monotonic()
     with Log(out / "losses.csv", run.step) as log, _bar() as bar:
         shown = bar.add_task("train", total=len(plan), completed=run.step, note="")
@@ -212,7 +193,7 @@ def fit(
             pace = recipe.pace(run.step, progress)
             began = time.perf_counter()
             _set_pace(run.optimizers, pace)
-            done = loss(stage, data.step(run.step, stage))
+            done = loss(stage, next(coming))
             update(run, done)
             run.step, run.tokens = run.step + 1, run.tokens + done.tokens
             speed = done.tokens / (time.perf_counter() - began)

@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from phasewise.known.corpus import sources
 from phasewise.train.dense import Block, Dense
+from phasewise.train.device import halved
 from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, pad_rows
 from phasewise.train.saturation import largest_score
 from phasewise.train.tasks import ASKED, TASKS, turns
 from phasewise.train.tokenizer import plain
-from phasewise.train.trainer import Run, halved
+from phasewise.train.trainer import Run
 from phasewise.train.wording import Piece
 
 EXAMPLES, LENGTH, WINDOWS, WINDOW = 16, 160, 16, 256

@@ -22,6 +22,7 @@ from phasewise.model.artefacts import Artefact
 from phasewise.model.model import Model
 from phasewise.train import dense
 from phasewise.train.dense import Dense
+from phasewise.train.device import device
 from phasewise.train.mixture import Mixture
 from phasewise.train.tokenizer import WRITTEN
 
@@ -29,6 +30,11 @@ from phasewise.train.tokenizer import WRITTEN
 def names() -> list[str]:
     """The kinds (`verb.name`) that can be trained."""
     return sorted(module.name.replace("_", ".", 1) for module in pkgutil.iter_modules(__path__))
+
+
+def frozen(model: str) -> Dense:
+    """A model to train beside or through: its twin, in float32, where training computes."""
+    return dense.load(model_path(model)).to(device()).requires_grad_(False)
 
 
 def trainer(kind: str) -> Callable[[Any, Job], Path]:
@@ -54,9 +60,8 @@ class Job:
         return self.out / "checkpoint.pt"
 
     def base(self) -> tuple[Model, Dense]:
-        """The base model, and its twin to train with: frozen, float32. Raises UserError if there can be none."""
-        twin = dense.load(model_path(self.model))
-        return load_model(self.model, dtype=torch.float32), twin.requires_grad_(False)
+        """The base model, and its twin to train with. Raises UserError if there can be none."""
+        return load_model(self.model, dtype=torch.float32), frozen(self.model)
 
     def mixture(self) -> Mixture:
         """Library source and tasks over the model's own tokenizer. Raises UserError if they cannot be written in it."""

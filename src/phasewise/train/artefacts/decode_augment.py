@@ -18,11 +18,12 @@ from phasewise.errors import UserError
 from phasewise.methods.decode.augment import GAIN, SOFT, Augment
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.device import halved
 from phasewise.train.exchanges import Exchange, Exchanges
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import NO_LOSS, Stage
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
+from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
 TOKENS = 1_500_000  # prompts and padding included
 RATE = 3e-3

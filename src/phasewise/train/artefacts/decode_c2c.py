@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from phasewise.load import load_model, model_path
+from phasewise.load import load_model
 from phasewise.methods.decode._fuser import SIDES, added, layer_map
 from phasewise.methods.decode.c2c import C2C
 from phasewise.model.artefacts import Artefact, fingerprint
-from phasewise.train import dense
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import Job, frozen
 from phasewise.train.dense import Dense, losses
+from phasewise.train.device import halved
 from phasewise.train.exchanges import Exchange, Exchanges, Pair
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
+from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
 TOKENS = 1_500_000  # prompts and padding included
 RATE = 3e-3
@@ -70,7 +70,7 @@ def train(method: C2C, job: Job) -> Path:
     """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     base, twin = job.base()
     small = load_model(method.sharer, dtype=torch.float32)
-    sharer = dense.load(model_path(method.sharer)).requires_grad_(False)
+    sharer = frozen(method.sharer)
     made = method.artefact(base.config, small.config, fingerprint(small))
     torch.manual_seed(job.seed)
     tokens = job.tokens or TOKENS
@@ -103,7 +103,7 @@ def noisy(learns: Fuser, progress: float, seed: int, step: int) -> Gates:
     out, weights = {}, learns.tensors()
     for side in SIDES:
         logits = weights[f"{side}.gate"]
-        noise = torch.rand(logits.shape, generator=gen).clamp(1e-6, 1 - 1e-6).logit()
+        noise = torch.rand(logits.shape, generator=gen).clamp(1e-6, 1 - 1e-6).logit().to(logits.device)
         out[side] = ((logits + noise) / COLDEST**progress).sigmoid()
     return out
 
@@ -120,7 +120,7 @@ def reply_loss(
     """Cross-entropy of replies over fused prompts."""
     source, tasks = batch
     both = [*source, *tasks]
-    with halved(torch.device("cpu")):
+    with halved(twin.embed_tokens.weight.device):
         prompts, real = [part.prompts for part in both], [part.real for part in both]
         past = fused(learns, gates, twin.prefill(prompts, real), sharer.prefill(prompts, real))
         each = losses(twin, [part.replies for part in both], Pass(past=past))

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from phasewise.load import load_model, model_path
+from phasewise.load import load_model
 from phasewise.methods.decode.kv_prediction import AUX, KVPrediction, layer_map
 from phasewise.model.artefacts import Artefact, fingerprint
-from phasewise.train import dense
-from phasewise.train.artefacts import Job
+from phasewise.train.artefacts import Job, frozen
 from phasewise.train.dense import Block, Dense, rotate
+from phasewise.train.device import halved, moved
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
+from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
 TOKENS = 1_000_000  # padding included
 RATE = 2e-3
@@ -63,7 +63,7 @@ def train(method: KVPrediction, job: Job) -> Path:
     """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     base, twin = job.base()
     small = load_model(method.model, dtype=torch.float32)
-    aux = dense.load(model_path(method.model)).requires_grad_(False)
+    aux = frozen(method.model)
     made = method.artefact(base.config, small.config, fingerprint(small))
     torch.manual_seed(job.seed)
     tokens, mixture = job.tokens or TOKENS, job.mixture()
@@ -71,7 +71,8 @@ def train(method: KVPrediction, job: Job) -> Path:
     if job.resume:
         run.read(job.checkpoint)
     else:
-        begin(twin, aux, run.model, [mixture.step(step, STAGES[0]) for step in range(FIRST)], mixture.pad)
+        first = [moved(mixture.step(step, STAGES[0]), run.device) for step in range(FIRST)]
+        begin(twin, aux, run.model, first, mixture.pad)
 
     def save(run: Run[Predictor]) -> None:
         job.save(base, made, run.model.tensors(), tokens)
@@ -98,17 +99,17 @@ def begin(
     for block in (block for batch in batches for part in batch for block in part):
         real = block.ids != pad
         (mine,), (true,) = aux.prefill([block], [real]), twin.prefill([block], [real])
-        wanted, ones = real.flatten(), torch.ones(int(real.sum()), 1)
+        wanted, ones = real.flatten(), real.new_ones(int(real.sum()), 1, dtype=torch.float64)
         for layer, j in enumerate(of):
             pairs = {"k": (_back(aux, mine.layers[j][0], block), _back(twin, true.layers[layer][0], block))}
             pairs["v"] = mine.layers[j][1].flatten(0, 1), true.layers[layer][1].flatten(0, 1)
             for side, both in pairs.items():
                 x, y = (each.flatten(1)[wanted].double() for each in both)
-                x = torch.cat((x, ones.double()), 1)
+                x = torch.cat((x, ones), 1)
                 a, b = sums.get((side, layer), (0.0, 0.0))
                 sums[side, layer] = a + x.T @ x, b + x.T @ y
     for (side, layer), (a, b) in sums.items():
-        found = torch.linalg.solve(a + RIDGE * a.diagonal().mean() * torch.eye(len(a), dtype=a.dtype), b).T
+        found = torch.linalg.solve(a + RIDGE * a.diagonal().mean() * torch.eye(len(a)).to(a), b).T
         learns.maps[f"{side}_weight"][layer], learns.maps[f"{side}_bias"][layer] = found[:, :-1], found[:, -1]
 
 
@@ -119,7 +120,7 @@ def predicted_loss(
     blocks = [*batch[0], *batch[1]]
     tokens = sum(block.ids.numel() for block in blocks)
     real = [block.ids != pad for block in blocks]
-    with halved(torch.device("cpu")):
+    with halved(twin.embed_tokens.weight.device):
         truth = twin.prefill(blocks, real)
         kept = [Past(some) for some in real]
         own = _weighed(aux, aux.hidden(blocks, Pass(kept=kept, delta=learns.added)), batch, tokens)
@@ -165,7 +166,7 @@ def placed(
 
 def _apart(flat: dict[int, tuple[Tensor, Tensor]], truth: Past, twin: Dense, block: Block) -> Tensor:
     """The mean distance of a token's numbers, keys before rotation, summed over layers, both sides, and the tokens."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=block.ids.device)
     wanted = truth.real.flatten()
     for layer, (k, v) in flat.items():
         for mine, true in ((k, _back(twin, truth.layers[layer][0], block)), (v, truth.layers[layer][1].flatten(0, 1))):

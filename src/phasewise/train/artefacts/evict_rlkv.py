@@ -26,10 +26,11 @@ from phasewise.methods.evict._windows import Window
 from phasewise.methods.evict.rlkv import RLKV
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense
+from phasewise.train.device import halved
 from phasewise.train.exchanges import Exchange, exchange
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Blend, Pass, Past
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved
+from phasewise.train.trainer import Loss, Recipe, Run, fit
 
 TOKENS = 150_000  # of prompts, and of answers as often as they are sampled; padding aside
 RATE = 0.02
@@ -153,7 +154,7 @@ def policy_loss(twin: Dense, gates: Gates, asked: Asked, near: Window, pressure:
     """What is differentiated at one step: the answers' log-probabilities, each times its lead, and the penalty."""
     mixed, questions = gates.within(), asked.questions
     policy = Policy.over(twin, questions, near)
-    said = policy.sample(mixed, torch.Generator().manual_seed(asked.seed))
+    said = policy.sample(mixed, torch.Generator(twin.embed_tokens.weight.device).manual_seed(asked.seed))
     right = policy.asked.replies.targets
     rewards = reward(said[:, 1:], right)
     chances = policy.logits(said[:, :-1], mixed).log_softmax(-1).gather(2, said[:, 1:, None])[..., 0]

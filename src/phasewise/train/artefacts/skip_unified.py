@@ -14,11 +14,12 @@ from phasewise.errors import UserError
 from phasewise.methods.skip.unified import Unified, kept
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense, losses
+from phasewise.train.device import halved
 from phasewise.train.exchanges import Exchange, Exchanges
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Stage
 from phasewise.train.passes import Pass
-from phasewise.train.trainer import Loss, Recipe, Run, fit, halved, weighed
+from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
 TOKENS = 3_000_000  # prompts and padding included
 RATE = 3e-3
@@ -64,7 +65,7 @@ def reply_loss(
     """Cross-entropy of replies at `layers`, over the keys and values that their prompts left at full depth."""
     source, tasks = batch
     both = [*source, *tasks]
-    with halved(torch.device("cpu")):
+    with halved(twin.embed_tokens.weight.device):
         how = replying(twin, delta, layers, both)
         each = losses(twin, [part.replies for part in both], how)
     code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
