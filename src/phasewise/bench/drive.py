@@ -69,8 +69,8 @@ class Bench:
         self._loaded: dict[str, Model] = {}
 
     @classmethod
-    def load(cls, name: str, dtype: str | None = None) -> Bench:
-        model = load_model(name, dtype=dtype_of(dtype))
+    def load(cls, name: str, dtype: str | None = None, device: str = "cpu") -> Bench:
+        model = load_model(name, dtype=dtype_of(dtype), device=device)
         gc.freeze()  # as the server does: a look at all that was imported would be timed with whoever happens to run
         return cls(model)
 
@@ -79,12 +79,12 @@ class Bench:
         return Builder(self.model, {**parse(verbs), **replaced}, limits, load=self._second).build()
 
     def second(self, name: str) -> Bench:
-        """The same for a second model, in the first one's precision."""
+        """The same for a second model, in the first one's precision and where that one is."""
         return Bench(self._second(name))
 
     def _second(self, name: str) -> Model:
         if name not in self._loaded:
-            self._loaded[name] = load_model(name, dtype=self.model.dtype)
+            self._loaded[name] = load_model(name, dtype=self.model.dtype, device=str(self.model.device))
         return self._loaded[name]
 
 

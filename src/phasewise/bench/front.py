@@ -123,6 +123,11 @@ def notes(lines: Sequence[Line], reasons: bool = True) -> list[str]:
     return found
 
 
+def machines(lines: Sequence[Line]) -> str:
+    """What computed these lines, where they say so."""
+    return " and ".join(report.unique(str(line["on"]) for line in lines if "on" in line))
+
+
 def write_csv(path: Path, lines: Sequence[Line]) -> None:
     """A line per measurement, with what came out beside dense; the values of single examples are left out."""
     rows = []

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from phasewise import catalog
+from phasewise.bench import machine
 from phasewise.bench.drive import Held, note
 from phasewise.bench.judge import Judge
 from phasewise.bench.settings import Setting
@@ -201,4 +202,5 @@ class Measuring:
         finally:
             judge.engine.forget_prefixes()
         found = judge.found[task][0]  # the first says it: the others are the same in other units, or a part of it
-        return {**asdict(replace(found.row, name=task)), "values": found.values, **asdict(counted)}
+        about = {"values": found.values, "on": machine.where(self.llm.model.device)}
+        return {**asdict(replace(found.row, name=task)), **about, **asdict(counted)}

@@ -27,6 +27,12 @@ def cpu() -> str:
     return platform.processor() or platform.machine()
 
 
+def where(device: torch.device) -> str:
+    """What computes there, by its maker's name, and with which versions: texts of evaluations belong to Python's."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
 def describe() -> dict[str, str | int]:
     return {
         "cpu": cpu(), "cores": cores(), "threads": torch.get_num_threads(), "system": platform.system(),

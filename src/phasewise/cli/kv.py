@@ -156,7 +156,7 @@ def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Se
 
 def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | None) -> None:
     from phasewise.bench import front
-    from phasewise.bench.machine import describe
+    from phasewise.bench.machine import where
 
     dtype = str(run.llm.model.dtype).removeprefix("torch.")
     base = "".join(f", {verb}={text}" for verb, text in run.base.items())
@@ -173,9 +173,8 @@ def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | N
     if written.plot is not None:
         front.draw(written.plot, lines, f"{run.model}, {dtype}{base}")
     if (path := written.write) is not None:
-        about = describe()
-        where = f"{about['cpu']}, Python {about['python']}, torch {about['torch']}"
-        head = f"### {run.model}\n\n{what}.\n`{_command(run, settings)}`, {where}."
+        on = front.machines(lines) or where(run.llm.model.device)  # lines may have come together from several
+        head = f"### {run.model}\n\n{what}.\n`{_command(run, settings)}`, {on}."
         page = _page(path, f"kv {run.model}", front.section(lines, head))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

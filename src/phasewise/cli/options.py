@@ -58,6 +58,9 @@ class EngineOptions:
             help="Default: the checkpoint's own. int8 rounds the weights and computes in bfloat16 otherwise.",
         ),
     ] = None
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="Where it computes. Other workers' processes are on the CPU alone.")
+    ] = "cpu"
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Hard KV budget: 512M, 2G. Default: a quarter of memory, <= 4G.")
     ] = None
@@ -101,6 +104,11 @@ class EngineOptions:
         budget = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
         return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster, self.exact)
 
+    def on_the_processor(self, what: str) -> None:
+        """Raise UserError where `what`, which is measured of the processor and its memory, is asked of another."""
+        if self.device != "cpu":
+            raise UserError(f"--device {self.device}: {what} of this machine's processor: leave --device out")
+
     def check(self, named: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Raise UserError for a mistake, in recipes too, that can be seen without loading anything."""
         if self.kv_bytes is not None:
@@ -127,7 +135,9 @@ class EngineOptions:
 
         model_path(self.model, say=say)  # what must be fetched has a bar of its own, which a spinner would spoil
         with working(f"loading {self.model}"):
-            return LLM(self.model, dtype=self.dtype, limits=self.limits(), recipes=recipes, **self.verbs)
+            return LLM(
+                self.model, dtype=self.dtype, device=self.device, limits=self.limits(), recipes=recipes, **self.verbs
+            )
 
     def served(self) -> list[str]:
         """The same options as command-line words for `phasewise serve`, whose own model and drafter are others."""

@@ -85,6 +85,7 @@ def profile(
       phasewise profile --quick --threads 1,2 --recipe long="evict=streaming store=int8"
     """
     engine.check()
+    engine.on_the_processor("steps are timed")
     if engine.place is not None or engine.schedule is not None:
         raise UserError(
             "steps are measured in one engine, of sizes that profile chooses: leave --place, --schedule out"

@@ -88,6 +88,7 @@ def savers(
       phasewise bench savers evict=snapkv:keep=0.1 "store=int8 evict=streaming" --csv savers.csv
     """
     engine.check()
+    engine.on_the_processor("what savers are worth is measured")
     if engine.schedule is not None:
         raise UserError("savers are compared at equal contexts, prompts first: leave --schedule out")
     if asked.shape is not None and engine.model != DEFAULTS.model:

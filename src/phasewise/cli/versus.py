@@ -49,7 +49,7 @@ def methods(
 
     contenders = [Setting.parse(text) for text in settings] if settings else untrained()
     with working(f"loading {engine.model}"):
-        made = Bench.load(engine.model, engine.dtype)
+        made = Bench.load(engine.model, engine.dtype, engine.device)
     config = made.model.config
     prompts = asked.source(engine.model, config.vocab, "code")
     run = Comparison(made, contenders, engine.limits(), engine.verbs, room)
