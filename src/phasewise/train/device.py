@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phasewise.train.mixture import Stage
 
-MAKERS = 4  # processes that make batches beside a GPU, at most
+MAKERS = 2  # processes that make batches beside a GPU, at most
 AHEAD = 2  # batches that each of them has ready
 
 Batch = TypeVar("Batch")
@@ -34,7 +34,10 @@ class Data(Protocol[Batch_co]):
 
 def device() -> torch.device:
     """Where models are trained."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, half a second each
+    return torch.device("cuda")
 
 
 def halved(device: torch.device) -> torch.autocast:

@@ -123,6 +123,7 @@ class Turning:
     def __call__(self, layer: int, position: int) -> Tensor | None:
         kind, first = self.model.config.rope_of[layer], position // SOME * SOME
         if (kind, first) not in self._known:
-            self._known[kind, first] = self.model.turning(layer, self.to - torch.arange(first, first + SOME))
+            at = torch.arange(first, first + SOME, device=self.model.device)
+            self._known[kind, first] = self.model.turning(layer, self.to - at)
         found = self._known[kind, first]
         return None if found is None else found[position - first]
