@@ -43,6 +43,32 @@ def table(text: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def test_device_parity_tells_what_is_the_same_what_differs_and_what_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, model = load("device_parity", monkeypatch), str(chat_checkpoint())
+    assert len(set(script.every())) == len(list(script.every())) > 25
+    own = script.answers
+
+    def answers(model: str, device: str, setting: str) -> list[list[int]]:
+        """Another device, of which two settings do not know."""
+        if device == "other" and "kivi" in setting:
+            raise RuntimeError("on two devices")
+        found: list[list[int]] = own(model, "cpu", setting)
+        return [found[0], [-1, *found[1][1:]]] if device == "other" and "int8" in setting else found
+
+    monkeypatch.setattr(script, "PROMPTS", ([1, 2, 3] * 9, [4, 5, 6] * 9))
+    monkeypatch.setattr(script, "answers", answers)
+    assert script.main(["--model", model, "--device", "other", "--settings", "evict=tova:keep=8;store=int8"]) == 0
+    said = [row[1] for row in table(capsys.readouterr().out, "setting")]
+    assert said == ["the same tokens", f"{2 * script.NEW - 1} of {2 * script.NEW} tokens are the same"]
+    assert script.main(["--model", model, "--device", "other", "--settings", "store=kivi"]) == 1
+    assert "failed: on two devices" in capsys.readouterr().out
+    monkeypatch.setattr(script, "answers", own)
+    assert script.main(["--model", model, "--device", "nowhere"]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
 def test_long_context_reads_kv_in_proportion(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
