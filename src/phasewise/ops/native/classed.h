@@ -283,6 +283,7 @@ inline void score_class(const PackedLines& lines, long from, long to, const Line
     long some = lines.count - l < LANES ? lines.count - l : LANES;
     const uint8_t* p = lines.levels + l * lines.bytes + from;
     for (long r = 0; r < LANES; r++) __builtin_prefetch(p + (LANES + r) * lines.bytes, 0, 3);
+    lines.fetch_ends(l + KEYS);
     turn_lines(p, lines.bytes, some, to - from, words);
     meet_lines<BITS>(words, to - from, queries.high[which][0], queries.low[which][0], count, sums);
     F step = some_halves(lines.step + l, some), low = some_halves(lines.low + l, some);
@@ -386,6 +387,7 @@ inline void add_class(const PackedLines& lines, long from, long to, const float*
   constexpr int Q = REGISTERS == 32 ? (BITS == 2 ? 3 : 4) : (BITS == 2 ? 1 : 2);  // whose sums fit the registers
   alignas(64) float steps[KEYS], least[KEYS];
   for (long l = 0; l < lines.count; l += LANES) {
+    lines.fetch_ends(l + KEYS);
     store(steps + l, some_halves(lines.step + l, lines.count - l));
     store(least + l, some_halves(lines.low + l, lines.count - l));
   }

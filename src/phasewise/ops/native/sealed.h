@@ -26,6 +26,11 @@ struct PackedLines {  // of a head, from the first that is read on
   PackedLines(const uint8_t* levels, const uint16_t* step, const uint16_t* low, long bytes)
       : levels(levels), step(step), low(low), bytes(bytes), groups(1), group(bytes), count(0) {}
 
+  // The ends of a register's worth of lines, which are read after others.
+  __attribute__((always_inline)) void fetch_ends(long line) const {
+    __builtin_prefetch(step + line * groups, 0, 3), __builtin_prefetch(low + line * groups, 0, 3);
+  }
+
   // `some` of them, from line `first` on.
   PackedLines from(long first, long some) const {
     PackedLines lines = *this;
@@ -227,8 +232,9 @@ inline void split(const I (&x)[AT_ONCE], int8_t* upper, int8_t* lower) {
 // Lane i: byte i of four lines, `row` bytes apart. Of each, `count` bytes are there, and those beyond are nought; lines
 // beyond the last of `some` are the last. `DENSE`: lines may follow each other without a gap.
 template <bool DENSE = true> inline I four_lines(const uint8_t* p, long row, long count, long some) {
-  const uint8_t* lines[4];
-  for (long i = 0; i < 4; i++) lines[i] = p + (i < some ? i : some - 1) * row;
+  const uint8_t* lines[4] = {p, p + row, p + 2 * row, p + 3 * row};
+  if (some < 4)
+    for (long i = some; i < 4; i++) lines[i] = p + (some - 1) * row;
 #if LANES == 16
   const __m512i words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
