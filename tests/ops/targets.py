@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -15,13 +17,19 @@ HERE = [target for target in native.TARGETS if native.load(target) is not None]
 NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
 
 
+@cache
+def _loaded(target: str) -> ctypes.CDLL:
+    kernels = native.load(target)
+    assert kernels is not None
+    native._share_threads(kernels)
+    return kernels
+
+
 @contextmanager
 def running(target: str, *modules: ModuleType) -> Iterator[str]:
     """These modules call the kernels of an instruction set meanwhile, which is said of what fails. A test that takes
     one after the other within computes once what all of them have to give."""
-    kernels = native.load(target)
-    assert kernels is not None
-    native._share_threads(kernels)
+    kernels = _loaded(target)
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             patch.setattr(module, "library", lambda: kernels)

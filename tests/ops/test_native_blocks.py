@@ -42,7 +42,8 @@ def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype) -> F
 
 def own(rows: int, block: int) -> Tensor:
     """bool [rows, rows]: a row sees its own block and those before."""
-    return torch.tensor([[j // block <= i // block for j in range(rows)] for i in range(rows)])
+    blocks = torch.arange(rows) // block
+    return blocks[None, :] <= blocks[:, None]
 
 
 def exact(few: Few, sees: Tensor, scale: float, window: int | None = None) -> Tensor:

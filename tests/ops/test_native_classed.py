@@ -59,8 +59,9 @@ def make(
     shape: tuple[int, int, int], codec: Classed, rows: int, n: int, seed: int, start: int | None = None,
     tree: bool = False, together: int = 3, alike: bool = True,
 ) -> Kept:  # fmt: skip
-    """The first blocks that n - rows slots fill, `together` of them sealed at once and then one by one; rows before
-    `start`, at most all that are packed, are in no memory. `alike`: keys and values have the same classes."""
+    """The first blocks that n - rows slots fill, `together` of them sealed at once, then some one by one, and the
+    others at once; rows before `start`, at most all that are packed, are in no memory. `alike`: keys and values have
+    the same classes."""
     heads_q, heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
@@ -68,7 +69,7 @@ def make(
     made = [(torch.randn(heads, n, dim, generator=generator) * size[i] * 0.3).bfloat16() for i in range(2)]
     blocks = (n - rows) // codec.rows
     count, one = blocks * codec.rows, KVShape(heads, dim, torch.bfloat16)
-    cuts = [0, *range(min(together, blocks), blocks), blocks]
+    cuts = [0, *range(min(together, blocks), min(together + 8, blocks)), blocks]
     lying = packings(codec, one)
     assert lying is not None
     sides, whole, steps, scales, levels = (list[Tensor]() for _ in range(5))
