@@ -13,16 +13,18 @@ import torch
 
 from phasewise.ops import native
 
-HERE = [target for target in native.TARGETS if native.load(target) is not None]
+_KERNELS = {target: kernels for target in native.TARGETS if (kernels := native.load(target)) is not None}
+HERE = list(_KERNELS)
+OWN = next((target for target, kernels in _KERNELS.items() if kernels.suits()), None)  # what is taken here
+# the cases of a test; those of other sets than the machine's own are left to `make test-rest`
+EACH = [target if target == OWN else pytest.param(target, marks=pytest.mark.thorough) for target in HERE]
 NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
 
 
 @cache
 def _loaded(target: str) -> ctypes.CDLL:
-    kernels = native.load(target)
-    assert kernels is not None
-    native._share_threads(kernels)
-    return kernels
+    native._share_threads(_KERNELS[target])
+    return _KERNELS[target]
 
 
 @contextmanager

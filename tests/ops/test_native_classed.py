@@ -25,7 +25,7 @@ from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
 from tests.ops.mates import change_nothing
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, NATIVE, running
 from tests.ops.test_native_sealed import Truth, hold
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 2, 32)]  # heads_q, heads, dim
@@ -33,7 +33,7 @@ FORMS = [Classed(4, 2, 100, 60), Classed(8, 4, 8, 3), Classed(8, 2, 65, 64), Cla
 SCALE = 0.2
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=EACH, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param, spans) as target:
         yield target
