@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all lint types lines rooms readme browser silicon screenshots pocket wheel clean
+.PHONY: help serve test test-rest test-all lint types lines rooms readme browser silicon screenshots pocket wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -26,11 +26,18 @@ help: ## Show this list
 serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000; smollm2, fetched once, or the embedded pocket)
 	@exec $(BIN)/phasewise serve $(ARGS)
 
-test: $(VENV)/.test ## Run all tests
-	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n $(JOBS)
+FILES  := --dist loadfile --no-loadscope-reorder --durations=20
 
-test-all: test ## Run all tests, then the laws over all pairs of methods (long)
-	@OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --all-pairs tests/laws
+test: $(VENV)/.test ## Run the quick tests, or all of the files and folders that ARGS names
+	@$(PYTEST) $(FILES) --tier quick $(ARGS)
+
+test-rest: $(VENV)/.test ## Run the thorough tests, which make test leaves out (tests/tiers.py)
+	@$(PYTEST) $(FILES) --tier rest $(ARGS)
+
+test-all: $(VENV)/.test ## Run all tests, then the laws over all pairs of methods (long)
+	@$(PYTEST) $(FILES) $(ARGS)
+	@$(PYTEST) --dist worksteal --all-pairs tests/laws
 
 lint: $(VENV)/.dev ## Check style and format with ruff
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"

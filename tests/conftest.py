@@ -6,32 +6,24 @@ import gc
 import os
 import shutil
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests import tiers
+
 settings.register_profile("unhurried", deadline=None)  # beside a busy core an example takes as long as it takes
 settings.load_profile("unhurried")
 
-# Files that take longest, by the processor's time or by waiting: a worker that is given one of them last keeps all
-# others waiting. Those of many processes stand apart, so that they seldom run at the same time.
-LONGEST = (
-    "laws/test_methods.py", "laws/test_distribution.py", "cluster/test_soak.py", "reproduce/test_systems.py",
-    "laws/test_kv_methods.py", "cluster/test_ray_server.py", "laws/test_compositions.py", "laws/test_recipes.py",
-    "laws/test_sampled_drafts.py", "cluster/test_processes.py", "attend/test_selectors.py", "train/test_draft.py",
-    "serve/tools/test_forced.py", "place/test_semi_pd.py", "cluster/test_ray.py", "gguf/test_real_files.py",
-    "place/test_push.py", "test_wheel.py", "bench/test_compare.py", "engine/test_native_sights.py",
-    "speculation/test_greedy.py", "place/test_disaggregated.py", "place/test_splitwise.py",
-    "train/test_c2c_training.py", "plan/test_serving.py",
-)  # fmt: skip
-
-
 SCRATCH = pytest.StashKey[str]()
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """What this process and all that it starts put down for a while goes into one folder, which goes at the end; but
     for pytest's own `tmp_path`, of which the last ones can be looked at."""
+    config.addinivalue_line("markers", "thorough: left to `make test-rest` (tests/tiers.py)")
     if not hasattr(config, "workerinput"):  # of pytest-xdist, which has the environment of the process that started it
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         config.stash[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="phasewise-")
@@ -48,16 +40,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="laws over every scheduler, placement and way to decode, instead of rows in which every two methods meet",
     )
+    parser.addoption(
+        "--tier",
+        choices=tiers.TIERS,
+        default="all",
+        help="quick: without the thorough tests, but for those in files or folders that are named; rest: only them",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the longest of them foremost; all else in its order."""
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What the tier leaves out goes; the longest files first; all else in its order."""
+    tier, runs, left_out = config.getoption("--tier"), list[pytest.Item](), list[pytest.Item]()
+    given = [tiers.file(config.invocation_params.dir / arg.partition("::")[0]) for arg in config.args]
+    for item in items:
+        file = tiers.file(item.path)
+        listed = tiers.thorough(file, getattr(item, "originalname", item.name))
+        hard = listed or item.get_closest_marker("thorough") is not None
+        (runs if tiers.chosen(tier, hard, tiers.named(file, given)) else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: goes to the process that writes the summary
+        config.workeroutput["left out"] = len(left_out)
+    items[:] = sorted(runs, key=lambda item: tiers.place(tiers.file(item.path)))
 
-    def place(item: pytest.Item) -> int:
-        path = item.path.as_posix()
-        return next((i for i, name in enumerate(LONGEST) if path.endswith(f"/tests/{name}")), len(LONGEST))
 
-    items.sort(key=place)
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if hasattr(node, "workeroutput"):  # it has not crashed; each has collected the same
+        node.config.stash[LEFT_OUT] = node.workeroutput.get("left out", 0)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Of files without a thorough test the rest is nothing, which is no failure."""
+    nothing = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+    if nothing and session.config.getoption("--tier") == "rest" and session.config.stash.get(LEFT_OUT, 0):
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        tests = f"{left_out} test" + "s" * (left_out > 1)
+        if config.getoption("--tier") == "quick":
+            how = 'make test-rest runs them, or name a file or folder: make test ARGS="tests/laws"'
+            terminalreporter.write_line(f"{tests} left out as thorough (tests/tiers.py): {how}")
+        else:
+            terminalreporter.write_line(f"{tests} left out as not thorough (tests/tiers.py): make test runs them")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -26,9 +26,11 @@ def greedy(mass: list[list[float]], at: list[int], alpha: float) -> tuple[list[i
         for cell in held(kind, number):
             del cells[cell]
     while sum(cells.values()) > (1 - alpha) * total:
-        lines = [("column", i) for i in range(blocks)] + [("diagonal", i) for i in range(blocks)]
-        gains = [sum(cells[cell] for cell in held(*line)) for line in lines]
-        kind, number = lines[gains.index(max(gains))]
+        gains = {(kind, i): 0.0 for kind in ("column", "diagonal") for i in range(blocks)}
+        for (row, block), weight in cells.items():
+            gains["column", block] += weight
+            gains["diagonal", at[row] - block] += weight
+        kind, number = max(gains, key=lambda line: gains[line])  # of equal ones the first
         (columns if kind == "column" else diagonals).append(number)
         for cell in held(kind, number):
             del cells[cell]

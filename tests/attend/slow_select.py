@@ -132,15 +132,13 @@ class SlowSparF(Slow):
         numbers = q.abs().sum(0).argsort(descending=True)[: self.r].tolist()
         every = []
         for each in q:
-            logits = []
-            for slot in visible:
-                if slot in row.moved:  # it meets the query turned back
-                    turned = row.read.step.model.rotate(row.read.layer, each, -self.shift(row))
-                    logits.append(turned[numbers] @ row.read.part.k[h, slot, numbers])
-                else:
-                    logits.append(each[numbers] @ row.k[h, slot, numbers])
+            logits = row.k[h][visible][:, numbers] @ each[numbers]
+            moved = [i for i, slot in enumerate(visible) if slot in row.moved]
+            if moved:  # those meet the query turned back
+                turned = row.read.step.model.rotate(row.read.layer, each, -self.shift(row))
+                logits[moved] = row.read.part.k[h, [visible[i] for i in moved]][:, numbers] @ turned[numbers]
             share = each[numbers].abs().sum() / each.abs().sum()
-            every.append((torch.stack(logits) * row.read.scale / share.sqrt()).softmax(0))
+            every.append((logits * row.read.scale / share.sqrt()).softmax(0))
         return torch.stack(every)
 
     @staticmethod

@@ -65,7 +65,7 @@ def test_pins_are_names_and_versions_only() -> None:
 
 def test_make_help_lists_the_targets() -> None:
     done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True)
-    for target in ("serve", "test", "lint", "types", "lines", "wheel", "help"):
+    for target in ("serve", "test", "test-rest", "test-all", "lint", "types", "lines", "wheel", "help"):
         assert f"make {target} " in done.stdout
 
 
@@ -84,7 +84,7 @@ def test_no_page_claims_what_there_is_not() -> None:
 def test_ci_runs_everything() -> None:
     path = ROOT / ".ci" / "run"
     assert path.stat().st_mode & 0o111
-    for word in ("lint", "types", "lines", "test"):
+    for word in ("lint", "types", "lines", "rooms", "test", "test-rest"):
         assert word in path.read_text()
 
 

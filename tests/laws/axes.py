@@ -1,7 +1,7 @@
 """What the laws are taken over: factors whose values are methods at work, and the rows of them that become cases.
 
-`make test` takes covering arrays: every method meets every method of other verbs, every scheduler and every law.
-`make test-all` (`--all-pairs`) takes every scheduler, placement and way to decode with every pair of shaping methods.
+Covering arrays as a rule: every method meets every method of other verbs, every scheduler and every law.
+With `--all-pairs` (`make test-all`) every scheduler, placement and way to decode with every pair of shaping methods.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -11,17 +13,25 @@ import torch
 
 from phasewise.ops import native
 
-HERE = [target for target in native.TARGETS if native.load(target) is not None]
+_KERNELS = {target: kernels for target in native.TARGETS if (kernels := native.load(target)) is not None}
+HERE = list(_KERNELS)
+OWN = next((target for target, kernels in _KERNELS.items() if kernels.suits()), None)  # what is taken here
+# the cases of a test; those of other sets than the machine's own are left to `make test-rest`
+EACH = [target if target == OWN else pytest.param(target, marks=pytest.mark.thorough) for target in HERE]
 NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
+
+
+@cache
+def _loaded(target: str) -> ctypes.CDLL:
+    native._share_threads(_KERNELS[target])
+    return _KERNELS[target]
 
 
 @contextmanager
 def running(target: str, *modules: ModuleType) -> Iterator[str]:
     """These modules call the kernels of an instruction set meanwhile, which is said of what fails. A test that takes
     one after the other within computes once what all of them have to give."""
-    kernels = native.load(target)
-    assert kernels is not None
-    native._share_threads(kernels)
+    kernels = _loaded(target)
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             patch.setattr(module, "library", lambda: kernels)

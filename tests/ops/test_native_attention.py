@@ -11,13 +11,13 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few
 from phasewise.step.span import ancestors
-from tests.ops.targets import HERE, by_levels
+from tests.ops.targets import EACH, by_levels
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256), (5, 1, 96)]  # heads_q, heads, dim
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(spans, "library", lambda: kernels)

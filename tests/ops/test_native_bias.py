@@ -16,7 +16,7 @@ from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors
 from tests.ops import test_native_sealed as packed
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -25,7 +25,7 @@ SIGHTS = [Seen(0), Seen(30), Seen(70, 4), Seen(300, 130), Seen(3, 1)]
 SCALE = 0.2
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=EACH, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param, spans, prefill) as target:
         yield target

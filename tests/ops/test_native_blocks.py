@@ -14,14 +14,14 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(4, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
 LOADED = {target: native.load(target) for target in HERE}
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use(monkeypatch, request.param)
     return str(request.param)
@@ -42,7 +42,8 @@ def make(shape: tuple[int, int, int], rows: int, n: int, kind: torch.dtype) -> F
 
 def own(rows: int, block: int) -> Tensor:
     """bool [rows, rows]: a row sees its own block and those before."""
-    return torch.tensor([[j // block <= i // block for j in range(rows)] for i in range(rows)])
+    blocks = torch.arange(rows) // block
+    return blocks[None, :] <= blocks[:, None]
 
 
 def exact(few: Few, sees: Tensor, scale: float, window: int | None = None) -> Tensor:

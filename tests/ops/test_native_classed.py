@@ -25,7 +25,7 @@ from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
 from tests.ops.mates import change_nothing
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, NATIVE, running
 from tests.ops.test_native_sealed import Truth, hold
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 2, 32)]  # heads_q, heads, dim
@@ -33,7 +33,7 @@ FORMS = [Classed(4, 2, 100, 60), Classed(8, 4, 8, 3), Classed(8, 2, 65, 64), Cla
 SCALE = 0.2
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=EACH, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param, spans) as target:
         yield target
@@ -59,8 +59,9 @@ def make(
     shape: tuple[int, int, int], codec: Classed, rows: int, n: int, seed: int, start: int | None = None,
     tree: bool = False, together: int = 3, alike: bool = True,
 ) -> Kept:  # fmt: skip
-    """The first blocks that n - rows slots fill, `together` of them sealed at once and then one by one; rows before
-    `start`, at most all that are packed, are in no memory. `alike`: keys and values have the same classes."""
+    """The first blocks that n - rows slots fill, `together` of them sealed at once, then some one by one, and the
+    others at once; rows before `start`, at most all that are packed, are in no memory. `alike`: keys and values have
+    the same classes."""
     heads_q, heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, heads_q + 2 * heads, dim, generator=generator).bfloat16()[:, :heads_q]
@@ -68,7 +69,7 @@ def make(
     made = [(torch.randn(heads, n, dim, generator=generator) * size[i] * 0.3).bfloat16() for i in range(2)]
     blocks = (n - rows) // codec.rows
     count, one = blocks * codec.rows, KVShape(heads, dim, torch.bfloat16)
-    cuts = [0, *range(min(together, blocks), blocks), blocks]
+    cuts = [0, *range(min(together, blocks), min(together + 8, blocks)), blocks]
     lying = packings(codec, one)
     assert lying is not None
     sides, whole, steps, scales, levels = (list[Tensor]() for _ in range(5))

@@ -11,7 +11,7 @@ from phasewise.ops import native
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import BLOCK, Common, Few
 from phasewise.step.span import ancestors
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -19,7 +19,7 @@ ROWS = (1, 1, 5, 1, 7, 1, 16, 1)  # of the spans
 OWN = (3, 40, 70, 1, 7, 1100, 20, 64)  # slots behind what they share
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(spans, "library", lambda: kernels)

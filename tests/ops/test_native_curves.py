@@ -18,12 +18,12 @@ from phasewise.ops.linear import Linear
 from phasewise.ops.native import stack, weights
 from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import Packed
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 DIM = 16
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     for module in (native, weights, stack):

@@ -19,7 +19,7 @@ from phasewise.ops.native.weights import Packed
 from phasewise.ops.sampling import allowed
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 SHAPES = [(64, 32), (1, 1), (7, 5), (65, 33), (130, 257), (1000, 96), (331, 2051)]  # outputs, inputs
 ROWS = [0, 1, 2, 3, 5, 6, 7, 16, 47, 49, 70]
@@ -27,7 +27,7 @@ EPS = 1e-6
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     for module in (weights, head):

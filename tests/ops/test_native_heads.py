@@ -18,14 +18,14 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import fit, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors, depths
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (32, 2, 128), (2, 2, 256)]  # heads_q, heads, dim
 SIZES = [(1, 1), (1, 65), (1, 300), (1, 2500), (5, 70), (16, 1030), (7, 2050), (40, 400)]  # rows, slots
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(spans, "library", lambda: kernels)

@@ -20,14 +20,14 @@ from phasewise.ops.native import listed, spans
 from phasewise.ops.native.listed import Listed
 from phasewise.ops.native.spans import Common, Few, Seen
 from phasewise.step.span import ancestors
-from tests.ops.targets import HERE, by_levels, running
+from tests.ops.targets import EACH, by_levels, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (3, 1, 20)]  # heads_q, heads, dim
 CODEC = Int8().codec()
 SCALE = 0.2
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=EACH, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param, spans, listed) as target:
         yield target

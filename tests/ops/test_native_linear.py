@@ -15,14 +15,14 @@ from phasewise.ops import linear, native
 from phasewise.ops.linear import Linear
 from phasewise.ops.native import weights
 from phasewise.ops.native.weights import Packed
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 SHAPES = [(64, 32), (1, 1), (7, 5), (65, 33), (130, 257), (200, 96), (320, 2051)]  # outputs, inputs
 ROWS = [0, 1, 2, 3, 5, 6, 7, 8, 13, 32, 49, 100]
 KINDS = [torch.bfloat16, torch.float32]
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(weights, "library", lambda: kernels)

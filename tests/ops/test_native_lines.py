@@ -19,12 +19,12 @@ from phasewise.ops import native
 from phasewise.ops.native import choice, listed
 from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, Ways, choose, takes
 from phasewise.ops.native.listed import Listed
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 SCALE = 0.3
 
 
-@pytest.fixture(params=HERE, autouse=True)
+@pytest.fixture(params=EACH, autouse=True)
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     patch, kernels = pytest.MonkeyPatch(), native.load(request.param)
     native._share_threads(kernels)  # type: ignore[arg-type]

@@ -16,14 +16,14 @@ from phasewise.ops import native
 from phasewise.ops.attention import reference
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Listed, Pages
-from tests.ops.targets import by_levels
+from tests.ops.targets import EACH, by_levels
 
 HERE = [name for name in native.TARGETS if native.load(name) is not None]
 pytestmark = pytest.mark.skipif(not HERE, reason="no native kernels here")
 MOST = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}  # errors relative to the largest number
 
 
-@pytest.fixture(params=HERE, autouse=True, scope="module")
+@pytest.fixture(params=EACH, autouse=True, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     patch = pytest.MonkeyPatch()
     kernels = native.load(request.param)

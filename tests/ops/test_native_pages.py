@@ -22,12 +22,12 @@ from phasewise.ops.native.listed import Listed, Pages
 from phasewise.ops.native.stack import Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import Packed
 from phasewise.verbs.store import Codec
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 HIDDEN, LAYERS, SCALE = 48, 3, 0.3
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     patch, kernels = pytest.MonkeyPatch(), native.load(request.param)
     native._share_threads(kernels)  # type: ignore[arg-type]

@@ -11,14 +11,14 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256), (5, 1, 96), (8, 1, 16)]
 CASES = [(1, 1), (1, 300), (2, 2), (5, 70), (63, 64), (64, 64), (65, 65), (97, 1000), (128, 131), (300, 511)]
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(prefill, "library", lambda: kernels)

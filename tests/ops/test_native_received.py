@@ -11,14 +11,14 @@ from torch import Tensor
 from phasewise.methods.evict._noise import gumbel
 from phasewise.ops import attention, native
 from phasewise.ops.native import received
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (9, 3, 32), (4, 4, 128), (6, 3, 20), (3, 1, 7), (2, 2, 256)]
 CASES = [(1, 1), (1, 300), (2, 2), (5, 70), (64, 64), (65, 65), (97, 500), (300, 311)]
 
 
-@pytest.fixture(params=HERE, autouse=True)
+@pytest.fixture(params=EACH, autouse=True)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(received, "library", lambda: kernels)

@@ -9,7 +9,7 @@ from torch import Tensor
 from phasewise.ops import native
 from phasewise.ops.native import weighed
 from phasewise.ops.native.weighed import Ranking, Retiring, Weighed
-from tests.ops.targets import HERE, running
+from tests.ops.targets import EACH, running
 
 GONE = float("-inf")
 
@@ -34,7 +34,7 @@ def plainly(scores: Tensor, weights: Tensor, how: Ranking) -> Tensor:
     return after
 
 
-@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("target", EACH)
 @pytest.mark.parametrize("how", [
     Ranking(40, 0, True, 0), Ranking(40, 7, True, 0), Ranking(40, 0, False, 6), Ranking(40, 33, False, 0),
     Ranking(40, 40, True, 6), Ranking(1000, 5, True, 0), Ranking(2, 30, True, 0), Ranking(1, 0, False, 0),

@@ -24,7 +24,7 @@ from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
 from tests.ops.mates import change_nothing
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
 FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
@@ -32,7 +32,7 @@ FORMS += [(2, 64, 64, 0, 64, 4, 0.02), (4, 8, 40, 24, 24, 3, 0.2), (2, 32, 128, 
 SCALE = 0.2
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=EACH, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param, spans) as target:
         yield target

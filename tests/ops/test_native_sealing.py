@@ -13,10 +13,10 @@ from phasewise.kv.blocks import KEYS, SIDES, BlockCut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.ops.native import sealing
 from phasewise.ops.native.sealing import Sealing, Seals
-from tests.ops.targets import HERE, running
+from tests.ops.targets import EACH, running
 
 
-@pytest.fixture(params=HERE, scope="module")
+@pytest.fixture(params=EACH, scope="module")
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param, sealing) as target:
         yield target

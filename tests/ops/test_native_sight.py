@@ -12,14 +12,14 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors
-from tests.ops.targets import HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
 SIGHTS = [(1, 0), (3, 4), (64, 4), (100, 4), (70, 130), (300, 65), (1000, 0), (1500, 4), (20, 1100), (5000, 4)]
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = native.load(request.param)
     monkeypatch.setattr(prefill, "library", lambda: kernels)

@@ -16,12 +16,12 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import choice
 from phasewise.ops.native.choice import CHOSEN, MOST_VOTING, PEAK, PROMISE, SHARE, Ballot, Candidates, choose
-from tests.ops.targets import HERE
+from tests.ops.targets import EACH
 
 RULES = {"promise": PROMISE, "share": SHARE, "peak": PEAK}
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=EACH)
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     patch, kernels = pytest.MonkeyPatch(), native.load(request.param)
     native._share_threads(kernels)  # type: ignore[arg-type]

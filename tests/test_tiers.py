@@ -1,0 +1,165 @@
+"""The quick tier and the rest: together everything, nothing twice, and every law of every method in the quick one."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from phasewise import catalog
+from tests import tiers
+from tests.laws import test_methods
+from tests.ops import targets
+
+ROOT = tiers.HERE.parent
+LISTED = [entry for entries in tiers.THOROUGH.values() for entry in entries]
+FILES = sorted(tiers.file(path) for path in tiers.HERE.rglob("test_*.py"))
+QUICK = {  # files of which nothing is thorough: laws, a real client over HTTP, processes that are killed
+    "laws/test_declarations.py", "laws/test_methods.py", "laws/test_neutral.py", "laws/test_parts.py",
+    "laws/test_sure.py", "serve/clients/test_openai.py", "serve/test_chat.py", "serve/test_errors.py",
+    "store/test_packed.py", "kv/test_blocks.py", "speculation/test_greedy.py",
+}  # fmt: skip
+
+
+def of(file: str) -> set[str]:
+    tree = ast.parse((tiers.HERE / file).read_text(encoding="utf-8"))
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {name for name in functions if name.startswith("test_")}
+
+
+# ---- the list
+@pytest.mark.parametrize("entry", LISTED)
+def test_what_is_listed_is_there(entry: str) -> None:
+    file, _, test = entry.partition("::")
+    assert file in FILES
+    assert not test or test in of(file)
+
+
+def test_nothing_is_listed_twice_and_all_that_begins_early_is_there() -> None:
+    assert len(set(LISTED)) == len(LISTED)
+    assert not [entry for entry in LISTED if "::" in entry and entry.partition("::")[0] in LISTED]
+    assert len(set(tiers.LONGEST)) == len(tiers.LONGEST) and set(tiers.LONGEST) <= set(FILES)
+
+
+def test_every_folder_is_tested_quickly_too() -> None:
+    quick = {str(Path(file).parent) for file in FILES if any(not tiers.thorough(file, t) for t in of(file))}
+    assert quick == {str(Path(file).parent) for file in FILES}
+    listed = {entry.partition("::")[0] for entry in LISTED}
+    assert set(FILES) >= QUICK and not listed & QUICK
+    assert not tiers.thorough("cluster/test_processes.py", "test_killed_at_work")
+
+
+def test_every_method_is_under_every_law_quickly() -> None:
+    laws = {name: test.cases[0] for name, test in vars(test_methods).items() if hasattr(test, "cases")}
+    met = defaultdict[tuple[str, str], set[str]](set)
+    for name, rows in laws.items():
+        if not tiers.thorough("laws/test_methods.py", name):
+            for verb, method, _ in rows(False):
+                met[verb, method].add(name)
+    assert set(met) == {(verb, name) for verb, name, _ in catalog.every()}
+    assert len(met) > 60
+    one_of = {"test_exact_methods_give_greedys_tokens", "test_lossy_methods_bite_where_they_are_tested"}
+    for method, names in met.items():
+        assert names >= set(laws) - one_of and len(names & one_of) == 1, method
+
+
+def test_the_machines_own_kernels_are_tested_quickly() -> None:
+    marked = [case.values[0] for case in targets.EACH if not isinstance(case, str)]
+    assert [case if isinstance(case, str) else case.values[0] for case in targets.EACH] == targets.HERE
+    assert set(targets.HERE) - set(marked) == ({targets.OWN} if targets.OWN else set())
+
+
+# ---- pytest
+WHOLE = "laws/test_kv_methods.py"
+PART, HARD = "place/test_push.py", "test_every_schedule_and_store"
+TREE = {  # file: its tests
+    WHOLE: "def test_w(): pass\n",
+    PART: f"import pytest\n@pytest.mark.parametrize('i', [1, 2])\ndef {HARD}(i): pass\ndef test_easy(): pass\n",
+    "place/test_other.py": "import pytest\n@pytest.mark.parametrize('i', ['own', pytest.param('else', "
+    "marks=pytest.mark.thorough)])\ndef test_marked(i): pass\n",
+    "kv/test_unlisted.py": "def test_u(): pass\n",
+}
+EASY = {"place/test_push.py::test_easy", "place/test_other.py::test_marked[own]", "kv/test_unlisted.py::test_u"}
+IN_PART = {f"{PART}::{HARD}[1]", f"{PART}::{HARD}[2]"}
+REST = {f"{WHOLE}::test_w", *IN_PART, "place/test_other.py::test_marked[else]"}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small repository with this one's conftest, settings and list."""
+    root = tmp_path_factory.mktemp("tree")
+    for file, text in TREE.items():
+        path = root / "tests" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name in ("__init__.py", "conftest.py", "tiers.py"):
+        shutil.copy(tiers.HERE / name, root / "tests" / name)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    return root
+
+
+def ran(tree: Path, *words: str, folder: str = ".") -> tuple[set[str], str, int]:
+    """The tests that pytest runs, the line about those left out, and its exit code."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of those only what it takes
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "xdist", "-p", "pytest_timeout", *words]
+    done = subprocess.run(command, cwd=tree / folder, env=environment, capture_output=True, text=True)
+    passed = re.findall(r"^PASSED (?:tests/)?(\S+)$", done.stdout, re.M)
+    assert len(passed) == len(set(passed)), "each runs once"
+    said = re.findall(r"^.* left out .*$", done.stdout, re.M)
+    return set(passed), "".join(said), done.returncode
+
+
+def test_both_tiers_are_all_and_share_nothing(tree: Path) -> None:
+    assert ran(tree) == (EASY | REST, "", 0)
+    passed, said, code = ran(tree, "--tier", "quick")
+    assert (passed, code) == (EASY, 0)
+    assert said.startswith("4 tests left out as thorough (tests/tiers.py): make test-rest runs them, or name")
+    assert ran(tree, "--tier", "quick", "-n", "2", "--dist", "loadfile") == (EASY, said, 0)
+    said = "3 tests left out as not thorough (tests/tiers.py): make test runs them"
+    assert ran(tree, "--tier", "rest") == (REST, said, 0)
+
+
+def test_what_is_named_runs_whole(tree: Path) -> None:
+    words = ("--tier", "quick", "laws", f"place/test_push.py::{HARD}", "-n", "1")
+    assert ran(tree, *words, folder="tests") == ({f"{WHOLE}::test_w", *IN_PART}, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("tests", False), (".", False), ("tests/laws", True), ("tests/laws/", True), (f"tests/kv/../{WHOLE}", True),
+        (f"tests/{WHOLE}", True), ("tests/law", False), ("tests/laws/test_kv.py", False), ("tests/kv", False),
+    ],
+)  # fmt: skip
+def test_a_path_names_what_lies_in_it_unless_all_does(given: str, named: bool) -> None:
+    assert tiers.named(WHOLE, [tiers.file(ROOT / given)]) == named
+    assert tiers.named(WHOLE, ["kv", tiers.file(ROOT / given)]) == named
+
+
+def test_the_rest_of_what_has_none_is_no_failure_and_what_is_nowhere_is_one(tree: Path) -> None:
+    nothing = "1 test left out as not thorough (tests/tiers.py): make test runs them"
+    assert ran(tree, "--tier", "rest", "tests/kv") == (set(), nothing, 0)
+    assert ran(tree, "--tier", "rest", "-k", "nowhere") == (set(), "", 5)
+    passed, said, code = ran(tree, "--tier", "quick", "-k", "test_w")
+    assert (passed, code) == (set(), 5) and said.startswith("1 test left out as thorough"), "it was asked for"
+
+
+# ---- make and continuous integration
+def test_make_runs_the_tiers_and_continuous_integration_both_of_them() -> None:
+    def make(target: str) -> list[str]:
+        done = subprocess.run(["make", "-C", str(ROOT), "-n", target], capture_output=True, text=True, check=True)
+        return [line.partition(" -m pytest ")[2] for line in done.stdout.splitlines() if " -m pytest " in line]
+
+    (quick,), (rest,), (everything, pairs) = make("test"), make("test-rest"), make("test-all")
+    assert "--tier quick" in quick and "--tier rest" in rest
+    assert "--tier" not in everything and "--all-pairs tests/laws" in pairs and "--tier" not in pairs
+    steps = re.search(r"^for step in (.*); do$", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert steps is not None and steps[1].split() == ["lint", "types", "lines", "rooms", "test", "test-rest"]

@@ -1,0 +1,134 @@
+"""Which tests are thorough: `make test` leaves them to `make test-rest`, and continuous integration runs both.
+
+The quick tier has every law of every method, and tests of each part. What is thorough holds the same over more: other
+combinations, instruction sets, formats and settings, real processes for longer. A new test belongs here if it takes
+many seconds and something quicker would find most of what it finds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TIERS = ("quick", "rest", "all")
+
+# {why: whole files, or single tests of files (each with all of its cases)}. Beside these, tests with the mark
+# `thorough`: kernels of other instruction sets than this machine's own (tests/ops/targets.py).
+THOROUGH: dict[str, tuple[str, ...]] = {
+    "laws over covering arrays, or over every method with several others and settings": (
+        "laws/test_kv_methods.py", "laws/test_compositions.py", "laws/test_sampled_drafts.py",
+        "laws/test_recipes.py::test_a_request_has_the_tokens_it_has_alone",
+        "laws/test_recipes.py::test_tight_memory_changes_nothing",
+        "laws/test_recipes.py::test_prefixes_change_nothing",
+        "laws/test_distribution.py::test_speculation_keeps_the_distribution",
+        "laws/test_bfloat16.py::test_independent_of_batch_mates_in_bfloat16",
+        "attend/test_selectors.py::test_requests_are_their_own",
+        "attend/test_zero_tuning_steps.py::test_mates_of_all_kinds_change_no_bit",
+        "engine/test_native_sights.py::test_sinks_and_windows_are_read_as_the_open_path_reads_them",
+        "engine/test_native_sights.py::test_windows_of_some_heads_are_read_as_the_open_path_reads_them",
+        "place/test_push.py::test_every_schedule_and_store",
+        "place/test_push.py::test_methods_that_shape_or_select_rows",
+        "place/test_semi_pd.py::test_methods_that_shape_or_select_rows_go_on_where_they_were",
+        "place/test_semi_pd.py::test_drafters_start_again_on_the_other_side",
+        "place/test_splitwise.py::test_every_schedule_and_store", "place/test_splitwise.py::test_other_methods",
+        "sample/test_forbidden.py::test_with_every_method", "sample/test_grammar.py::test_drafts_change_no_token",
+    ),
+    "random load, full pools, bad links, endless texts": (
+        "engine/test_endless.py", "engine/test_engine.py::test_random_load_of_methods",
+        "place/test_semi_pd.py::test_a_full_pool_never_stands_still",
+        "place/test_semi_pd.py::test_a_full_pool_with_companions",
+        "place/test_semi_pd.py::test_a_message_that_is_lost_late_or_doubled_costs_no_token",
+        "place/test_semi_pd.py::test_random_load_over_a_bad_link_to_mortal_workers",
+        "place/test_semi_pd.py::test_unused_prefixes_make_way_on_the_other_side",
+        "place/test_splitwise.py::test_random_load_over_a_bad_link_to_mortal_workers",
+    ),
+    "real processes that die, hang, sleep or are measured, on Ray and for a while": (
+        "cluster/test_ray.py", "cluster/test_ray_server.py", "cluster/test_shared_pool.py", "cluster/test_soak.py",
+        "cluster/test_processes.py::test_a_stopped_worker_is_taken_for_dead", "serve/test_cluster.py",
+        "serve/test_sleep.py", "plan/test_serving.py",
+        "plan/test_profile.py::test_workers_of_one_machine_are_measured_beside_each_other",
+        "cli/test_startup.py::test_help_teaches_at_once",
+    ),
+    "servers that a test starts for itself: keys, logs, files read again, bad and many clients": (
+        "serve/test_after.py", "serve/test_bombs.py", "serve/test_deaf.py", "serve/test_endless.py",
+        "serve/test_events.py", "serve/test_keys.py", "serve/test_logs.py", "serve/test_many_streams.py",
+        "serve/test_openapi.py", "serve/test_reload.py", "serve/test_traces.py",
+        "serve/test_templates.py::test_hostile_ones_hurt_nobody",
+        "model/test_apart.py::test_a_hostile_one_ends_with_a_reason",
+    ),
+    "calls of tools in every format, from models that say anything": (
+        "serve/tools/test_chat_tools.py::test_formats_of_coders",
+        "serve/tools/test_chat_tools.py::test_strict_arguments_follow_their_schema_whatever_the_model_would_say",
+        "serve/tools/test_forced.py::test_a_tool_without_a_schema_has_any_object",
+        "serve/tools/test_forced.py::test_every_complete_answer_is_a_call",
+        "serve/tools/test_forced.py::test_streams_are_the_same",
+        "serve/tools/test_readers.py::test_calls_come_back",
+    ),
+    "training runs": (
+        "train/test_augment_tuning.py", "train/test_c2c_training.py", "train/test_draft.py",
+        "train/test_kv_prediction_training.py", "train/test_masked.py", "train/test_memory.py", "train/test_rlkv.py",
+        "train/test_validation.py",
+    ),
+    "whole reproductions, plans and reports; rounds on real models and against other engines": (
+        "reproduce/test_augment.py", "reproduce/test_cli.py", "reproduce/test_models.py", "reproduce/test_page.py",
+        "reproduce/test_systems.py", "plan/test_headlines.py",
+        "plan/test_pipeline.py::test_prompts_wait_as_distserves_form_has_it",
+        "plan/test_search.py::test_impossible_targets_name_the_nearest",
+        "plan/test_search.py::test_pruning_changes_no_winner",
+        "cli/test_kv.py::test_tables_lines_csv_plot_and_page",
+        "cli/test_plan.py::test_a_plan_from_a_profile_divides_one_machine_and_says_how_it_was_measured",
+        "cli/test_plan.py::test_guesses_are_a_choice_that_serve_takes", "cli/test_report.py",
+        "bench/test_compare.py", "bench/test_layer_ablation.py", "bench/test_playground_cost.py",
+        "draft/test_by_name.py::test_pocket_says_what_it_says_without",
+        "sample/test_grammar.py::test_smollm2_writes_what_is_asked",
+    ),
+    "wheels, files of others, fetched or spoilt; kernels under emulation": (
+        "test_wheel.py", "known/test_fetch.py", "gguf/test_fuzz.py", "gguf/test_real_files.py",
+        "ops/test_native_neon.py::test_on_arm",
+        "ops/test_native_neon.py::test_dot_products_are_left_alone_where_there_are_none",
+    ),
+}  # fmt: skip
+
+# Files that take longest, by the processor's time or by waiting: a worker that is given one of them last keeps all
+# others waiting. Those of many processes stand apart, so that they seldom run at the same time.
+LONGEST = (
+    "laws/test_methods.py", "cluster/test_soak.py", "reproduce/test_systems.py", "laws/test_kv_methods.py",
+    "cluster/test_ray_server.py", "laws/test_compositions.py", "laws/test_recipes.py", "laws/test_sampled_drafts.py",
+    "cluster/test_processes.py", "serve/tools/test_forced.py", "cluster/test_ray.py", "laws/test_distribution.py",
+    "attend/test_selectors.py", "plan/test_serving.py", "train/test_c2c_training.py", "place/test_semi_pd.py",
+    "place/test_push.py", "train/test_validation.py", "serve/tools/test_chat_tools.py", "train/test_draft.py",
+    "gguf/test_real_files.py", "test_wheel.py", "bench/test_compare.py", "engine/test_native_sights.py",
+    "speculation/test_greedy.py", "place/test_splitwise.py", "ops/test_native_heads.py", "ops/test_native_bias.py",
+    "serve/test_ends.py", "place/test_disaggregated.py",
+)  # fmt: skip
+
+_ENTRIES = frozenset(entry for entries in THOROUGH.values() for entry in entries)
+
+
+@cache
+def file(path: Path) -> str:
+    """A path as from this folder, which itself is "."."""
+    return Path(os.path.relpath(path.resolve(), HERE)).as_posix()
+
+
+def thorough(file: str, test: str) -> bool:
+    """Whether a test, without its case, is listed; `file` as from this folder."""
+    return file in _ENTRIES or f"{file}::{test}" in _ENTRIES
+
+
+def named(file: str, given: Sequence[str]) -> bool:
+    """Whether a file, or a folder around it below this one, is among the paths that the command line gives."""
+    return any(file == one or file.startswith(f"{one}/") for one in given)
+
+
+def chosen(tier: str, thorough: bool, named: bool) -> bool:
+    """Whether a test runs. Who names a thorough one wants it, in the quick tier too."""
+    return tier == "all" or (thorough if tier == "rest" else named or not thorough)
+
+
+def place(file: str) -> int:
+    """Where a file's tests stand: the longest files first, the longest of them foremost; all others after them."""
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
