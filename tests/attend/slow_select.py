@@ -52,7 +52,7 @@ class Row:
     """One query row at position `at`: q [hq, D], and keys [h, N, D] as it meets them."""
 
     def __init__(self, slow: Slow, read: Read, r: int, at: int, positions: Tensor, seen: Tensor) -> None:
-        self.read, self.at, self.positions, self.seen = read, at, positions, seen
+        self.read, self.r, self.at, self.positions, self.seen = read, r, at, positions, seen
         self.q, self.k, self.moved = read.q[r], read.part.k.clone(), list[int]()
         if read.view is not None and read.view.moved is not None:
             slots, delta = read.view.moved
@@ -117,6 +117,65 @@ class SlowTokens(Slow):
             each += [(raw @ q).double().log_softmax(0) for q in rotate(layer, row.group(head), self.local - row.at)]
         votes = torch.stack(each).logsumexp(0)
         return always + top(rivals, votes, self.first + self.k + self.local - len(always))
+
+
+class SlowAgain(SlowTokens):
+    """TokenSelect with lists that are used again: who made the list of a row is remembered by the text up to that row.
+    For one request at a time."""
+
+    def __init__(self, k: int, first: int, local: int, dense_layers: int, theta: float) -> None:
+        super().__init__(k, first, local, dense_layers)
+        self.theta, self.total = theta, first + k + local
+        self.made: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # queries of rows that made a list, by layer and text
+        self.lists: dict[tuple[int, tuple[int, ...], int], set[int]] = {}  # what each chose, by head too: positions
+        self.maker: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+        """Who makes a list is found out of all heads, before any head reads."""
+        span, layer, by_head = reads[0].span, reads[0].layer, dict[int, Tensor]()
+        counts = []
+        for read in reads:
+            heads = range(read.part.size[0]) if read.part.heads is None else read.part.heads.tolist()
+            turned = read.step.model.rotate(layer, read.q, (self.local - read.q_positions)[:, None])
+            by_head |= dict(zip(heads, turned.view(len(turned), len(heads), -1).unbind(1)))
+            mask, (h, n) = read.mask(), read.part.size
+            seen = torch.ones(h, len(turned), n) if mask is None else mask.expand(h, -1, -1)
+            counts.append(seen.sum(2).amax(0))
+        q = torch.cat([by_head[head] for head in sorted(by_head)], 1).double()
+        for r in range(span.rows) if layer >= self.dense_layers else ():
+            text = self.text(reads[0], r)
+            before = self.maker.get((layer, text[:-1]))
+            if max(int(count[r]) for count in counts) <= self.total:
+                if before is not None:
+                    self.maker[layer, text] = before
+                continue
+            alike = (
+                before is not None and float(torch.cosine_similarity(q[r], self.made[layer, before], 0)) >= self.theta
+            )
+            self.maker[layer, text] = before if alike and before is not None else text
+            if not alike:
+                self.made[layer, text] = q[r]
+        return super().__call__(reads)
+
+    @staticmethod
+    def text(read: Read, r: int) -> tuple[int, ...]:
+        """All tokens up to a row, on its own path."""
+        span = read.span
+        path = range(r + 1) if span.sees is None else torch.nonzero(span.sees[r])[:, 0].tolist()
+        return (*span.request.tokens[: span.positions[0]], *(span.tokens[row] for row in path))
+
+    def choose(self, row: Row, h: int) -> list[int]:
+        always, rivals = row.split(h, self.first, self.local)
+        layer, text = row.read.layer, self.text(row.read, row.r)
+        head = h if row.read.part.heads is None else int(row.read.part.heads[h])
+        at = row.positions[h].tolist()
+        maker = self.maker.get((layer, text))
+        if maker == text:
+            chosen = set(super().choose(row, h)) - set(always)
+            self.lists[layer, text, head] = {at[slot] for slot in chosen}
+        if maker is None or len(always) + len(rivals) <= self.total:
+            return always + rivals
+        return always + [slot for slot in rivals if at[slot] in self.lists[layer, maker, head]]
 
 
 class SlowSparF(Slow):

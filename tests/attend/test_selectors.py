@@ -24,7 +24,7 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
 from tests import double, oracle, tiny
-from tests.attend.slow_select import Slow, SlowBlocks, SlowSparF, SlowSparsity, SlowTokens
+from tests.attend.slow_select import Slow, SlowAgain, SlowBlocks, SlowSparF, SlowSparsity, SlowTokens
 from tests.kv.harness import Uneven, Walk, cuts, drafting, sliding
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8}
@@ -51,6 +51,10 @@ METHODS: dict[str, tuple[Any, Callable[[], Slow]]] = {
         lambda: SlowSparsity([each.tolist() for each in bound(SPARSITY).channels], 20, 1),
     ),
     "token_select": (TokenSelect(k=12, first=3, local=5), lambda: SlowTokens(12, 3, 5, 1)),
+    "token_select, again": (
+        TokenSelect(k=12, first=3, local=5, theta=0.1),
+        lambda: SlowAgain(12, 3, 5, 1, 0.1),
+    ),
     "instinfer": (InstInfer(r=4.0, k=20.0), lambda: SlowSparF(4, 20)),
     "infllm": (InfLLM(block=4, init=1, window=4, topk=3, dense_len=80), lambda: SlowBlocks(4, 1, 4, 3, 80)),
 }
@@ -133,7 +137,7 @@ def test_draft_trees_equal_their_paths(name: str, case: str) -> None:
 
 
 @EACH
-def test_what_is_kept_follows_rollbacks_evictions_and_forks(name: str) -> None:
+def test_what_is_kept_follows_forks(name: str) -> None:
     def begun() -> Walk:
         walk = started(METHODS[name][1]())
         walk.feed(TOKENS[PROMPT:100])
@@ -147,6 +151,14 @@ def test_what_is_kept_follows_rollbacks_evictions_and_forks(name: str) -> None:
         truth = begun()
         for piece in cuts(tokens[:20], [1, 1, 3]):
             torch.testing.assert_close(walk.feed(piece), truth.feed(piece), **CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.endswith("again")])
+def test_what_is_kept_follows_rollbacks_and_evictions(name: str) -> None:
+    """Rows that stayed and are given up: of a method that remembers nothing of a request beside its rows."""
+    one = started(fast(name))
+    for piece in (TOKENS[PROMPT:100], *cuts(OTHER[:20], [1, 1, 3])):
+        one.feed(piece)
     with torch.inference_mode():
         one.kv.drop_last(90)
     assert not one.kv.layers[2].derived
@@ -180,6 +192,7 @@ def test_what_is_kept_is_within_what_is_booked(name: str) -> None:
 KNOBS = {
     "double_sparsity": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0",
     "token_select": "token_select:k=6,first=2,local=4",
+    "token_select, again": "token_select:k=6,first=2,local=4,theta=0.1",
     "instinfer": "instinfer:r=3,k=12",
     "infllm": "infllm:block=4,init=1,window=4,topk=1,dense_len=0",
 }

@@ -45,6 +45,7 @@ def model(experts: int) -> Model:
         {"attend": "quest:page=4,budget=12,dense_layers=1"},
         {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0"},
         {"attend": "token_select:k=6,first=2,local=4"},
+        {"attend": "token_select:k=6,first=2,local=4,theta=0.1"},
         {"attend": "instinfer:r=3,k=12"},
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
         {"attend": "tidal:k=8,dense=0,second=2,every=5"},

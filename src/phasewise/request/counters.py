@@ -22,6 +22,7 @@ class Counters:
     kv_bytes_read: int = 0
     kv_bytes_written: int = 0
     kv_bytes_moved: int = 0  # copies: compaction, copy-on-write, prefix reuse, hand-off
+    choices: int = 0  # lists made of what a row reads in a layer, where a method may use them again
     drafted: int = 0  # draft nodes verified
     accepted: int = 0  # draft nodes accepted
     forced: int = 0  # of both, tokens that were sure beforehand (`Sample.sure`)

@@ -124,6 +124,11 @@ class Voter(Protocol):
         ...
 
 
+def standing(read: Read, voter: Voter) -> Kept:
+    """What stands for the keys of all committed rows of a read."""
+    return kept(read, voter.name, voter.width(read.q.shape[2]), partial(voter.stand, read))
+
+
 def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int, dense: int) -> list[Tensor | None]:
     """Attention over at most `most` rows per query row and KV head; None where there are no more, or the layer is one
     of the first `dense`. What stands for keys is kept beside the rows; single rows are read in one call."""
@@ -132,12 +137,24 @@ def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int
     for i, read in enumerate(reads):
         if read.layer < dense or read.part.size[1] <= most:
             continue
-        known = kept(read, voter.name, voter.width(read.q.shape[2]), partial(voter.stand, read))
+        known = standing(read, voter)
         if single(read):
             alone[i] = read, known
         else:
             read.count_bytes(known.known.nbytes)
-            out[i] = read.attend(_selected(read, voter, known.known, Sorted.of(read, first, local), most))
+            out[i] = read.attend(selected(read, voter, known.known, Sorted.of(read, first, local), most))
+    lists = listed(voter, alone, first, local, most)
+    if lists:
+        some = [reads[i] for i in lists]
+        for i, result in zip(lists, attend_listed(some, [*lists.values()])):
+            out[i] = result
+    return out
+
+
+def listed(
+    voter: Voter, alone: Mapping[int, tuple[Read, Kept]], first: int, local: int, most: int
+) -> dict[int, Tensor]:
+    """The slots that single rows read, int32 [h, 1, S] each, increasing: the first, those of most votes, the last."""
     lists = voted(voter.choice, alone)
     for i in alone.keys() - lists.keys():
         read, known = alone[i]
@@ -145,11 +162,7 @@ def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int
         heads, n = read.part.size
         votes = voter.votes(read, known.known[:, first : n - local], None)[:, 0]  # [1 | h, n - local - first]
         lists[i] = listing(votes, first, most - first - local, n - local, n).expand(heads, -1, -1)
-    if lists:
-        some = [reads[i] for i in lists]
-        for i, result in zip(lists, attend_listed(some, [*lists.values()])):
-            out[i] = result
-    return out
+    return lists
 
 
 def voted(choice: VectorChoice, alone: Mapping[int, tuple[Read, Kept]]) -> dict[int, Tensor]:
@@ -177,7 +190,7 @@ def counted(ballots: Mapping[int, native.Ballot]) -> dict[int, Tensor]:
     return lists
 
 
-def _selected(read: Read, voter: Voter, known: Tensor, rows: Sorted, most: int) -> Tensor:
+def selected(read: Read, voter: Voter, known: Tensor, rows: Sorted, most: int) -> Tensor:
     """What every row reads, bool [1 | h, R, N], for rows with structure, windows or caches with gaps."""
     part = read.part
     read.count_keys(part.fresh * part.size[0])

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.methods.attend._reuse import Reuse
 from phasewise.methods.attend._select import elect, grouped, tally
 from phasewise.model.model import Model
 from phasewise.ops.native.choice import SHARE, Candidates
+from phasewise.request.counters import Counters
 from phasewise.step.choice import VectorChoice
 from phasewise.step.read import Read
 from phasewise.step.span import Span
@@ -37,16 +39,26 @@ class TokenSelect:
 
     Keys as they were cost half as much as the KV itself, beside it and within its budget, and all of them are read for
     every choice: it saves values and their share of the arithmetic. Where heads keep different rows, each KV head votes
-    for itself. Left out: lists that are used again while queries are alike (every row
-    chooses anew, as with a threshold above 1: which draft will stay is not known while its rows choose), prompts in
-    chunks that choose by their mean query, and positions counted within the list, so texts end with the model's
-    context.
+    for itself.
+
+    With `theta` up to 1 a row uses the list of the row before it once more, while the cosine between its query and that
+    of the row which made the list is at least `theta`: of a layer's query heads together, turned as for the vote. First
+    and last rows are always its own; what has left these since, and is not on the list, goes unread until the next
+    choice. Keys are then read for choices alone, of which the counter `choices` says how many there were. The paper
+    takes 0.9; above 1, every row chooses anew. The first row after a prompt that has more to see than it may read makes
+    the first list, so lists follow from the text, whatever is drafted, preempted or handed on; where rows were given
+    up, those that are left of a list are read. A list and its query are booked beside the KV. Steps with such rows go
+    in halves: the cosine is known only between a layer's queries and its attention.
+
+    Left out: prompts in chunks that choose by their mean query, and positions counted within the list, so texts end
+    with the model's context.
     """
 
     k: int = 256
     first: int = 16
     local: int = 64
     dense_layers: int = 1
+    theta: float = 2.0
 
     paper: ClassVar[str] = "arXiv 2411.02886"
     guarantee: ClassVar[str] = "lossy"
@@ -60,19 +72,23 @@ class TokenSelect:
         for name, least in (("k", 1), ("first", 0), ("local", 1), ("dense_layers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"token_select: {name}={getattr(self, name)} must be at least {least}")
+        if not self.theta >= -1:
+            raise UserError(f"token_select: theta={self.theta} must be at least -1: a cosine, or above 1 for no reuse")
 
-    def bind(self, host: Host) -> _TokenSelect:
-        return _TokenSelect(self, host.model)
+    def bind(self, host: Host) -> _TokenSelect | _Again:
+        made = _TokenSelect(self, host.model, host.counters)
+        return made if self.theta > 1 else _Again(made)
 
 
 class _TokenSelect:
     name = "token_select"
 
-    def __init__(self, knobs: TokenSelect, model: Model) -> None:
+    def __init__(self, knobs: TokenSelect, model: Model, counters: Counters) -> None:
         self.knobs, self.most, self.model = knobs, knobs.first + knobs.k + knobs.local, model
+        self.counters = counters
         self.choice = VectorChoice(
             (self.name, 0), self._candidates, self.most + 1, lambda rows: rows, knobs.dense_layers, scaled=False,
-            make=self._make, turned=Turning(model, knobs.local),
+            make=self._make, turned=Turning(model, knobs.local), told=self._told,
         )  # fmt: skip
 
     def _candidates(self, n: int) -> Candidates:
@@ -87,7 +103,14 @@ class _TokenSelect:
     def looks(self, span: Span) -> bool:
         return self.choice.acts(span)
 
+    def _told(self, layers: int) -> None:
+        """A whole step is over in which a row chose in so many layers."""
+        self.counters.choices += layers
+
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        if reads[0].layer >= self.knobs.dense_layers:
+            for read in {id(read.span): read for read in reads if read.part.size[1] > self.most}.values():
+                read.step.count("choices", read.q.shape[0])
         return elect(reads, self, self.knobs.first, self.knobs.local, self.most, self.knobs.dense_layers)
 
     # ---- how rows are ranked
@@ -104,13 +127,36 @@ class _TokenSelect:
         """The same for rows in slots of their positions."""
         return self.model.rotate(layer, keys, -torch.arange(start, start + keys.shape[1], device=keys.device))
 
+    def turned(self, read: Read) -> Tensor:
+        """Queries as they vote, [R, hq, D]."""
+        return self.model.rotate(read.layer, read.q, (self.knobs.local - read.q_positions)[:, None])
+
     def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
         """Of all heads together, [1, R, N], or by KV head where these do not see the same rows."""
-        turned = self.model.rotate(read.layer, read.q, (self.knobs.local - read.q_positions)[:, None])
-        logits = grouped(turned, len(stands)) @ stands.float().mT[:, None]  # [h, G, R, N]
+        logits = grouped(self.turned(read), len(stands)) @ stands.float().mT[:, None]  # [h, G, R, N]
         if among is not None and len(among) > 1:
             return tally(logits, among)
         return tally(logits.flatten(0, 1)[None], among)
+
+
+class _Again:
+    """The same with lists that are used again. It says nothing as data: who chooses is known only within a layer."""
+
+    def __init__(self, made: _TokenSelect) -> None:
+        knobs = made.knobs
+        self.made, self.looks = made, made.looks
+        rows = knobs.first, knobs.local, made.most
+        self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers)
+        self.stayed = self.reuse.stayed
+
+    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+        """A list, and the query that made it, as well."""
+        keys = self.made.beside(layer, shape, end)
+        query = self.made.model.config.heads * shape.dim * shape.dtype.itemsize
+        return keys and keys + query + self.made.most * shape.heads * 4
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        return self.reuse(reads)
 
 
 class Turning:
