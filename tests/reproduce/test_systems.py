@@ -154,3 +154,29 @@ def test_the_error_bound_of_cachegen_can_fail(lab: Lab, monkeypatch: pytest.Monk
     if not fine:
         monkeypatch.setattr("phasewise.kv.chunked.Chunked._steps", lambda self, level, layer: (1, 1))
     assert cachegen.off(lab).passed is fine
+
+
+@pytest.mark.parametrize("coarser", [True, False])
+def test_the_levels_of_cachegen_must_tell(lab: Lab, monkeypatch: pytest.MonkeyPatch, coarser: bool) -> None:
+    """If every level rounded alike, the attempt would see it."""
+    if not coarser:
+        monkeypatch.setattr("phasewise.kv.chunked.Chunked._steps", lambda self, level, layer: (15, 15))
+    assert cachegen.ladder(lab).passed is coarser
+
+
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [
+        ((0.0, 0.001, 0.002, 0.003, 0.004), True),
+        ((0.0, 0.006, 0.007, 0.008, 0.009), False),  # the finest is not as good as rows as they are
+        ((0.0, 0.0, 0.002, 0.003, 0.004), False),  # the finest does nothing at all
+        ((0.0, 0.001, 0.003, 0.002, 0.004), False),  # a coarser level is better
+        ((0.0, -0.001, -0.002, -0.003, -0.004), False),  # losses fall
+    ],
+)
+def test_what_the_levels_of_cachegen_must_do(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, more: tuple[float, ...], passes: bool
+) -> None:
+    found = [[2.0 + each + 1e-4 * (i % 2) * each for i in range(50)] for each in more]
+    monkeypatch.setattr(cachegen.blocks, "nats", lambda lab, setting, stretches: found.pop(0))
+    assert cachegen.ladder(lab).passed is passes

@@ -10,13 +10,15 @@ and what its passes thought of them adds up to no probability.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
@@ -106,3 +108,11 @@ def forced_loss(engine: Placed, forced: Forced, tokens: Sequence[int]) -> float:
     starts = range(1, len(tokens), STRETCH)
     found = write(engine, forced, [(tokens[: start + STRETCH], start) for start in starts])
     return sum(nats for one in found for nats in one.nats) / (len(tokens) - 1)
+
+
+def reaching(model: Model, positions: int) -> Model:
+    """The same model, told that its context is at least so long, so that an engine lets texts go on to there: what
+    comes of positions that it was not trained on. Nothing else about it changes; the weights are shared."""
+    further = copy.copy(model)
+    further.config = replace(model.config, max_positions=max(positions, model.config.max_positions))
+    return further

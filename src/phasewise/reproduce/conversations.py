@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
 from torch import Tensor
 
+from phasewise.bench.stats import shares
 from phasewise.reproduce.answers import ENDS
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish
-from phasewise.reproduce.system import Setting
+from phasewise.reproduce.system import Setting, Tried
 from phasewise.reproduce.workload import pocket_text
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -20,6 +21,12 @@ from phasewise.train.tasks import turns
 from phasewise.verbs.sample import Context, Dist
 
 TOKENS = 1000  # of the text
+MANY, FEW = 60, 6  # second questions, and those of a quick run
+
+
+def number(lab: Lab) -> int:
+    """How many second questions are asked."""
+    return lab.scale.examples or (FEW if lab.scale.quick else MANY)
 
 
 @dataclass(frozen=True)
@@ -70,3 +77,13 @@ def seconds(lab: Lab, setting: Setting, n: int, evaluation: bool = True) -> list
         stop = next((i for i, token in enumerate(reply) if token in ends), len(reply))
         grades.append(float(text.decode(reply[:stop]).strip() == answer))
     return grades
+
+
+def compared(lab: Lab, method: Setting, losing: Mapping[str, Setting], beside: Mapping[str, Setting]) -> Tried:
+    """Whether `method` answers more second questions than every setting of `losing` does; those `beside` are shown."""
+    n = number(lab)
+    found = {name: seconds(lab, each, n) for name, each in {"method": method, **beside, **losing}.items()}
+    leads = {name: shares(found["method"], found[name]) for name in losing}
+    said = "; ".join(f"less {name} {lead.text(True)}" for name, lead in leads.items())
+    words = ", ".join(f"{name} {sum(grades) / n:.0%}" for name, grades in found.items())
+    return Tried(all(lead.low > 0 for lead in leads.values()), f"{said} ({words}, of {n})")

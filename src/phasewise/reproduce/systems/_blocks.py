@@ -76,12 +76,17 @@ def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: Blocks) -> tuple[float,
     return statistics.fmean(off[0]), statistics.fmean(off[1])
 
 
-def loss(lab: Lab, setting: Setting, stretches: int = 8) -> float:
-    """Nats per token of code that is written after half a context of it."""
+def nats(lab: Lab, setting: Setting, stretches: int = 8) -> list[float]:
+    """Of each token of code that is written after half a context of it."""
     ids, context = code_ids(), lab.model("pocket").config.max_positions // 2
     count = 2 if lab.scale.quick else stretches
     ends = [context + i * (len(ids) - context) // count for i in range(count)]
     texts, forced = [ids[end - context : end] for end in ends], Forced()
     with lab.engine(setting, sample=forced) as engine:
         written = write(engine, forced, [(text, len(text) - 4 * STRETCH) for text in texts])
-    return statistics.fmean(nats for each in written for nats in each.nats)
+    return [one for each in written for one in each.nats]
+
+
+def loss(lab: Lab, setting: Setting, stretches: int = 8) -> float:
+    """Nats per token of code that is written after half a context of it."""
+    return statistics.fmean(nats(lab, setting, stretches))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phasewise.bench.stats import means
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.kv.rounding import LEVELS, Rounded, compress
@@ -17,10 +20,12 @@ from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Tried
+from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
 APART, LEVEL = {"place": "disaggregated"}, 2
+CLOSE, STRETCHES = 0.005, 16  # nats per token, and places of code
 ROUNDING = 2.0**-8  # of a number, where it is kept in bfloat16
 
 
@@ -93,6 +98,23 @@ def bits(counts: np.ndarray) -> float:
     return float(-(there * np.log2(there / there.sum())).sum())
 
 
+def ladder(lab: Lab) -> Tried:
+    """Code behind prompts that came at each level, against prompts that came as they are.
+
+    A token's loss may fall as well as rise, so it is the mean of how far tokens' losses go that tells levels apart;
+    their own mean must not fall by more than chance.
+    """
+    levels = range(len(LEVELS) + 1)
+    sent = [Setting({**APART, "store": f"cachegen:level={level}"}) for level in levels]
+    plain, *found = (blocks.nats(lab, each, STRETCHES) for each in sent)
+    off = [0.0, *(statistics.fmean(abs(x - y) for x, y in zip(each, plain)) for each in found)]
+    more = [statistics.fmean(each) - statistics.fmean(plain) for each in found]
+    further = all(fine < coarse for fine, coarse in pairwise(off))
+    falls = any(means(coarse, fine).high < 0 for fine, coarse in pairwise([plain, *found]))
+    said = ", ".join(f"{far:.4f} (mean {loss:+.4f})" for far, loss in zip(off[1:], more))
+    return Tried(further and not falls and abs(more[0]) <= CLOSE, said)
+
+
 SYSTEM = System(
     title="CacheGen",
     paper=Paper("CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", "2310.07240"),
@@ -118,6 +140,8 @@ SYSTEM = System(
     ),
     savings=(Saving("KV bytes sent", lambda case, run: run.work.kv_bytes_sent, "baseline", 3.5),),
     attempts=(
+        Attempt("claim", f"nats by which a token's loss goes off, levels 1 to {len(LEVELS)}",
+                f"more with each, no mean that falls, and the finest's within {CLOSE}", ladder),
         Attempt("counter", "error of a number", "at most half a step of its row, and bfloat16's rounding", off),
         Attempt("control", "bits per number, tables included",
                 "at least the entropy per layer and channel, and below that of one histogram for all", coded),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from phasewise.reproduce import loads
+from phasewise.reproduce.conversations import TOKENS, compared
+from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.selected import RandomPages
-from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 
 PAGE, BUDGET, DENSE, NEW = 16, 128, 2, 40
 KNOBS = f"page={PAGE},budget={BUDGET},dense_layers={DENSE}"
+TENTH = Setting({"attend": f"quest:page={PAGE},budget={TOKENS // 10},dense_layers={DENSE}"})
+EVERYWHERE = Setting({"attend": f"quest:page={PAGE},budget={TOKENS // 10},dense_layers=0"})
+EVICTED = Setting({"evict": "h2o:heavy=0.05,recent=0.05"})  # a tenth as well
 
 
 def read(case: Case, run: Run) -> int:
@@ -30,6 +35,11 @@ def closed(case: Case) -> int:
     return total
 
 
+def later(lab: Lab) -> Tried:
+    """Second questions about a text: rows that the first one did not need are there, where H2O has given them up."""
+    return compared(lab, TENTH, {"H2O": EVICTED}, {"dense": Setting(), "in all layers": EVERYWHERE})
+
+
 SYSTEM = System(
     title="Quest",
     paper=Paper("Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", "2406.10774"),
@@ -49,6 +59,10 @@ SYSTEM = System(
     ),
     savings=(Saving("KV bytes read while decoding", read, "baseline", 1.5),),
     quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    attempts=(
+        Attempt("claim", f"second question about {TOKENS:,} tokens, a tenth of them read or kept, less H2O",
+                "all of it above 0", later),
+    ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192),),
 )  # fmt: skip

@@ -5,8 +5,12 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from phasewise.bench.forced import STRETCH, Forced, write
+from phasewise.bench.forced import STRETCH, Forced, reaching, write
+from phasewise.bench.stats import means
+from phasewise.builder import Builder
+from phasewise.engine.limits import Limits
 from phasewise.methods.evict._windows import EVERY
+from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, play
@@ -15,6 +19,7 @@ from phasewise.reproduce.workload import Asked, code_ids
 
 SINKS, WINDOW, TIMES = 4, 252, 20
 FLAT = 0.05  # nats per token
+BEYOND = 2  # contexts that dense attention reads
 ON = Setting({"evict": f"streaming:sinks={SINKS},window={WINDOW}"})
 
 
@@ -61,6 +66,24 @@ def flat(lab: Lab) -> Tried:
     return Tried(abs(grown) <= FLAT, said)
 
 
+def dense(lab: Lab) -> Tried:
+    """The same tokens of code after one context of text and after two, all of it read: the engine refuses that, and is
+    told that the model's context is as long."""
+    ids, model, stretches = code_ids(), lab.model("pocket"), 1 if lab.scale.quick else 4
+    context = model.config.max_positions
+    ends = [BEYOND * context + i * (len(ids) - BEYOND * context) // stretches for i in range(stretches)]
+
+    def nats(contexts: int) -> list[float]:
+        texts, forced = [ids[end - contexts * context : end] for end in ends], Forced()
+        far, methods = reaching(model, contexts * context), {**parse({}), "sample": forced}
+        engine = Builder(far, methods, Limits(prefix_cache=False), load=lab.model).build()
+        written = write(engine, forced, [(text, len(text) - STRETCH) for text in texts])
+        return [one for each in written for one in each.nats]
+
+    more = means(nats(BEYOND), nats(1))
+    return Tried(more.low > FLAT, f"{more.text(False)} per token")
+
+
 SYSTEM = System(
     title="StreamingLLM",
     paper=Paper("Efficient Streaming Language Models with Attention Sinks", "2309.17453"),
@@ -84,6 +107,8 @@ SYSTEM = System(
     attempts=(
         Attempt("claim", "a text of twenty times the context", "64 further tokens", stream),
         Attempt("claim", "loss of code after one context of text and after twenty", f"within {FLAT} nats", flat),
+        Attempt("claim", f"loss of code after {BEYOND} contexts, less that after one, where all of them is read",
+                f"all of it above {FLAT} nats", dense),
     ),
     timings=(
         Timing("time per token, against computing the window afresh", 1.0, loads.per_token,
