@@ -49,16 +49,25 @@ def test_ladders_are_settings_and_no_step_comes_twice(verb: str, name: str, meth
 
 def test_a_ladder_may_be_cut_short_and_keeps_what_saves_most() -> None:
     names = [one.name for one in ladder("evict", "snapkv")]
-    assert names == ["evict=snapkv:keep=0.5", "evict=snapkv:keep=0.25", "evict=snapkv:keep=0.125"]
-    assert [one.name for one in ladder("evict", "snapkv", 1)] == names[2:]
-    assert [one.name for one in ladder("evict", "snapkv", 2)] == names[1:]
+    assert [name.removeprefix("evict=snapkv:") for name in names] == [
+        "keep=0.5", "keep=0.25", "keep=0.25,layers=pyramid", "keep=0.25,heads=ada", "keep=0.125",
+    ]  # fmt: skip
+    assert [one.name for one in ladder("evict", "snapkv", 1)] == names[4:]
+    assert [one.name for one in ladder("evict", "snapkv", 2)] == [names[1], names[4]]
     assert [one.name for one in ladder("evict", "snapkv", 9)] == names
 
 
+@pytest.mark.parametrize("method", ["evict=longgen", "attend=power", "attend=zero_tuning", "skip=unified"])
+def test_what_needs_training_is_there_without_it_and_with_it(method: str) -> None:
+    verb, _, name = method.partition("=")
+    control, trained = ladder(verb, name)
+    assert "weights=none" in control.name and trained.name == method == ladder(verb, name, 1)[0].name
+
+
 def test_knobs_and_pairs_are_taken_as_they_are_and_each_once() -> None:
-    found = chosen(["evict=snapkv", "evict=snapkv:keep=0.25", "store=int8 evict=snapkv", "skip=unified"])
+    found = chosen(["evict=snapkv", "evict=snapkv:keep=0.25", "store=int8 evict=snapkv", "schedule=slo"])
     assert [one.name for one in found] == [
-        *(one.name for one in ladder("evict", "snapkv")), "store=int8 evict=snapkv", "skip=unified",
+        *(one.name for one in ladder("evict", "snapkv")), "store=int8 evict=snapkv", "schedule=slo",
     ]  # fmt: skip
     with pytest.raises(UserError, match="snapkv"):
         chosen(["evict=snapkw"])

@@ -57,6 +57,10 @@ def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
     said = cli(*words, "--kv-bytes", "64M", "--model", chat_checkpoint(), "--write", page)
     assert said.code == 0, said.err
     assert "--tasks agreement --prompts asked.jsonl --examples 2" in page.read_text()
+    before = page.read_text()
+    said = cli(*words, "--kv-bytes", "64M", "--model", chat_checkpoint(), "--write", page, "--section", "once more")
+    assert said.code == 0 and page.read_text().startswith(before.rstrip("\n"))
+    assert "<!-- kv once more:begin -->\n### once more\n" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ machine's speed.
 from __future__ import annotations
 
 import copy
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -31,7 +32,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
 
-KEEPING = ("attend", "evict", "store")  # the verbs whose methods keep less of the KV, or read less of it
+KEEPING = ("attend", "evict", "store", "skip")  # the verbs whose methods keep less of the KV, or read less of it
 DENSE = "dense"
 LOOKS = 8  # prompts of a task whose bytes are counted
 SENDS = {"place": "disaggregated"}  # what a store whose rows travel in a form of their own needs to have any effect
@@ -64,9 +65,11 @@ def chosen(texts: Sequence[str], most: int | None = None) -> list[Setting]:
 
 
 def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
-    """A method at each step of the ladder that it declares, or at `most` of them, spread evenly, the last included."""
+    """A method at each step of the ladder that it declares, or at `most` of them, spread evenly, the last included. One
+    that declares none: as it is by default, after what it is without its training, where it needs some."""
     method = catalog.method(verb, name)
-    steps: Sequence[Mapping[str, object]] = getattr(method, "budgets", ()) or (getattr(method, "untrained", {}),)
+    control = [method.untrained] if hasattr(method, "untrained") else []
+    steps: Sequence[Mapping[str, object]] = getattr(method, "budgets", ()) or [*control, {}]
     if most is not None and most < len(steps):
         steps = [steps[round((i + 1) * len(steps) / most) - 1] for i in range(most)]
     beside = SENDS if hasattr(method, "wire") else {}
@@ -154,8 +157,9 @@ class Measuring:
     def about(self, setting: str, task: str) -> Line:
         """What says which examples a line is of: equal in lines that are the same measurement."""
         dtype = str(self.llm.model.dtype).removeprefix("torch.")
-        return {"model": self.model, "dtype": dtype, "setting": setting, "task": task, "examples": self.examples,
-                "seed": self.seed, "base": dict(self.base), "prompts": self.prompts and self.prompts.name}  # fmt: skip
+        python = ".".join(platform.python_version_tuple()[:2])  # whose library many examples are drawn from
+        return {"model": self.model, "dtype": dtype, "python": python, "setting": setting, "task": task,
+                "examples": self.examples, "seed": self.seed, "base": dict(self.base), "prompts": self.prompts and self.prompts.name}  # fmt: skip
 
     def known(self, lines: Sequence[Line]) -> list[Line]:
         """Those of `lines` that are measurements of this run, each once."""

@@ -34,7 +34,7 @@ class Compared:
         typer.Option(
             metavar="A;B;...",
             help="Contenders, each VERB=METHOD[:KNOB=VALUE,...], several verbs separated by spaces; a method without "
-            "knobs stands for its ladder of budgets. Default: every lossy attend, evict and store method.",
+            "knobs stands for its ladder of budgets. Default: every lossy attend, evict, store and skip method.",
         ),
     ] = None
     budgets: Annotated[int | None, typer.Option(min=1, help="Steps of a ladder, at most. Default: all.")] = None
@@ -84,6 +84,11 @@ class Written:
     plot: Annotated[Path | None, typer.Option(help="Draw quality over bytes into this image.")] = None
     write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/kv.md.")] = None
 
+    section: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Its name on that page: runs of other names stay. Default: --model."),
+    ] = None
+
     def check(self, section: str) -> list[Line]:
         """What --out holds. Raises UserError for what can be seen before anything is measured."""
         if self.plot is not None and find_spec("matplotlib") is None:
@@ -127,7 +132,7 @@ def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: Engine
     path = Path(engine.model)
     name = path.name if path.exists() else engine.model  # what is written names no place
     tasks, settings = compared.rows(), compared.contenders()
-    have = written.check(f"kv {name}")
+    have = written.check(f"kv {written.section or name}")
     run = _run(engine, compared, name, settings, tasks)
     from phasewise.bench.report import json_lines
 
@@ -174,8 +179,8 @@ def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | N
         front.draw(written.plot, lines, f"{run.model}, {dtype}{base}")
     if (path := written.write) is not None:
         on = front.machines(lines) or where(run.llm.model.device)  # lines may have come together from several
-        head = f"### {run.model}\n\n{what}.\n`{_command(run, settings)}`, {on}."
-        page = _page(path, f"kv {run.model}", front.section(lines, head))
+        head = f"### {written.section or run.model}\n\n{what}.\n`{_command(run, settings)}`, {on}."
+        page = _page(path, f"kv {written.section or run.model}", front.section(lines, head))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
