@@ -266,6 +266,7 @@ def test_all_are_measured_on_the_same_examples_and_go_on_where_they_were() -> No
     assert again == lines[3:] and Bar.titles[0] == "evict=snapkv:keep=0.25,window=4: code (4 of 6)"
     assert run.known([*lines, *lines]) == lines
     assert measuring("store=int8").known(lines) == lines[:2]
+    assert run.known([line | {"python": "2.7"} for line in lines]) == [], "its library holds other texts"
     assert measuring(seed=1).known(lines) == [] == measuring(base={"store": "int8"}).known(lines)
 
 

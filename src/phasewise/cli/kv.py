@@ -86,7 +86,7 @@ class Written:
 
     section: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its name on that page: runs of other names stay. Default: --model."),
+        typer.Option(metavar="NAME", help="Its name there: runs of other names stay. Default: the model's."),
     ] = None
 
     def check(self, section: str) -> list[Line]:
