@@ -159,7 +159,8 @@ class Measuring:
         dtype = str(self.llm.model.dtype).removeprefix("torch.")
         python = ".".join(platform.python_version_tuple()[:2])  # whose library many examples are drawn from
         return {"model": self.model, "dtype": dtype, "python": python, "setting": setting, "task": task,
-                "examples": self.examples, "seed": self.seed, "base": dict(self.base), "prompts": self.prompts and self.prompts.name}  # fmt: skip
+                "examples": self.examples, "seed": self.seed, "base": dict(self.base),
+                "prompts": self.prompts and self.prompts.name}  # fmt: skip
 
     def known(self, lines: Sequence[Line]) -> list[Line]:
         """Those of `lines` that are measurements of this run, each once."""
