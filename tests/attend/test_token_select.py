@@ -18,6 +18,10 @@ from phasewise.methods.attend._select import tally
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.model.model import Model
 from phasewise.ops import native
+from phasewise.reproduce.lab import Lab, Scale
+from phasewise.reproduce.play import Entry
+from phasewise.reproduce.system import Setting
+from phasewise.reproduce.workload import code_ids
 from phasewise.request.counters import Counters
 from phasewise.verbs.host import Host
 from tests import double, tiny
@@ -186,6 +190,20 @@ def test_bytes_follow_from_the_number_of_choices() -> None:
         assert one.counters.kv_bytes_read - before == key * expected
         made += len(anew)
     assert 20 < made < 60 * (LAYERS - 1), "some are used again, some not"
+
+
+def test_a_trained_model_makes_fewer_lists_at_the_papers_threshold() -> None:
+    """Above 1 one for every decoded row and layer that chooses; the same reuse as `phasewise reproduce` counts."""
+    made = {}
+    with Lab.open(Scale(time=False)) as lab:
+        ids = list(code_ids())
+        entries = [Entry(ids[start : start + 512], 24) for start in (15_831, 47_493)]
+        for theta in (2.0, 0.9, 0.7):
+            setting = Setting({"attend": f"token_select:k=96,first=8,local=24,theta={theta}"})
+            made[theta] = lab.play(setting, entries, "pocket").work.choices
+        layers = lab.model("pocket").config.layers
+    assert made[2.0] == 2 * 23 * (layers - 1)
+    assert made[0.7] < made[0.9] < made[2.0]
 
 
 def test_rejected_rows_leave_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
