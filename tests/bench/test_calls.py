@@ -40,7 +40,7 @@ def subject(say: Say) -> Subject:
     def generate(prompts: list[list[int]], room: int) -> list[list[int]]:
         return [text().encode(say(*asked[number]))[:room] for (number,) in prompts]
 
-    return Subject(generate, lambda tokens, stretches: [], text(), 2048, True, offer)
+    return Subject(generate, lambda tokens, stretches: [], lambda jobs, room: [], text(), 2048, True, offer)
 
 
 def called(name: str, parameter: str, expression: str) -> str:
@@ -134,7 +134,7 @@ def test_other_questions_are_to_be_answered() -> None:
 
 
 def test_a_model_that_is_shown_no_tools_is_not_asked() -> None:
-    bare = Subject(lambda prompts, room: [], lambda tokens, stretches: [], text(), 2048)
+    bare = Subject(lambda prompts, room: [], lambda tokens, stretches: [], lambda jobs, room: [], text(), 2048)
     with pytest.raises(UserError, match="calculator is asked with a tool"):
         measure("calculator", bare, 3, 0)
     assert set(calls.ROWS) <= set(index.EVERY) and not set(calls.ROWS) & set(index.GENERAL)

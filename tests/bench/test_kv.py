@@ -30,11 +30,15 @@ ROW = LAYERS * HEADS * 2 * DIM * 4
 
 
 # ---- who takes part
+CHANGERS = {("decode", "kv_prediction"), ("decode", "c2c"), ("decode", "augment")}  # make a prompt's KV otherwise
+
+
 def test_every_lossy_method_is_there_at_each_step_of_its_ladder() -> None:
-    found = {(verb, text.partition(":")[0]) for one in every() for verb, text in one.verbs.items() if verb in KEEPING}
-    wanted = {(verb, name) for verb, name, method in catalog.every()
-              if verb in KEEPING and name != DEFAULTS[verb] and method.guarantee == "lossy"}  # fmt: skip
-    assert found == wanted and {("evict", "snapkv"), ("attend", "quest"), ("store", "int8")} <= wanted
+    found = {(verb, text.partition(":")[0]) for one in every() for verb, text in one.verbs.items() if verb != "place"}
+    wanted = CHANGERS | {(verb, name) for verb, name, method in catalog.every()
+                         if verb in KEEPING and name != DEFAULTS[verb] and method.guarantee == "lossy"}  # fmt: skip
+    assert found == wanted
+    assert {("evict", "snapkv"), ("attend", "quest"), ("store", "int8"), ("skip", "lazyllm")} <= wanted
     assert len({one.name for one in every()}) == len(every())
     for setting in every():
         parse(setting.verbs)  # every step can be built
@@ -47,27 +51,54 @@ def test_ladders_are_settings_and_no_step_comes_twice(verb: str, name: str, meth
     assert [catalog.build(verb, one.verbs[verb]) for one in ladder(verb, name)] == steps
 
 
+ONE_FORM = {("store", "int8"), *CHANGERS}  # there is one way to have them
+
+
+def test_every_method_has_a_ladder_of_budgets() -> None:
+    for verb, name in {(verb, text.partition(":")[0]) for one in every() for verb, text in one.verbs.items()}:
+        if verb != "place":
+            assert len(catalog.method(verb, name).budgets) >= 2 or (verb, name) in ONE_FORM, name
+
+
+def test_what_is_trained_comes_before_its_control() -> None:
+    for verb, name, method in catalog.every():
+        none = getattr(method, "untrained", {})
+        if none.get("weights") == "none":
+            assert method.budgets == ({}, none) and verb in KEEPING, name
+    assert [one.name for one in ladder("evict", "longgen")] == ["evict=longgen", "evict=longgen:weights=none"]
+
+
+def test_pyramids_and_heads_that_compete_are_there_at_two_budgets_each() -> None:
+    names = [one.name.removeprefix("evict=snapkv:") for one in ladder("evict", "snapkv")]
+    for kind in ("layers=pyramid", "heads=ada"):
+        assert [name for name in names if kind in name] == [f"keep=0.25,{kind}", f"keep=0.125,{kind}"]
+
+
 def test_a_ladder_may_be_cut_short_and_keeps_what_saves_most() -> None:
-    names = [one.name for one in ladder("evict", "snapkv")]
-    assert [name.removeprefix("evict=snapkv:") for name in names] == [
-        "keep=0.5", "keep=0.25", "keep=0.25,layers=pyramid", "keep=0.25,heads=ada", "keep=0.125",
-    ]  # fmt: skip
-    assert [one.name for one in ladder("evict", "snapkv", 1)] == names[4:]
-    assert [one.name for one in ladder("evict", "snapkv", 2)] == [names[1], names[4]]
-    assert [one.name for one in ladder("evict", "snapkv", 9)] == names
+    names = [one.name for one in ladder("attend", "quest")]
+    assert names == ["attend=quest", *(f"attend=quest:budget={n}" for n in (512, 256, 128))]
+    assert [one.name for one in ladder("attend", "quest", 1)] == names[3:]
+    assert [one.name for one in ladder("attend", "quest", 2)] == names[1::2]
+    assert [one.name for one in ladder("attend", "quest", 9)] == names
 
 
-@pytest.mark.parametrize("method", ["evict=longgen", "attend=power", "attend=zero_tuning", "skip=unified"])
-def test_what_needs_training_is_there_without_it_and_with_it(method: str) -> None:
-    verb, _, name = method.partition("=")
-    control, trained = ladder(verb, name)
-    assert "weights=none" in control.name and trained.name == method == ladder(verb, name, 1)[0].name
+def test_kinds_of_a_method_are_cut_each_for_itself() -> None:
+    plain, kinds = ["keep=0.5", "keep=0.25", "keep=0.125"], ("layers=pyramid", "heads=ada")
+    for most in (1, 2, 3):
+        names = [one.name.removeprefix("evict=snapkv:") for one in ladder("evict", "snapkv", most)]
+        others = [f"{keep},{kind}" for kind in kinds for keep in plain[-min(most, 2) :]]
+        assert names == [*plain[-most:], *others]
+    assert len(ladder("attend", "power", 1)) == 2  # trained, and its control
 
 
 def test_knobs_and_pairs_are_taken_as_they_are_and_each_once() -> None:
-    found = chosen(["evict=snapkv", "evict=snapkv:keep=0.25", "store=int8 evict=snapkv", "schedule=slo"])
+    found = chosen(["evict=snapkv", "evict=snapkv:keep=0.25", "store=int8 evict=snapkv", "skip=unified"])
     assert [one.name for one in found] == [
-        *(one.name for one in ladder("evict", "snapkv")), "store=int8 evict=snapkv", "schedule=slo",
+        *(one.name for one in ladder("evict", "snapkv")), "store=int8 evict=snapkv", "skip=unified",
+        "skip=unified:weights=none",
+    ]  # fmt: skip
+    assert [one.name for one in chosen(["decode=c2c", "decode=block_diffusion", "attend=hydragen"])] == [
+        "decode=c2c", "decode=block_diffusion", "attend=hydragen",
     ]  # fmt: skip
     with pytest.raises(UserError, match="snapkv"):
         chosen(["evict=snapkw"])
@@ -205,6 +236,14 @@ def test_settings_stand_beside_dense() -> None:
     assert "-20.0 points" in shown[2] and shown[1].startswith("80.0%")
 
 
+def test_ways_to_share_rows_out_are_systems_of_their_own_and_numbers_are_not() -> None:
+    of = {"evict=snapkv:keep=0.25,layers=pyramid": "evict=snapkv:layers=pyramid", "attend=quest": "attend=quest",
+          "attend=zero_tuning:gamma=2.0,weights=none": "attend=zero_tuning:weights=none",
+          "store=int8 evict=snapkv:keep=0.5": "store=int8 evict=snapkv"}  # fmt: skip
+    some = points([line(DENSE, [1.0], 1, 1), *(line(setting, [1.0], 1, 1) for setting in of)])["t"]
+    assert [point.family for point in some[1:]] == list(of.values())
+
+
 def test_of_nats_less_is_better() -> None:
     lines = [line(DENSE, [2.0, 2.5], 10, 10, unit="nats/token"), line("a=b", [1.5, 2.0], 5, 20, unit="nats/token")]
     dense, other = points(lines)["t"]
@@ -226,6 +265,7 @@ def test_a_page_names_what_was_refused_and_no_place() -> None:
 
 
 # ---- everything
+NEEDING = ("trained", "calibration")
 GHOST = "draft=draft_model:model=nowhere"
 
 
@@ -266,8 +306,38 @@ def test_all_are_measured_on_the_same_examples_and_go_on_where_they_were() -> No
     assert again == lines[3:] and Bar.titles[0] == "evict=snapkv:keep=0.25,window=4: code (4 of 6)"
     assert run.known([*lines, *lines]) == lines
     assert measuring("store=int8").known(lines) == lines[:2]
-    assert run.known([line | {"python": "2.7"} for line in lines]) == [], "its library holds other texts"
     assert measuring(seed=1).known(lines) == [] == measuring(base={"store": "int8"}).known(lines)
+
+
+def test_who_lacks_what_was_trained_is_refused_and_the_others_go_on() -> None:
+    """The tiny model has no artefacts: every contender that needs some says which command trains them."""
+    settings = [one for one in every() if any(catalog.method(verb, text.partition(":")[0]).needs in NEEDING
+                                              for verb, text in one.verbs.items())]  # fmt: skip
+    run = Measuring(llm(), "M", [*settings, Setting.parse("store=int8")], ("copy",), 1)
+    lines = {line["setting"]: line for line in run.run([], Bar.of)}
+    refused = {name for name, line in lines.items() if "refused" in line}
+    assert {"evict=longgen", "attend=power", "attend=zero_tuning", "decode=augment"} <= refused
+    two = {"skip=unified"}  # of two layers, first and last, none is skipped
+    assert refused == {one.name for one in settings if "weights=none" not in one.name} - two
+    for name in refused - {"decode=c2c", "decode=kv_prediction"}:
+        assert "phasewise train artefact" in lines[name]["refused"], name
+    assert all("pocket-draft" in lines[name]["refused"] for name in ("decode=c2c", "decode=kv_prediction"))
+    assert list(lines)[-1] == "store=int8" and "value" in lines["store=int8"]
+    assert all(f"Not run: `{name}`, copy" in section(list(lines.values()), "### M") for name in refused)
+
+
+def test_lines_of_another_text_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the source of another Python's library is: its examples are others, whatever their seed."""
+    run = measuring("store=int8")
+    lines = list(run.run([], Bar.of))
+    assert [line["text"] is None for line in lines] == [True, False] * 2  # copies are made here, code is not
+    old = [{key: value for key, value in line.items() if key != "text"} for line in lines]
+    assert run.known(old) == []
+    monkeypatch.setattr(kv.index, "text", lambda task, prompts: None if task == "copy" else "another")
+    assert run.known(lines) == lines[::2]
+    assert [(line["setting"], line["task"]) for line in run.run(lines, Bar.of)] == [
+        (DENSE, "code"), ("store=int8", "code"),
+    ]  # fmt: skip
 
 
 def test_neutral_knobs_cost_nothing() -> None:

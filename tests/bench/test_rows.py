@@ -19,7 +19,7 @@ from phasewise.bench.drive import Bench
 from phasewise.bench.forced import Forced, write
 from phasewise.bench.judge import Judge, stretch_losses
 from phasewise.bench.quality import ALL, TASKS, Text
-from phasewise.bench.rows import agreement, english, index, longtext
+from phasewise.bench.rows import agreement, english, index, later, longtext
 from phasewise.bench.rows.subject import Subject
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -41,7 +41,7 @@ def subject(chats: bool = True) -> Subject:
     """The pocket model's way with text; it answers nothing and every stretch has the loss 1."""
     return Subject(
         lambda prompts, room: [[] for _ in prompts], lambda tokens, stretches: [1.0] * len(stretches),
-        Text.load(Path(model_path("pocket"))), 2048, chats,
+        lambda jobs, room: [[] for _ in jobs], Text.load(Path(model_path("pocket"))), 2048, chats,
     )  # fmt: skip
 
 
@@ -247,11 +247,29 @@ def test_prompts_beyond_the_context_are_left_out_whole_or_refused(questions: Pat
 # ---- which rows, and what keeps one from being measured
 def test_a_model_gets_the_rows_that_suit_it(questions: Path) -> None:
     pocket = Tokenizer.load(model_path("pocket"))
-    assert index.suited(pocket, 2048, None) == (list(ALL), [])
+    assert index.suited(pocket, 2048, None) == ([*ALL, *later.ROWS], [])
     wanted, long = index.suited(llm().tokenizer, 2048, questions)
     assert wanted == ["code@2k", "docs@2k", "passkey-english@1k", "passkey-english@2k", "agreement"]
     assert long == ["code@8k", "docs@8k", "passkey-english@4k", "passkey-english@7.5k"]
     assert index.suited(llm().tokenizer, 8192, None) == (list(index.GENERAL), [])
+
+
+def test_what_examples_are_taken_from_is_told_from_another_text(
+    questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_library = ("code", "next line", "code@2k", "code@8k", "docs@2k", "docs@8k")
+    found = {name: index.text(name, None) for name in index.EVERY if name != "agreement"}
+    assert {name for name, text in found.items() if text is not None} == set(of_library)
+    assert len({found[name] for name in of_library[:4]}) == 1 and found["docs@2k"] == found["docs@8k"] != found["code"]
+    asked = index.text("agreement", questions)
+    questions.write_text(questions.read_text() + "\n" + json.dumps({"prompt": "one more"}))
+    assert asked is not None and index.text("agreement", questions) != asked
+
+    index._of.cache_clear()
+    monkeypatch.setattr(longtext, "sources", lambda held_out: {"one.py": "of another Python"})
+    assert index.text("code@2k", None) == index.text("code", None) != found["code"]
+    assert index.text("docs@2k", None) == found["docs@2k"]
+    index._of.cache_clear()
 
 
 def test_a_row_beyond_the_context_is_refused_with_what_fits() -> None:

@@ -13,6 +13,7 @@ from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
 SMALL = ("--examples", 2, "--kv-bytes", "64M", "--tasks", "copy,code")
+QUICK = (*SMALL, "--model", "TINY", "--settings", "store=int8")
 GHOST = "draft=draft_model:model=nowhere"
 SETTINGS = f"evict=snapkv;store=int8 evict=snapkv:keep=0.25;{GHOST}"
 
@@ -24,7 +25,10 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     more = ("--csv", out["t.csv"], "--plot", out["t.png"], "--write", out["t.md"])
     said = cli(*words, *more)
     assert said.code == 0, said.err
-    settings = ["dense", "evict=snapkv:keep=0.25", "evict=snapkv:keep=0.125", "store=int8 evict=snapkv:keep=0.25"]
+    kinds = [
+        f"evict=snapkv:keep={keep}{kind}" for kind in ("", ",layers=pyramid", ",heads=ada") for keep in (0.25, 0.125)
+    ]
+    settings = ["dense", *kinds, "store=int8 evict=snapkv:keep=0.25"]
     assert all(said.out.count(f"| `{setting}` |") == 2 for setting in settings)
     assert f"Not run: `{GHOST}`, copy, code: " in said.out
     lines = [json.loads(text) for text in out["t.jsonl"].read_text().splitlines()]
@@ -37,7 +41,10 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     assert out["t.png"].read_bytes().startswith(b"\x89PNG")
     page = out["t.md"].read_text()
     assert page.startswith("# KV methods") and page.count("| `dense` |") == 2 and str(tmp_path) not in page
-    assert f"phasewise bench kv --model {name} --tasks copy,code --examples 2" in page and str(model) not in page
+    assert (
+        f"phasewise bench kv --model {name} --tasks copy,code --examples 2 --settings " in page
+        and str(model) not in page
+    )
 
     refused = cli(*words)
     assert refused.code == 2 and "add --resume" in refused.err
@@ -50,6 +57,39 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     assert out["t.md"].read_text() == page
 
 
+def test_runs_of_one_model_stand_side_by_side_on_a_page(cli: Cli, tmp_path: Path) -> None:
+    model, page = chat_checkpoint(), tmp_path / "page.md"
+    short = ("--kv-bytes", "64M", "--model", model, "--examples", 1, "--settings", "store=int8", "--write", page)
+    for tasks, more in (
+        ("copy", ()),
+        ("sort", ("--section", "tiny lists")),
+        ("later@256", ("--section", "tiny later")),
+    ):
+        said = cli("bench", "kv", *short, "--tasks", tasks, *more)
+        assert said.code == 0, said.err
+    text = page.read_text()
+    assert [line for line in text.splitlines() if line.startswith("### ")] == [
+        f"### {model.name}", "### tiny lists", "### tiny later",
+    ]  # fmt: skip
+    heads = [line.partition(":")[0] for line in text.splitlines() if "right answers" in line]
+    assert heads == ["copy", "sort", "later@256"]
+    assert text.count("<!-- kv tiny lists:begin -->") == text.count("<!-- kv tiny lists:end -->") == 1
+
+    again = cli("bench", "kv", *short, "--tasks", "reverse", "--section", "tiny lists")
+    assert again.code == 0, again.err
+    changed = page.read_text()
+    assert "sort: right answers" not in changed and changed.count("reverse: right answers") == 1
+    assert changed.partition("<!-- kv tiny lists")[0] == text.partition("<!-- kv tiny lists")[0]
+    assert changed.partition("<!-- kv tiny later")[2] == text.partition("<!-- kv tiny later")[2]
+
+
+def test_eval_has_the_second_question(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    said = cli("eval", "later@256", "--examples", 2, "--model", chat_checkpoint(), "--kv-bytes", "64M", "--out", out)
+    assert said.code == 0, said.err
+    assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["later@256"]
+
+
 def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
     asked, page = tmp_path / "asked.jsonl", tmp_path / "page.md"
     asked.write_text("".join(json.dumps({"prompt": f"copy {word}"}) + "\n" for word in ("a", "b", "c")))
@@ -57,10 +97,6 @@ def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
     said = cli(*words, "--kv-bytes", "64M", "--model", chat_checkpoint(), "--write", page)
     assert said.code == 0, said.err
     assert "--tasks agreement --prompts asked.jsonl --examples 2" in page.read_text()
-    before = page.read_text()
-    said = cli(*words, "--kv-bytes", "64M", "--model", chat_checkpoint(), "--write", page, "--section", "once more")
-    assert said.code == 0 and page.read_text().startswith(before.rstrip("\n"))
-    assert "<!-- kv once more:begin -->\n### once more\n" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -77,13 +113,19 @@ def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
         (("--budgets", "0"), "budgets"),
         (("--examples", "0"), "examples"),
         (("--resume",), "--out"),
+        ((*QUICK, "--section", "pocket 8k"), "--write"),
+        ((*QUICK, "--section", "a-->b", "--write", "PAGE"), "section="),
+        ((*QUICK, "--section", "two  spaces", "--write", "PAGE"), "section="),
+        ((*QUICK, "--section", "", "--write", "PAGE"), "section="),
         (("--model", "pokcet"), "pocket"),
         (("--evict", "snapkw"), "snapkv"),
     ],
     ids=str,
 )
-def test_mistakes_are_named(cli: Cli, words: tuple[Any, ...], says: str) -> None:
-    said = cli("bench", "kv", *(chat_checkpoint() if word == "TINY" else word for word in words))
+def test_mistakes_are_named(cli: Cli, tmp_path: Path, words: tuple[Any, ...], says: str) -> None:
+    stands = {"TINY": chat_checkpoint(), "PAGE": tmp_path / "page.md"}
+    said = cli("bench", "kv", *(stands.get(word, word) for word in words))
+    assert not stands["PAGE"].exists()
     assert said.code == 2 and says in said.err
 
 

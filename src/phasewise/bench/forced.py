@@ -3,6 +3,9 @@
 The text is scored in stretches: what comes before a stretch is a prompt, the stretch is decoded, so that methods of
 both phases count. Speculation works as usual; a token's score is that of the pass that decided it.
 
+What is written may also be gone on with (`follow`): a conversation whose later turns meet the KV that the first ones
+left, as its method left it.
+
 A text has a loss only where each token is decided with all before it known. A decode method that finishes tokens in
 another order, or several of them blindly at once, is refused: which of them come first then hangs on the text itself,
 and what its passes thought of them adds up to no probability.
@@ -11,10 +14,12 @@ and what its passes thought of them adds up to no probability.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
@@ -35,7 +40,8 @@ OUT_OF_ORDER = (
 class Forced:
     """A `sample` that follows each request's script, and keeps what the model thought of it: `nats[id][position]`.
 
-    `choices` are the tokens it would have taken, greedily, in the place of the script's.
+    `choices` are the tokens it would have taken, greedily, in the place of the script's. Behind the script it takes
+    them.
     """
 
     scripts: dict[str, list[int]] = field(default_factory=dict)
@@ -51,7 +57,7 @@ class Forced:
         top = []
         for row, choice, context in zip(scores, best, contexts):
             script, position = self.scripts[context.request.id], context.position
-            token = script[position] if position < len(script) else 0
+            token = script[position] if position < len(script) else choice
             if position < len(script) and list(context.path) == script[context.request.known : position]:
                 # a drafter may have asked before the target did: the last answer is the one that counts
                 self.nats[context.request.id][position] = float(row[token])
@@ -73,15 +79,40 @@ def write(engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], in
 
     Raises UserError where a request fails, and where tokens are not decided from left to right.
     """
+    with _made(engine, forced, jobs) as requests:
+        return [_written(forced, request) for request in requests]
+
+
+@torch.inference_mode()  # once, instead of in every step
+def follow(
+    engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], int]], room: int, ends: Collection[int],
+    tell: Callable[[int], object] = lambda done: None,
+) -> list[list[int]]:  # fmt: skip
+    """Have each text written as `write` does, and gone on with by the same request: at most `room` greedy tokens, up to
+    the first of `ends`, which is left out. Raises UserError where a request fails."""
+    with _made(engine, forced, jobs, room, tell) as requests:
+        said = [request.tokens[len(text) :] for request, (text, _) in zip(requests, jobs, strict=True)]
+    return [reply[: next((i for i, token in enumerate(reply) if token in ends), None)] for reply in said]
+
+
+@contextmanager
+def _made(
+    engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], int]], more: int = 0,
+    tell: Callable[[int], object] = lambda done: None,
+) -> Iterator[list[Request]]:  # fmt: skip
+    """Requests that have written their texts, and `more` tokens each; forgotten in the end."""
     requests: list[Request] = []
     try:
         for text, start in jobs:
-            requests.append(Request(text[:start], Params(max_tokens=len(text) - start, ignore_eos=True)))
+            requests.append(Request(text[:start], Params(max_tokens=len(text) - start + more, ignore_eos=True)))
             forced.scripts[requests[-1].id], forced.nats[requests[-1].id] = list(text), {}
             engine.add(requests[-1])
         while any(request.left is None for request in requests):
             engine.step()
-        return [_written(forced, request) for request in requests]
+            tell(sum(request.left is not None for request in requests))
+        for request in requests:
+            _finished(request, len(forced.scripts[request.id]))
+        yield requests
     finally:
         for request in requests:
             engine.cancel(request)
@@ -89,14 +120,15 @@ def write(engine: Placed, forced: Forced, jobs: Sequence[tuple[Sequence[int], in
                 kept.pop(request.id, None)  # type: ignore[attr-defined]
 
 
-def _written(forced: Forced, request: Request) -> Written:
+def _finished(request: Request, tokens: int) -> None:
+    """Raise UserError unless it has come to its end, behind so many tokens."""
     if request.left is None or request.left.how != "finished":
-        raise UserError(f"the loss could not be measured: {request.left and request.left.reason}")
-    if request.known < len(forced.scripts[request.id]):
-        raise UserError(
-            f"a text of {len(forced.scripts[request.id])} tokens does not fit the model's context: it ends after "
-            f"{request.known}"
-        )
+        raise UserError(f"a text could not be written: {request.left and request.left.reason}")
+    if request.known < tokens:
+        raise UserError(f"a text of {tokens} tokens does not fit the model's context: it ends after {request.known}")
+
+
+def _written(forced: Forced, request: Request) -> Written:
     nats, wanted = forced.nats[request.id], range(request.prompt_len, request.known)
     if not all(position in nats for position in wanted):
         raise UserError(OUT_OF_ORDER)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phasewise.bench import report, stats
-from phasewise.bench.kv import DENSE
+from phasewise.bench.kv import DENSE, number
 from phasewise.bench.quality import PERCENT
 
 HEADER = ["system", "quality", "less dense", "live KV", "of dense", "read/token", "of dense", "front"]
@@ -31,8 +31,8 @@ class Point:
 
     @property
     def family(self) -> str:
-        """The methods without their knobs."""
-        return " ".join(word.partition(":")[0] for word in self.setting.split())
+        """The methods without those of their knobs that are numbers."""
+        return " ".join(map(_family, self.setting.split()))
 
     @property
     def percent(self) -> bool:
@@ -55,6 +55,12 @@ class Point:
         """Of dense's bytes."""
         own, base = self.line[cost], self.dense[cost]
         return own / base if own is not None and base else None
+
+
+def _family(word: str) -> str:
+    method, _, knobs = word.partition(":")
+    rest = [knob for knob in knobs.split(",") if knob and not number(knob.rpartition("=")[2])]
+    return ":".join([method, *([",".join(rest)] if rest else [])])
 
 
 def points(lines: Sequence[Line]) -> dict[str, list[Point]]:

@@ -12,9 +12,9 @@ import torch
 
 from phasewise.bench import quality
 from phasewise.bench.drive import Bench
-from phasewise.bench.forced import STRETCH, Forced, forced_loss, write
+from phasewise.bench.forced import STRETCH, Forced, follow, forced_loss, write
 from phasewise.bench.quality import Measured, Row
-from phasewise.bench.rows import agreement, calls, index
+from phasewise.bench.rows import agreement, calls, index, later
 from phasewise.bench.rows.agreement import AGREEMENT, NEW, Free
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError
@@ -61,6 +61,8 @@ class Judge:
             self.found[task] = self._agreement(agreement.prompts(subject, prompts, Random(seed), examples), tell)
         elif task in calls.ROWS:
             self.found[task] = [calls.measure(task, subject, examples, seed)]
+        elif task in later.ROWS:
+            self.found[task] = [later.measure(task, subject, examples, seed)]
         elif task in index.GENERAL:
             self.found[task] = index.general(task, subject, examples, seed)
         else:
@@ -88,6 +90,11 @@ class Judge:
             tell(done)
             return found
 
+        def going_on(jobs: Sequence[tuple[list[int], int]], room: int) -> list[list[int]]:
+            self.asked[task] += [(text[:start], len(text) - start + room) for text, start in jobs]
+            self.answers[task] = follow(self.writer, self.forced, jobs, room, llm.model.config.eos, tell)
+            return self.answers[task]
+
         def encode(text: str) -> list[int]:
             return llm.tokenizer.encode(text, add_special=False)
 
@@ -98,7 +105,7 @@ class Judge:
             return llm.encode_chat(messages, {"tools": list(tools)})
 
         offers, chats = offer if llm.template.takes_tools else None, bool(llm.template.names)
-        return Subject(generate, losses, text, llm.model.config.max_positions, chats, offers)
+        return Subject(generate, losses, going_on, text, llm.model.config.max_positions, chats, offers)
 
     def _generated(self, task: str, subject: Subject, examples: int, seed: int, tell: Tell) -> list[Measured]:
         done = 0

@@ -8,7 +8,6 @@ machine's speed.
 from __future__ import annotations
 
 import copy
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,9 +20,10 @@ from typing import Any
 import torch
 
 from phasewise import catalog
-from phasewise.bench import machine
+from phasewise.bench import machine, report
 from phasewise.bench.drive import Held, note
 from phasewise.bench.judge import Judge
+from phasewise.bench.rows import index
 from phasewise.bench.settings import Setting
 from phasewise.errors import UserError
 from phasewise.llm import LLM
@@ -32,7 +32,8 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
 
-KEEPING = ("attend", "evict", "store", "skip")  # the verbs whose methods keep less of the KV, or read less of it
+KEEPING = ("attend", "evict", "store", "skip")  # verbs whose methods keep less of the KV, or read less of it
+CHANGING = "decode"  # a method of this one that declares a ladder makes a prompt's KV otherwise than by computing it
 DENSE = "dense"
 LOOKS = 8  # prompts of a task whose bytes are counted
 SENDS = {"place": "disaggregated"}  # what a store whose rows travel in a form of their own needs to have any effect
@@ -43,13 +44,20 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 # ---- who takes part
 def every(most: int | None = None) -> list[Setting]:
-    """Every lossy method of these verbs, at each step of its ladder, or at `most` of them."""
+    """Every lossy method that concerns the KV, at each step of its ladder, or at `most` of them."""
     found = []
-    for verb in KEEPING:
+    for verb in (*KEEPING, CHANGING):
         for name in catalog.names(verb):
-            if name != DEFAULTS[verb] and catalog.method(verb, name).guarantee == "lossy":
+            if _concerns(verb, name) and catalog.method(verb, name).guarantee == "lossy":
                 found += ladder(verb, name, most)
     return found
+
+
+def _concerns(verb: str, name: str) -> bool:
+    """Whether a method makes anything of the KV."""
+    if verb == CHANGING:
+        return hasattr(catalog.method(verb, name), "budgets")
+    return verb in KEEPING and name != DEFAULTS[verb]
 
 
 def chosen(texts: Sequence[str], most: int | None = None) -> list[Setting]:
@@ -58,26 +66,45 @@ def chosen(texts: Sequence[str], most: int | None = None) -> list[Setting]:
     for text in texts:
         setting = Setting.parse(text)
         [(verb, method), *others] = setting.verbs.items()
-        alone = not others and ":" not in method and verb in KEEPING
+        alone = not others and ":" not in method and _concerns(verb, method)
         for one in ladder(verb, method, most) if alone else [setting]:
             found.setdefault(one.name, one)
     return list(found.values())
 
 
 def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
-    """A method at each step of the ladder that it declares, or at `most` of them, spread evenly, the last included. One
-    that declares none: as it is by default, after what it is without its training, where it needs some."""
+    """A method at each step of the ladder that it declares, or at `most` of them, spread evenly, the last included.
+    Steps that differ in more than numbers (who shares rows out, weights or none) are ladders of their own."""
     method = catalog.method(verb, name)
-    control = [method.untrained] if hasattr(method, "untrained") else []
-    steps: Sequence[Mapping[str, object]] = getattr(method, "budgets", ()) or [*control, {}]
-    if most is not None and most < len(steps):
-        steps = [steps[round((i + 1) * len(steps) / most) - 1] for i in range(most)]
+    steps: Sequence[Mapping[str, object]] = getattr(method, "budgets", ({},))
+    if most is not None:
+        kinds = [named(step) for step in steps]
+        own = [[step for step, its in zip(steps, kinds, strict=True) if its == kind] for kind in report.unique(kinds)]
+        kept = [step for some in own for step in _spread(some, min(most, len(some)))]
+        steps = [step for step in steps if step in kept]
     beside = SENDS if hasattr(method, "wire") else {}
     found = []
     for knobs in steps:
         text = name + (":" + ",".join(f"{knob}={value}" for knob, value in knobs.items()) if knobs else "")
         found.append(Setting(" ".join([f"{verb}={text}", *map("=".join, beside.items())]), {verb: text, **beside}))
     return found
+
+
+def named(knobs: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """Those of these knobs that are no numbers: they make another system of a method."""
+    return tuple((knob, value) for knob, value in knobs.items() if not number(str(value)))
+
+
+def number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _spread(some: Sequence[Mapping[str, object]], count: int) -> list[Mapping[str, object]]:
+    return [some[round((i + 1) * len(some) / count) - 1] for i in range(count)]
 
 
 # ---- bytes
@@ -155,12 +182,12 @@ class Measuring:
     prompts: Path | None = None
 
     def about(self, setting: str, task: str) -> Line:
-        """What says which examples a line is of: equal in lines that are the same measurement."""
+        """What says which examples a line is of: equal in lines that are the same measurement. `text` is what the
+        examples are taken from, which another Python, or another file of the same name, has otherwise."""
         dtype = str(self.llm.model.dtype).removeprefix("torch.")
-        python = ".".join(platform.python_version_tuple()[:2])  # whose library many examples are drawn from
-        return {"model": self.model, "dtype": dtype, "python": python, "setting": setting, "task": task,
-                "examples": self.examples, "seed": self.seed, "base": dict(self.base),
-                "prompts": self.prompts and self.prompts.name}  # fmt: skip
+        return {"model": self.model, "dtype": dtype, "setting": setting, "task": task, "examples": self.examples,
+                "seed": self.seed, "base": dict(self.base), "prompts": self.prompts and self.prompts.name,
+                "text": index.text(task, self.prompts)}  # fmt: skip
 
     def known(self, lines: Sequence[Line]) -> list[Line]:
         """Those of `lines` that are measurements of this run, each once."""

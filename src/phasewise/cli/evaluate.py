@@ -41,6 +41,7 @@ def evaluate(
     [bold]Rows for models trained on generated tasks, as pocket is[/]
 
       copy reverse sort arithmetic json edit list second; recall and passkey @256 @1k @2k; "next line", code
+      later@256 @1k @2k: the second question about a text, over the KV that the first one left
 
     [bold]Rows for models that were taught to call a calculator, as pocket-tools is[/]
 

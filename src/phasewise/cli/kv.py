@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from phasewise.bench.kv import Line, Measuring
     from phasewise.bench.settings import Setting
 
-GENERATED = "recall@1k,passkey@1k,code"  # for models that learned these tasks
+GENERATED = "recall@1k,passkey@1k,passkey@2k,code,later@1k"  # for models that learned these tasks
+SECTION = re.compile(r"[\w.@+-]+( [\w.@+-]+)*")
 ANY = "code@2k,docs@2k,passkey-english@2k"
 
 
@@ -34,10 +36,13 @@ class Compared:
         typer.Option(
             metavar="A;B;...",
             help="Contenders, each VERB=METHOD[:KNOB=VALUE,...], several verbs separated by spaces; a method without "
-            "knobs stands for its ladder of budgets. Default: every lossy attend, evict, store and skip method.",
+            "knobs stands for its ladder of budgets. Default: every lossy method that concerns the KV.",
         ),
     ] = None
-    budgets: Annotated[int | None, typer.Option(min=1, help="Steps of a ladder, at most. Default: all.")] = None
+    budgets: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of a ladder, at most, of each kind (pyramids, untrained ...). Default: all."),
+    ] = None
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -83,18 +88,27 @@ class Written:
     csv: Annotated[Path | None, typer.Option(help="Write a line per measurement into this file.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw quality over bytes into this image.")] = None
     write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/kv.md.")] = None
-
     section: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its name there: runs of other names stay. Default: the model's."),
+        typer.Option(metavar="NAME", help="Of the page: the part that these tables take. Default: the model's name."),
     ] = None
 
-    def check(self, section: str) -> list[Line]:
+    def part(self, model: str) -> str:
+        """The name of the page's part."""
+        return self.section or model
+
+    def check(self, model: str) -> list[Line]:
         """What --out holds. Raises UserError for what can be seen before anything is measured."""
+        if self.section is not None and self.write is None:
+            raise UserError("--section names a part of a page: add --write FILE")
+        if self.section is not None and not SECTION.fullmatch(self.section):
+            raise UserError(
+                f"section={self.section!r}: write words of letters, digits and . _ @ + -, one space between"
+            )
         if self.plot is not None and find_spec("matplotlib") is None:
             raise UserError("plots are drawn by matplotlib, which is not installed: pip install 'phasewise[bench]'")
         if self.write is not None:
-            _page(self.write, section, "")
+            _page(self.write, self.part(model), "")
         if self.resume and self.out is None:
             raise UserError("--resume goes on with a file: add --out FILE")
         if self.out is None or not self.out.exists():
@@ -127,12 +141,13 @@ def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: Engine
       phasewise bench kv --out kv.jsonl --resume --write docs/kv.md
       phasewise bench kv --settings "evict=snapkv;store=int8 evict=snapkv:keep=0.25" --tasks passkey@1k
       phasewise bench kv --model smollm2 --tasks code@2k,passkey-english@4k --budgets 1
+      phasewise bench kv --model smollm2 --tasks code@8k --write docs/kv.md --section "smollm2 8k"
     """
     engine.check()
     path = Path(engine.model)
     name = path.name if path.exists() else engine.model  # what is written names no place
     tasks, settings = compared.rows(), compared.contenders()
-    have = written.check(f"kv {written.section or name}")
+    have = written.check(name)
     run = _run(engine, compared, name, settings, tasks)
     from phasewise.bench.report import json_lines
 
@@ -140,7 +155,7 @@ def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: Engine
     for line in run.run(lines, counting):
         json_lines([line], written.out)
         lines.append(line)
-    _tell(run, run.known(lines), written, compared.settings)
+    _tell(run, run.known(lines), written, compared)
 
 
 def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Setting], tasks: list[str]) -> Measuring:
@@ -159,7 +174,7 @@ def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Se
     return Measuring(llm, name, settings, tasks, compared.examples, compared.seed, engine.verbs, compared.prompts)
 
 
-def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | None) -> None:
+def _tell(run: Measuring, lines: list[Line], written: Written, compared: Compared) -> None:
     from phasewise.bench import front
     from phasewise.bench.machine import where
 
@@ -179,22 +194,24 @@ def _tell(run: Measuring, lines: list[Line], written: Written, settings: str | N
         front.draw(written.plot, lines, f"{run.model}, {dtype}{base}")
     if (path := written.write) is not None:
         on = front.machines(lines) or where(run.llm.model.device)  # lines may have come together from several
-        head = f"### {written.section or run.model}\n\n{what}.\n`{_command(run, settings)}`, {on}."
-        page = _page(path, f"kv {written.section or run.model}", front.section(lines, head))
+        part = written.part(run.model)
+        head = f"### {part}\n\n{what}.\n`{_command(run, compared)}`, {on}."
+        page = _page(path, part, front.section(lines, head))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
 
-def _command(run: Measuring, settings: str | None) -> str:
+def _command(run: Measuring, compared: Compared) -> str:
     """What measures the same again, wherever things lie."""
     words = ["phasewise", "bench", "kv", "--model", run.model, "--tasks", ",".join(run.tasks)]
     words += [] if run.prompts is None else ["--prompts", run.prompts.name]
     words += ["--examples", str(run.examples), *(["--seed", str(run.seed)] if run.seed else [])]
-    words += [] if settings is None else ["--settings", settings]
+    words += [] if compared.settings is None else ["--settings", compared.settings]
+    words += [] if compared.budgets is None else ["--budgets", str(compared.budgets)]
     return shlex.join([*words, *(word for verb, text in run.base.items() for word in (f"--{verb}", text))])
 
 
-def _page(path: Path, name: str, section: str) -> str:
+def _page(path: Path, part: str, text: str) -> str:
     from phasewise.bench.front import INTRO
 
-    return show.page(path, name, section, INTRO)
+    return show.page(path, f"kv {part}", text, INTRO)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -10,14 +13,16 @@ from phasewise.bench.quality import Measured
 from phasewise.bench.rows.agreement import AGREEMENT
 from phasewise.bench.rows.calls import ROWS as CALLS
 from phasewise.bench.rows.english import LENGTHS, ROOM, passkey
-from phasewise.bench.rows.longtext import WINDOWS, long_loss
+from phasewise.bench.rows.later import ROWS as LATER
+from phasewise.bench.rows.longtext import WINDOWS, library, long_loss
 from phasewise.bench.rows.subject import Subject
 from phasewise.errors import UserError, near
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.train.tokenizer import BEGIN, SPECIAL
 
 GENERAL = (*WINDOWS, *LENGTHS)
-EVERY = (*quality.ALL, *CALLS, *GENERAL, AGREEMENT)
+EVERY = (*quality.ALL, *LATER, *CALLS, *GENERAL, AGREEMENT)
+LIBRARY = (quality.CODE_LOSS, quality.NEXT_LINE)  # rows of its source, as some of WINDOWS are
 
 
 def known(names: list[str], prompts: Path | None) -> None:
@@ -36,6 +41,25 @@ def tokens(name: str) -> int:
     return LENGTHS[name] + ROOM if name in LENGTHS else 0
 
 
+def text(name: str, prompts: Path | None) -> str | None:
+    """What tells the text that a row's examples are taken from: a digest of the library of the Python that runs, or of
+    the file of prompts. None where they are made here, of the seed alone."""
+    if name == AGREEMENT and prompts is not None:
+        return _digest(prompts.expanduser().read_bytes())
+    if name in LIBRARY:
+        return _of(library)
+    return _of(WINDOWS[name].source) if name in WINDOWS else None
+
+
+@cache
+def _of(source: Callable[[], str]) -> str:
+    return _digest(source().encode())
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
 def trained_for_tasks(tokenizer: Tokenizer) -> bool:
     """Whether it is the tokenizer of a model that learned the generated tasks, as the pocket model has."""
     return all(tokenizer.id(token) == i for i, token in enumerate(SPECIAL) if token != BEGIN)
@@ -43,7 +67,7 @@ def trained_for_tasks(tokenizer: Tokenizer) -> bool:
 
 def suited(tokenizer: Tokenizer, context: int, prompts: Path | None) -> tuple[list[str], list[str]]:
     """The rows that tell something about a model, and those that would but for the length of its context."""
-    wanted = list(quality.ALL if trained_for_tasks(tokenizer) else GENERAL)
+    wanted = [*quality.ALL, *LATER] if trained_for_tasks(tokenizer) else list(GENERAL)
     if prompts is not None:
         wanted.append(AGREEMENT)
     return [name for name in wanted if tokens(name) <= context], [name for name in wanted if tokens(name) > context]

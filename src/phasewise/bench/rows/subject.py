@@ -12,6 +12,9 @@ Offer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], lis
 """The prompt for a conversation (messages) with tools."""
 Losses = Callable[[list[int], Sequence[range]], list[float]]
 """Mean cross-entropy in nats of each stretch of a text (token ids), each token given all those before it."""
+Follow = Callable[[Sequence[tuple[list[int], int]], int], list[list[int]]]
+"""Texts (token ids), each written from a position on by a request whose prompt is what comes before, and then gone on
+with by that request: greedy replies of at most so many tokens, without the end token."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Subject:
 
     generate: Generate
     losses: Losses
+    follow: Follow
     text: Text
     context: int  # tokens
     chats: bool = True  # whether it has a chat template; if not, `text.chat` raises

@@ -52,6 +52,7 @@ class Power:
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"window": 1 << 30}
     untrained: ClassVar[dict[str, object]] = {"weights": "none"}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"weights": "none"})
     tight: ClassVar[dict[str, object]] = {"block": 2, "window": 1, "sinks": 1}
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 

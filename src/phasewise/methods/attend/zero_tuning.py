@@ -53,6 +53,7 @@ class ZeroTuning:
     needs: ClassVar[str] = "calibration"
     neutral: ClassVar[dict[str, object]] = {"gamma": 1.0}
     untrained: ClassVar[dict[str, object]] = {"gamma": 2.0, "weights": "none"}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"gamma": 2.0, "weights": "none"})
     tight: ClassVar[dict[str, object]] = {"gamma": 20.0}
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 

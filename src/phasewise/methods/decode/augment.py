@@ -52,6 +52,7 @@ class Augment:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"latents": 0}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
     tight: ClassVar[dict[str, object]] = {"latents": 5}
     plain_prompts: ClassVar[bool] = True
 

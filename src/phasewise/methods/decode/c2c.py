@@ -55,6 +55,7 @@ class C2C:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"gates": "closed"}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
     tight: ClassVar[dict[str, object]] = {"piece": 16}
     plain_prompts: ClassVar[bool] = True
 

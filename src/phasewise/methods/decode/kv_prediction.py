@@ -58,6 +58,7 @@ class KVPrediction:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"least": ENDLESS}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
     tight: ClassVar[dict[str, object]] = {"least": 2, "piece": 16}
     shares_prefix: ClassVar[bool] = False
 

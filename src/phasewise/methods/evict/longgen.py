@@ -52,6 +52,7 @@ class LongGen:
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"window": 1 << 30}
     untrained: ClassVar[dict[str, object]] = {"weights": "none"}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"weights": "none"})
     tight: ClassVar[dict[str, object]] = {"sinks": 2, "window": 10}
 
     def __post_init__(self) -> None:

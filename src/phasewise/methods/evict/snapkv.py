@@ -49,8 +49,9 @@ class SnapKV:
     neutral: ClassVar[dict[str, object]] = {"keep": 1.0}
     tight: ClassVar[dict[str, object]] = {"keep": 6.0, "window": 4}
     budgets: ClassVar[tuple[dict[str, object], ...]] = (
-        {"keep": 0.5}, {"keep": 0.25}, {"keep": 0.25, "layers": "pyramid"}, {"keep": 0.25, "heads": "ada"},
-        {"keep": 0.125},
+        {"keep": 0.5}, {"keep": 0.25}, {"keep": 0.125},
+        {"keep": 0.25, "layers": "pyramid"}, {"keep": 0.125, "layers": "pyramid"},
+        {"keep": 0.25, "heads": "ada"}, {"keep": 0.125, "heads": "ada"},
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ class Unified:
     needs: ClassVar[str] = "trained"
     neutral: ClassVar[dict[str, object]] = {"speedup": 1.0}
     untrained: ClassVar[dict[str, object]] = {"weights": "none"}
+    budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"weights": "none"})
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
