@@ -16,7 +16,7 @@ from phasewise.reproduce import index
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Setting, System
-from phasewise.reproduce.systems import cachegen
+from phasewise.reproduce.systems import cachegen, hydragen, kivi
 
 NAMES = index.names()
 WANTED = {
@@ -180,3 +180,14 @@ def test_what_the_levels_of_cachegen_must_do(
     found = [[2.0 + each + 1e-4 * (i % 2) * each for i in range(50)] for each in more]
     monkeypatch.setattr(cachegen.blocks, "nats", lambda lab, setting, stretches: found.pop(0))
     assert cachegen.ladder(lab).passed is passes
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_hydragens_bytes_are_those_of_tensors(lab: Lab, shared: bool) -> None:
+    """Without a prefix cache one copy less lies about, and the attempt sees it."""
+    assert hydragen.held(lab, replace(hydragen.ON, prefix_cache=shared)).passed is shared
+
+
+@pytest.mark.parametrize(("bits", "alike"), [(8, True), (2, False)])
+def test_kivis_greedy_choices_are_dense_ones_in_eight_bits_and_not_in_two(lab: Lab, bits: int, alike: bool) -> None:
+    assert kivi.choices(lab, bits).passed is alike

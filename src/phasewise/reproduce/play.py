@@ -91,7 +91,7 @@ class Run:
 
 def play(engine: Placed, entries: Sequence[Entry], watch: bool = True, most: int = 200_000) -> Run:
     """Run all of them to their end. Raises UserError if one of them fails."""
-    _ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
+    ask(engine, {tuple(entry.prompt[: entry.shared]) for entry in entries if entry.shared})
     requests: list[Request] = []
     for seed, entry in enumerate(entries):
         params = Params(entry.new, entry.temperature, seed=seed, ignore_eos=True)
@@ -155,7 +155,8 @@ def settle(engine: Placed) -> None:
             raise UserError("workers do not come to rest")
 
 
-def _ask(engine: Placed, beginnings: set[tuple[int, ...]]) -> None:
+def ask(engine: Placed, beginnings: set[tuple[int, ...]]) -> None:
+    """Beginnings that somebody has asked for before."""
     asked = [Request(beginning, Params(max_tokens=1, ignore_eos=True)) for beginning in sorted(beginnings)]
     for request in asked:
         engine.add(request)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phasewise.bench.forced import STRETCH, Forced, write
+from phasewise.bench.forced import STRETCH, Forced, Written, write
 from phasewise.kv.blocks import SIDES, BlockCut, Blocks
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
@@ -76,17 +76,29 @@ def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: Blocks) -> tuple[float,
     return statistics.fmean(off[0]), statistics.fmean(off[1])
 
 
-def nats(lab: Lab, setting: Setting, stretches: int = 8) -> list[float]:
-    """Of each token of code that is written after half a context of it."""
+def written(lab: Lab, setting: Setting, stretches: int, dtype: str | None = None) -> list[Written]:
+    """Code that is written by force after half a context of it, at so many places."""
     ids, context = code_ids(), lab.model("pocket").config.max_positions // 2
     count = 2 if lab.scale.quick else stretches
     ends = [context + i * (len(ids) - context) // count for i in range(count)]
     texts, forced = [ids[end - context : end] for end in ends], Forced()
-    with lab.engine(setting, sample=forced) as engine:
-        written = write(engine, forced, [(text, len(text) - 4 * STRETCH) for text in texts])
-    return [one for each in written for one in each.nats]
+    with lab.engine(setting, dtype=dtype, sample=forced) as engine:
+        return write(engine, forced, [(text, len(text) - 4 * STRETCH) for text in texts])
+
+
+def nats(lab: Lab, setting: Setting, stretches: int = 8) -> list[float]:
+    """Of each token of this code."""
+    return [one for each in written(lab, setting, stretches) for one in each.nats]
 
 
 def loss(lab: Lab, setting: Setting, stretches: int = 8) -> float:
-    """Nats per token of code that is written after half a context of it."""
+    """Nats per token of this code."""
     return statistics.fmean(nats(lab, setting, stretches))
+
+
+def alike(lab: Lab, setting: Setting, stretches: int, dtype: str | None = None) -> float:
+    """The share of tokens of this code in whose place dense decoding would have taken the same one, greedily."""
+    mine, dense = (
+        [one for each in written(lab, who, stretches, dtype) for one in each.choices] for who in (setting, Setting())
+    )
+    return statistics.fmean(a == b for a, b in zip(mine, dense, strict=True))

@@ -63,7 +63,7 @@ SYSTEM = System(
     control=Setting(objects={"store": Elsewhere(BITS, GROUP, BLOCK, RANK, SPARSE)}),
     control_is="as many bytes, but every head has the product of another head",
     load=loads.lone(768, NEW),
-    missing=("throughput of a kernel that multiplies packed numbers",),
+    missing=("throughput of the larger batches that fit",),
     counters=(
         Counter("KV bytes held before the last token",
                 "levels, their ends, products, outliers and places of sealed blocks; the others as they are",
@@ -78,5 +78,6 @@ SYSTEM = System(
         Attempt("claim", "loss of code in four bits", f"at most {CLOSE} nats more", finer),
     ),
     timings=(Timing("time per token at 1,500 tokens, against rows as they are", tokens=1500, price=True),),
-    note="Blocks are opened before they are read, so time per token is a price here.",
+    note="In bfloat16 kernels multiply packed levels, thin matrices and outliers as they lie; where there are none, blocks "
+    "are opened before they are read. Time per token is a price here; docs/savers.md has longer contexts.",
 )  # fmt: skip

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from phasewise.reproduce import loads
-from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.system import Case, Counter, Load, Paper, Saving, Setting, System, Timing
-from phasewise.reproduce.workload import Asked
+from collections.abc import Iterator
 
-BATCH, OWN = 16, 32
+from torch import Tensor
+
+from phasewise.engine.assembly import kv_shapes
+from phasewise.kv.buffer import Raw, entry_bytes
+from phasewise.reproduce import loads
+from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.play import Entry, Run, ask
+from phasewise.reproduce.system import Attempt, Case, Counter, Load, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.workload import Asked
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+
+BATCH, OWN, PREFIX = 16, 32, 1024
 
 
 def family(prefix: int, common: bool = True) -> Load:
@@ -41,6 +50,40 @@ def per_token(case: Case, run: Run) -> float:
 
 ON = Setting({"attend": "hydragen"}, prefix_cache=True)
 
+
+def holders(requests: list[Request], rows: int) -> Iterator[list[Tensor]]:
+    """Keys and values of the first rows of all layers: of the blocks that all have in common, and of each request."""
+    kvs = [request.kv for request in requests if request.kv is not None]
+    common = set.intersection(*({id(node) for node in kv.nodes} for kv in kvs))
+    nodes = [node for node in kvs[0].nodes if id(node) in common]
+    yield [plane for node in nodes for planes in node.planes for plane in planes]
+    for kv in kvs:
+        slabs = [layer.slabs[0] for layer in kv.layers]
+        yield [plane[:, :rows] for slab in slabs for plane in slab.buffer.planes]
+
+
+def held(lab: Lab, setting: Setting = ON) -> Tried:
+    """What the common rows take while all decode, of tensors that lie apart."""
+    entries = family(PREFIX)(lab.asked("pocket"))
+    requests = [Request(entry.prompt, Params(max_tokens=64, ignore_eos=True)) for entry in entries]
+    rows = entries[0].shared
+    with lab.engine(setting, dtype="float32") as engine:
+        ask(engine, {tuple(entries[0].prompt[:rows])})
+        for request in requests:
+            engine.add(request)
+        while not all(request.n_out for request in requests):
+            engine.step()
+        lots = list(holders(requests, rows))
+        apart = {(plane.data_ptr(), plane.shape): plane.numel() * plane.element_size() for lot in lots for plane in lot}
+        for request in requests:
+            engine.cancel(request)
+    shapes = kv_shapes(lab.model("pocket", "float32"))
+    once = rows * sum(entry_bytes(Raw(), shape) * shape.heads for shape in shapes)
+    wanted, found = (1 + BATCH) * once, sum(apart.values())
+    said = f"{found:,}, {found / once:g} times what the paper's one copy takes"
+    return Tried(found == wanted, said)
+
+
 SYSTEM = System(
     title="Hydragen",
     paper=Paper("Hydragen: High-Throughput LLM Inference with Shared Prefixes", "2402.05099"),
@@ -50,9 +93,9 @@ SYSTEM = System(
                 "the shared part is stored once, which is what makes the batch large"),
     method=ON,
     baseline=Setting(prefix_cache=True),
-    control=Setting(ON.verbs, prefix_cache=True, load=family(1024, common=False)),
+    control=Setting(ON.verbs, prefix_cache=True, load=family(PREFIX, common=False)),
     control_is="the same method where prompts are as long and have nothing in common: there is nothing to save",
-    load=family(1024),
+    load=family(PREFIX),
     exact=True,
     missing=("memory: each request keeps a copy of the shared part, so batches are not larger",
              "prefixes of 16K tokens, beyond the model's context"),
@@ -63,6 +106,10 @@ SYSTEM = System(
     savings=(
         Saving("KV bytes read per token", per_token, "baseline", 3.0),
         Saving("KV bytes read per token", per_token, "control", 3.0),
+    ),
+    attempts=(
+        Attempt("counter", "KV bytes of the shared part while all decode",
+                "P rows in the prefix cache and a copy with each of B requests: (B + 1) P rows", held),
     ),
     timings=(Timing("time per token, all requests", 1.0, loads.per_token),),
 )  # fmt: skip
