@@ -111,7 +111,7 @@ SYSTEM = System(
     control=Setting(objects={"store": Shuffled(METHOD)}),
     control_is="as many rows in either class, which ones shuffled",
     load=loads.lone(768, NEW),
-    missing=("latency with a kernel that multiplies packed numbers",),
+    missing=("latency at 4,096 tokens and more",),
     counters=(
         Counter("KV bytes held before the last token",
                 "packed rows: 0.6 x 4 + 0.4 x 2 bits a number, 32 a row, one for its class, 16 a channel; others "
