@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
@@ -22,6 +23,7 @@ from phasewise.model.artefacts import fingerprint
 from phasewise.model.model import Model
 from phasewise.model.norm import HeadNorm
 from phasewise.ops import native
+from phasewise.reproduce.systems.kv_prediction import products
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
@@ -140,6 +142,24 @@ def test_the_model_itself_and_maps_that_change_nothing_give_its_own_rows(
     for (k, v), (want_k, want_v) in zip(mine, true):
         torch.testing.assert_close(k, want_k, **CLOSE)
         torch.testing.assert_close(v, want_v, **CLOSE)
+
+
+@pytest.mark.parametrize("length", [2, 17, 50])
+@pytest.mark.parametrize("predicted", [True, False])
+def test_products_before_the_first_token_are_the_closed_form(length: int, predicted: bool) -> None:
+    """All matrix products that torch multiplies, operator by operator: the auxiliary's rows, the maps, one row of the
+    model, and the head's for one token. Attention is the kernels'."""
+    engine, model, aux = built(VERBS if predicted else {}, prefix_cache=False), tiny.model(), tiny.load("tiny-draft")
+    request = Request(TEXT[:length], tiny.greedy(1))
+    engine.add(request)
+    with FlopCounterMode(display=False) as counted:
+        while request.left is None:
+            engine.step()
+    every = counted.get_flop_counts()["Global"]
+    found = sum(every.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    rows = (1, length - 1) if predicted else (length, 0)
+    assert (engine.counters.prompt_rows, engine.counters.recalled) == rows
+    assert found == 2 * (products(model.config, aux.config, *rows) + model.config.hidden * model.config.vocab)
 
 
 def rows_of(engine: Engine) -> list[tuple[Tensor, Tensor]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise import catalog
@@ -14,6 +17,7 @@ from phasewise.errors import UserError
 from phasewise.methods.evict._windows import EVERY, Window
 from phasewise.methods.evict.rlkv import RLKV, Cut
 from phasewise.model import artefacts
+from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
@@ -61,6 +65,42 @@ def test_gates_come_from_an_artefact() -> None:
     with pytest.raises(UserError, match=r"phasewise train artefact evict\.rlkv .*say share=0"):
         tiny.engine({"evict": "rlkv"})
     assert RLKV(share=0.0).bind(host) is None, "and needs none to keep everything"
+
+
+def reordered(orders: list[list[int]], to: Path, **options: Any) -> Model:
+    """The tiny model with the KV heads of each layer in another order, and their query heads with them."""
+    path, dim = tiny.checkpoint(**options), options["hidden"] // options["heads"]
+    tensors, group = load_file(path / "model.safetensors"), options["heads"] // options["kv_heads"]
+    for layer, order in enumerate(orders):
+        at = f"model.layers.{layer}.self_attn."
+        for name, size in (("q_proj", group * dim), ("k_proj", dim), ("v_proj", dim)):
+            tensors[f"{at}{name}.weight"] = tensors[f"{at}{name}.weight"].unflatten(0, (-1, size))[order].flatten(0, 1)
+        out = tensors[f"{at}o_proj.weight"].unflatten(1, (-1, group * dim))
+        tensors[f"{at}o_proj.weight"] = out[:, order].flatten(1).contiguous()
+    shutil.copy(path / "config.json", to)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return Model.load(to)
+
+
+def test_the_order_of_heads_is_nothing_if_gates_follow(tmp_path: Path) -> None:
+    """What the paper's two kernels rest on: Wq, Wk, Wv, Wo and the gates in another order, in each layer its own."""
+    shape: dict[str, Any] = {"hidden": 64, "heads": 8, "kv_heads": 4}
+    orders = [[2, 0, 3, 1], [3, 2, 1, 0], [0, 1, 2, 3], [1, 3, 0, 2]]
+    gates = torch.rand(4, 4, generator=torch.Generator().manual_seed(2))
+    moved = torch.stack([own[order] for own, order in zip(gates, orders)])
+    cut = RLKV(share=0.5).cut
+    assert 0 < int(cut(gates)[0].sum()) < 4
+
+    def logits(model: Model, gates: Tensor) -> Tensor:
+        one = Walk(model, TOKENS[:PROMPT], evict=cutting(cut(gates)))
+        return torch.cat([one.feed(TOKENS[:PROMPT]), *(one.feed([token]) for token in TOKENS[PROMPT:90])])
+
+    other, own = reordered(orders, tmp_path, **shape), tiny.model(**shape)
+    want = logits(own, gates)
+    torch.testing.assert_close(logits(other, moved), want, **CLOSE)
+    assert (logits(other, gates) - want)[PROMPT:].abs().max() > 0.1, "gates that stay behind cut other heads"
+    assert (oracle.logits(own, TOKENS[:90]) - want)[PROMPT:].abs().max() > 0.1, "or the test tests little"
+    torch.testing.assert_close(oracle.logits(other, TOKENS[:90]), oracle.logits(own, TOKENS[:90]), **CLOSE)
 
 
 # ---- what rows see, and what is held

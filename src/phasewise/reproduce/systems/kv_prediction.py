@@ -30,11 +30,14 @@ def row_work(config: ModelConfig) -> int:
     return sum(prod(sizes[name][1:]) * sizes[f"{name[:-1]}b"][0] for name in sizes if name.endswith(".a"))
 
 
-def work(case: Case, run: Run) -> int:
+def products(config: ModelConfig, aux: ModelConfig, computed: int, predicted: int) -> int:
     """Of a prompt: the rows that the model computes, and of those that are predicted the auxiliary's and the maps'."""
-    aux = config_of(AUX)
-    maps = 2 * case.config.layers * case.config.kv_heads * case.config.head_dim * aux.kv_heads * aux.head_dim
-    return run.work.prompt_rows * row_work(case.config) + run.work.recalled * (row_work(aux) + maps)
+    maps = 2 * config.layers * config.kv_heads * config.head_dim * aux.kv_heads * aux.head_dim
+    return computed * row_work(config) + predicted * (row_work(aux) + maps)
+
+
+def work(case: Case, run: Run) -> int:
+    return products(case.config, config_of(AUX), run.work.prompt_rows, run.work.recalled)
 
 
 def less_loss(lab: Lab) -> Tried:
