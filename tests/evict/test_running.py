@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,30 @@ def test_a_row_at_a_time(name: str) -> None:
     dense = oracle.logits(tiny.model(), TOKENS)
     assert (want - dense)[PROMPT:].abs().max() > 1e-2, "what went was worth something"
     torch.testing.assert_close(want[:PROMPT], dense[:PROMPT], **CLOSE)
+
+
+@EVERY
+def test_what_has_gone_never_comes_back(name: str) -> None:
+    """Step by step, each row dropped by itself: what is held was held before, or is new, and is never more than the
+    budget (of competing heads, their sum)."""
+    runtime = bound(replace(WAYS[name][0], lot=1))
+    one = Walk(tiny.model(), TOKENS[:PROMPT], evict=runtime)
+    one.feed(TOKENS[:PROMPT])
+    budgets = [runtime.rows(PROMPT, layer) for layer in range(4)]
+    before = [[set(range(PROMPT)) for _ in range(2)] for _ in range(4)]
+    gone = [[set[int]() for _ in range(2)] for _ in range(4)]
+    for at in range(PROMPT, END + 1):
+        for layer, budget in enumerate(budgets):
+            now = [set(one.positions(layer, head)) for head in range(2)]
+            assert [sorted(own) for own in now] == left(one, runtime)[layer], "nothing lies idle"
+            assert sum(map(len, now)) <= 2 * budget and ("ada" in name or max(map(len, now)) <= budget)
+            for head, own in enumerate(now):
+                assert own <= before[layer][head] | {at - 1} and not own & gone[layer][head]
+                gone[layer][head] |= (before[layer][head] | {at - 1}) - own
+        before = [[set(one.positions(layer, head)) for head in range(2)] for layer in range(4)]
+        if at < END:
+            one.feed([TOKENS[at]])
+    assert all(len(own) > 10 for layer, own_heads in enumerate(gone) for own in own_heads if budgets[layer] < PROMPT)
 
 
 @EVERY
@@ -234,6 +259,27 @@ def test_keyformer_without_noise_is_h2o() -> None:
                          "keyformer:keep=20,recent=0.3,lot=4")
         ]  # fmt: skip
         assert outs[0] == outs[1] != outs[2]
+
+
+@pytest.mark.parametrize("knobs", [{}, {"heads": "ada"}, {"layers": "pyramid", "beta": 4.0}, {"mean": True}], ids=str)
+def test_keyformer_without_noise_keeps_the_rows_of_h2o(knobs: dict[str, Any]) -> None:
+    """At every step, head by head; with noise or another temperature not."""
+
+    def kept(method: Any) -> list[Any]:
+        runtime = bound(replace(method, **knobs, lot=1))
+        one = Walk(tiny.model(), TOKENS[:PROMPT], evict=runtime)
+        one.feed(TOKENS[:PROMPT])
+        found = [left(one, runtime)]
+        for token in TOKENS[PROMPT:]:
+            one.feed([token])
+            found.append(left(one, runtime))
+        return found
+
+    bare = Keyformer(keep=20, recent=0.3, noise=False, tau=1.0, tau_step=0.0)
+    want = kept(H2O(heavy=14, recent=6))
+    assert len(want) == END - PROMPT + 1 and want[0] != want[-1]
+    assert kept(bare) == want
+    assert kept(replace(bare, noise=True)) != want and kept(replace(bare, tau=3.0)) != want
 
 
 def test_noise_hangs_on_the_seed_and_on_nothing_else() -> None:
