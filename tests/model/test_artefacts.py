@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from phasewise import catalog
+from phasewise.builder import Builder
+from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.load import load_model
 from phasewise.methods.skip.unified import Unified
 from phasewise.model import artefacts
 from phasewise.model.artefacts import FOLDER, Artefact, fingerprint, load
 from phasewise.model.model import Model
+from phasewise.options import parse
 from phasewise.train import artefacts as trainable
 from tests import tiny
 
+SHIPPED = sorted(Path(str(files("phasewise"))).glob(f"pocket/*/{FOLDER}/*.safetensors"))
+LARGEST, ALL = 3_000_000, 8_000_000  # bytes of one that ships, and of all
 WANTED = Artefact("skip.test", {"a": (3, 5), "b": (4,)}, {"speedup": 2.0, "most": 3}, "leave it out")
 
 
@@ -178,3 +186,46 @@ def test_a_copy_of_the_pocket_model_finds_what_ships_with_the_package(tmp_path: 
     copy = Model.load(tmp_path / "copy")
     wanted = Unified().artefact(copy.config)
     assert same(load(copy, wanted, "auto"), load(load_model("pocket"), wanted, "auto"))
+
+
+# ---- all that ships
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Like the pocket model in everything but a few of its numbers."""
+    folder = tmp_path_factory.mktemp("another") / "model"
+    shutil.copytree(load_model("pocket").files.path, folder, ignore=shutil.ignore_patterns(FOLDER))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.25
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    yield Model.load(folder)
+
+
+def setting_of(path: Path) -> tuple[str, str, dict[str, Any]]:
+    """The verb, the method and the knobs that an artefact was trained for."""
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    verb, _, name = about["kind"].partition(".")
+    return verb, name, json.loads(about["knobs"])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_whatever_ships_is_refused_by_another_model(path: Path, another: Model) -> None:
+    """Both fingerprints are named, and what trains one; the model that it ships for takes it."""
+    verb, name, knobs = setting_of(path)
+    text = f"{name}:" + ",".join(f"{knob}={value}" for knob, value in {**knobs, "weights": path}.items())
+
+    def built(model: Model) -> Any:
+        return Builder(model, parse({verb: text}), Limits(prefix_cache=False), load=load_model).build()
+
+    pocket = load_model("pocket")
+    mine, theirs = fingerprint(another), fingerprint(pocket)
+    says = f"{path} was trained for another base model ({theirs}) than the one in {another.files.path} ({mine}). "
+    train = f"Train one: phasewise train artefact {verb}.{name}"
+    with pytest.raises(UserError, match=re.escape(says + train) + f".* --model {re.escape(str(another.files.path))}"):
+        built(another)
+    built(pocket).close()
+
+
+def test_what_ships_is_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in SHIPPED}
+    assert len(sizes) > 5 and max(sizes.values()) <= LARGEST and sum(sizes.values()) <= ALL, sizes
