@@ -157,10 +157,11 @@ def test_the_pocket_model_has_its_channels_and_training_makes_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("knobs", "said"), [
-    ({"channels": 0.0}, "channels=0.0"), ({"k": 0}, "k=0"), ({"dense_layers": -1}, "dense_layers=-1"),
+    ({"channels": 0.0}, r"channels=0\.0 must be above 0: a share up to 1, or a number"),
+    ({"k": 0}, "k=0 must be at least 1"), ({"dense_layers": -1}, "dense_layers=-1 must be at least 0"),
 ])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"double_sparsity: {said}"):
         DoubleSparsity(**knobs)
 
 

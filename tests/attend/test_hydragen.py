@@ -101,10 +101,10 @@ def test_whatever_the_tree(paths: list[str], sharers: int, rows: int) -> None:
         assert alone - sum(common.saved for common in commons) == once
 
 
-@pytest.mark.parametrize("knobs", [{"sharers": 1}, {"rows": 0}], ids=str)
-def test_knobs_that_make_no_sense(knobs: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=f"hydragen: {next(iter(knobs))}="):
-        Hydragen(**knobs)
+@pytest.mark.parametrize(("knob", "value"), [("sharers", 1), ("rows", 0)])
+def test_knobs_that_make_no_sense(knob: str, value: int) -> None:
+    with pytest.raises(UserError, match=f"hydragen: {knob}={value} must be at least {value + 1}"):
+        Hydragen(**{knob: value})
 
 
 def test_whole_steps_share_by_method_and_not_under_a_window() -> None:

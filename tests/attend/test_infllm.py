@@ -114,9 +114,10 @@ def test_local_blocks_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize(("knobs", "said"), [
-    ({"block": 6}, "block=6"), ({"block": 0}, "block=0"), ({"topk": 0}, "topk=0"), ({"window": 0}, "window=0"),
-    ({"init": -1}, "init=-1"), ({"dense_len": -1}, "dense_len=-1"),
+    ({"block": 6}, "block=6 must be a multiple of 4.*: choose 8"), ({"block": 0}, "block=0 .*: choose 4"),
+    ({"topk": 0}, "topk=0 must be at least 1"), ({"window": 0}, "window=0 must be at least 1"),
+    ({"init": -1}, "init=-1 must be at least 0"), ({"dense_len": -1}, "dense_len=-1 must be at least 0"),
 ])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_bad_knobs_are_named_with_the_fix(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"infllm: {said}"):
         InfLLM(**knobs)

@@ -197,7 +197,10 @@ def test_the_fewest_rows_that_choose(k: float) -> None:
     assert all((share(k, n) < n) is (n >= least) for n in range(1, 3000))
 
 
-@pytest.mark.parametrize(("knobs", "said"), [({"r": 0.0}, "r=0.0"), ({"k": -1.0}, "k=-1.0"), ({"group": 0}, "group=0")])
-def test_bad_knobs_are_named(knobs: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("knobs", "said"), [
+    ({"r": 0.0}, r"r=0\.0 must be above 0: a share up to 1, or a number"), ({"k": -1.0}, r"k=-1\.0 must be above 0"),
+    ({"group": 0}, "group=0 must be at least 1: 1 fetches rows one by one"),
+])  # fmt: skip
+def test_bad_knobs_are_named_with_the_fix(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"instinfer: {said}"):
         InstInfer(**knobs)

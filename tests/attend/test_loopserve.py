@@ -304,10 +304,12 @@ def test_moved_sinks_are_read_in_any_case() -> None:
 
 
 @pytest.mark.parametrize(("knobs", "says"), [
-    ({"alpha": 0.0}, r"alpha=0\.0"), ({"alpha": 1.5}, r"alpha=1\.5"), ({"budget": 0}, "budget=0"),
-    ({"every": -1}, "every=-1"), ({"block": 0}, "block=0"), ({"sample": 0}, "sample=0"),
-    ({"voters": 0}, "voters=0"),
+    ({"alpha": 0.0}, r"alpha=0\.0 must lie in \(0, 1\]"),
+    ({"alpha": 1.5}, r"alpha=1\.5 must lie in \(0, 1\]: .*1 is all"),
+    ({"budget": 0}, "budget=0 must be at least 1"), ({"every": -1}, "every=-1 must be at least 0"),
+    ({"block": 0}, "block=0 must be at least 1"), ({"sample": 0}, "sample=0 must be at least 1"),
+    ({"voters": 0}, "voters=0 must be at least 1"),
 ])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"loopserve: {says}"):
         LoopServe(**knobs)

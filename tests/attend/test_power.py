@@ -275,8 +275,8 @@ def test_a_window_of_the_whole_context_is_the_model_itself() -> None:
 
 
 @pytest.mark.parametrize(("knob", "value"), [("block", 0), ("window", 0), ("sinks", -1)])
-def test_bad_knobs_are_named(knob: str, value: int) -> None:
-    with pytest.raises(UserError, match=f"{knob}={value}"):
+def test_bad_knobs_are_named_with_the_bound(knob: str, value: int) -> None:
+    with pytest.raises(UserError, match=f"power: {knob}={value} must be at least {value + 1}"):
         Power(**{knob: value})
 
 

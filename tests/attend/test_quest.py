@@ -263,9 +263,7 @@ def test_drafts_read_no_more_than_their_rows_choose(case: str) -> None:
     assert one.counters.kv_bytes_read < dense.counters.kv_bytes_read
 
 
-@pytest.mark.parametrize("knob", ["page", "budget"])
-def test_bad_knobs_are_named(knob: str) -> None:
-    with pytest.raises(UserError, match=f"{knob}=0"):
-        Quest(**{knob: 0})
-    with pytest.raises(UserError, match="dense_layers=-1"):
-        Quest(dense_layers=-1)
+@pytest.mark.parametrize(("knob", "least"), [("page", 1), ("budget", 1), ("dense_layers", 0)])
+def test_bad_knobs_are_named_with_the_bound(knob: str, least: int) -> None:
+    with pytest.raises(UserError, match=f"quest: {knob}={least - 1} must be at least {least}"):
+        Quest(**{knob: least - 1})

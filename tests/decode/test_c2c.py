@@ -317,10 +317,12 @@ def test_controls_fuse_as_much_and_something_else() -> None:
 
 
 # ---- what is refused
-@pytest.mark.parametrize(("knobs", "value"), [({"width": 0}, "width=0"), ({"piece": 0}, "piece=0"),
-                                              ({"gates": "ajar"}, "gates=ajar")])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], value: str) -> None:
-    with pytest.raises(UserError, match=value):
+@pytest.mark.parametrize(("knobs", "says"), [
+    ({"width": 0}, "width=0 must be at least 1"), ({"piece": 0}, "piece=0 must be at least 1"),
+    ({"gates": "ajar"}, "gates=ajar: choose learned or closed"),
+])  # fmt: skip
+def test_bad_knobs_are_named_with_the_fix(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"c2c: {says}"):
         C2C(**knobs)
 
 
@@ -333,7 +335,7 @@ def test_weights_that_are_missing_or_another_pairs_are_named(tmp_path: Path) -> 
 
 
 def test_the_model_itself_is_refused() -> None:
-    with pytest.raises(UserError, match="c2c: sharer 'tiny' is the model itself"):
+    with pytest.raises(UserError, match="c2c: sharer 'tiny' is the model itself: choose another one"):
         built({"decode": "c2c:sharer=tiny,weights=random:0"})
 
 

@@ -133,7 +133,7 @@ def test_the_model_itself_and_maps_that_change_nothing_give_its_own_rows(
     """Nobody can have this: the auxiliary is never the model. It tells whether all rows are where they belong."""
     model, path = tiny.model(), identity(tiny.model(), tmp_path / "identity.safetensors")
     verbs = {"decode": f"kv_prediction:model=tiny,weights={path},least=2,piece=16"}
-    with pytest.raises(UserError, match="auxiliary 'tiny' is the model itself"):
+    with pytest.raises(UserError, match="auxiliary 'tiny' is the model itself: choose another one"):
         built(verbs)
     monkeypatch.setattr(_second, "same", lambda one, other: False)
     for length in (2, 17, 50):
@@ -313,9 +313,11 @@ def test_in_bfloat16_all_steps_are_native_and_mates_change_nothing(monkeypatch: 
 
 
 # ---- what is refused
-@pytest.mark.parametrize(("knobs", "value"), [({"least": 1}, "least=1"), ({"piece": 0}, "piece=0")])
-def test_bad_knobs_are_named(knobs: dict[str, Any], value: str) -> None:
-    with pytest.raises(UserError, match=value):
+@pytest.mark.parametrize(("knobs", "says"), [
+    ({"least": 1}, "least=1 must be at least 2 tokens"), ({"piece": 0}, "piece=0 must be at least 1 tokens"),
+])  # fmt: skip
+def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"kv_prediction: {says}"):
         KVPrediction(**knobs)
 
 
@@ -349,10 +351,10 @@ class Long:
 
 
 @pytest.mark.parametrize(("config", "said"), [
-    ({"vocab": 65}, "has 65 token ids, but the model has 64"),
-    ({"max_positions": 512}, "has a context of 512, and the model one of 1024"),
-    ({"qk_norm": "head"}, "normalises its keys"),
-    ({"ropes": (Long(),)}, "rope scaling 'dynamic' of .* depends on the length"),
+    ({"vocab": 65}, "has 65 token ids, but the model has 64: choose one with the model's own tokenizer"),
+    ({"max_positions": 512}, "has a context of 512, and the model one of 1024: choose one that can read as much"),
+    ({"qk_norm": "head"}, "normalises its keys, .*: choose another one"),
+    ({"ropes": (Long(),)}, "rope scaling 'dynamic' of .* depends on the length .*: choose another one"),
 ])  # fmt: skip
 def test_auxiliaries_that_do_not_fit_are_named(
     config: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch

@@ -207,11 +207,11 @@ def test_drafts_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("knobs", "says"), [
-    ({"share": 1.2}, r"share=1\.2"), ({"share": -0.1}, r"share=-0\.1"), ({"sinks": -1}, "rlkv: sinks=-1"),
-    ({"window": 0}, "rlkv: sinks=16 .* window=0"),
+    ({"share": 1.2}, r"share=1\.2 must lie in \[0, 1\]"), ({"share": -0.1}, r"share=-0\.1 must lie in \[0, 1\]"),
+    ({"sinks": -1}, "sinks=-1 must be at least 0"), ({"window": 0}, "sinks=16 .* window=0 at least 1"),
 ])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"rlkv: {says}"):
         RLKV(**knobs)
     with pytest.raises(UserError, match="share"):
         catalog.build("evict", "rlkv:share=half")

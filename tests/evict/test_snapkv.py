@@ -167,10 +167,14 @@ def test_a_prefix_hit_leaves_the_voters_to_compute() -> None:
     assert outs[0] == outs[1] and stays[0] == stays[1] and len(stays[0]) == 4
 
 
-@pytest.mark.parametrize(("knobs", "value"), [({"keep": 0.0}, "keep=0"), ({"window": 0}, "window=0"),
-                                             ({"kernel": 4}, "kernel=4"), ({"pool": "sum"}, "pool='sum'")])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], value: str) -> None:
-    with pytest.raises(UserError, match=value):
+@pytest.mark.parametrize(("knobs", "says"), [
+    ({"keep": 0.0}, r"keep=0\.0 must be above 0: a share of the prompt up to 1, or a number of rows"),
+    ({"window": 0}, "window=0 must be at least 1"), ({"kernel": 4}, "kernel=4 must be odd .*: choose 5"),
+    ({"kernel": -4}, "kernel=-4 must be odd and at least 1: choose 1"),
+    ({"pool": "sum"}, "pool='sum': choose avg or max"),
+])  # fmt: skip
+def test_bad_knobs_are_named_with_the_fix(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"snapkv: {says}"):
         SnapKV(**knobs)
 
 

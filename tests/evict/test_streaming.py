@@ -177,11 +177,11 @@ def test_engine_memory_is_bounded() -> None:
     assert max(live) <= 128 * row and len(request.out) == 400
 
 
-def test_bad_knobs_are_named() -> None:
-    with pytest.raises(UserError, match="window=0"):
-        Streaming(window=0)
-    with pytest.raises(UserError, match="sinks=-1"):
-        Streaming(sinks=-1)
+@pytest.mark.parametrize(("sinks", "window"), [(4, 0), (-1, 1020)])
+def test_bad_knobs_are_named_with_the_bounds(sinks: int, window: int) -> None:
+    says = f"streaming: sinks={sinks} must be at least 0, window={window} at least 1"
+    with pytest.raises(UserError, match=says):
+        Streaming(sinks, window)
 
 
 def test_steps_without_eviction_build_no_mask() -> None:

@@ -204,10 +204,12 @@ def test_memory_that_is_too_small_for_a_whole_prompt_waits_and_loses_nothing() -
     assert tiny.outs(tiny.run(engine, prompts, tiny.greedy(20))) == want
 
 
-@pytest.mark.parametrize(("knobs", "value"), [({"tau": 0.0}, "tau=0"), ({"tau": 1.1}, "tau=1.1"),
-                                             ({"window": 0}, "window=0"), ({"probes": -1}, "probes=-1")])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], value: str) -> None:
-    with pytest.raises(UserError, match=value):
+@pytest.mark.parametrize(("knobs", "says"), [
+    ({"tau": 0.0}, r"tau=0\.0 must lie above 0 and be at most 1"), ({"tau": 1.1}, r"tau=1\.1 must lie .* at most 1"),
+    ({"window": 0}, "window=0 must be at least 1"), ({"probes": -1}, "probes=-1 must be at least 0"),
+])  # fmt: skip
+def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"zipvl: {says}"):
         ZipVL(**knobs)
 
 

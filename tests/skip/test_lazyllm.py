@@ -422,12 +422,15 @@ def test_nothing_is_shared() -> None:
 
 
 # ---- what is refused
-@pytest.mark.parametrize(("knobs", "value"), [
-    ({"keep": 0.0}, "keep=0"), ({"keep": 1.1}, "keep=1.1"), ({"start": 1.0}, "start=1"),
-    ({"start": -0.1}, "start=-0.1"), ({"stages": 0}, "stages=0"),
+@pytest.mark.parametrize(("knobs", "says"), [
+    ({"keep": 0.0}, r"keep=0\.0 must lie above 0 and be at most 1"),
+    ({"keep": 1.1}, r"keep=1\.1 must lie .* at most 1"),
+    ({"start": 1.0}, r"start=1\.0 must be at least 0 and below 1"),
+    ({"start": -0.1}, r"start=-0\.1 must be at least 0"),
+    ({"stages": 0}, "stages=0 must be at least 1"),
 ])  # fmt: skip
-def test_bad_knobs_are_named(knobs: dict[str, Any], value: str) -> None:
-    with pytest.raises(UserError, match=value):
+def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"lazyllm: {says}"):
         LazyLLM(**knobs)
 
 

@@ -65,7 +65,10 @@ class InfLLM:
 
     def __post_init__(self) -> None:
         if self.block < 4 or self.block % 4:
-            raise UserError(f"infllm: block={self.block} must be a multiple of 4, for windows begin at every quarter")
+            fix = max(4, -(-self.block // 4) * 4)
+            raise UserError(
+                f"infllm: block={self.block} must be a multiple of 4, for windows begin at every quarter: choose {fix}"
+            )
         for name, least in (("init", 0), ("window", 1), ("topk", 1), ("dense_len", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"infllm: {name}={getattr(self, name)} must be at least {least}")

@@ -63,7 +63,7 @@ class InstInfer:
                     f"instinfer: {name}={getattr(self, name)} must be above 0: a share up to 1, or a number"
                 )
         if self.group < 1:
-            raise UserError(f"instinfer: group={self.group} must be at least 1")
+            raise UserError(f"instinfer: group={self.group} must be at least 1: 1 fetches rows one by one")
 
     def bind(self, host: Host) -> _InstInfer:
         return _InstInfer(self, host)

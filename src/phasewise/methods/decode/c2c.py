@@ -64,7 +64,7 @@ class C2C:
             if getattr(self, knob) < 1:
                 raise UserError(f"c2c: {knob}={getattr(self, knob)} must be at least 1")
         if self.gates not in ("learned", "closed"):
-            raise UserError(f"c2c: gates={self.gates} must be learned or closed")
+            raise UserError(f"c2c: gates={self.gates}: choose learned or closed")
 
     def artefact(self, config: ModelConfig, sharer: ModelConfig | None = None, partner: str = "") -> Artefact:
         """The fuser of this pair."""

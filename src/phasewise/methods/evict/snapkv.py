@@ -60,9 +60,10 @@ class SnapKV:
                 f"snapkv: keep={self.keep} must be above 0: a share of the prompt up to 1, or a number of rows"
             )
         if self.window < 1:
-            raise UserError(f"snapkv: window={self.window} must be at least 1")
+            raise UserError(f"snapkv: window={self.window} must be at least 1: somebody has to vote")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"snapkv: kernel={self.kernel} must be odd and at least 1")
+            fix = max(1, self.kernel + 1)
+            raise UserError(f"snapkv: kernel={self.kernel} must be odd and at least 1: choose {fix}")
         if self.pool not in ("avg", "max"):
             raise UserError(f"snapkv: pool={self.pool!r}: choose avg or max")
         self.spread.check("snapkv")

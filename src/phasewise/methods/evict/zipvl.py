@@ -56,7 +56,7 @@ class ZipVL:
         if self.window < 1:
             raise UserError(f"zipvl: window={self.window} must be at least 1: the prompt's last row gives its answer")
         if self.probes < 0:
-            raise UserError(f"zipvl: probes={self.probes} must be at least 0")
+            raise UserError(f"zipvl: probes={self.probes} must be at least 0: 0 asks the window alone")
 
     def bind(self, host: Host) -> Zipped:
         return Zipped(self, host.model.config.attention)
