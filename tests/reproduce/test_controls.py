@@ -10,21 +10,28 @@ import torch
 
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
+from phasewise.load import load_model
 from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.instinfer import InstInfer
 from phasewise.methods.attend.loopserve import LoopServe
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.attend.token_select import TokenSelect
+from phasewise.methods.attend.zero_tuning import ZeroTuning
 from phasewise.methods.decode.augment import Augment
+from phasewise.methods.decode.pie import Pie
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.evict._allot import Spread
 from phasewise.methods.evict.h2o import H2O
+from phasewise.methods.evict.keyformer import Keyformer
 from phasewise.methods.evict.rlkv import RLKV
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.tova import Tova
 from phasewise.methods.evict.zipvl import ZipVL
 from phasewise.methods.skip.lazyllm import LazyLLM
 from phasewise.methods.skip.unified import Unified
+from phasewise.methods.store.gear import Gear
+from phasewise.methods.store.kivi import Kivi
 from phasewise.methods.store.zipcache import ZipCache
 from phasewise.methods.verify.match import Match
 from phasewise.model.model import Model
@@ -32,20 +39,26 @@ from phasewise.options import parse
 from phasewise.reproduce.controls import (
     Coarse,
     CutTwice,
+    Elsewhere,
     OneChunk,
     OtherLayers,
+    OtherWay,
     RandomGuess,
     RandomImportant,
     RandomNeeds,
     RandomRows,
     RandomRunning,
+    Swapped,
 )
 from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, Run, play
-from phasewise.reproduce.selected import RandomBlocks, RandomPages, RandomPicks, RandomTokens
+from phasewise.reproduce.selected import RandomBlocks, RandomKept, RandomPages, RandomPicks, RandomTokens
 from phasewise.reproduce.shuffled import Shuffled
 from phasewise.reproduce.systems.augment import RandomLatents, any_way
+from phasewise.reproduce.systems.pie import Unturned
+from phasewise.request.counters import Counters
+from phasewise.verbs.host import Host
 from tests import tiny
 
 
@@ -81,7 +94,10 @@ def test_random_rows_lie_where_a_spread_says(spread: Spread) -> None:
     assert drawn.outs != chosen.outs
 
 
-@pytest.mark.parametrize("method", [H2O(heavy=0.1, recent=0.1), Tova(keep=40), H2O(30, 10, layers="pyramid", lot=3)])
+@pytest.mark.parametrize("method", [
+    H2O(heavy=0.1, recent=0.1), Tova(keep=40), H2O(30, 10, layers="pyramid", lot=3), Keyformer(keep=40, lot=4),
+    Keyformer(keep=0.2, recent=0.0, lot=1),
+])  # fmt: skip
 def test_random_running_holds_as_much_but_others(method: Any) -> None:
     entries, control = lone(200, 45), RandomRunning(method)
     chosen, drawn = run(entries, evict=method), run(entries, evict=control)
@@ -141,6 +157,18 @@ def test_random_tokens_are_as_many_as_those_that_votes_choose() -> None:
     assert run(entries, attend=RandomTokens(3, 5, 1.0, 0)).outs == run(entries).outs, "a share of all"
 
 
+def test_random_kept_rows_are_as_many_as_instinfer_reads_but_others() -> None:
+    """The same bytes and the same mean of what is left out: the choice differs, and nothing else."""
+    entries, method = lone(150, 20), InstInfer(r=4.0, k=20.0, group=1)
+    chosen, drawn = run(entries, attend=method), run(entries, attend=RandomKept(method))
+    assert [s.read for s in drawn.decoding] == [s.read for s in chosen.decoding]
+    assert drawn.work.link_bytes == chosen.work.link_bytes > 0
+    assert run(entries).outs != drawn.outs != chosen.outs and run(entries, attend=RandomKept(method)).outs == drawn.outs
+    bare = replace(method, mean=False)
+    assert run(entries, attend=RandomKept(bare)).outs != drawn.outs, "the mean stands for the rest"
+    assert run(entries, attend=RandomKept(InstInfer(r=1.0, k=1.0))).outs == run(entries).outs
+
+
 def test_random_blocks_are_as_many_as_infllm_reads_but_others() -> None:
     entries, knobs = lone(150, 20), {"block": 4, "init": 1, "window": 4, "topk": 3, "dense_len": 0}
     chosen, drawn = run(entries, attend=InfLLM(**knobs)), run(entries, attend=RandomBlocks(**knobs))
@@ -188,6 +216,45 @@ def test_shuffled_rows_take_as_many_bytes_as_zipcaches_but_others() -> None:
     assert run(entries, store=Shuffled(zipcache)).outs == drawn.outs
     alike = ZipCache(gap=8, low=4)
     assert run(entries, store=Shuffled(alike)).outs == run(entries, store=alike).outs, "all in one class"
+
+
+@pytest.mark.parametrize(
+    ("method", "control"),
+    [(Kivi(2, 4, 16), Swapped(2, 4, 16)), (Gear(2, 4, 16, 2, 0.1), Elsewhere(2, 4, 16, 2, 0.1))],
+)
+def test_wrong_stores_take_as_many_bytes_and_give_other_tokens(method: Any, control: Any) -> None:
+    """Keys by token and values by channel; products of other heads."""
+    entries = lone(150, 40)
+    right, wrong = run(entries, store=method), run(entries, store=control)
+    assert [(s.kv, s.read) for s in wrong.steps] == [(s.kv, s.read) for s in right.steps]
+    assert run(entries).outs != right.outs != wrong.outs
+
+
+def test_the_other_way_costs_what_zero_tuning_does() -> None:
+    """As many bytes, no more rows; every factor is turned over, and where there are none, nothing is."""
+    method, pocket = ZeroTuning(), load_model("pocket")
+    entries = [Entry([7 + 13 * i % 4000 for i in range(60)], 12)]
+    tuned, other = run(entries, pocket, attend=method), run(entries, pocket, attend=OtherWay())
+    assert [(s.rows, s.kv, s.read) for s in other.steps] == [(s.rows, s.kv, s.read) for s in tuned.steps]
+    host = Host(pocket, None, Counters(), None, None)  # type: ignore[arg-type]
+    mine, theirs = method.bind(host).lift, OtherWay().bind(host).lift
+    assert torch.equal(mine, -theirs) and bool((mine != 0).any())
+
+
+def test_rows_that_are_not_turned_are_as_many() -> None:
+    """As many are taken over, computed and held as with PIE; other tokens come out where they moved, and only there."""
+    text, new = tiny.prompts(120, 9)
+    method = Pie(least=8)
+
+    def both(after: list[int], decode: Any) -> Run:
+        return run([Entry(text, 1), Entry(after, 12, after=1, edits=0)], decode=decode)
+
+    longer, same = text[:40] + new + text[44:], text[:40] + new + text[49:]
+    turned, not_turned = (both(longer, decode) for decode in (method, Unturned(method)))
+    assert not_turned.work.recalled == turned.work.recalled > 60
+    assert [(s.rows, s.kv, s.read) for s in not_turned.steps] == [(s.rows, s.kv, s.read) for s in turned.steps]
+    assert not_turned.outs != turned.outs
+    assert both(same, Unturned(method)).outs == both(same, method).outs, "nothing has moved"
 
 
 def test_random_guesses_change_no_token_and_are_hardly_ever_right() -> None:

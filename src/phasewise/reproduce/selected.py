@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from phasewise.methods.attend._select import listing, share
 from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.instinfer import InstInfer, _Index, _InstInfer
 from phasewise.methods.attend.tidal import Picker, Tidal
+from phasewise.ops.native.choice import Rest
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.choice import furthest
 from phasewise.step.read import Read
+from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 
@@ -90,6 +93,39 @@ class RandomTokens(Control):
         gen, own = drawn(read.span.request.prompt_len, part.n, read.layer), n - self.local
         votes = torch.rand(heads, own - self.first, generator=gen)
         return read.attend_rows(listing(votes, self.first, most - self.first - self.local, own, n)[:, 0].long())
+
+
+@dataclass(frozen=True)
+class RandomKept(Control):
+    """attend: as many rows as InstInfer reads, its own among them, the others drawn at random per head. They count for
+    the share of weight that they are thought to have, and the mean of all values stands for the rest, as there."""
+
+    of: InstInfer
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    def bind(self, host: Host) -> _InstInfer:
+        return _RandomKept(self.of, host)
+
+
+class _RandomKept(_InstInfer):
+    def __init__(self, knobs: InstInfer, host: Host) -> None:
+        super().__init__(knobs, host)
+        self.choice = None  # type: ignore[assignment]  # kernels draw nothing
+
+    def looks(self, span: Span) -> bool:
+        return share(self.knobs.k, furthest(span) + 1) <= furthest(span)
+
+    def _ranked(self, read: Read, votes: Tensor) -> Tensor:
+        return torch.rand(votes.shape, generator=drawn(read.span.request.prompt_len, read.part.n, read.layer))
+
+    def _lists(self, alone: Mapping[int, tuple[Read, _Index]]) -> dict[int, tuple[Tensor, Rest | None]]:
+        found: dict[int, tuple[Tensor, Rest | None]] = {}
+        for i, (read, index) in alone.items():
+            read.count_bytes(index.bytes_of(self.most, read.part.n))
+            index.add(read.part)
+            found[i] = self._list(read, index)
+            self._whole_groups(read, found[i][0])
+        return found
 
 
 @dataclass(frozen=True)

@@ -197,12 +197,16 @@ class _InstInfer:
         own = k.float().gather(2, numbers[:, None])  # [h, 1, r]
         keys = torch.cat((lines.float(), own.mT), 2)  # [h, r, n]
         weights = (some @ keys[:, None] / heat).softmax(-1)  # [h, G, 1, n]
-        votes = weights.sum(1)[:, 0]  # [h, n]
+        votes = self._ranked(read, weights.sum(1)[:, 0])  # [h, n]
         slots = listing(votes[:, : n - 1], 0, share(self.knobs.k, n) - 1, n - 1, n)
         if index.sums is None:
             return slots, None
         held = weights.gather(3, slots[:, None].long().expand(-1, q.shape[1], -1, -1)).sum(-1)  # [h, G, 1]
         return slots, Rest(held.flatten(), (index.sums + v.float()[:, 0]) / n)
+
+    def _ranked(self, read: Read, votes: Tensor) -> Tensor:
+        """What the rows that a single row reads are ranked by, [h, n]: here what they are thought to weigh."""
+        return votes
 
     def _select(self, read: Read, index: _Index) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same for rows with structure, windows or caches with gaps: what each reads, bool [h, R, N], and its

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phasewise.methods.attend._select import share
+from phasewise.methods.attend.instinfer import InstInfer
 from phasewise.reproduce import loads
 from phasewise.reproduce.play import Run
-from phasewise.reproduce.selected import RandomTokens
+from phasewise.reproduce.selected import RandomKept
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System
 
 R, SHARE, GROUP, NEW = 8, 0.125, 16, 40
@@ -47,8 +48,9 @@ SYSTEM = System(
                 "rows are fetched in groups of 16"),
     method=Setting({"attend": f"instinfer:{KNOBS}"}),
     baseline=Setting(),
-    control=Setting(objects={"attend": RandomTokens(0, 1, SHARE, 0)}),
-    control_is="as many rows, its own among them, the others drawn at random per head",
+    control=Setting(objects={"attend": RandomKept(InstInfer(float(R), SHARE, GROUP))}),
+    control_is="as many rows, its own among them, the others drawn at random per head, and the mean of all values for "
+    "what these are not thought to weigh",
     load=loads.lone(768, NEW),
     missing=("drives, and so the throughput", "several drives", "the dense mode in the drive"),
     counters=(
