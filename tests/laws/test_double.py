@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.engine import Engine
+from phasewise.methods.attend.hydragen import Hydragen
 from phasewise.methods.sample.standard import Standard
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist, Sample
@@ -94,6 +95,25 @@ def test_a_prefix_read_once_for_all_gives_the_logits_of_reading_it_alone() -> No
     dense, want, _ = run({}, sharing)
     shared, got, _ = run({"attend": "hydragen:rows=32"}, sharing)
     assert shared.counters.kv_bytes_read < dense.counters.kv_bytes_read
+    same(got, want)
+
+
+def test_three_levels_read_once_for_all_give_the_logits_of_reading_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some share 32 rows, some 64, some 96; one prompt is just what it shares with the others."""
+    text = tiny.prompts(120)[0]
+    tails = tiny.prompts(5, 17, 3, 8, 20, seed=1)
+    sharing = [text, text[:96], *([*text[:at], *tail] for at, tail in zip((96, 96, 64, 64, 32), tails))]
+    dense, want, _ = run({}, sharing)
+    deepest, found = [-1], Hydragen.commons
+
+    def commons(self: Hydragen, spans: Any) -> Any:
+        made = found(self, spans)
+        deepest[0] = max([deepest[0], *(common.level for common in made)])
+        return made
+
+    monkeypatch.setattr(Hydragen, "commons", commons)
+    shared, got, _ = run({"attend": "hydragen:rows=32"}, sharing)
+    assert deepest[0] == 2 and shared.counters.kv_bytes_read < dense.counters.kv_bytes_read
     same(got, want)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.ops import attention as ops
+from tests import double
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 10**6))
 
@@ -90,6 +91,23 @@ def test_merge_joins_disjoint_parts(shape: tuple[int, ...], owner: list[int]) ->
     torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-4)
     sliced = ops.merge([ops.reference(q, k[:, mine == part], v[:, mine == part], None, 0.3) for part in range(3)])
     torch.testing.assert_close(sliced, whole, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own", [0, 1, 7])
+@pytest.mark.parametrize("levels", [(11,), (11, 4), (11, 4, 23)], ids=len)
+def test_beginnings_and_an_end_that_may_be_empty_merge_exactly_in_double(
+    monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], own: int
+) -> None:
+    """One, two or three levels in common and rows of one's own, none of them (log-sum-exp: -inf), to 1e-12."""
+    double.everything(monkeypatch)
+    q, k, v = (each.double() for each in make(3, 2, 3, sum(levels) + own, 5))
+    sizes = [*levels, own]
+    pieces = [ops.unmasked(q, *each, 0.3) for each in zip(k.split(sizes, 1)[:-1], v.split(sizes, 1)[:-1])]
+    last = ops.reference(q, k[:, sum(levels) :], v[:, sum(levels) :], None, 0.3)
+    assert bool((last[1] == float("-inf")).all()) is (own == 0)
+    got, want = ops.merge([*pieces, last]), ops.reference(q, k, v, None, 0.3)[0]
+    assert got.dtype == want.dtype == torch.float64
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
 def test_low_precision_is_computed_in_float() -> None:

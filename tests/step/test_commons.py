@@ -22,6 +22,7 @@ from phasewise.step.read import Read
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span, ancestors
 from phasewise.verbs.store import Codec
+from tests import double
 
 LEVELS = {
     "one": [Common((0, 1, 2, 3), 0, 96, 0)],
@@ -33,14 +34,16 @@ OWN = (0, 5, 130, 1)  # rows behind what is shared, before the fresh ones
 FRESH = (1, 4, 1, 6)
 
 
-def reads_of(commons: Sequence[Common], softcap: float | None, codec: Codec | None = None) -> list[Read]:
+def reads_of(
+    commons: Sequence[Common], softcap: float | None, codec: Codec | None = None, dtype: torch.dtype = torch.float32
+) -> list[Read]:
     """Reads of four spans, the last one a tree, at a layer of 6 query heads and 2 KV heads."""
     gen = torch.Generator().manual_seed(1)
-    shape, codec, counters = KVShape(2, 16, torch.float32), codec or Raw(), Counters()
+    shape, codec, counters = KVShape(2, 16, dtype), codec or Raw(), Counters()
     config = SimpleNamespace(attention=[AttentionSpec(window=None, scale=0.25, softcap=softcap)])
     step: Any = SimpleNamespace(model=SimpleNamespace(config=config), counters=counters, masks={}, notes={})
     long = max(reaches(commons, 4)) + max(OWN)
-    rows = [torch.randn(2, 2, long, 16, generator=gen) for _ in range(4)]  # k and v
+    rows = [torch.randn(2, 2, long, 16, generator=gen, dtype=dtype) for _ in range(4)]  # k and v
     for common in commons:
         for m in common.members:
             rows[m][:, :, common.start : common.stop] = rows[common.members[0]][:, :, common.start : common.stop]
@@ -52,10 +55,10 @@ def reads_of(commons: Sequence[Common], softcap: float | None, codec: Codec | No
             layer.commit(n)
         sees = ancestors([-1, 0, 0, 1, 1, 2]) if fresh == 6 else None
         positions = [n, n + 1, n + 1, n + 2, n + 2, n + 2] if fresh == 6 else range(n, n + fresh)
-        layer.append(*torch.randn(2, 2, fresh, 16, generator=gen), positions)
+        layer.append(*torch.randn(2, 2, fresh, 16, generator=gen, dtype=dtype), positions)
         kv: Any = SimpleNamespace(layers=[layer])
         span = Span(Request([3]), kv, None, [3] * fresh, positions, sees)  # type: ignore[arg-type]
-        reads.append(Read(step, 0, span, torch.randn(fresh, 6, 16, generator=gen), layer.read()[0]))
+        reads.append(Read(step, 0, span, torch.randn(fresh, 6, 16, generator=gen, dtype=dtype), layer.read()[0]))
     return reads
 
 
@@ -89,6 +92,18 @@ def test_equals_attention_over_everything(
         torch.testing.assert_close(got.double(), exact(read), atol=2e-6, rtol=1e-5)
     rows = sum(read.part.size[1] for read in reads) - sum(common.saved for common in LEVELS[levels])
     assert reads[0].step.counters.kv_bytes_read == rows * 2 * (16 + 16) * 4  # 2 heads, keys and values, float32
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_in_double_precision_levels_are_exact(levels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 1e-12, up to three of them, whoever has nothing of its own behind them but the row that asks."""
+    double.everything(monkeypatch)
+    monkeypatch.setattr("phasewise.ops.native.spans.library", lambda: None)
+    reads = reads_of(LEVELS[levels], None, dtype=torch.float64)
+    for got, read in zip(attend_all(reads, LEVELS[levels]), reads):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, exact(read), atol=1e-12, rtol=0)
+    assert OWN[0] == 0 and max(common.level for common in LEVELS["three"]) == 2
 
 
 class Counting:
