@@ -16,7 +16,7 @@ from phasewise.reproduce import index
 from phasewise.reproduce.lab import Lab, Scale
 from phasewise.reproduce.runner import reproduce, stages
 from phasewise.reproduce.system import Setting, System
-from phasewise.reproduce.systems import cachegen, hydragen, kivi
+from phasewise.reproduce.systems import cachegen, hydragen, kivi, streaming_llm
 
 NAMES = index.names()
 WANTED = {
@@ -191,3 +191,11 @@ def test_hydragens_bytes_are_those_of_tensors(lab: Lab, shared: bool) -> None:
 @pytest.mark.parametrize(("bits", "alike"), [(8, True), (2, False)])
 def test_kivis_greedy_choices_are_dense_ones_in_eight_bits_and_not_in_two(lab: Lab, bits: int, alike: bool) -> None:
     assert kivi.choices(lab, bits).passed is alike
+
+
+@pytest.mark.parametrize(("contexts", "worse"), [(2, True), (1, False)])
+def test_dense_attention_is_worse_beyond_the_context_and_not_within(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, contexts: int, worse: bool
+) -> None:
+    monkeypatch.setattr(streaming_llm, "BEYOND", contexts)
+    assert streaming_llm.dense(lab).passed is worse
