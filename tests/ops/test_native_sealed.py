@@ -29,6 +29,7 @@ from tests.ops.targets import EACH, HERE, NATIVE, running
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
 FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
 FORMS += [(2, 64, 64, 0, 64, 4, 0.02), (4, 8, 40, 24, 24, 3, 0.2), (2, 32, 128, 30, 1, 0, 0.1), (4, 16, 16, 8, 16, 1)]
+FORMS += [(4, 32, 64, 70, 64, 4), (2, 64, 64, 0, 64, 0, 0.02), (2, 32, 64, 30, 16, 4, 0.02)]
 SCALE = 0.2
 
 
@@ -236,7 +237,7 @@ def test_capped_scores(softcap: float) -> None:
 
 
 @pytest.mark.parametrize("window", [3, 64, 300, 1100])
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[4], (4, 8, 40, 24, 24, 3, 0.2)], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[4], (4, 8, 40, 24, 24, 3, 0.2), (2, 32, 64, 70, 64, 4)], ids=str)
 @pytest.mark.usefixtures("target")
 def test_windows(window: int, form: Any) -> None:
     kept = make((9, 3, 96), Form(*form), 5, 1500, 7)
@@ -250,7 +251,7 @@ def test_windows(window: int, form: Any) -> None:
     group=st.sampled_from([4, 8, 12, 16, 32, 64]),
     blocks=st.integers(1, 6), tail=st.integers(0, 150), heads=st.integers(1, 3), each=st.integers(1, 9),
     dim=st.sampled_from([32, 64, 128, 192]), threads=st.integers(1, 3),
-    more=st.sampled_from([(1, 0, 0.0), (8, 4, 0.05), (40, 2, 0.1), (16, 0, 0.02)]),
+    more=st.sampled_from([(1, 0, 0.0), (8, 4, 0.05), (40, 2, 0.1), (16, 0, 0.02), (64, 4, 0.02)]),
 )  # fmt: skip
 @pytest.mark.usefixtures("target")
 def test_mates_threads_and_cuts_change_no_bit(
@@ -271,7 +272,7 @@ def _opened(kept: Kept) -> Few:
 
 
 @pytest.mark.usefixtures("target")
-@pytest.mark.parametrize("form", [(2, 32, 128, 100), (2, 32, 128, 100, 24, 4, 0.05)], ids=str)
+@pytest.mark.parametrize("form", [(2, 32, 128, 100), (2, 32, 128, 100, 24, 4, 0.05), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)
 def test_what_is_packed_is_read_there_and_nothing_else_is(form: Any) -> None:
     """Rows that are packed as well may hold anything, and so may blocks beyond."""
     form, shape = Form(*form), (4, 2, 64)

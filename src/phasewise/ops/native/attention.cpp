@@ -306,22 +306,31 @@ struct InLines {
   const Sealed& side;
   const PackedLines lines;
   float peaks[QUERIES + 4];  // of queries
+  F quarters[BY_FOURS ? QUERIES * MOST_DIM / LANES : 1];  // of queries, for what is added to blocks
+  const bool fours;
 
   InLines(const Call& call, const Job& job, const Sealed& side, long numbers)
-      : call(call), job(job), side(side), lines(side, job.head, numbers) {}
+      : call(call), job(job), side(side), lines(side, job.head, numbers),
+        fours(by_fours(side)) {}
 
   void take(const float (*queries)[MOST_DIM]) {
+    for (long i = 0; fours && i < job.count; i += 4)
+      to_quarters(queries[i], MOST_DIM, job.count - i, call.dim, quarters + i * call.dim / LANES);
     for (long i = 0; i < job.count; i++) peaks[i] = largest_of(queries[i], call.dim);
   }
 
   void score(long slot, long count, const float (*queries)[MOST_DIM], float (*scores)[KEYS]) {
     score_sealed(side, lines, slot, count, call.dim, job.count, {queries[0], MOST_DIM, peaks}, scores);
-    if (side.rank || side.aparts) score_mended(side, job.head, slot, count, call.dim, job.count, queries, scores);
+    if (!side.rank && !side.aparts) return;
+    if (fours && slot % KEYS == 0) score_quarters(side, job.head, slot, call.dim, job.count, quarters, scores);
+    else score_mended(side, job.head, slot, count, call.dim, job.count, queries, scores);
   }
 
   void add(long slot, long count, const float (*weights)[KEYS], const float* most, State& s) {
     add_sealed(side, lines, slot, count, call.dim, job.count, {weights[0], KEYS, most}, s.sum);
-    if (side.rank || side.aparts) add_mended(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
+    if (!side.rank && !side.aparts) return;
+    if (fours && slot % KEYS == 0) add_quarters(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
+    else add_mended(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
   }
 };
 
