@@ -157,8 +157,8 @@ def draw(image: Path, lines: Sequence[Line], about: str) -> None:
 
     by = points(lines)
     families = report.unique(point.family for some in by.values() for point in some)
-    size = (1.2 + 3.6 * len(by), 7.2)
-    figure, panels = pyplot.subplots(len(COSTS), len(by), figsize=size, squeeze=False)
+    wide = 1.2 + 3.6 * len(by)
+    figure, panels = pyplot.subplots(len(COSTS), len(by), figsize=(wide, 7.2), squeeze=False)
     for column, (task, some) in enumerate(by.items()):
         for panel, cost in zip((row[column] for row in panels), COSTS, strict=True):
             _panel(panel, [point for point in some if point.share(cost) is not None], cost, families)
@@ -167,9 +167,9 @@ def draw(image: Path, lines: Sequence[Line], about: str) -> None:
     handles = {label: handle for row in panels for panel in row
                for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}  # fmt: skip
     figure.suptitle(about, fontsize=10)
-    wide = 2 + 2 * len(by)
-    rows = math.ceil(len(handles) / wide)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=wide, fontsize=8, frameon=False)
+    columns = max(1, int(wide / 2.2))  # inches of a name
+    rows = math.ceil(len(handles) / columns)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.025 + 0.025 * rows, 1, 1))
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image, dpi=110)
