@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.methods.attend import infllm
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.step.read import Read
 from tests import oracle, tiny
@@ -83,6 +84,28 @@ def test_prompts_choose_as_well() -> None:
     torch.testing.assert_close(whole.feed(TOKENS[1:]), want, atol=3e-3, rtol=1e-3)
     assert (want - oracle.logits(tiny.model(), TOKENS)[1:]).abs().max() > 1e-1
     assert method.phases == ("prefill", "decode")
+
+
+@pytest.mark.parametrize("entries", [1, HEADS * 120 * 7])
+def test_long_prompts_choose_piece_by_piece(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row, or a few at a time, so that no mask of all rows is ever made; what they read stays the same."""
+    made: list[int] = []
+    plain = InfLLM._select
+
+    def watched(self: InfLLM, read: Read) -> Tensor:
+        mask = plain(self, read)
+        made.append(mask.shape[1])
+        return mask
+
+    method = InfLLM(4, 1, 4, 1, dense_len=30)
+    want = started(method).feed(TOKENS[PROMPT:])
+    monkeypatch.setattr(InfLLM, "_select", watched)
+    one = started(method)
+    made.clear()
+    monkeypatch.setattr(infllm, "ENTRIES", entries)
+    torch.testing.assert_close(one.feed(TOKENS[PROMPT:]), want, atol=1e-4, rtol=1e-4)
+    rows = max(1, entries // (HEADS * 130))
+    assert made == LAYERS * [*[rows] * (60 // rows), *([60 % rows] if 60 % rows else [])]
 
 
 def test_bytes_read_are_the_closed_form() -> None:

@@ -272,7 +272,9 @@ def _opened(kept: Kept) -> Few:
 
 
 @pytest.mark.usefixtures("target")
-@pytest.mark.parametrize("form", [(2, 32, 128, 100), (2, 32, 128, 100, 24, 4, 0.05), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)
+@pytest.mark.parametrize(
+    "form", [(2, 32, 128, 100), (2, 32, 128, 100, 24, 4, 0.05), (2, 64, 64, 0, 64, 4, 0.02)], ids=str
+)
 def test_what_is_packed_is_read_there_and_nothing_else_is(form: Any) -> None:
     """Rows that are packed as well may hold anything, and so may blocks beyond."""
     form, shape = Form(*form), (4, 2, 64)

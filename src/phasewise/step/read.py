@@ -51,6 +51,20 @@ class Read:
         self.view: View | None = None
         self.answer: Tensor | None = None  # of `attend`, where it is there already
 
+    def slices(self, entries: int) -> list[Read]:
+        """Consecutive rows of it, so many that heads x rows x slots are at most so many entries (or one row): methods
+        that make a mask of a long prompt make it piece by piece. Only where no evicting method has a view of it."""
+        heads, n = self.part.size
+        some, rows = max(1, entries // (heads * n)), self.q.shape[0]
+        if rows <= some or self.view is not None or self.rows is not None:
+            return [self]
+        found = []
+        for first in range(0, rows, some):
+            piece = Read(self.step, self.layer, self.span, self.q[first : first + some], self.part)
+            piece.rows, piece.at = list(range(first, min(first + some, rows))), self.at
+            found.append(piece)
+        return found
+
     # ---- what is where
     @property
     def scale(self) -> float:
@@ -148,7 +162,7 @@ class Read:
         mask = self.mask()
         if select is not None:
             mask = select if mask is None else mask & select
-            most = int(mask.sum(-1).max())
+            most = max(int(some.sum(-1).max()) for some in torch.split(mask, 256, 1))  # sums take 8 times that
             if most * mask.shape[1] < part.size[1]:
                 index = mask.byte().topk(most, -1, sorted=False).indices  # [1 | h, R, S]
                 valid = mask.gather(2, index).expand(part.size[0], -1, -1)

@@ -29,6 +29,7 @@ from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
 
 NAME = "infllm"
+ENTRIES = 1 << 27  # of a mask that is made at a time
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class InfLLM:
             if single(read):
                 alone[i] = read
             else:
-                out[i] = read.attend(self._select(read))
+                pieces = [piece.attend(self._select(piece)) for piece in read.slices(ENTRIES)]
+                out[i] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         lists = self._lists(alone)
         if lists:
             for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
@@ -189,7 +191,7 @@ class InfLLM:
     def _in_order(self, read: Read) -> bool:
         """Whether the rows simply go on behind all before them, of which each sees all."""
         part, window = read.part, read.step.model.config.attention[read.layer].window
-        whole = read.span.sees is None and read.rows is None and part.ids is None and read.view is None
+        whole = read.span.sees is None and not read.late and part.ids is None and read.view is None
         near = window is None or furthest(read.span) < window
         return whole and near and part.plain and part.n == read.span.positions[0]
 
