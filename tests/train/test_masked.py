@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from phasewise.cli.app import main
 from phasewise.errors import UserError
+from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.power import Power
 from phasewise.methods.evict._windows import Window
 from phasewise.methods.evict.longgen import LongGen
@@ -21,12 +22,11 @@ from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
 from phasewise.train import dense, masked
-from phasewise.train.artefacts import Job, attend_power, evict_longgen
+from phasewise.train.artefacts import Job, attend_infllm, attend_power, evict_longgen
 from phasewise.train.dense import Block, Dense, Shape, losses
 from phasewise.train.lowrank import LowRank
-from phasewise.train.masked import Mask, masked_loss
+from phasewise.train.masked import Hidden, Mask, masked_loss
 from phasewise.train.mixture import Mixture, Stage
-from phasewise.train.passes import Pass
 from phasewise.train.trainer import Loss, Recipe, Run, fit
 from phasewise.verbs.host import Host
 from tests import tiny as engines
@@ -40,7 +40,9 @@ METHODS: dict[str, Any] = {
     "evict.longgen": lambda **more: LongGen(**LONGGEN, **more),
     "evict.longgen strided": lambda **more: LongGen(0, 5, 3, 4, **more),
     "attend.power": lambda **more: Power(2, 1, 0, **more),
+    "attend.infllm": lambda **more: InfLLM(4, 1, 4, 1, 20, **more),
 }
+MODULES: dict[str, Any] = {"attend.power": attend_power, "attend.infllm": attend_infllm}
 EVERY = pytest.mark.parametrize("name", METHODS)
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 recipe = partial(tiny.recipe, stages=STAGES, size=700, warmup=2)
@@ -53,9 +55,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.lively(SHAPE, tmp_path_factory.mktemp("base") / "model")
 
 
-def mask_of(name: str, model: Model) -> Mask:
-    module: Any = attend_power if name == "attend.power" else evict_longgen
-    mask: Mask = module.mask(METHODS[name](), model.config)
+def mask_of(name: str, model: Model) -> Hidden:
+    module: Any = MODULES.get(name, evict_longgen)
+    mask: Hidden = module.mask(METHODS[name](), model.config)
     return mask
 
 
@@ -81,7 +83,7 @@ def test_the_twin_gives_the_engines_logits(base: Path, name: str, seed: int | No
             delta[each].copy_(value)
     ids = torch.tensor([[*text, *[0] * (90 - len(text))] for text in texts])
     block = Block.of(ids, ids)
-    hidden = twin.hidden([block], Pass(sees=mask_of(name, model).over([block]), delta=delta))
+    hidden = twin.hidden([block], mask_of(name, model).on([block], delta))
     rows = F.linear(hidden, twin.embed_tokens.weight).view(2, 90, -1)
     for text, found in zip(texts, rows):
         want = served(model, name, "none" if seed is None else f"random:{seed}", text)
@@ -104,7 +106,9 @@ def test_masks_go_by_positions() -> None:
     assert sees(0, 1) is apart, "made once"
 
 
-def tune(twin: Dense, run: Run[LowRank], mask: Mask, steps: Recipe, out: Path, saved: object = None) -> list[list[str]]:
+def tune(
+    twin: Dense, run: Run[LowRank], mask: Hidden, steps: Recipe, out: Path, saved: object = None
+) -> list[list[str]]:
     def loss(stage: Stage, batch: Batch) -> Loss:
         return masked_loss(twin, run.model, mask, batch)
 
@@ -113,7 +117,7 @@ def tune(twin: Dense, run: Run[LowRank], mask: Mask, steps: Recipe, out: Path, s
         return [row[:5] for row in csv.reader(file)]  # all but the speed
 
 
-def ready(base: Path, name: str) -> tuple[Dense, Run[LowRank], Mask]:
+def ready(base: Path, name: str) -> tuple[Dense, Run[LowRank], Hidden]:
     torch.manual_seed(0)
     model = Model.load(base)
     run = masked.start(METHODS[name]().artefact(model.config))
@@ -168,6 +172,10 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path)
 
 COMMANDS = {
     "evict.longgen:sinks=2,window=6": ("evict.longgen-sinks2-window6-fullmiddle.safetensors", "longgen:window=7"),
+    "attend.infllm:block=4,window=4,topk=1,dense_len=20": (
+        "attend.infllm-block4-init1-window4-topk1-dense_len20.safetensors",
+        "infllm:block=4,window=4,topk=2,dense_len=20",
+    ),
     "attend.power:block=2,window=1": ("attend.power-block2-window1-sinks1.safetensors", "power:block=2,window=2"),
 }
 
@@ -195,7 +203,7 @@ def test_the_command_trains_what_the_engine_then_finds(
 
 
 def test_nothing_hidden_is_nothing_to_train(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for setting in ("evict.longgen:window=508", "attend.power:block=128"):
+    for setting in ("evict.longgen:window=508", "attend.power:block=128", "attend.infllm"):
         with pytest.raises(SystemExit) as left:
             main(["train", "artefact", setting, "--model", str(base), "--out", str(tmp_path)])
         assert left.value.code == 2 and "there is nothing to train" in capsys.readouterr().err
@@ -221,7 +229,7 @@ def test_from_scratch_copying_over_distance_is_learned_beyond_the_windows_reach(
         targets = ids.roll(distance, 1)
         targets[:, :distance] = -1
         block = Block.of(ids, targets)
-        (each_loss,) = losses(model, [block], Pass(sees=mask.over([block])))
+        (each_loss,) = losses(model, [block], mask.on([block], None))
         optimizer.zero_grad()
         each_loss.mean().backward()
         optimizer.step()

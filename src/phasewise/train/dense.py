@@ -105,18 +105,22 @@ class Attention(nn.Module):
         size = scene.sizes[number]
         q, k, v = (each.view(*size, *each.shape[1:]) for each in part)  # [rows, length, heads, D]
         k, v, mask = scene.reads(number, k, v)
+        if scene.how.picks is not None:
+            mask = scene.how.picks(scene.layer, number, q, k)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [rows, heads, length, D]
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if mask is not None:
+            mask = mask[:, None] if mask.ndim == 3 else mask.repeat_interleave(groups, 1)  # of all heads, or of each
         if size[1] < SHORT and q.device.type == "cpu":
             mixed = _plain(q, k, v, mask)
         elif mask is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         if scene.how.blend is not None:
             share = scene.how.blend.share[scene.layer].repeat_interleave(groups)[:, None, None]  # [heads, 1, 1]
-            mixed = share * mixed + (1 - share) * _plain(q, k, v, scene.how.blend.near[number])
+            mixed = share * mixed + (1 - share) * _plain(q, k, v, scene.how.blend.near[number][:, None])
         return mixed.transpose(1, 2).reshape(size[0] * size[1], -1)
 
 
@@ -124,7 +128,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         hidden = torch.full((q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
     else:
-        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)[:, None]
+        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)) + hidden
     return torch.matmul(scores.softmax(-1), v)
 

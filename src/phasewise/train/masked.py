@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,12 +56,24 @@ class Mask:
 
         return sees
 
+    def on(self, blocks: Sequence[Block], delta: LowRank | None) -> Pass:
+        return Pass(sees=self.over(blocks), delta=delta)
+
     def _of(self, positions: Tensor) -> Tensor:
         """bool [rows or 1, length, length]; 1 where all rows stand at the same positions."""
         if bool((positions == positions[:1]).all()):
             positions = positions[:1]
         own = torch.ones(2 * positions.shape[1:], dtype=torch.bool, device=positions.device).tril_()
         return own & self.seen(positions[:, :, None], positions[:, None])
+
+
+class Hidden(Protocol):
+    """What rows do not see: where, and the pass that it makes of blocks and low-rank weights."""
+
+    @property
+    def layers(self) -> Collection[int]: ...
+
+    def on(self, blocks: Sequence[Block], delta: LowRank | None) -> Pass: ...
 
 
 def start(made: Artefact) -> Run[LowRank]:
@@ -70,23 +83,23 @@ def start(made: Artefact) -> Run[LowRank]:
     return Run(delta, [optimizer], settings={"method": made.setting})
 
 
-def masked_loss(twin: Dense, delta: LowRank | None, mask: Mask, batch: tuple[list[Block], list[Block]]) -> Loss:
+def masked_loss(twin: Dense, delta: LowRank | None, mask: Hidden, batch: tuple[list[Block], list[Block]]) -> Loss:
     """Cross-entropy of what follows under the mask."""
     source, tasks = batch
     blocks = [*source, *tasks]
     with halved(twin.embed_tokens.weight.device):
-        each = losses(twin, blocks, Pass(sees=mask.over(blocks), delta=delta))
+        each = losses(twin, blocks, mask.on(blocks, delta))
     code, task = torch.cat(each[: len(source)]), torch.cat(each[len(source) :])
     return weighed(code, task, sum(block.ids.numel() for block in blocks))
 
 
-def tune(made: Artefact, mask: Mask, job: Job) -> Path:
+def tune(made: Artefact, mask: Hidden, job: Job, usual: int = TOKENS) -> Path:
     """Train the low-rank weights of an artefact; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     if not mask.layers:
         raise UserError(f"{made.setting}: every row sees everything in this model: there is nothing to train")
     base, twin = job.base()
     torch.manual_seed(job.seed)
-    tokens = job.tokens or TOKENS
+    tokens = job.tokens or usual
     run = start(made)
     if job.resume:
         run.read(job.checkpoint)

@@ -52,8 +52,9 @@ class Pass:
     pass unchanged and leave no keys there. `delta`: low-rank weights, for the rows of `tuned` (bool [tokens]; None =
     all). `taps`: the outputs of the layers that are its keys, filled in. `kept`: one per block, given the keys and
     values of every layer that runs. `instead`: one per block, keys and values that its rows read in the place of their
-    own. `blend`: heads that mix attention over everything with attention over less. `soft`: int64 [n] of all tokens,
-    and rows [n, hidden] that enter in their place.
+    own. `picks(layer, block, q, k)`: what rows choose by queries and keys, [rows, length, heads or kv_heads, D]: bool
+    [rows, kv_heads, length, length]. `blend`: heads that mix attention over everything with attention over less.
+    `soft`: int64 [n] of all tokens, and rows [n, hidden] that enter in their place.
     """
 
     sees: Callable[[int, int], Tensor | None] | None = None
@@ -64,6 +65,7 @@ class Pass:
     taps: dict[int, Tensor] = field(default_factory=dict)
     kept: Sequence[Past] | None = None
     instead: Sequence[Past] | None = None
+    picks: Callable[[int, int, Tensor, Tensor], Tensor] | None = None
     blend: Blend | None = None
     soft: tuple[Tensor, Tensor] | None = None
 

@@ -2,8 +2,9 @@
 
 Promises exact attention over at most `init` + `topk` + local blocks per query row and KV head, of which decoded rows
 read nothing else; so in prompts, too. Rows at positions below `dense_len` - 1 are dense, and the cache stays whole.
-Nothing is trained for it: the paper's models went on training with it for 5B tokens, and lose little because of that.
-A model that did not has never been without the blocks that are left out here, and may lose more.
+Nothing has to be trained for it, but the paper's models went on training with it for 5B tokens, and lose little because
+of that: low-rank weights beside the model's own can be, with which prompts and answers run. A model that did not go on
+has never been without the blocks that are left out here, and may lose more.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ from phasewise.kv.buffer import KVShape
 from phasewise.kv.layer_kv import rounded
 from phasewise.kv.vectors import Kept
 from phasewise.methods.attend._select import NEVER, best, grouped, single, tally, voted
+from phasewise.methods.attend.dense import Dense
+from phasewise.model.artefacts import Artefact
+from phasewise.model.config import ModelConfig
+from phasewise.model.lowrank import Delta, shapes
 from phasewise.ops.native.choice import SHARE, Candidates
 from phasewise.step.choice import VectorChoice, furthest
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
+from phasewise.verbs.host import Host
 
 NAME = "infllm"
 ENTRIES = 1 << 27  # of a mask that is made at a time
+RANK = 8  # of the low-rank weights of every linear layer
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,10 @@ class InfLLM:
     score of the five windows that overlap it.
 
     Means cost 1 / `block` * 4 of the keys, within the KV budget. Where rows were given up, means are of what is left of
-    a window, and all keys are read to choose. Left out: training, and a softmax normalised by coarser means, which the
-    paper has to save a second pass over the means; prompts are no faster for it here, for only decoded rows list what
-    they read.
+    a window, and all keys are read to choose. `weights`: `none` (the model as it is), `auto` (trained for this model
+    and these knobs; beside the model, or shipped), a file, or `random:SEED` (to test with). Left out: a softmax
+    normalised by coarser means, which the paper has to save a second pass over the means; prompts are no faster for it
+    here, for only decoded rows list what they read.
     """
 
     block: int = 64
@@ -51,6 +59,7 @@ class InfLLM:
     window: int = 2048
     topk: int = 64
     dense_len: int = 8192
+    weights: str = "none"
 
     paper: ClassVar[str] = "arXiv 2506.07900"
     guarantee: ClassVar[str] = "lossy"
@@ -60,6 +69,8 @@ class InfLLM:
         {},
         {"block": 16, "window": 128, "topk": 16, "dense_len": 512},
         {"block": 16, "window": 128, "topk": 4, "dense_len": 512},
+        {"block": 16, "window": 32, "topk": 4, "dense_len": 256},
+        {"block": 16, "window": 32, "topk": 4, "dense_len": 256, "weights": "auto"},
     )
     tight: ClassVar[dict[str, object]] = {"block": 4, "init": 1, "window": 4, "topk": 1, "dense_len": 0}
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
@@ -73,6 +84,21 @@ class InfLLM:
         for name, least in (("init", 0), ("window", 1), ("topk", 1), ("dense_len", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"infllm: {name}={getattr(self, name)} must be at least {least}")
+
+    def artefact(self, config: ModelConfig) -> Artefact:
+        """Low-rank weights of all layers."""
+        knobs = {name: getattr(self, name) for name in ("block", "init", "window", "topk", "dense_len")}
+        tensors = shapes(config, range(config.layers), RANK)
+        return Artefact("attend.infllm", tensors, knobs, "leave weights out for the model as it is")
+
+    def bind(self, host: Host) -> InfLLM | _Tuned | Dense:
+        config = host.model.config
+        if self.weights == "none":
+            return self
+        if not self.acts(config.max_positions):
+            return Dense()  # everything is read: that is the model itself
+        tensors = host.artefact(self.artefact(config), self.weights)
+        return _Tuned(self, Delta(tensors, host.model.dtype, host.model.device))
 
     @property
     def stride(self) -> int:
@@ -156,19 +182,24 @@ class InfLLM:
     def _select(self, read: Read) -> Tensor:
         """What every row reads, bool [h, R, N], for several rows, windows or caches with gaps."""
         part, mask = read.part, read.mask()
-        heads, n = part.size
-        at = read.q_positions
-        block = part.positions // self.block  # [1 | h, N]
-        own = (at // self.block)[:, None]  # [R, 1]
-        always = (block[:, None] < self.init) | (block[:, None] > own - self.local)
-        always |= ~torch.tensor([self.acts(t + 1) for t in at.tolist()], device=at.device)[:, None]
+        always = self.always(part.positions, read.q_positions)
         if read.view is not None and read.view.moved is not None:
             slots, delta = read.view.moved
             always[:, :, slots] |= (delta != 0)[:, None]
-        seen = always.new_ones(1, len(at), n) if mask is None else mask
-        rivals = (seen & ~always).expand(heads, -1, -1)  # [h, R, N]
+        seen = always.new_ones(1, len(read.q), part.size[1]) if mask is None else mask
         votes = self._votes(read, self._means(read)) if self._in_order(read) else self._slow_votes(read, seen)
-        column = block[:, None].expand_as(rivals)
+        return self.read_of(seen, always, part.positions, votes)
+
+    def always(self, positions: Tensor, at: Tensor) -> Tensor:
+        """Which of the rows at these positions [1 | h, N] those `at` [R] read in any case, bool [1 | h, R, N]."""
+        block, own = positions[:, None] // self.block, (at // self.block)[:, None]
+        always = (block < self.init) | (block > own - self.local)
+        return always | ~torch.tensor([self.acts(t + 1) for t in at.tolist()], device=at.device)[:, None]
+
+    def read_of(self, seen: Tensor, always: Tensor, positions: Tensor, votes: Tensor) -> Tensor:
+        """Of what is seen, what is read, given the scores of all blocks [h, R, B]: bool [h, R, N]."""
+        rivals = (seen & ~always).expand(len(votes), -1, -1)  # [h, R, N]
+        column = (positions // self.block)[:, None].expand_as(rivals)
         there = torch.zeros_like(votes, dtype=torch.int32).scatter_add_(2, column, rivals.int()) > 0  # [h, R, B]
         taken = best(votes, there, there.new_full((1, 1, 1), self.topk, dtype=torch.int64))
         return (seen & always) | (rivals & taken.gather(2, column))
@@ -176,14 +207,15 @@ class InfLLM:
     def _votes(self, read: Read, means: Tensor) -> Tensor:
         """The score of every block from the means [h, W, D] of complete windows, logarithms [h, R, B]."""
         logits = grouped(read.q, len(means)) * read.scale @ means.float().mT[:, None]  # [h, G, R, W]
-        return self._pooled(logits, None, read)
+        return self.pooled(logits, None, read.q_positions, furthest(read.span))
 
-    def _pooled(self, logits: Tensor, filled: Tensor | None, read: Read) -> Tensor:
-        """Logits of windows [h, G, R, W], of which those `filled` [1 | h, R, W] are of any row, to scores of blocks."""
+    def pooled(self, logits: Tensor, filled: Tensor | None, at: Tensor, last: int) -> Tensor:
+        """Logits of windows [h, G, R, W], of which those `filled` [1 | h, R, W] are of any row, to the scores that rows
+        `at` [R] give all blocks up to that of position `last`, logarithms [h, R, B]."""
         ends = (torch.arange(logits.shape[3], device=logits.device) + 2) * self.stride - 1  # last positions
-        among = (ends <= read.q_positions[:, None])[None]  # [1, R, W]
+        among = (ends <= at[:, None])[None]  # [1, R, W]
         votes = tally(logits, among if filled is None else among & filled)  # [h, R, W]
-        blocks = furthest(read.span) // self.block + 1
+        blocks = last // self.block + 1
         wide = F.pad(votes, (0, max(0, 4 * blocks - votes.shape[2])), value=NEVER).nan_to_num(NEVER, neginf=NEVER)
         return F.max_pool1d(wide, 5, 4, 1)[..., :blocks]
 
@@ -204,7 +236,7 @@ class InfLLM:
         if fresh == upto:
             return found.known
         read.count_keys((fresh + 1 - upto) * stride * part.size[0])
-        return torch.cat((found.known, self._mean(part.keys(upto * stride, (fresh + 1) * stride))), 1)
+        return torch.cat((found.known, self.mean(part.keys(upto * stride, (fresh + 1) * stride))), 1)
 
     def _kept(self, read: Read) -> Kept:
         """The means of windows of committed rows."""
@@ -217,11 +249,11 @@ class InfLLM:
         if found.upto < upto:
             read.count_keys((upto + 1 - found.upto) * stride * part.size[0])
             found = found.roomy(self.windows(rounded(part.size[1])))
-            found.add(self._mean(part.keys(found.upto * stride, (upto + 1) * stride)))
+            found.add(self.mean(part.keys(found.upto * stride, (upto + 1) * stride)))
             part.derived.keep(key, found)
         return found
 
-    def _mean(self, keys: Tensor) -> Tensor:
+    def mean(self, keys: Tensor) -> Tensor:
         """The means of the windows in consecutive rows [h, m, D], in the keys' type."""
         heads, _, dim = keys.shape
         rows = keys.float().view(heads, -1, self.stride, dim)
@@ -249,4 +281,18 @@ class InfLLM:
         rows = products.new_zeros((apart, len(read.q), count))
         rows.scatter_add_(2, quarter.expand(apart, -1, -1), seen.expand(apart, -1, -1).to(products.dtype))
         total, filled = sums[..., :-1] + sums[..., 1:], rows[..., :-1] + rows[..., 1:]
-        return self._pooled(total / filled[:, None].clamp_min(1), filled > 0, read)
+        means = total / filled[:, None].clamp_min(1)
+        return self.pooled(means, filled > 0, read.q_positions, furthest(read.span))
+
+
+class _Tuned:
+    """The same with weights that were trained for it, with which all rows run, those that read everything as well."""
+
+    def __init__(self, knobs: InfLLM, delta: Delta) -> None:
+        self.knobs, self.delta, self.choice, self.beside = knobs, delta, knobs.choice, knobs.beside
+
+    def looks(self, span: Span) -> bool:
+        return self.knobs.looks(span)
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        return self.knobs(reads)
