@@ -1,21 +1,16 @@
-"""InfLLM v2 of MiniCPM4: blocks chosen by the means of their keys, by a model that went on training with it."""
+"""InfLLM v2 of MiniCPM4: blocks chosen by the means of their keys, here without the training that makes it good."""
 
 from __future__ import annotations
 
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.reproduce import loads
-from phasewise.reproduce.conversations import TOKENS, compared
-from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.selected import RandomBlocks
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 BLOCK, INIT, WINDOW, TOPK, LEAST, NEW = 16, 1, 32, 4, 256, 40
 KNOBS = f"block={BLOCK},init={INIT},window={WINDOW},topk={TOPK},dense_len={LEAST}"
 METHOD = InfLLM(BLOCK, INIT, WINDOW, TOPK, LEAST)
-ON, UNTRAINED = (Setting({"attend": f"infllm:{KNOBS},weights={weights}"}) for weights in ("auto", "none"))
-DRAWN = Setting({"attend": f"infllm:{KNOBS},weights=random:0"})  # for the clock, which does not care what was learned
-RANDOM = Setting(objects={"attend": RandomBlocks(BLOCK, INIT, WINDOW, TOPK, LEAST)})
 
 
 def read(case: Case, run: Run) -> int:
@@ -38,11 +33,6 @@ def closed(case: Case) -> int:
     return total
 
 
-def drawn(lab: Lab) -> Tried:
-    """Second questions about a text, against blocks that nobody chose."""
-    return compared(lab, ON, {"random": RANDOM}, {"dense": Setting(), "untrained": UNTRAINED})
-
-
 SYSTEM = System(
     title="MiniCPM4, InfLLM v2",
     paper=Paper("MiniCPM4: Ultra-Efficient LLMs on End Devices", "2506.07900"),
@@ -50,12 +40,12 @@ SYSTEM = System(
     "32K: 82.6 and 84.3) while it reads 6K of up to 128K tokens: attention is 3.1 to 7.4 times as fast.",
     conditions=("MiniCPM4-8B, 16 query heads per KV head, trained with it for 5B tokens", "A100 and RTX 4090",
                 "128K tokens, prompts sparse as well"),
-    method=ON,
+    method=Setting({"attend": f"infllm:{KNOBS}"}),
     baseline=Setting(),
-    control=UNTRAINED,
-    control_is="the same choice without the training",
+    control=Setting(objects={"attend": RandomBlocks(BLOCK, INIT, WINDOW, TOPK, LEAST)}),
+    control_is="as many blocks, first and local ones among them, the others drawn at random per head and row",
     load=loads.lone(768, NEW),
-    missing=("the speed of prompts",),
+    missing=("training with it", "the speed of prompts"),
     counters=(
         Counter("KV bytes read while decoding",
                 "rows of init + topk + local blocks, a mean per quarter of a block, keys of windows just complete",
@@ -63,12 +53,6 @@ SYSTEM = System(
     ),
     savings=(Saving("KV bytes read while decoding", read, "baseline", 1.5),),
     quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
-    attempts=(
-        Attempt("claim", f"second question about {TOKENS:,} tokens, less as many blocks drawn at random",
-                "all of it above 0", drawn),
-    ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
-                    tokens=8192, settings={"method": DRAWN}),),
-    note="A query row reads 8 blocks of 16 rows from 256 on; trained for a million tokens, padding included "
-    "(`phasewise train artefact attend.infllm:block=16,window=32,topk=4,dense_len=256`).",
+                    tokens=8192),),
 )  # fmt: skip
