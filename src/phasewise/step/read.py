@@ -52,17 +52,14 @@ class Read:
         self.answer: Tensor | None = None  # of `attend`, where it is there already
 
     def slices(self, entries: int) -> list[Read]:
-        """Consecutive rows of it, so many that heads x rows x slots are at most so many entries (or one row): methods
-        that make a mask of a long prompt make it piece by piece. Only where no evicting method has a view of it."""
-        heads, n = self.part.size
-        some, rows = max(1, entries // (heads * n)), self.q.shape[0]
-        if rows <= some or self.view is not None or self.rows is not None:
+        """Consecutive rows of it, so that heads x rows x slots are at most so many entries (or it is one row): methods
+        that make a mask of a long prompt make it piece by piece. Whole where an evicting method has a view of it."""
+        some = max(1, entries // (self.part.size[0] * self.part.size[1]))
+        if self.q.shape[0] <= some or self.view is not None or self.rows is not None:
             return [self]
-        found = []
-        for first in range(0, rows, some):
-            piece = Read(self.step, self.layer, self.span, self.q[first : first + some], self.part)
-            piece.rows, piece.at = list(range(first, min(first + some, rows))), self.at
-            found.append(piece)
+        found = [Read(self.step, self.layer, self.span, q, self.part) for q in torch.split(self.q, some)]
+        for i, piece in enumerate(found):
+            piece.rows = list(range(i * some, i * some + len(piece.q)))
         return found
 
     # ---- what is where
