@@ -25,7 +25,9 @@ def spell(verb: str, name: str, knobs: dict[str, Any] | None = None) -> str:
         for field, its in catalog.parts_of(cls).items()
         if field in known and its.kind in catalog.VERBS and its.default in catalog.names(its.kind)
     }
-    chosen = second | {knob: value for knob, value in UNTRAINED.items() if knob in known} | held | (knobs or {})
+    usual = {field.name: field.default for field in dataclasses.fields(cls)}  # "none": it works without, if not told to
+    drawn = {knob: value for knob, value in UNTRAINED.items() if knob in known and usual.get(knob) != "none"}
+    chosen = second | drawn | held | (knobs or {})
     return name + (":" + ",".join(f"{k}={v}" for k, v in chosen.items()) if chosen else "")
 
 

@@ -48,6 +48,7 @@ def model(experts: int) -> Model:
         {"attend": "token_select:k=6,first=2,local=4,theta=0.1"},
         {"attend": "instinfer:r=3,k=12"},
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
+        {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0,weights=random:0"},
         {"attend": "tidal:k=8,dense=0,second=2,every=5"},
         {"attend": "power:block=3,window=2,sinks=1,weights=random:0"},
         {"attend": "power:block=3,window=2,sinks=1,weights=none"},

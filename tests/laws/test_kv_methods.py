@@ -40,6 +40,7 @@ METHODS = {
     "longgen quest int8": LONGGEN | QUEST | INT8,
     "longgen strided": {"evict": "longgen:sinks=0,window=9,stride=3,block=4,weights=none"},
     "power": POWER,
+    "infllm tuned": {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0,weights=random:0"},
     "power streaming": POWER | STREAMING,
     "power snapkv int8": POWER | SNAPKV | INT8,
     "snapkv": SNAPKV,
