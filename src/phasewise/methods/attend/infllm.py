@@ -69,7 +69,6 @@ class InfLLM:
         {},
         {"block": 16, "window": 128, "topk": 16, "dense_len": 512},
         {"block": 16, "window": 128, "topk": 4, "dense_len": 512},
-        {"block": 16, "window": 32, "topk": 4, "dense_len": 256},
     )
     tight: ClassVar[dict[str, object]] = {"block": 4, "init": 1, "window": 4, "topk": 1, "dense_len": 0}
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")

@@ -45,7 +45,8 @@ SYSTEM = System(
     control=Setting(objects={"attend": RandomBlocks(BLOCK, INIT, WINDOW, TOPK, LEAST)}),
     control_is="as many blocks, first and local ones among them, the others drawn at random per head and row",
     load=loads.lone(768, NEW),
-    missing=("training with it", "the speed of prompts"),
+    missing=("training that brings it nearer to dense: two short runs did not (docs/pocket.md)",
+             "the speed of prompts"),
     counters=(
         Counter("KV bytes read while decoding",
                 "rows of init + topk + local blocks, a mean per quarter of a block, keys of windows just complete",
