@@ -36,8 +36,9 @@ def served(count: int, at_once: int = 1) -> list[Served]:
     return found
 
 
-def load(path: Path, at_once: int = 1, events: bool = True) -> Path:
+def load(path: Path, at_once: int = 1, events: bool = True, answers: list[Served] | None = None) -> Path:
     """As `bench load --record` writes it."""
+    answers = answers or served(6, at_once)
     command = f"phasewise bench load --record {path.name} '<b>'"
     row = {
         "bench": "load",
@@ -45,9 +46,9 @@ def load(path: Path, at_once: int = 1, events: bool = True) -> Path:
         "model": "m",
         "machine": MACHINE,
         "counters": {"output_tokens": 30.0, "forwards": 15.0},
-        **summary(served(6, at_once), 1.0, SLO(0.5, 0.1)),
+        **summary(answers, 1.0, SLO(0.5, 0.1)),
     }
-    rows: list[dict[str, Any]] = [row, *stamps(served(6, at_once), 0.0)]
+    rows: list[dict[str, Any]] = [row, *stamps(answers, 0.0)]
     if events:
         lane = {"worker": "decode-0", "prefill": 2, "decode": 5, "steps": 1, "drafted": 0, "accepted": 0, "forced": 0}
         rows.append(HELLO)
@@ -155,6 +156,23 @@ def test_a_load_without_events_shows_what_the_client_saw(tmp_path: Path) -> None
     titles = check(page("t", read([load(tmp_path / "one.jsonl", events=False)])))
     assert "Who waited how long" in titles and not any("phases" in title for title in titles)
     assert "Tokens a pass" not in titles, "one token at a time says nothing"
+
+
+def test_answers_that_came_at_once_have_no_gaps(tmp_path: Path) -> None:
+    """As a client sees them that is slower than the server."""
+    answers = [Served(Trace(0.1 * number), 9, None) for number in range(3)]
+    for number, one in enumerate(answers):
+        one.trace.emitted(0.1 * number + 0.2, 6)
+    text = page("t", read([load(tmp_path / "one.jsonl", answers=answers)]))
+    titles = check(text)
+    assert "Who waited how long" in titles and "Tokens a pass" not in titles, "nothing came after a first emission"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_load_of_which_everything_failed_still_has_its_page(tmp_path: Path) -> None:
+    answers = [Served(Trace(0.1 * number), 9, "HTTP 500") for number in range(3)]
+    text = page("t", read([load(tmp_path / "one.jsonl", answers=answers)]))
+    assert "Who waited how long" in check(text) and "3 requests, 3 failed" in text
 
 
 @pytest.mark.parametrize(

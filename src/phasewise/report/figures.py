@@ -18,7 +18,8 @@ def waits(runs: Sequence[Run]) -> Drawing | None:
     figure, panels = axes(1, 3, 3.1)
     for run in recorded:
         for panel, values in zip(panels, _latencies(run)):
-            panel.ecdf([1e3 * value for value in values], label=run.name)
+            if values:  # there is no gap where every answer came at once, and nothing where every request failed
+                panel.ecdf([1e3 * value for value in values], label=run.name)
     about = [run.about("load") for run in recorded]
     for panel, title, key in zip(panels, ("TTFT", "TPOT", "ITL"), ("ttft_target_s", "tpot_target_s", "")):
         for target in {row[key] for row in about if row.get(key)}:
@@ -26,7 +27,8 @@ def waits(runs: Sequence[Run]) -> Drawing | None:
         panel.set_xlabel(f"{title}, ms")
         panel.set_xscale("log")
     panels[0].set_ylabel("share of requests")
-    panels[0].legend(fontsize=8, frameon=False)
+    if panels[0].get_legend_handles_labels()[1]:
+        panels[0].legend(fontsize=8, frameon=False)
     failed = sum(row["failed"] for row in about)
     many = sum(row["requests"] for row in about)
     words = f"{many} requests, {failed} failed; dotted: the target. A gap (ITL) may bring several tokens."
@@ -93,16 +95,16 @@ def memory(run: Run) -> Drawing | None:
 
 def accepted(runs: Sequence[Run]) -> Drawing | None:
     """How many tokens came at once, where drafts were accepted, or several tokens were forced."""
-    recorded = [run for run in runs if any(count > 1 for row in run.served for count in row["counts"])]
+    later = [(run, [count for row in run.served for count in row["counts"][1:]]) for run in runs]
+    recorded = [(run, counts) for run, counts in later if max(counts, default=0) > 1]
     if not recorded:
         return None
     figure, (panel,) = axes(1, 1, 2.8)
-    most = max(count for run in recorded for row in run.served for count in row["counts"])
-    for i, run in enumerate(recorded):
-        counts = [count for row in run.served for count in row["counts"][1:]]
-        heights = [counts.count(n) / max(1, len(counts)) for n in range(1, most + 1)]
+    most = max(max(counts) for _, counts in recorded)
+    for i, (run, counts) in enumerate(recorded):
+        heights = [counts.count(n) / len(counts) for n in range(1, most + 1)]
         width = 0.8 / len(recorded)
-        mean = sum(counts) / max(1, len(counts))
+        mean = sum(counts) / len(counts)
         panel.bar(
             [n + i * width for n in range(1, most + 1)], heights, width, label=f"{run.name}: {mean:.2f} on average"
         )
@@ -110,7 +112,7 @@ def accepted(runs: Sequence[Run]) -> Drawing | None:
     panel.set_ylabel("share of emissions")
     panel.legend(fontsize=8, frameon=False)
     words = "Emissions after a request's first, as the client saw them: a step of plain decoding brings one token."
-    return drawing("Tokens a pass", words, figure, _commands(recorded, "load"))
+    return drawing("Tokens a pass", words, figure, _commands([run for run, _ in recorded], "load"))
 
 
 def handoff(run: Run) -> Drawing | None:
