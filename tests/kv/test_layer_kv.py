@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.cache import KV
-from phasewise.kv.layer_kv import LayerKV
+from phasewise.kv.layer_kv import LayerKV, rounded
 from phasewise.request.counters import Counters
 from tests.step.plain import DIM, HEADS, PlainLayer, Row, assert_same, tensors
 
@@ -243,3 +243,20 @@ def test_rows_past_the_reserve_do_not_fit() -> None:
     shape = KVShape(HEADS, DIM, torch.float32)
     kv = KV([LayerKV(shape, Raw(), ledger, 64), LayerKV(shape, Raw(), ledger, 128)], Counters())
     assert kv.growth(64) == 0 and kv.growth(65) == 64 * HEADS * DIM * 2 * 4
+
+
+def test_a_long_text_is_moved_no_more_often_than_a_short_one() -> None:
+    """Room grows by a sixteenth: a row costs at most 32 copies of one, and nothing larger is booked."""
+    ledger = Ledger(1 << 30)
+    layer = LayerKV(KVShape(1, 1, torch.float32), Raw(), ledger, 64)
+    bytes_of_row, moved, last = 8, 0, 0
+    for n in range(20_000):
+        moved += layer.reserve(1)
+        cap = layer.slabs[0].buffer.cap
+        assert cap == rounded(cap) == rounded(n + 1) and n < cap <= max(n + 64, (n + 1) * 17 / 16 + 1)
+        assert ledger.used == cap * bytes_of_row and cap >= last
+        layer.append(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), [n])
+        layer.commit(1)
+        assert moved <= 32 * (n + 1) * bytes_of_row
+        last = cap
+    assert moved > 16 * 20_000 * bytes_of_row / 4, "it has moved"

@@ -22,7 +22,7 @@ from phasewise.engine.queues import Queues
 from phasewise.engine.refusals import DEPTH, kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import Unanswerable, UserError, near
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.layer_kv import stride
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
@@ -71,7 +71,7 @@ class Engine:
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
-        return sum(ROUND * self.runtime(each).store.row_bytes for each in self.running)
+        return sum(stride(each.known) * self.runtime(each).store.row_bytes for each in self.running)
 
     @property
     def workers(self) -> dict[str, int]:

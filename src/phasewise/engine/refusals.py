@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phasewise.engine.binding import Methods, label
 from phasewise.errors import UserError
 from phasewise.kv.blocks import SIDES, marking, sealing
-from phasewise.kv.layer_kv import ROUND, rounded
+from phasewise.kv.layer_kv import ROUND, rounded, stride
 
 if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime
@@ -124,5 +124,5 @@ def longest(runtime: Runtime, reach: int, config: ModelConfig, limit: int) -> in
         return reach
     whole = rounded(config.max_positions)
     # rows are bounded or not, and what is kept beside them may begin at some length: the least that either leaves
-    fit = min(limit * rows // runtime.need(rows) // ROUND * ROUND for rows in (ROUND, whole))
-    return min(reach, fit - runtime.margin)
+    fit = min(limit * rows // runtime.need(rows) for rows in (ROUND, whole))
+    return min(reach, fit // stride(fit) * stride(fit) - runtime.margin)

@@ -27,8 +27,16 @@ if TYPE_CHECKING:
 ROUND = 64  # rows; capacities are multiples of it
 
 
+def stride(rows: int) -> int:
+    """By how many rows room for so many grows: a sixteenth at most, as growing copies them all, so that a row of text
+    costs no more copies than 32 however long the text is."""
+    return max(ROUND, 1 << rows.bit_length() >> 5)
+
+
 def rounded(rows: int) -> int:
-    return -(-max(rows, 1) // ROUND) * ROUND
+    """Room for so many rows, and at most a sixteenth more."""
+    step = stride(rows)
+    return -(-max(rows, 1) // step) * step
 
 
 class Slab:

@@ -11,7 +11,7 @@ from phasewise.engine.admission import Admission
 from phasewise.engine.queues import Queues
 from phasewise.engine.runtime import MARGIN
 from phasewise.kv.buffer import Ledger
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.layer_kv import stride
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, Step
 from phasewise.plan.drafts import NONE, Drafts
@@ -112,7 +112,7 @@ class Station:
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
-        return ROUND * self.engine.row_bytes * len(self.running)
+        return sum(stride(job.known) for job in self.running) * self.engine.row_bytes
 
     # ---- steps
     def begin(self, now: float) -> tuple[float, float] | None:
