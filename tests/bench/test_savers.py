@@ -33,12 +33,14 @@ def measured(*settings: str, batches: Sequence[int] = (1, 3), kv_bytes: int = 64
     load = Load(tokens, batches, NEW, ROUNDS)
     run = Savers(Bench(tiny.model()), [Setting.parse(text) for text in settings], load, Limits(kv_bytes=kv_bytes))
     done: list[int] = []
-    run.run(random_prompts(tiny.VOCAB, 0), itertools.count(1.0).__next__, done.append)
+    run.run(random_prompts(tiny.VOCAB, 0), itertools.count(100.0).__next__, done.append)
     assert done == list(range(1, len(run.turns) + 1))
     rounds = list(dict.fromkeys((turn.batch, turn.group, turn.number) for turn in run.turns))
-    assert [turn.rate for turn in run.turns] == [
-        1.0 + rounds.index((turn.batch, turn.group, turn.number)) for turn in run.turns
-    ]  # memory is read once before every round
+    groups = list(dict.fromkeys((batch, group) for batch, group, _ in rounds))
+    assert run.anew == 0 and [turn.rate for turn in run.turns] == [
+        100.0 + rounds.index((turn.batch, turn.group, turn.number)) + groups.index((turn.batch, turn.group))
+        for turn in run.turns
+    ]  # memory is read once before every round, and after the last one
     return run
 
 
@@ -115,6 +117,25 @@ def test_settings_take_turns_in_rotating_order() -> None:
     assert [(turn.number, turn.setting) for turn in run.turns] == [
         (0, DENSE), (0, "store=int8"), (1, "store=int8"), (1, DENSE),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rates", "counted", "anew"),
+    [([50, 50, 54, 59], [50, 50, 54], 0),
+     ([50, 80, 80, 80, 81], [80, 80, 80], 1),  # the first is measured anew
+     ([50, 56, 50, 50, 40, 40, 41], [50, 40, 40], 3),
+     ([1, 2, 4, 8, 16, 32, 64], [8, 16, 32], 3)],  # no more than as many again
+)  # fmt: skip
+def test_a_round_in_which_the_machine_changed_does_not_count(
+    rates: list[float], counted: list[float], anew: int
+) -> None:
+    run = Savers(Bench(tiny.model()), [Setting.parse("store=int8")], Load(N, [1], NEW, 3), Limits(kv_bytes=64 << 20))
+    said = iter(rates)
+    run.run(random_prompts(tiny.VOCAB, 0), said.__next__)
+    assert [turn.rate for turn in run.turns if turn.setting == DENSE] == counted and run.anew == anew
+    assert [*said] == [] and len(run.turns) == 6
+    before = [turn.read for turn in run.turns if turn.setting == DENSE]
+    assert before == sorted(before) and run.turns[-1].number == 2, "contexts grow all the same"
 
 
 def test_prompts_are_computed_once_where_they_may_be_shared() -> None:

@@ -80,7 +80,7 @@ def test_a_shape_is_random_weights_with_just_enough_context(cli: Cli, monkeypatc
     ("words", "says"),
     [
         (("--model", "pokcet"), "pocket"),
-        (("--model", "TINY", "--tokens", 1020), "lower --tokens to at most 926"),
+        (("--model", "TINY", "--tokens", 1020), "lower --tokens to at most 846"),
         (("--batch", "4,4"), "batch="),
         (("--batch", "0"), "batch="),
         (("--shape", "8by512"), "LAYERSxHIDDEN"),

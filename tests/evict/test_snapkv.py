@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.buffer import ROUND
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.model.model import Model
 from phasewise.request.request import Request

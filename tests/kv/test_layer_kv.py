@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phasewise.kv.buffer import KVShape, Ledger, Raw
+from phasewise.kv.buffer import KVShape, Ledger, Raw, rounded
 from phasewise.kv.cache import KV
-from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.layer_kv import LayerKV
 from phasewise.request.counters import Counters
 from tests.step.plain import DIM, HEADS, PlainLayer, Row, assert_same, tensors
 

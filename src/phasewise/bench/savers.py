@@ -1,7 +1,8 @@
 """What methods that save KV, depth or reads are worth on the clock, beside what the bytes they save promise.
 
 Every setting has an engine of its own, kept alive with the prompts of its requests computed. Then they take turns: each
-decodes a few tokens of every request, in rotating order, and only ratios to dense of the same round count.
+decodes a few tokens of every request, in rotating order, and only ratios to dense of the same round count. A round in
+which the machine began to read memory faster or slower is measured anew.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phasewise.request.request import Request
 NEUTRAL, WORK = "neutral", "work"  # all savers, one way or the other
 SAVING = ("attend", "evict", "store", "skip")  # the verbs whose methods save something
 DENSE = "dense"
+STEADY = 0.1  # how far the rate at which memory is read may be off after a round, as a share of what it was before
 PROMPTS_FIRST = {"schedule": "prefill_first"}  # nobody decodes until all prompts are there: equal contexts
 
 
@@ -62,7 +64,8 @@ def savers(ways: Sequence[str] = (WORK, NEUTRAL)) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Load:
-    """`batch` requests with the same prompt of `tokens` tokens; each round decodes `new` of every one."""
+    """`batch` requests with the same prompt of `tokens` tokens; each round decodes `new` of every one. As many rounds
+    again may be measured anew."""
 
     tokens: int
     batches: Sequence[int]
@@ -72,7 +75,7 @@ class Load:
     @property
     def most(self) -> int:
         """Tokens that a request may make: the first, a round that warms up, all others, and one that stays to come."""
-        return 2 + (1 + self.rounds) * self.new
+        return 2 + (1 + 2 * self.rounds) * self.new
 
     def check(self, model: Model) -> None:
         """Raise UserError where the model's context is too short."""
@@ -150,7 +153,7 @@ class Resident:
 @dataclass
 class Savers:
     """Settings against dense. `refused` holds those that could not run, with the reason; `groups`, by batch, who was
-    alive together, dense in each: all at once where the KV budget holds them."""
+    alive together, dense in each: all at once where the KV budget holds them; `anew`, how many rounds did not count."""
 
     bench: Bench
     settings: Sequence[Setting]
@@ -160,6 +163,7 @@ class Savers:
     turns: list[Turn] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     groups: dict[int, list[list[str]]] = field(default_factory=dict)
+    anew: int = 0
 
     def run(
         self, prompts: Prompts, memory: Callable[[], float], tell: Callable[[int], object] = lambda done: None,
@@ -200,10 +204,18 @@ class Savers:
     def _rounds(self, alive: Sequence[Resident], batch: int, group: int, memory: Callable[[], float]) -> Iterator[Turn]:
         for one in alive:
             one.decode(self.load.new)  # what is derived from the prompt is derived here
+        spare, rate = self.load.rounds, memory()
         for number in range(self.load.rounds):
-            rate = memory()
-            for one in order(alive, number):
-                yield Turn(one.setting.name, batch, group, number, *one.decode(self.load.new), rate)
+            while True:
+                turns = [
+                    Turn(one.setting.name, batch, group, number, *one.decode(self.load.new), rate)
+                    for one in order(alive, number)
+                ]
+                before, rate = rate, memory()
+                if not spare or abs(rate - before) <= STEADY * before:
+                    break
+                spare, self.anew = spare - 1, self.anew + 1
+            yield from turns
 
     def _engines(self) -> dict[str, Resident]:
         """One per setting, dense first. Dense must work; the others may refuse."""

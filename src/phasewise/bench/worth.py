@@ -144,7 +144,8 @@ beside dense decoding, once at its neutral setting, where it must cost nothing, 
 *Gain*: dense's time of a token over the setting's, the median of paired rounds (range). *Gain the bytes promise*: what
 it would be if each byte saved, of KV and of the weights of skipped layers, took as long as this machine needed to read
 one when the round began, and nothing else changed; the median of the rounds. *Reached*: the share of that gain which is
-there, (gain - 1) / (promised - 1); `-` where less than 1 % is promised.
+there, (gain - 1) / (promised - 1); `-` where less than 1 % is promised. A round after which memory was read a tenth
+faster or slower than before it is measured anew, as many times in all as there are rounds.
 """
 
 

@@ -134,6 +134,8 @@ def _tell(run: Savers, name: str, written: Written) -> None:
     title = (
         f"{name}, {dtype}, prompts of {load.tokens} tokens, {load.rounds} interleaved rounds of {load.new} tokens: "
         f"medians; gain as the median of paired ratios (range); memory was read at {_rates(run)} GB/s"
+        + f"; {run.anew} rounds in which that changed were measured anew"
+        * bool(run.anew)
     )
     show.title(title)
     for size in load.batches:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.in_flight import InFlight
-from phasewise.kv.layer_kv import ROUND
+from phasewise.kv.buffer import ROUND
 from phasewise.request.request import Request
 
 

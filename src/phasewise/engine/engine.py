@@ -22,7 +22,7 @@ from phasewise.engine.queues import Queues
 from phasewise.engine.refusals import DEPTH, kept_within, longest, refuse
 from phasewise.engine.runtime import Parts, Runtime
 from phasewise.errors import Unanswerable, UserError, near
-from phasewise.kv.layer_kv import stride
+from phasewise.kv.buffer import stride
 from phasewise.request.request import Left, Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span

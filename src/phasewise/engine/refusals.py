@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phasewise.engine.binding import Methods, label
 from phasewise.errors import UserError
 from phasewise.kv.blocks import SIDES, marking, sealing
-from phasewise.kv.layer_kv import ROUND, rounded, stride
+from phasewise.kv.buffer import ROUND, rounded, stride
 
 if TYPE_CHECKING:
     from phasewise.engine.runtime import Runtime

@@ -12,6 +12,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from phasewise.verbs.store import Codec
 
+ROUND = 64  # rows; capacities are multiples of it
+
+
+def stride(rows: int) -> int:
+    """By how many rows room for so many grows, which copies all: a row costs 32 copies at most, however long a text."""
+    return max(ROUND, 1 << rows.bit_length() >> 5)
+
+
+def rounded(rows: int) -> int:
+    return -(-max(rows, 1) // stride(rows)) * stride(rows)
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from phasewise.kv.blocks import Sealed
-from phasewise.kv.buffer import Buffer
-from phasewise.kv.layer_kv import LayerKV, Slab, rounded
+from phasewise.kv.buffer import Buffer, rounded
+from phasewise.kv.layer_kv import LayerKV, Slab
 from phasewise.kv.wire import Dump
 
 

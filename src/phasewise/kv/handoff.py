@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phasewise.kv.blocks import booked
-from phasewise.kv.buffer import entry_bytes
+from phasewise.kv.buffer import entry_bytes, rounded
 from phasewise.kv.cache import KV
-from phasewise.kv.layer_kv import rounded
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Encoded, Origin
 from phasewise.kv.wire import Misfit as Misfit

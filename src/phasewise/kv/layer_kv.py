@@ -17,26 +17,12 @@ from torch import Tensor
 
 from phasewise.kv.beside import Beside, Derived, Wants
 from phasewise.kv.blocks import SLACK, Marks, Sealed
-from phasewise.kv.buffer import Buffer, KVShape, Ledger, entry_bytes
+from phasewise.kv.buffer import ROUND, Buffer, KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.packed import lying
 from phasewise.kv.part import Part
 
 if TYPE_CHECKING:
     from phasewise.verbs.store import Codec
-
-ROUND = 64  # rows; capacities are multiples of it
-
-
-def stride(rows: int) -> int:
-    """By how many rows room for so many grows: a sixteenth at most, as growing copies them all, so that a row of text
-    costs no more copies than 32 however long the text is."""
-    return max(ROUND, 1 << rows.bit_length() >> 5)
-
-
-def rounded(rows: int) -> int:
-    """Room for so many rows, and at most a sixteenth more."""
-    step = stride(rows)
-    return -(-max(rows, 1) // step) * step
 
 
 class Slab:
@@ -133,10 +119,8 @@ class LayerKV:
         """Make room for `rows` more and stop sharing. Returns bytes copied."""
         moved = 0
         for s in self.slabs:
-            if s.n + rows <= s.buffer.cap and s.buffer.refs == 1:
-                continue
-            left = s.n - self._needless(s)
-            moved += self._replace(s, max(rounded(left + rows), s.buffer.cap))
+            if s.n + rows > s.buffer.cap or s.buffer.refs > 1:
+                moved += self._replace(s, max(rounded(s.n - self._needless(s) + rows), s.buffer.cap))
         if self.sealed is not None:
             moved += self.sealed.reserve(self.n + rows, rounded(self.n + rows))
         self.beside = self.beside.own(self._wanted(min((s.buffer.cap - s.n for s in self.slabs), default=0)))
@@ -323,8 +307,7 @@ class LayerKV:
         self.beside = self.beside.emptied()
 
     def _heads(self, s: Slab) -> list[int]:
-        heads: list[int] = list(range(s.buffer.heads)) if s.heads is None else s.heads.tolist()
-        return heads
+        return [*range(s.buffer.heads)] if s.heads is None else [*s.heads.tolist()]
 
     def _gather(self, s: Slab, index: Tensor, room: int) -> int:
         """index [1 | h, K] -> the slab holds just those rows."""

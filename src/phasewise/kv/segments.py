@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from phasewise.kv.buffer import rounded
 from phasewise.kv.cache import KV
-from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Misfit
 

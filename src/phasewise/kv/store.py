@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from phasewise.kv.beside import Wants
 from phasewise.kv.blocks import booked
-from phasewise.kv.buffer import KVShape, Ledger, entry_bytes
+from phasewise.kv.buffer import KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.cache import KV
-from phasewise.kv.layer_kv import LayerKV, rounded
+from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.left import Left
 from phasewise.kv.prefix import LayerRows, PrefixCache
 from phasewise.kv.wire import Wire

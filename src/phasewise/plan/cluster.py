@@ -10,8 +10,7 @@ from typing import Any, cast
 from phasewise.cluster.launcher import WorkerSpec
 from phasewise.cluster.load import has_room, may_keep
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
-from phasewise.kv.buffer import Ledger
-from phasewise.kv.layer_kv import rounded
+from phasewise.kv.buffer import Ledger, rounded
 from phasewise.kv.pool import Account, Table
 from phasewise.plan.beside import Beside
 from phasewise.plan.cost import Cost

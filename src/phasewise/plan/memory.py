@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from phasewise.kv.buffer import Ledger
-from phasewise.kv.layer_kv import rounded
+from phasewise.kv.buffer import Ledger, rounded
 from phasewise.kv.prefix import Node, PrefixCache, PrefixTree
 from phasewise.request.counters import Counters
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, cast
 from phasewise.engine.admission import Admission
 from phasewise.engine.queues import Queues
 from phasewise.engine.runtime import MARGIN
-from phasewise.kv.buffer import Ledger
-from phasewise.kv.layer_kv import stride
+from phasewise.kv.buffer import Ledger, stride
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, Step
 from phasewise.plan.drafts import NONE, Drafts

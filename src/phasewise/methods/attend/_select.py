@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phasewise.kv.layer_kv import rounded
+from phasewise.kv.buffer import rounded
 from phasewise.kv.vectors import Kept
 from phasewise.ops.native import choice as native
 from phasewise.step.choice import VectorChoice

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
-from phasewise.kv.layer_kv import rounded
+from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.vectors import Kept
 from phasewise.methods.attend._select import NEVER, best, grouped, single, tally, voted
 from phasewise.methods.attend.dense import Dense

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
-from phasewise.kv.layer_kv import rounded
+from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.part import Part
 from phasewise.methods.attend._select import NEVER, Sorted, best, counted, grouped, listing, share, single
 from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, takes

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
-from phasewise.kv.layer_kv import rounded
+from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.pages import PageKeys
 from phasewise.kv.part import Part
 from phasewise.kv.promises import chosen, promises, split
