@@ -47,6 +47,7 @@ template <int Q, int N> long add_lines(const Looked& some, const float* q, long 
     F sums[Q][N] = {};
     for (long c = 0; c < some.count; c++) {
       const bf16* line = some.first + some.channels[c] * some.line + j;
+      for (int i = 0; i < N; i += 2) __builtin_prefetch(line + (2 * N + i) * LANES, 0, 3);
       for (int i = 0; i < N; i++) {
         F numbers = load_floats(line + i * LANES);
         for (int g = 0; g < Q; g++) sums[g][i] += numbers * q[g * some.count + c];

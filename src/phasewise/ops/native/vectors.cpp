@@ -95,7 +95,10 @@ template <int W> long score_dense(const bf16* q, long queries, const bf16* rows,
   long done = 0;
   for (; done + LANES <= count; done += LANES, rows += LANES * W) {
     __m512i lying[N];
-    for (int i = 0; i < N; i++) lying[i] = load<__m512i>(rows + i * 32);
+    for (int i = 0; i < N; i++) {
+      __builtin_prefetch(rows + 4 * LANES * W + i * 32, 0, 3);
+      lying[i] = load<__m512i>(rows + i * 32);
+    }
     for (long g = 0; g < queries; g++)
       store(out + g * wide + done, Dense<W>::meet(Dense<W>::take(q + g * W), lying));
   }
