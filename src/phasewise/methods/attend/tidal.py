@@ -36,9 +36,9 @@ class Tidal:
     1,024 tokens the pocket model finds 1 with second=3, 3 with 5 and 7 with 6. So try it on each model (--needle).
 
     Rows that read less than everything leave keys and values that dense attention would not have left. After every
-    `every` tokens those of them are computed again in one pass with the next token's row, reading everything: 1 more
-    row per token, counted as `recomputed`. 0 never does. Drafts end where such a pass is due. What a row reads follows
-    from its position and the number of known tokens alone. Left out: evict methods that give rows up while decoding,
+    `every` tokens those of them are computed again in one pass with the next token's row, all of which read everything:
+    1 more row per token, counted as `recomputed`. So does the first row after a prompt. 0 never does. Drafts end where
+    such a pass is due. What a row reads follows from its position and the number of known tokens alone. Left out: evict methods that give rows up while decoding,
     and decode methods that finish tokens in blocks (refused, unless every=0).
     """
 
@@ -107,7 +107,11 @@ class Picker:
     def looks(self, span: Span) -> bool:
         positions = span.positions
         last = positions[-1] if isinstance(positions, range) else max(positions)
-        return last >= max(self._settled(span.request), self.k + 1)
+        return last >= self._first(span.request)
+
+    def _first(self, request: Request) -> int:
+        """The first position whose row may read less."""
+        return max(self._settled(request) + bool(self.every), self.k + 1)
 
     def _settled(self, request: Request) -> int:
         """Rows below this position are those of dense attention for good, when the last known token's row comes."""
@@ -166,7 +170,7 @@ class Picker:
         """Which of the span's rows read less, bool [rows]; None: none of them does."""
         span, key = read.span, (id(self), id(read.span), "sparse")
         if key not in read.step.notes:
-            least = max(self._settled(span.request), self.k + 1)
+            least = self._first(span.request)
             positions = torch.tensor(list(span.positions), device=read.q.device)
             read.step.notes[key] = positions >= least if self.looks(span) else None
         found: Tensor | None = read.step.notes[key]
