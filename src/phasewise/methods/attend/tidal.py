@@ -38,8 +38,8 @@ class Tidal:
     Rows that read less than everything leave keys and values that dense attention would not have left. After every
     `every` tokens those of them are computed again in one pass with the next token's row, all of which read everything:
     1 more row per token, counted as `recomputed`. So does the first row after a prompt. 0 never does. Drafts end where
-    such a pass is due. What a row reads follows from its position and the number of known tokens alone. Left out: evict methods that give rows up while decoding,
-    and decode methods that finish tokens in blocks (refused, unless every=0).
+    such a pass is due. What a row reads follows from its position and the number of known tokens alone. Left out: evict
+    methods that give rows up while decoding, and decode methods that finish tokens in blocks (refused, unless every=0).
     """
 
     k: int = 256
