@@ -37,9 +37,9 @@ class Tidal:
 
     Rows that read less than everything leave keys and values that dense attention would not have left. After every
     `every` tokens those of them are computed again in one pass with the next token's row, all of which read everything:
-    1 more row per token, counted as `recomputed`. So does the first row after a prompt. 0 never does. Drafts end where
-    such a pass is due. What a row reads follows from its position and the number of known tokens alone. Left out: evict
-    methods that give rows up while decoding, and decode methods that finish tokens in blocks (refused, unless every=0).
+    1 more row per token, counted as `recomputed`. 0 never does. Drafts end where such a pass is due. What a row reads
+    follows from its position and the number of known tokens alone. Left out: evict methods that give rows up while
+    decoding, and decode methods that finish tokens in blocks (refused, unless every=0).
     """
 
     k: int = 256
@@ -110,8 +110,9 @@ class Picker:
         return last >= self._first(span.request)
 
     def _first(self, request: Request) -> int:
-        """The first position whose row may read less."""
-        return max(self._settled(request) + bool(self.every), self.k + 1)
+        """The first position whose row may read less: not that of a row which comes with those computed again."""
+        settled = self._settled(request)
+        return max(settled + (settled > request.prompt_len), self.k + 1)
 
     def _settled(self, request: Request) -> int:
         """Rows below this position are those of dense attention for good, when the last known token's row comes."""

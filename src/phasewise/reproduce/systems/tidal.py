@@ -35,14 +35,14 @@ def read(case: Case, run: Run) -> int:
 
 
 def closed(case: Case) -> int:
-    """Layers that read everything, two of which read the keys once more, and k rows and the row itself elsewhere; right
-    after the prompt, and in a step that computes rows once more, everything everywhere."""
+    """Layers that read everything, two of which read the keys once more, and k rows and the row itself elsewhere; in a
+    step that computes rows once more, everything everywhere, and nothing else."""
     layers, prompt = case.config.layers, loads.prompt_rows(case)
     row, total = case.row_bytes // layers, 0
     for j in range(1, NEW):
         n = prompt + j
         less = (WHOLE * n + (layers - WHOLE) * (METHOD.k + 1)) * row + 2 * n * row // 2
-        total += less if (j - 1) % METHOD.every else layers * n * row
+        total += layers * n * row if j > 1 and (j - 1) % METHOD.every == 0 else less
     return total
 
 
