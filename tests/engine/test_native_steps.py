@@ -21,7 +21,7 @@ from tests.laws import settings as laws
 from tests.watched import passes
 
 VERBS = ("schedule", "attend", "evict", "store", "skip")
-SELDOM = ("infllm", "loopserve", "tidal")  # asked for prompts, where a choice is due, or for rows that come once more
+SELDOM = ("infllm", "loopserve")  # asked for prompts, or where a choice is due
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
