@@ -60,7 +60,7 @@ def overlap(lab: Lab) -> Tried:
 
 def corrected(lab: Lab) -> Tried:
     """Keys and values below the last border, against those of a prompt of the same tokens, in float32."""
-    prompt, most = lab.asked("pocket").code(300), 2 * METHOD.every + 2
+    prompt, most = lab.asked("pocket").code(300), 2 * METHOD.every + 4
     request = Request(prompt, Params(max_tokens=most + 2, ignore_eos=True))
     mine = _rows(lab, ON, request, most)
     truth = _rows(lab, Setting(), Request(request.tokens[: request.computed], Params(max_tokens=4)), 1)
