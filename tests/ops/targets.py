@@ -45,3 +45,8 @@ def running(target: str, *modules: ModuleType) -> Iterator[str]:
 def by_levels(target: str, dim: int, kind: torch.dtype) -> bool:
     """Whether rows of int8 levels are read as they are. Elsewhere they are decoded, which rounds them in bfloat16."""
     return target in ("amx", "avx512_fma", "avx512") and kind == torch.bfloat16 and dim % 32 == 0
+
+
+def in_pairs(module: ModuleType) -> bool:
+    """Whether the kernels that a module calls while they are `running` round what meets packed levels to bfloat16."""
+    return "avx512" in _KERNELS and module.library() is _KERNELS["avx512"]

@@ -154,7 +154,7 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
         bound += 1.01 * worth / 65024 * levels * scale[VALUES]
     bound += shares[..., packed:] @ wide[VALUES][:, packed:].abs() / 250
     bound += 1e-5 * (shares @ wide[VALUES].abs()) + 1e-5 * scale[VALUES] * 256 * float(kept.steps[VALUES].sum() > 0)
-    return Truth(want, bound, want_lse, most)
+    return Truth(want, want_lse, ((bound, most), (bound, most)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

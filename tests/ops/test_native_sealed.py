@@ -24,7 +24,7 @@ from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
 from tests.ops.mates import change_nothing
-from tests.ops.targets import EACH, HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, in_pairs, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
 FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
@@ -64,9 +64,13 @@ class Form(NamedTuple):
 
     def fits(self, dim: int) -> bool:
         """Whether a codec packs heads like that, and the kernels read them."""
-        keys, values = self.of_keys, self.of_values(dim)
+        keys, values, codec = self.of_keys, self.of_values(dim), self.codec(dim)
         whole = self.rows % keys == 0 and dim % values == 0
-        return whole and spans.opens(self.bits, keys, self.rows, dim) and spans.opens(self.bits, values, 8, dim)
+        apart = 2 * max(codec.outliers(codec.form(side, dim)[1]) for side in SIDES)
+        return whole and all(
+            spans.opens(self.bits, group, rows, dim, self.rank, apart)
+            for group, rows in ((keys, self.rows), (values, 8))
+        )
 
 
 class Kept(NamedTuple):
@@ -140,16 +144,17 @@ def levels_of(side: Side, numbers: int) -> tuple[Tensor, Tensor]:
 
 
 class Truth(NamedTuple):
-    """Attention and its log-sum-exp by sums in float64, and how far off from each a kernel may be."""
+    """Attention and its log-sum-exp by sums in float64, and how far off from each a kernel may be: one that multiplies
+    levels with whole numbers, and one that does with bfloat16."""
 
     want: Tensor  # [Hq, R, D]
-    bound: Tensor
     want_lse: Tensor  # [Hq, R]
-    most: Tensor
+    limits: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def holds(self, got: Tensor, lse: Tensor | None) -> None:
-        assert bool(((got.double().transpose(0, 1) - self.want).abs() <= self.bound).all())
-        assert lse is None or bool(((lse.double().T - self.want_lse).abs() <= self.most + 1e-5).all())
+        bound, most = self.limits[in_pairs(spans)]
+        assert bool(((got.double().transpose(0, 1) - self.want).abs() <= bound).all())
+        assert lse is None or bool(((lse.double().T - self.want_lse).abs() <= most + 1e-5).all())
 
 
 def hold(truths: list[Truth], batch: list[Few]) -> None:
@@ -175,34 +180,47 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
     q, mask = few.q.double().transpose(0, 1), sight(few, window)  # [Hq, R, D]
     wide = k.repeat_interleave(group, 0)
     scores = q @ wide.mT * SCALE
-    # a query's numbers times the steps of a group are 1 / 32512 of the largest number times the largest step apart
     levels, steps = levels_of(keys, keys.rows)  # [H, blocks, D, rows]
     levels, steps = [x[:, : keys.slots // keys.rows].transpose(2, 3).flatten(1, 2) for x in (levels, steps)]
-    wide_steps, sums = steps.repeat_interleave(group, 0), levels.sum(-1).repeat_interleave(group, 0)
-    largest = q.abs().amax(-1)[..., None] * wide_steps.amax(-1)[:, None]  # [Hq, R, slots]
+    of_queries, wide_steps = levels.repeat_interleave(group, 0), steps.repeat_interleave(group, 0)
     off = 4e-6 * (q.abs() @ wide.abs().mT)
-    lows = (wide[:, : keys.slots] - levels.repeat_interleave(group, 0) * wide_steps).abs() + wide_steps * 15
-    off[..., : keys.slots] = largest / 65024 * sums[:, None] + 4e-6 * (q.abs() @ lows.mT)
+    lows = (wide[:, : keys.slots] - of_queries * wide_steps).abs() + wide_steps * 15
+    off[..., : keys.slots] = 4e-6 * (q.abs() @ lows.mT)
     off += 4e-6 * (q.abs() @ k_added.repeat_interleave(group, 0).mT)
-    off *= SCALE
+    # a query's numbers times the steps of a group are 1 / 32512 of the largest number times the largest step apart; or
+    # off by a 256th of themselves, and then levels are counted from their mean
+    mean = (2**keys.bits - 1) / 2
+    largest = q.abs().amax(-1)[..., None] * wide_steps.amax(-1)[:, None]  # [Hq, R, slots]
+    roundings = (
+        largest / 65024 * of_queries.sum(-1)[:, None],
+        q.abs() @ ((of_queries - mean).abs() * wide_steps).mT / 255,
+    )
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)
-    shares, most = scores.softmax(-1), off.masked_fill(~mask, 0).amax(-1)  # [Hq, R, N], [Hq, R]
+    shares = scores.softmax(-1)  # [Hq, R, N]
     want, want_lse = shares @ v.repeat_interleave(group, 0), scores.logsumexp(-1)
-    most = most + 2e-6 * (1 + want_lse.abs())
-    # shares of a sum move as scores do, twice; weights times steps are 1 / 32512 of what is largest in a block apart
-    bound = torch.expm1(2 * most)[..., None] * (shares @ v.abs().repeat_interleave(group, 0)) + want.abs() / 250
+    # weights times steps are 1 / 32512 of what is largest in a block apart; or off by a 256th of themselves
+    added = shares[..., values.slots :] @ v[:, values.slots :].abs().repeat_interleave(group, 0) / 250
+    added += want.abs() / 250 + 1e-5 * (shares @ v_added.repeat_interleave(group, 0))
+    added += 1e-5 * (shares @ v.abs().repeat_interleave(group, 0)) + 1e-5 * 15 * float(values.step.double().max())
     levels, steps = (x[:, : values.slots // values.rows].flatten(1, 2) for x in levels_of(values, dim))  # [H, slots, D]
+    worth = torch.zeros_like(want)
     for at in range(0, values.slots, 64):
         some = slice(at, min(at + 64, values.slots))
         most_worth = steps[:, some].amax(1).repeat_interleave(group, 0)  # [Hq, D]
-        worth = shares[:, :, at : at + 64].amax(2)[..., None] * most_worth[:, None]  # [Hq, R, D]
-        bound += 1.01 * worth / 65024 * levels[:, some].sum(1).repeat_interleave(group, 0)[:, None]
-    bound += shares[..., values.slots :] @ v[:, values.slots :].abs().repeat_interleave(group, 0) / 250
-    bound += 1e-5 * (shares @ v_added.repeat_interleave(group, 0))
-    bound += 1e-5 * (shares @ v.abs().repeat_interleave(group, 0)) + 1e-5 * 15 * float(values.step.double().max())
-    return Truth(want, bound, want_lse, most)
+        of_block = shares[:, :, at : at + 64].amax(2)[..., None] * most_worth[:, None]  # [Hq, R, D]
+        worth += 1.01 * of_block / 65024 * levels[:, some].sum(1).repeat_interleave(group, 0)[:, None]
+    lost = worth, shares[..., : values.slots] @ ((levels - mean).abs() * steps).repeat_interleave(group, 0) / 255
+    limits = list[tuple[Tensor, Tensor]]()
+    for rounding, own in zip(roundings, lost, strict=True):
+        each = off.clone()
+        each[..., : keys.slots] += rounding
+        most = (each * SCALE).masked_fill(~mask, 0).amax(-1) + 2e-6 * (1 + want_lse.abs())  # [Hq, R]
+        # shares of a sum move as scores do, twice
+        moved = torch.expm1(2 * most)[..., None] * (shares @ v.abs().repeat_interleave(group, 0))
+        limits.append((moved + added + own, most))
+    return Truth(want, want_lse, (limits[0], limits[1]))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@
 #include "softmax.h"
 #include "tally.h"
 #include "turned.h"
+#include "weighing.h"
 
 typedef AttentionCall Call;
 
@@ -326,8 +327,10 @@ struct InLines {
     else score_mended(side, job.head, slot, count, call.dim, job.count, queries, scores);
   }
 
-  void add(long slot, long count, const float (*weights)[KEYS], const float* most, State& s) {
-    add_sealed(side, lines, slot, count, call.dim, job.count, {weights[0], KEYS, most}, s.sum);
+  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
+    float largest[QUERIES + 4];
+    for (long i = 0; !PAIRS && i < job.count; i++) largest[i] = largest_of(weights[i], KEYS);
+    add_sealed(side, lines, slot, count, call.dim, job.count, {weights[0], KEYS, largest}, s.sum);
     if (!side.rank && !side.aparts) return;
     if (fours && slot % KEYS == 0) add_quarters(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
     else add_mended(side, job.head, slot, count, call.dim, job.count, weights, s.sum);
@@ -354,10 +357,12 @@ struct InClasses {
     score_classed(classed, classed.take(slot, count), job.head, call.dim, whole, job.count, scores);
   }
 
-  void add(long slot, long count, const float (*weights)[KEYS], const float*, State& s) {
+  void add(long slot, long count, const float (*weights)[KEYS], State& s) {
     add_classed(classed, classed.take(slot, count), job.head, call.dim, job.count, weights, s.sum);
   }
 };
+
+constexpr float FAR = 8;  // above what weights are measured by, see Weighing
 
 // Whether all rows of a job see all slots from .. to-1, and nobody asks what becomes of which.
 static bool all_alike(const Call& call, const Job& job, long from, long to) {
@@ -373,8 +378,9 @@ static bool read_classes(const Call& call, const Job& job, const InClasses& keys
                          long to, State& s) {
   const Classed &k = keys.classed, &v = values.classed;
   if (!all_alike(call, job, from, to) || !k.same(v, 0, to)) return false;
-  alignas(64) float scores[QUERIES][KEYS], found[QUERIES][MOST_DIM], peaks[QUERIES];
+  alignas(64) float scores[QUERIES][KEYS], found[QUERIES][MOST_DIM];
   Softcap cap(call.softcap, call.scale);
+  Weighing weighing(s, call.scale, job.count, call.dim);
   for (int which = 0; which < 2; which++)
     for (long at = k.before_in(from, which), end = k.before_in(to, which); at < end; at += KEYS) {
       const long count = end - at < KEYS ? end - at : KEYS;
@@ -384,7 +390,7 @@ static bool read_classes(const Call& call, const Job& job, const InClasses& keys
         for (long j = 0; cap && j < count; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
         memset(found[i], 0, call.dim * 4);
       }
-      weigh_all(scores, (float)call.scale, job.count, call.dim, s, peaks);
+      weighing.take(scores, FAR);
       add_lines(v, v.lines[which].from(at, count), which, job.head, call.dim, scores[0], KEYS, job.count, found);
       add_scaled(v, job.head, call.dim, job.count, found, s.sum);
     }
@@ -392,30 +398,43 @@ static bool read_classes(const Call& call, const Job& job, const InClasses& keys
 }
 static bool read_classes(const Call&, const Job&, const InLines&, const InLines&, long, long, State&) { return false; }
 
-// The same over blocks that lie packed, as they are, and the rows behind them.
+// The same over blocks that lie packed, as they are, and the rows behind them. A block's keys are scored while the
+// softmax of the one before is under way.
 template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
-  alignas(64) float queries[QUERIES][MOST_DIM], scores[QUERIES][KEYS], peaks[QUERIES + 4];
+  alignas(64) float queries[QUERIES][MOST_DIM], scores[2][QUERIES][KEYS];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   keys.take(queries);
-  Softcap cap(call.softcap, call.scale);
   const long both = keys.side.slots < values.side.slots ? keys.side.slots : values.side.slots;
   if (const long end = both < to ? both : to; from < end && read_classes(call, job, keys, values, from, end, s)) from = end;
-  for (long slot = from, end; slot < to; slot = end) {
-    end = sealed_end(keys.side, slot, to);
-    long count = end - slot, packed = values.side.slots - slot < count ? values.side.slots - slot : count;
-    Lines here(call, job, slot);
-    if (slot < keys.side.slots) keys.score(slot, count, queries, scores);
-    else score_rows(call, job, (const bf16*)here.k, span.k_row, count, scores);
-    bend(call, job, cap, slot, scores);
-    for (long i = 0; i < job.count; i++) see(call, job, i, slot, end, scores[i]);
-    weigh_all(scores, (float)call.scale, job.count, call.dim, s, peaks);
-    packed = packed < 0 ? 0 : packed;
-    if (packed) values.add(slot, packed, scores, peaks, s);
-    const bf16* v = (const bf16*)here.v + packed * span.v_row;
-    if (packed < count) add_rows(call, job, v, span.v_row, packed, count - packed, scores, s);
+  Softcap cap(call.softcap, call.scale);
+  const bool plain = !cap && !job.rows && all_alike(call, job, from, to);
+  auto score = [&](long slot, long end, float (*to)[KEYS]) {
+    if (slot < keys.side.slots) keys.score(slot, end - slot, queries, to);
+    else score_rows(call, job, (const bf16*)Lines(call, job, slot).k, span.k_row, end - slot, to);
+    if (!plain) bend(call, job, cap, slot, to);
+    for (long i = 0; i < job.count; i++)
+      if (!plain) see(call, job, i, slot, end, to[i]);
+      else if (end - slot < KEYS) keep_between(to[i], 0, end - slot);
+  };
+  auto add = [&](long slot, long end, const float (*weights)[KEYS]) {
+    const long count = end - slot, rest = values.side.slots - slot, some = rest < 0 ? 0 : rest < count ? rest : count;
+    if (some) values.add(slot, some, weights, s);
+    if (some == count) return;
+    const bf16* v = (const bf16*)Lines(call, job, slot).v + some * span.v_row;
+    add_rows(call, job, v, span.v_row, some, count - some, weights, s);
+  };
+  Weighing weighing(s, call.scale, job.count, call.dim);
+  long end = from < to ? sealed_end(keys.side, from, to) : to;
+  if (from < to) score(from, end, scores[0]);
+  for (int own = 0; from < to; own = !own) {
+    const long then = end < to ? sealed_end(keys.side, end, to) : to;
+    weighing.take(scores[own], from < values.side.slots ? FAR : 0);
+    if (end < to) score(end, then, scores[!own]);
+    add(from, end, scores[own]);
+    from = end, end = then;
   }
 }
 

@@ -199,7 +199,7 @@ template <long N, class Step> inline void each(const Step& step) {
   for (long i = 0; i < N; i++) step(i);
 }
 
-// ---- e^x for x <= 0 (also -inf, and NaN to NaN); relative error below 3e-7
+// ---- e^x for x <= 0, and a little above (also -inf, and NaN to NaN); relative error below 3e-7
 // Of N registers, step by step for all of them, so that none waits for another.
 template <long N> __attribute__((always_inline)) inline void exp_negative(F (&x)[N]) {
   F shifted[N], r[N], p[N];

@@ -145,80 +145,20 @@ inline float total(F v) {
 #endif
 }
 
-#if LANES == 16
-// What becomes of each of four registers once all of its lanes have met.
-template <class Meet> inline Each all_of(const F (&v)[4], const Meet& meet) {
-  auto pair = [&](F a, F b) {
-    return (__m512d)meet((F)_mm512_unpacklo_ps((__m512)a, (__m512)b), (F)_mm512_unpackhi_ps((__m512)a, (__m512)b));
-  };
-  __m512d a = pair(v[0], v[1]), b = pair(v[2], v[3]);
-  F all = meet((F)_mm512_unpacklo_pd(a, b), (F)_mm512_unpackhi_pd(a, b));
-  all = meet(all, (F)_mm512_shuffle_f32x4((__m512)all, (__m512)all, 0x4e));
-  all = meet(all, (F)_mm512_shuffle_f32x4((__m512)all, (__m512)all, 0xb1));
-  return (Each)_mm512_castps512_ps128((__m512)all);
-}
-#endif
-
-// The sum of each of four registers, and the largest number, if none is NaN.
+// The sum of each of four registers.
 inline Each totals_of(const F (&v)[4]) {
 #if LANES == 16
-  return all_of(v, [](F a, F b) { return a + b; });
+  auto pair = [](F a, F b) {
+    return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+  };
+  __m512d a = (__m512d)pair(v[0], v[1]), b = (__m512d)pair(v[2], v[3]);
+  __m512 all = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+  all += _mm512_shuffle_f32x4(all, all, 0x4e);
+  all += _mm512_shuffle_f32x4(all, all, 0xb1);
+  return (Each)_mm512_castps512_ps128(all);
 #else
   return Each{total(v[0]), total(v[1]), total(v[2]), total(v[3])};
 #endif
-}
-inline Each tops_of(const F (&v)[4]) {
-#if LANES == 16
-  return all_of(v, [](F a, F b) { return max(a, b); });
-#else
-  return Each{most(v[0]), most(v[1]), most(v[2]), most(v[3])};
-#endif
-}
-
-// The same in place for Q queries from one on, so that none waits for another's largest score or sum. -> the largest
-// weight of each, NaN where one is
-template <int Q> static Each weigh_some(float (*scores)[KEYS], float scale, long query, long dim, State& s) {
-  F scaled[Q][KEYS / LANES], tops[4], totals[4] = {};
-  Each before = splat(-INFINITY)[0] - Each{};
-  for (F& top : tops) top = splat(-INFINITY);
-  for (int q = 0; q < Q; q++) before[q] = s.top[query + q];
-  for (int q = 0; q < Q; q++)
-    for (long i = 0; i < KEYS / LANES; i++) {
-      scaled[q][i] = load<F>(scores[q] + i * LANES);
-      tops[q] = max(scaled[q][i] * scale, tops[q]);
-    }
-  const Each own = tops_of(tops), highest = own > before ? own : before;
-  const Each from = highest == -INFINITY ? Each{} : highest;  // nothing seen yet
-  for (int q = 0; q < Q; q++) {
-    for (F& score : scaled[q]) score = fused(score, splat(scale), splat(-from[q]));  // above 0 by a rounding at most
-    exp_negative(scaled[q]);
-    for (long i = 0; i < KEYS / LANES; i++) store(scores[q] + i * LANES, scaled[q][i]), totals[q] += scaled[q][i];
-  }
-  const Each found = totals_of(totals);
-  for (int q = 0; q < Q; q++) {
-    if (before[q] == highest[q]) {
-      s.total[query + q] += found[q];
-      continue;
-    }
-    float shrink = exp_negative(splat(before[q] - from[q]))[0];
-    s.top[query + q] = highest[q], s.total[query + q] = s.total[query + q] * shrink + found[q];
-    for (long d = 0; d < dim; d++) s.sum[query + q][d] *= shrink;
-  }
-  F peaks = {};
-  for (int q = 0; q < Q; q++) peaks[q] = found[q] == found[q] ? own[q] - from[q] : NAN;
-  peaks = exp_negative(peaks);
-  return Each{peaks[0], peaks[1], peaks[2], peaks[3]};
-}
-
-// All `queries`, and their largest weights up to a multiple of four.
-static inline void weigh_all(float (*scores)[KEYS], float scale, long queries, long dim, State& s, float* peaks) {
-  for (long q = 0; q < queries; q += 4) {
-    const long some = queries - q;
-    if (some > 3) store(peaks + q, weigh_some<4>(scores + q, scale, q, dim, s));
-    else if (some > 2) store(peaks + q, weigh_some<3>(scores + q, scale, q, dim, s));
-    else if (some > 1) store(peaks + q, weigh_some<2>(scores + q, scale, q, dim, s));
-    else store(peaks + q, weigh_some<1>(scores + q, scale, q, dim, s));
-  }
 }
 
 // ---- values
