@@ -373,69 +373,101 @@ static bool all_alike(const Call& call, const Job& job, long from, long to) {
   return true;
 }
 
-// The packed slots from .. to-1, which are all alike, class by class: a softmax does not mind the order.
+// What is read at a time of what lies packed: some slots, or some lines of a class.
+struct Piece {
+  long from, to;
+  int which;
+  bool there() const { return from < to; }
+};
+
+// Piece by piece: a piece's keys are scored while the softmax of the one before is under way.
+template <class Then, class Score, class Weigh, class Add>
+static void read_pieces(Piece own, const Then& then, const Score& score, const Weigh& weigh, const Add& add) {
+  alignas(64) float scores[2][QUERIES][KEYS];
+  if (own.there()) score(own, scores[0]);
+  for (int turn = 0; own.there(); turn = !turn) {
+    const Piece next = then(own);
+    weigh(own, scores[turn]);
+    if (next.there()) score(next, scores[!turn]);
+    add(own, scores[turn]);
+    own = next;
+  }
+}
+
+// The packed slots from .. to-1, which are all alike, class by class: a softmax does not mind the order. Their sums are
+// the first of the job's.
 static bool read_classes(const Call& call, const Job& job, const InClasses& keys, const InClasses& values, long from,
                          long to, State& s) {
   const Classed &k = keys.classed, &v = values.classed;
   if (!all_alike(call, job, from, to) || !k.same(v, 0, to)) return false;
-  alignas(64) float scores[QUERIES][KEYS], found[QUERIES][MOST_DIM];
-  Softcap cap(call.softcap, call.scale);
-  Weighing weighing(s, call.scale, job.count, call.dim);
-  for (int which = 0; which < 2; which++)
-    for (long at = k.before_in(from, which), end = k.before_in(to, which); at < end; at += KEYS) {
-      const long count = end - at < KEYS ? end - at : KEYS;
-      score_lines(k, k.lines[which].from(at, count), which, job.head, call.dim, keys.whole, job.count, scores[0], KEYS);
-      for (long i = 0; i < job.count; i++) {
-        keep_between(scores[i], 0, count);
-        for (long j = 0; cap && j < count; j += LANES) store(scores[i] + j, cap(load<F>(scores[i] + j)));
-        memset(found[i], 0, call.dim * 4);
-      }
-      weighing.take(scores, FAR);
-      add_lines(v, v.lines[which].from(at, count), which, job.head, call.dim, scores[0], KEYS, job.count, found);
-      add_scaled(v, job.head, call.dim, job.count, found, s.sum);
+  alignas(64) float found[QUERIES][MOST_DIM];
+  const Softcap cap(call.softcap, call.scale);
+  const long first[2] = {k.before_in(from, 0), k.before_in(from, 1)}, end[2] = {k.before_in(to, 0), k.before_in(to, 1)};
+  auto piece = [&](int which, long at) {
+    if (which == 0 && at == end[0]) which = 1, at = first[1];
+    return Piece{at, at + KEYS < end[which] ? at + KEYS : end[which], which};
+  };
+  auto lines = [](const Classed& side, const Piece& own) {
+    return side.lines[own.which].from(own.from, own.to - own.from);
+  };
+  auto score = [&](const Piece& own, float (*to)[KEYS]) {
+    score_lines(k, lines(k, own), own.which, job.head, call.dim, keys.whole, job.count, to[0], KEYS);
+    for (long i = 0; i < job.count; i++) {
+      if (own.to - own.from < KEYS) keep_between(to[i], 0, own.to - own.from);
+      for (long j = 0; cap && j < KEYS; j += LANES) store(to[i] + j, cap(load<F>(to[i] + j)));
     }
+  };
+  auto add = [&](const Piece& own, const float (*weights)[KEYS]) {
+    add_lines(v, lines(v, own), own.which, job.head, call.dim, weights[0], KEYS, job.count, s.sum);
+  };
+  Weighing weighing(s, call.scale, job.count, call.dim);
+  read_pieces(
+      piece(0, first[0]), [&](const Piece& own) { return piece(own.which, own.to); }, score,
+      [&](const Piece&, float (*scores)[KEYS]) { weighing.take(scores, FAR); }, add);
+  for (long i = 0; i < job.count; i++) {
+    memcpy(found[i], s.sum[i], call.dim * 4);
+    memset(s.sum[i], 0, call.dim * 4);
+  }
+  add_scaled(v, job.head, call.dim, job.count, found, s.sum);
   return true;
 }
 static bool read_classes(const Call&, const Job&, const InLines&, const InLines&, long, long, State&) { return false; }
 
-// The same over blocks that lie packed, as they are, and the rows behind them. A block's keys are scored while the
-// softmax of the one before is under way.
+// Blocks that lie packed, as they are, and the rows behind them.
 template <class Side> static void read_sealed(const Call& call, const Job& job, long from, long to, State& s) {
   const Span& span = call.spans[job.span];
   Side keys(call, job, span.sealed->keys, span.sealed->keys.rows), values(call, job, span.sealed->values, call.dim);
-  alignas(64) float queries[QUERIES][MOST_DIM], scores[2][QUERIES][KEYS];
+  alignas(64) float queries[QUERIES][MOST_DIM];
   for (long i = 0; i < job.count; i++)
     for (long d = 0; d < call.dim; d += LANES) store(queries[i] + d, load_floats(query<bf16>(call, job, i) + d));
   keys.take(queries);
-  const long both = keys.side.slots < values.side.slots ? keys.side.slots : values.side.slots;
-  if (const long end = both < to ? both : to; from < end && read_classes(call, job, keys, values, from, end, s)) from = end;
-  Softcap cap(call.softcap, call.scale);
+  const long both = keys.side.slots < values.side.slots ? keys.side.slots : values.side.slots, end = both < to ? both : to;
+  if (from < end && read_classes(call, job, keys, values, from, end, s)) from = end;
+  const Softcap cap(call.softcap, call.scale);
   const bool plain = !cap && !job.rows && all_alike(call, job, from, to);
-  auto score = [&](long slot, long end, float (*to)[KEYS]) {
-    if (slot < keys.side.slots) keys.score(slot, end - slot, queries, to);
-    else score_rows(call, job, (const bf16*)Lines(call, job, slot).k, span.k_row, end - slot, to);
+  auto score = [&](const Piece& own, float (*to)[KEYS]) {
+    const long slot = own.from, count = own.to - slot;
+    if (slot < keys.side.slots) keys.score(slot, count, queries, to);
+    else score_rows(call, job, (const bf16*)Lines(call, job, slot).k, span.k_row, count, to);
     if (!plain) bend(call, job, cap, slot, to);
     for (long i = 0; i < job.count; i++)
-      if (!plain) see(call, job, i, slot, end, to[i]);
-      else if (end - slot < KEYS) keep_between(to[i], 0, end - slot);
+      if (!plain) see(call, job, i, slot, own.to, to[i]);
+      else if (count < KEYS) keep_between(to[i], 0, count);
   };
-  auto add = [&](long slot, long end, const float (*weights)[KEYS]) {
-    const long count = end - slot, rest = values.side.slots - slot, some = rest < 0 ? 0 : rest < count ? rest : count;
+  Weighing weighing(s, call.scale, job.count, call.dim);
+  auto weigh = [&](const Piece& own, float (*scores)[KEYS]) {
+    weighing.take(scores, own.from < values.side.slots ? FAR : 0);
+  };
+  auto add = [&](const Piece& own, const float (*weights)[KEYS]) {
+    const long slot = own.from, count = own.to - slot, rest = values.side.slots - slot;
+    const long some = rest < 0 ? 0 : rest < count ? rest : count;
     if (some) values.add(slot, some, weights, s);
     if (some == count) return;
     const bf16* v = (const bf16*)Lines(call, job, slot).v + some * span.v_row;
     add_rows(call, job, v, span.v_row, some, count - some, weights, s);
   };
-  Weighing weighing(s, call.scale, job.count, call.dim);
-  long end = from < to ? sealed_end(keys.side, from, to) : to;
-  if (from < to) score(from, end, scores[0]);
-  for (int own = 0; from < to; own = !own) {
-    const long then = end < to ? sealed_end(keys.side, end, to) : to;
-    weighing.take(scores[own], from < values.side.slots ? FAR : 0);
-    if (end < to) score(end, then, scores[!own]);
-    add(from, end, scores[own]);
-    from = end, end = then;
-  }
+  auto piece = [&](long slot) { return Piece{slot, slot < to ? sealed_end(keys.side, slot, to) : to, 0}; };
+  read_pieces(piece(from), [&](const Piece& own) { return piece(own.to); }, score, weigh, add);
 }
 
 template <class T> static void finish(const Call& call, const Job& job, const State& s) {

@@ -127,14 +127,13 @@ struct Classed {  // a side that lies like that
 // ---- scores
 // words[m]: lane r has bytes 4 m .. 4 m + 3 of line r, of `count` that are `row` bytes apart; lines beyond are the last.
 // `bytes`, of a line, are a multiple of 8.
-inline void turn_lines(const uint8_t* p, long row, long count, long bytes, I* words) {
-  const uint8_t* lines[LANES];
-  for (long r = 0; r < LANES; r++) lines[r] = p + (r < count ? r : count - 1) * row;
+template <bool ALL> inline void turn_lines(const uint8_t* p, long row, long count, long bytes, I* words) {
   typedef int32_t Word4 __attribute__((vector_size(16)));
   for (long at = 0; at < bytes; at += 16) {
-    auto some = [&](long r) {
-      if (at + 16 <= bytes) return load<Word4>(lines[r] + at);
-      int64_t half[2] = {load<int64_t>(lines[r] + at), 0};
+    auto some = [&](long r) __attribute__((always_inline)) {
+      const uint8_t* line = p + (ALL || r < count ? r : count - 1) * row + at;
+      if (at + 16 <= bytes) return load<Word4>(line);
+      int64_t half[2] = {load<int64_t>(line), 0};
       return load<Word4>(half);
     };
     I* to = words + at / 4;
@@ -228,7 +227,7 @@ struct LineQueries {
 // found[q] = the products of Q queries with the levels of a register's worth of lines. They stay below 2^31.
 template <int BITS, int Q>
 inline void meet_lines(const I* words, long bytes, const int8_t* high, const int8_t* low, I* found) {
-  constexpr int S = 8 / BITS, SPLIT = Q <= 2 && S > 1 ? 2 : 1;  // sums at once, so that none waits for its last product
+  constexpr int S = 8 / BITS, SPLIT = Q <= 3 && S > 1 ? 2 : 1;  // sums at once, so that none waits for its last product
   I upper[Q][SPLIT] = {}, lower[Q][SPLIT] = {};
   for (long m = 0; m < bytes / 4; m++) {
     I levels[S];
@@ -282,9 +281,10 @@ inline void score_class(const PackedLines& lines, long from, long to, const Line
   for (long l = 0; l < lines.count; l += LANES) {
     long some = lines.count - l < LANES ? lines.count - l : LANES;
     const uint8_t* p = lines.levels + l * lines.bytes + from;
-    for (long r = 0; r < LANES; r++) __builtin_prefetch(p + (LANES + r) * lines.bytes, 0, 3);
+    for (long r = 0; r < LANES; r++) __builtin_prefetch(p + (KEYS + r) * lines.bytes, 0, 3);
     lines.fetch_ends(l + KEYS);
-    turn_lines(p, lines.bytes, some, to - from, words);
+    if (some == LANES) turn_lines<true>(p, lines.bytes, some, to - from, words);
+    else turn_lines<false>(p, lines.bytes, some, to - from, words);
     meet_lines<BITS>(words, to - from, queries.high[which][0], queries.low[which][0], count, sums);
     F step = some_halves(lines.step + l, some), low = some_halves(lines.low + l, some);
     for (long i = 0; i < count; i++)
@@ -397,7 +397,7 @@ inline void add_class(const PackedLines& lines, long from, long to, const float*
     const uint8_t* p = lines.levels + byte;
     I words[KEYS / 4];
     for (long l = 0; l < lines.count; l += 4) {
-      for (long r = 0; r < 4; r++) __builtin_prefetch(p + (lines.count + l + r) * lines.bytes, 0, 3);
+      for (long r = 0; byte == from && r < 4; r++) __builtin_prefetch(p + (lines.count + l + r) * lines.bytes, 0, 3);
       words[l / 4] = four_lines<false>(p + l * lines.bytes, lines.bytes, to - byte, lines.count - l);
     }
     const long at = (byte - from) * (8 / BITS), end = (to - from) * (8 / BITS);
