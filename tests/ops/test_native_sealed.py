@@ -342,4 +342,5 @@ def test_other_numbers_are_left_to_the_open_path() -> None:
     assert not spans.fits(few._replace(q=few.q.float(), k=few.k.float(), v=few.v.float()))
     assert not spans.opens(3, 32, 128, 64) and not spans.opens(2, 2, 128, 64) and not spans.opens(2, 32, 12, 64)
     assert not spans.opens(2, 4, 128, 48) and spans.opens(2, 4, 8, 32)
+    assert not Form(2, 64, 768, 0, 40, 2, 0.1).fits(64) and Form(2, 64, 640, 0, 40, 2, 0.1).fits(64)
     assert spans.opens(2, 4, 8, 32, 16, 64) and not spans.opens(2, 4, 8, 32, 17) and not spans.opens(2, 4, 8, 32, 0, 65)

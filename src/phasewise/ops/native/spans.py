@@ -103,7 +103,8 @@ class Few(NamedTuple):
     are read from others (`Common`). With `scales` bfloat16 [H, N], keys and values are int8: a row's numbers are its
     levels times its scale, in q's dtype. A window of `seen` takes the place of the call's; such spans are no members of
     commons, and neither are those whose first keys and values are `sealed` (bfloat16): these are read where they lie
-    packed, as numbers that nothing has rounded, and `start` is at most the number of either. `heads` is the address of
+    packed, and `start` is at most the number of either. Nothing has rounded such numbers; what meets their levels may
+    be rounded to bfloat16, or to whole numbers of two bytes (paired.h, sealed.h). `heads` is the address of
     Head (kernels.h) [H], where each lies by itself; k and v then only say how long the longest is.
     """
 
