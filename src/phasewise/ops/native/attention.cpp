@@ -231,8 +231,7 @@ template <class T> static void run_parts(const Call& call, const Plan& plan, lon
       const Part& next = plan.parts[first + p + 1 < plan.ends[stage] ? first + p + 1 : first + p];
       Lines then(call, plan.jobs[next.job], next.from);
       const Span& span = call.spans[job.span];
-      if (span.sealed && span.sealed->keys.upper) read_sealed<InClasses>(call, job, part.from, part.to, s);
-      else if (span.sealed) read_sealed<InLines>(call, job, part.from, part.to, s);
+      if (span.sealed) read_packed(call, job, part.from, part.to, s);
       else if (span.k_scale && by_levels<T>(call.dim)) read_levels(call, job, part.from, part.to, then, s);
       else read_part<T>(call, job, part.from, part.to, then, s);
       if (job.rows) keep(call, plan, job, part, s);
