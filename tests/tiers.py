@@ -68,9 +68,9 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "serve/tools/test_readers.py::test_calls_come_back",
     ),
     "training runs": (
-        "train/test_augment_tuning.py", "train/test_c2c_training.py", "train/test_draft.py",
-        "train/test_kv_prediction_training.py", "train/test_masked.py", "train/test_memory.py", "train/test_rlkv.py",
-        "train/test_validation.py",
+        "train/test_augment_tuning.py", "train/test_c2c_several.py", "train/test_c2c_training.py",
+        "train/test_draft.py", "train/test_kv_prediction_training.py", "train/test_masked.py", "train/test_memory.py",
+        "train/test_rlkv.py", "train/test_validation.py",
     ),
     "whole reproductions, plans and reports; rounds on real models and against other engines": (
         "reproduce/test_augment.py", "reproduce/test_cli.py", "reproduce/test_models.py", "reproduce/test_page.py",

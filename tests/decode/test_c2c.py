@@ -18,7 +18,7 @@ from phasewise.errors import UserError
 from phasewise.kv import handoff
 from phasewise.methods.decode import c2c as module
 from phasewise.methods.decode._fuser import layer_map
-from phasewise.methods.decode.c2c import C2C, Fuser
+from phasewise.methods.decode.c2c import C2C, Fuser, fuse
 from phasewise.model import artefacts
 from phasewise.model.artefacts import fingerprint
 from phasewise.model.model import Model
@@ -150,8 +150,8 @@ def test_each_row_is_fused_by_itself() -> None:
         [(torch.randn(2, 20, 12, generator=gen), torch.randn(2, 20, 12, generator=gen)) for _ in range(layers)]
         for layers in (4, 2)
     )
-    whole = fuser(own, other)
-    halves = [fuser([(k[:, s], v[:, s]) for k, v in own], [(k[:, s], v[:, s]) for k, v in other])
+    whole = fuse([fuser], own, [other])
+    halves = [fuse([fuser], [(k[:, s], v[:, s]) for k, v in own], [[(k[:, s], v[:, s]) for k, v in other]])
               for s in (slice(0, 7), slice(7, 20))]  # fmt: skip
     for layer, (k, v) in enumerate(whole):
         torch.testing.assert_close(torch.cat([half[layer][0] for half in halves], 1), k)
@@ -163,7 +163,7 @@ def test_both_read_the_prompt_once(length: int) -> None:
     (prompt,), engine = tiny.prompts(length), built()
     request = serve(engine, prompt, tiny.greedy(1))
     runtime: Any = engine.parts.phases[0].decode
-    assert engine.counters.prompt_rows == length and runtime.reader.companion.own.rows == length - 1
+    assert engine.counters.prompt_rows == length and runtime.readers[0].companion.own.rows == length - 1
     assert request.recalled == engine.counters.recalled == length - 1
     assert engine.counters.draft_forwards == -(-(length - 1) // 16)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phasewise.cli.app import main
-from phasewise.methods.decode.c2c import C2C
+from phasewise.methods.decode.c2c import C2C, fuse
 from phasewise.methods.decode.c2c import Fuser as Serving
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact, fingerprint
@@ -72,7 +72,8 @@ def test_training_fuses_as_the_engine_does() -> None:
     (mine,) = fused(learns, settled(learns), past[:1], past[1:])
     models = [Model.load(folder(shape), dtype=torch.float32) for shape in (BASE, SMALL)]
     own, other = ([tuple(x[0].transpose(0, 1) for x in pair) for pair in each.layers.values()] for each in past)
-    served: Any = Serving(*models, artefacts.random(made, "3"))(own, other)  # type: ignore[arg-type]
+    serving: Any = own, [other]
+    served = fuse([Serving(*models, artefacts.random(made, "3"))], *serving)
     assert any(not torch.equal(k, own[layer][0]) for layer, (k, _) in enumerate(served))
     for layer, pair in enumerate(served):
         for got, want in zip(pair, mine.layers[layer]):

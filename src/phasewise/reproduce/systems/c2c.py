@@ -43,10 +43,9 @@ class _Shuffled(Fusing):
     def __init__(self, of: Fusing) -> None:
         vars(self).update(vars(of))
 
-    def theirs(self, request: Request, stop: int) -> Rows:
-        rows = super().theirs(request, stop)
+    def theirs(self, request: Request, stop: int) -> list[Rows]:
         places = torch.randperm(stop, generator=drawn("c2c", request.prompt[:8], stop))
-        return [(k[:, places], v[:, places]) for k, v in rows]
+        return [[(k[:, places], v[:, places]) for k, v in rows] for rows in super().theirs(request, stop)]
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,9 @@ class Reversed(Control):
 
     def bind(self, host: Host) -> Fusing:
         made: Fusing = self.of.bind(host)
-        for side in SIDES:
-            made.fuser.weights[f"{side}.gate"] = -made.fuser.weights[f"{side}.gate"]
+        for fuser in made.fusers:
+            for side in SIDES:
+                fuser.weights[f"{side}.gate"] = -fuser.weights[f"{side}.gate"]
         return made
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from phasewise.errors import UserError
 from phasewise.load import load_model
 from phasewise.methods.decode._fuser import SIDES, added, layer_map
 from phasewise.methods.decode.c2c import C2C
@@ -67,7 +68,10 @@ class Split(Exchanges):
 
 
 def train(method: C2C, job: Job) -> Path:
-    """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
+    """Train for one pair of models; `job.out` gets checkpoint.pt, losses.csv and the artefact. Raises UserError for
+    several sharers."""
+    if len(method.each) > 1:
+        raise UserError(f"decode.c2c: sharer={method.sharer}: a fuser is trained for one sharer: train one for each")
     base, twin = job.base()
     small = load_model(method.sharer, dtype=torch.float32)
     sharer = frozen(method.sharer)
