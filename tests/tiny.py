@@ -119,6 +119,17 @@ def run(
     return requests
 
 
+def disturb(engine: Any, requests: Sequence[Request]) -> None:
+    """Add the requests and take a dozen steps, in two of which all that run but the first are preempted."""
+    for request in requests:
+        engine.add(request)
+    for step in range(12):
+        engine.step()
+        if step in (1, 7):
+            for request in [each for each in requests if each in engine.running][1:]:
+                engine.room.preempt(request)
+
+
 def finish(placed: Placed, requests: Sequence[Request], most: int = 5000) -> None:
     """Step until all requests have left; then the engine must be empty."""
     for _ in range(most):

@@ -178,13 +178,7 @@ def test_chunks_mates_and_preemption(more: dict[str, str]) -> None:
     alone = [serve(built(VERBS | own), text).out for text in texts]
     engine = built(VERBS | more)
     requests = [Request(text, tiny.greedy(N)) for text in texts]
-    for request in requests:
-        engine.add(request)
-    for step in range(12):
-        engine.step()
-        if step in (1, 7):
-            for request in [each for each in requests if each in engine.running][1:]:
-                engine.room.preempt(request)
+    tiny.disturb(engine, requests)
     tiny.finish(engine, requests)
     assert tiny.outs(requests) == alone
     assert engine.counters.preemptions and all(r.recalled == r.prompt_len - 1 for r in requests)

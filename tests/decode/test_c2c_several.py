@@ -167,13 +167,7 @@ def test_chunks_mates_and_preemption(more: dict[str, str], several: str) -> None
     alone = [serve(built(verbs | own), text).out for text in texts]
     engine = built(verbs | more)
     requests = [Request(text, tiny.greedy(N)) for text in texts]
-    for request in requests:
-        engine.add(request)
-    for step in range(12):
-        engine.step()
-        if step in (1, 7):
-            for request in [each for each in requests if each in engine.running][1:]:
-                engine.room.preempt(request)
+    tiny.disturb(engine, requests)
     tiny.finish(engine, requests)
     assert tiny.outs(requests) == alone and engine.counters.preemptions
 

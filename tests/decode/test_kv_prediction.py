@@ -234,13 +234,7 @@ def test_mates_schedulers_and_preemption(more: dict[str, str]) -> None:
     alone = [serve(built(VERBS | own), text).out for text in texts]
     engine = built(VERBS | more)
     requests = [Request(text, tiny.greedy(N)) for text in texts]
-    for request in requests:
-        engine.add(request)
-    for step in range(12):
-        engine.step()
-        if step in (1, 7):
-            for request in [each for each in requests if each in engine.running][1:]:
-                engine.room.preempt(request)
+    tiny.disturb(engine, requests)
     tiny.finish(engine, requests)
     assert tiny.outs(requests) == alone
     assert engine.counters.preemptions == 4 and all(request.recalled for request in requests)

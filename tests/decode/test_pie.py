@@ -398,13 +398,8 @@ def test_chunks_mates_and_preemption(more: dict[str, str]) -> None:
     engine = built(VERBS | more)
     names = [serve(engine, text, tiny.greedy(1)).id for text, _ in versions]
     requests = [Request(now, after(name)) for (_, now), name in zip(versions, names)]
-    for request in (*requests, mate := Request(OTHER, tiny.greedy(N))):
-        engine.add(request)
-    for step in range(12):
-        engine.step()
-        if step in (1, 7):
-            for request in [each for each in requests if each in engine.running][1:]:
-                engine.room.preempt(request)
+    engine.add(mate := Request(OTHER, tiny.greedy(N)))
+    tiny.disturb(engine, requests)
     while any(request.left is None for request in (*requests, mate)):
         engine.step()
     assert tiny.outs(requests) == alone

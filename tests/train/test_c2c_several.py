@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from phasewise.methods.decode._fuser import SIDES, added, layer_map
-from phasewise.methods.decode.c2c import C2C
-from phasewise.train.artefacts.decode_c2c import Fuser, noisy, reply_loss, settled, start
+from phasewise.methods.decode._second import Rows
+from phasewise.methods.decode.c2c import C2C, fuse
+from phasewise.methods.decode.c2c import Fuser as Serving
+from phasewise.train.artefacts.decode_c2c import Fuser, noisy, reply_loss, start
 from phasewise.train.dense import Dense
 from phasewise.train.passes import Past
 from phasewise.train.trainer import update
@@ -33,17 +34,19 @@ def fuser(receiver: Dense, sharer: Dense, learned: list[int], seed: int) -> Fuse
 
 
 def together(fusers: list[Fuser], own: Past, others: list[Past]) -> list[Past]:
-    """What all of them add to the receiver's own rows, added up."""
+    """The receiver's own rows, fused by the engine's arithmetic with those of all sharers."""
+    three = engines.model(layers=3)  # so many layers have all of them
+    rows = fuse([Serving(three, three, learns.tensors()) for learns in fusers], flat(own), [flat(x) for x in others])
     layers = {}
-    for layer, rows in own.layers.items():
-        pair = list(rows)
-        for learns, other in zip(fusers, others, strict=True):
-            gates, theirs = settled(learns), other.layers[layer_map(len(own.layers), len(other.layers))[layer]]
-            for i, side in enumerate(SIDES):
-                more = added(learns.tensors(), side, layer, rows[i].flatten(2), theirs[i].flatten(2))
-                pair[i] = pair[i] + gates[side][layer] * more.view(rows[i].shape)
-        layers[layer] = (pair[0], pair[1])
+    for layer, pair in enumerate(rows):
+        k, v = (fused.transpose(0, 1).reshape(mine.shape) for fused, mine in zip(pair, own.layers[layer], strict=True))
+        layers[layer] = (k, v)
     return [Past(own.real, layers)]
+
+
+def flat(past: Past) -> Rows:
+    """Rows of all prompts one after the other: each is fused by itself."""
+    return [(k.flatten(0, 1).transpose(0, 1), v.flatten(0, 1).transpose(0, 1)) for k, v in past.layers.values()]
 
 
 def test_with_two_sharers_a_model_says_what_each_of_them_knows() -> None:

@@ -72,7 +72,7 @@ class C2C:
             raise UserError(f"c2c: gates={self.gates}: choose learned or closed")
         if self.several not in ("parallel", "sequential"):
             raise UserError(f"c2c: several={self.several}: choose parallel or sequential")
-        names, files = self.sharer.split("+"), self.weights.split("+")
+        names, files = self._names, self._files
         if "" in names or len({*names}) < len(names):
             raise UserError(f"c2c: sharer={self.sharer}: name each sharer once, as in one+two")
         if len(files) > 1 and len(files) != len(names):
@@ -80,11 +80,18 @@ class C2C:
                             "for each, in the order of sharer, or say auto")  # fmt: skip
 
     @property
+    def _names(self) -> list[str]:
+        return self.sharer.split("+")
+
+    @property
+    def _files(self) -> list[str]:
+        return self.weights.split("+")
+
+    @property
     def each(self) -> list[C2C]:
         """The same with one sharer, for each of them."""
-        names, files = self.sharer.split("+"), self.weights.split("+")
-        files = files * len(names) if len(files) == 1 else files
-        return [replace(self, sharer=name, weights=file) for name, file in zip(names, files, strict=True)]
+        files = self._files * len(self._names) if len(self._files) == 1 else self._files
+        return [replace(self, sharer=name, weights=file) for name, file in zip(self._names, files, strict=True)]
 
     def artefact(self, config: ModelConfig, sharer: ModelConfig | None = None, partner: str = "") -> Artefact:
         """The fuser of the model and its one sharer."""

@@ -25,8 +25,8 @@ template <class T> struct Some {
   }
 };
 
-// 16 (8, 4) registers -> their sums, lane by lane. Out of line: inlined, scores come faster from a cache, but blocks that
-// are fetched meanwhile do not, and plain decoding of long texts slows down (scripts/checkout_pairs.py; Zen 5).
+// 16 (8, 4) registers -> their sums, lane by lane. Out of line: inlined, scores come faster from a cache, but blocks
+// that are fetched meanwhile do not, and plain decoding of long texts slows down (scripts/checkout_pairs.py; Zen 5).
 __attribute__((noinline)) static F sums_of(F* v) {
 #if LANES == 4
   auto pairs = [](F a, F b) { return vpaddq_f32((float32x4_t)a, (float32x4_t)b); };
