@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from phasewise.cli.app import main
 from phasewise.model.model import Model
-from phasewise.train import dense, kv_heads
+from phasewise.train import dense, kv_heads, mixture
 from phasewise.train.kv_heads import Job
 from phasewise.train.mixture import Stage
 from tests.train import tiny
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_heads, "SEEN", 2000)
     monkeypatch.setattr(kv_heads, "STAGES", STAGES)
-    monkeypatch.setattr(kv_heads, "sources", lambda held_out: dict(enumerate(tiny.texts())))
+    monkeypatch.setattr(mixture, "sources", lambda held_out: dict(enumerate(tiny.texts())))
     monkeypatch.setattr(kv_heads.looked_at, "__defaults__", (2000,))
 
 

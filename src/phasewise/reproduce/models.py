@@ -24,7 +24,8 @@ from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
-from phasewise.train.kv_heads import looked_at, mixture
+from phasewise.train.kv_heads import looked_at
+from phasewise.train.mixture import of_model
 
 WIDER = 4
 VOCAB = 512  # of random models
@@ -117,7 +118,7 @@ def joined(by: str, target: Path) -> None:
     elif by == "weights":
         basis = kv_heads.bases(config, kv_heads.of_weights(files, config, 1))
     else:
-        texts = list(looked_at(mixture(files, config, 0), config.max_positions, CALIBRATED))
+        texts = list(looked_at(of_model(files, config.eos, 0), config.max_positions, CALIBRATED))
         seen = kv_heads.calibrate(load_model("pocket", dtype=torch.float32), texts, 1, lambda done: None)
         basis = kv_heads.bases(config, seen)
     kv_heads.convert(files, 1, basis, target)

@@ -20,21 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from phasewise.known.corpus import sources
 from phasewise.load import files_of, load_model
 from phasewise.model import kv_heads
-from phasewise.model.config import ModelConfig
 from phasewise.model.source import Source, copy_vocabulary
 from phasewise.model.weights import INDEX, SINGLE
 from phasewise.train import dense
 from phasewise.train.artefacts import frozen
 from phasewise.train.dense import Block, Dense
 from phasewise.train.device import device, halved
-from phasewise.train.mixture import Mixture, Stage
+from phasewise.train.mixture import Mixture, Stage, of_model, unpadded
 from phasewise.train.pocket import draw_if_possible
-from phasewise.train.tokenizer import WRITTEN
 from phasewise.train.trainer import TASK_WEIGHT, Loss, Recipe, Run, fit
-from phasewise.train.wording import Templated
 
 SEEN = 131_072  # tokens of calibration
 LOOK = Stage(1.0, 512, 4096, code=0.4, long=0.3, copies=0.15)
@@ -73,7 +69,7 @@ def convert(job: Job, bar: Bar) -> Path:
     config = kv_heads.check(files, job.heads)
     if job.tokens:
         dense.load(files.path)  # refuses what has no twin to train
-    data = mixture(files, config, job.seed)
+    data = of_model(files, config.eos, job.seed)
     if not job.resume:
         texts = list(looked_at(data, config.max_positions))
         model = load_model(job.model, dtype=torch.float32)
@@ -84,20 +80,12 @@ def convert(job: Job, bar: Bar) -> Path:
     return recover(job, files, data) if job.tokens else job.out
 
 
-def mixture(files: Source, config: ModelConfig, seed: int) -> Mixture:
-    """Library source and tasks, in the pocket model's layout where the tokenizer has it, else in the model's own."""
-    tokenizer = files.tokenizer()
-    own = all(tokenizer.token_to_id(token) is not None for token in WRITTEN)
-    wording = None if own else Templated(files, config.eos)
-    return Mixture(tokenizer, list(sources(held_out=False).values()), seed, wording)
-
-
 def looked_at(data: Mixture, longest: int, tokens: int = SEEN) -> Iterator[list[int]]:
     """Texts of calibration: steps that recovery does not begin with, source and tasks in turn."""
     left = tokens
     for step in count(1_000_000):
         source, tasks = data.step(step, LOOK)
-        rows = [row[row != data.pad].tolist() for block in (*source, *tasks) for row in block.ids]
+        rows = [row[unpadded(row, data.pad)].tolist() for block in (*source, *tasks) for row in block.ids]
         Random(step).shuffle(rows)
         for row in rows:
             if left <= 0:

@@ -9,12 +9,15 @@ from random import Random
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from phasewise.known.corpus import sources
+from phasewise.model.source import Source
 from phasewise.train.chat import SYSTEM, talk
 from phasewise.train.dense import Block
 from phasewise.train.tasks import Turn, turns
 from phasewise.train.tokenizer import plain
-from phasewise.train.wording import ChatML, Piece, Wording
+from phasewise.train.wording import ChatML, Piece, Wording, wording
 
 LONG_TASKS = {"recall": 0.7, "passkey": 0.3}
 SHORT_TASKS = {"reverse": 2.0, "sort": 6.0, "arithmetic": 4.0, "json": 1.0, "edit": 7.0, "list": 2.0, "recall": 1.5,
@@ -126,6 +129,11 @@ class Mixture:
         return self.wording.chat(conversation, system)
 
 
+def of_model(files: Source, ends: Sequence[int], seed: int) -> Mixture:
+    """Library source and tasks as this model reads them (`wording`), for whatever learns beside a model."""
+    return Mixture(files.tokenizer(), list(sources(held_out=False).values()), seed, wording(files, ends))
+
+
 def in_blocks(rows: Sequence[list[Piece]], pad: int) -> list[Block]:
     """Rows by length, in blocks that pad the shortest by at most a third."""
     blocks: list[list[list[Piece]]] = []
@@ -152,6 +160,12 @@ def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Block:
         ids[index, : len(flat)] = torch.tensor(flat)
         targets[index, : len(flat) - 1] = torch.tensor(learned[1:])
     return Block.of(ids, targets)
+
+
+def unpadded(ids: Tensor, pad: int) -> Tensor:
+    """Where rows [rows, length] are no padding, bool of that shape. What pads may stand inside a row too: the end token
+    of a model that has no other."""
+    return (ids != pad).flip(-1).cumsum(-1).flip(-1) > 0
 
 
 def stretch(rng: Random, block: Block) -> Block:

@@ -11,7 +11,7 @@ from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
 from phasewise.model.source import Source
 from phasewise.train.tasks import Message, Turn
-from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, beginning, plain, special_id
+from phasewise.train.tokenizer import END_OF_TEXT, PAD, TURN_END, WRITTEN, beginning, plain, special_id
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are learned
 
@@ -93,3 +93,11 @@ class Templated:
         except UserError:
             return False
         return True
+
+
+def wording(files: Source, ends: Sequence[int]) -> Wording:
+    """The pocket model's layout where the tokenizer has its tokens, else the model's own. Raises UserError for a model
+    that has neither these nor an end token."""
+    tokenizer = files.tokenizer()
+    own = all(tokenizer.token_to_id(token) is not None for token in WRITTEN)
+    return ChatML(tokenizer) if own else Templated(files, ends)

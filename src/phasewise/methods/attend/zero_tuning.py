@@ -42,7 +42,7 @@ class ZeroTuning:
     what dense attention reads. Where an evict method acts, or heads keep unequally many rows, steps go in
     halves of layers, and in float32 layer by layer: the outputs of dense attention are then corrected by their
     log-sum-exp, for which the first row is read once more. Left out: gammas that differ by head or task, the choice by
-    the entropy of outputs alone, and a choice for models with other tokenizers than the pocket model's.
+    the entropy of outputs alone.
     """
 
     gamma: float = 0.0

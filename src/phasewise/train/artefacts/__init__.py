@@ -15,16 +15,14 @@ from typing import Any, cast
 import torch
 
 from phasewise.errors import UserError, near
-from phasewise.known.corpus import sources
-from phasewise.load import files_of, load_model, model_path
+from phasewise.load import config_of, files_of, load_model, model_path
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact
 from phasewise.model.model import Model
 from phasewise.train import dense
 from phasewise.train.dense import Dense
 from phasewise.train.device import device
-from phasewise.train.mixture import Mixture
-from phasewise.train.tokenizer import WRITTEN
+from phasewise.train.mixture import Mixture, of_model
 
 
 def names() -> list[str]:
@@ -65,12 +63,7 @@ class Job:
 
     def mixture(self) -> Mixture:
         """Library source and tasks over the model's own tokenizer. Raises UserError if they cannot be written in it."""
-        tokenizer = files_of(self.model).tokenizer()
-        absent = [token for token in WRITTEN if tokenizer.token_to_id(token) is None]
-        if absent:
-            raise UserError(f"{self.model}: its tokenizer lacks {', '.join(absent)}, with which the training data are "
-                            "written; they are for the pocket model and those that share its tokenizer")  # fmt: skip
-        return Mixture(tokenizer, list(sources(held_out=False).values()), self.seed)
+        return of_model(files_of(self.model), config_of(self.model).eos, self.seed)
 
     def save(self, base: Model, made: Artefact, tensors: dict[str, torch.Tensor], tokens: int) -> Path:
         """Write the artefact into `out`."""

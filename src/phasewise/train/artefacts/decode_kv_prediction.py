@@ -23,7 +23,7 @@ from phasewise.train.artefacts import Job, frozen
 from phasewise.train.dense import Block, Dense, rotate
 from phasewise.train.device import halved, moved
 from phasewise.train.lowrank import LowRank
-from phasewise.train.mixture import Stage
+from phasewise.train.mixture import Stage, unpadded
 from phasewise.train.passes import Pass, Past
 from phasewise.train.trainer import Loss, Recipe, Run, fit, weighed
 
@@ -97,7 +97,7 @@ def begin(
     of = layer_map(len(twin.layers), len(aux.layers))
     sums: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     for block in (block for batch in batches for part in batch for block in part):
-        real = block.ids != pad
+        real = unpadded(block.ids, pad)
         (mine,), (true,) = aux.prefill([block], [real]), twin.prefill([block], [real])
         wanted, ones = real.flatten(), real.new_ones(int(real.sum()), 1, dtype=torch.float64)
         for layer, j in enumerate(of):
@@ -119,7 +119,7 @@ def predicted_loss(
     """Cross-entropies of base and auxiliary, tasks weighing more, and the distance of what is predicted."""
     blocks = [*batch[0], *batch[1]]
     tokens = sum(block.ids.numel() for block in blocks)
-    real = [block.ids != pad for block in blocks]
+    real = [unpadded(block.ids, pad) for block in blocks]
     with halved(twin.embed_tokens.weight.device):
         truth = twin.prefill(blocks, real)
         kept = [Past(some) for some in real]

@@ -1,0 +1,83 @@
+"""Everything that is trained for a method can be trained for a model of another tokenizer and another template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phasewise import LLM, catalog
+from phasewise.load import config_of, files_of
+from phasewise.train import artefacts, mixture
+from phasewise.train.dense import Shape
+from phasewise.train.mixture import of_model, unpadded
+from phasewise.train.tasks import Turn
+from phasewise.train.tokenizer import WRITTEN
+from tests.train import tiny
+
+SHAPE = Shape(2048, 64, 4, 4, 2, 96, head_dim=16)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<stop>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+KNOBS = {
+    "evict.longgen": "longgen:window=6",
+    "attend.infllm": "infllm:dense_len=20,window=4,topk=1",
+    "decode.c2c": "c2c:sharer={other}",
+    "decode.kv_prediction": "kv_prediction:model={other}",
+    "decode.augment": "augment:latents=4",
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return foreign(tmp_path_factory.mktemp("base") / "model", SHAPE)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return foreign(tmp_path_factory.mktemp("other") / "model", replace(SHAPE, num_hidden_layers=2))
+
+
+def foreign(folder: Path, shape: Shape) -> Path:
+    """A checkpoint whose tokenizer has an end token and none of the pocket model's."""
+    tiny.lively(shape, folder)
+    vocabulary = (folder / "tokenizer.json").read_text()
+    for token in WRITTEN:
+        vocabulary = vocabulary.replace(token, "<stop>" if token == "<|im_end|>" else f"<of {token[2:-2]}>")
+    (folder / "tokenizer.json").write_text(vocabulary)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<stop>", "chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", artefacts.names())
+def test_it_is_trained_and_serves(
+    kind: str, base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step or two of the real recipe; what is saved is taken by the model that it was trained for."""
+    monkeypatch.setattr(mixture, "sources", lambda held_out: dict(enumerate(tiny.texts())))
+    verb, _, name = kind.partition(".")
+    method = catalog.build(verb, KNOBS.get(kind, name).format(other=other))
+    path = artefacts.trainer(kind)(method, artefacts.Job(str(base), tmp_path, tokens=600))
+    serving = catalog.spell(verb, replace(method, weights=str(path)))
+    llm = LLM(str(base), dtype="float32", **{verb: serving})
+    try:
+        assert len(llm.generate(["def f(x): return x " * 8], max_tokens=4)[0].tokens) > 0
+    finally:
+        llm.close()
+
+
+def test_rows_are_in_the_models_own_words(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture, "sources", lambda held_out: dict(enumerate(tiny.texts())))
+    made = of_model(files_of(str(base)), config_of(str(base)).eos, seed=0)
+    asked, answered = made.chat([Turn("Sort: 2 1", "1 2")], None)
+    assert made.tokenizer.decode(asked[0]) == "[user] Sort: 2 1[assistant] " and not asked[1]
+    assert made.tokenizer.decode(answered[0], skip_special_tokens=False) == "1 2<stop>" and answered[1]
+
+
+def test_an_end_token_within_a_row_is_no_padding() -> None:
+    ids = torch.tensor([[5, 0, 6, 0, 0], [0, 0, 0, 0, 7]])
+    assert unpadded(ids, 0).tolist() == [[True, True, True, False, False], [True] * 5]
