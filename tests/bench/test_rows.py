@@ -250,17 +250,18 @@ def test_a_model_gets_the_rows_that_suit_it(questions: Path) -> None:
     assert index.suited(pocket, 2048, None) == ([*ALL, *later.ROWS], [])
     wanted, long = index.suited(llm().tokenizer, 2048, questions)
     assert wanted == ["code@2k", "docs@2k", "passkey-english@1k", "passkey-english@2k", "agreement"]
-    assert long == ["code@8k", "docs@8k", "passkey-english@4k", "passkey-english@7.5k"]
+    assert long == ["code@4k", "code@8k", "docs@4k", "docs@8k", "passkey-english@4k", "passkey-english@7.5k"]
     assert index.suited(llm().tokenizer, 8192, None) == (list(index.GENERAL), [])
 
 
 def test_what_examples_are_taken_from_is_told_from_another_text(
     questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_library = ("code", "next line", "code@2k", "code@8k", "docs@2k", "docs@8k")
+    of_library = ("code", "next line", "code@2k", "code@4k", "code@8k", "docs@2k", "docs@4k", "docs@8k")
     found = {name: index.text(name, None) for name in index.EVERY if name != "agreement"}
     assert {name for name, text in found.items() if text is not None} == set(of_library)
-    assert len({found[name] for name in of_library[:4]}) == 1 and found["docs@2k"] == found["docs@8k"] != found["code"]
+    assert len({found[name] for name in of_library[:5]}) == 1
+    assert found["docs@2k"] == found["docs@4k"] == found["docs@8k"] != found["code"]
     asked = index.text("agreement", questions)
     questions.write_text(questions.read_text() + "\n" + json.dumps({"prompt": "one more"}))
     assert asked is not None and index.text("agreement", questions) != asked

@@ -34,7 +34,7 @@ def evaluate(
 
     [bold]Rows for any model[/]
 
-      code@2k code@8k docs@2k docs@8k: loss on library source and prose, in windows of so many tokens
+      code@2k @4k @8k, docs@2k @4k @8k: loss on library source and prose, in windows of so many tokens
       passkey-english@1k @2k @4k @7.5k: five digits hidden in everyday sentences, of so many tokens
       agreement: greedy tokens equal to the default methods' (needs --prompts), and what became of drafts
 

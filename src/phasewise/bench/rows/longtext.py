@@ -49,12 +49,8 @@ class Window:
         return [range(end - size, end) for end in ends]
 
 
-WINDOWS = {
-    "code@2k": Window(library, 2048),
-    "code@8k": Window(library, 8192),
-    "docs@2k": Window(prose, 2048),
-    "docs@8k": Window(prose, 8192),
-}
+TEXTS = {"code": library, "docs": prose}
+WINDOWS = {f"{name}@{k}k": Window(text, k * 1024) for name, text in TEXTS.items() for k in (2, 4, 8)}
 
 
 def long_loss(name: str, window: Window, subject: Subject, rng: Random, examples: int) -> list[Measured]:
