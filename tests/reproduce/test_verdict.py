@@ -51,6 +51,10 @@ def test_a_claim_of_which_nothing_passes_is_not_here() -> None:
     assert judge(but(check("claim", False), check("quality", False))).word == "not here"
     assert judge(but(check("claim", False))).word == "partly"
     assert judge([check("counter"), check("control"), check("claim", False), check("claim", None)]).word == "not here"
+    assert judge(but(check("claim", False), check("control", False))).word == "not here", (
+        "kept quality says nothing then"
+    )
+    assert judge(but(check("claim"), check("claim", False), check("control", False))).word == "partly"
 
 
 def test_quality_that_is_lost_and_no_better_than_the_controls_is_not_here() -> None:

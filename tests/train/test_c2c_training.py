@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,11 +18,13 @@ from phasewise.methods.decode.c2c import Fuser as Serving
 from phasewise.model import artefacts
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.model import Model
+from phasewise.reproduce.knowers import LARGE, facts, split, taught
+from phasewise.reproduce.knowers import SMALL as SMALL_KNOWER
 from phasewise.train import dense
 from phasewise.train.artefacts import Job, decode_c2c
 from phasewise.train.artefacts.decode_c2c import Fuser, Split, fused, noisy, reply_loss, settled, start
-from phasewise.train.dense import Block, Dense, Shape
-from phasewise.train.exchanges import Exchange, exchange
+from phasewise.train.dense import Dense, Shape
+from phasewise.train.exchanges import Exchange
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Past
 from phasewise.train.trainer import Loss, Recipe, Run, fit, update
@@ -103,42 +104,13 @@ def test_prompts_end_before_their_last_token_which_is_read_over_what_was_fused()
 
 
 # ---- facts that one model knows and the other does not
-KEYS, VALUES, ASK = 20, 10, 59  # keys 3 .. 22 of the receiver, 23 .. 42 of the sharer; values 43 .. 52
+KEYS = 20  # keys 3 .. 22 of the receiver, 23 .. 42 of the sharer
 OF_SHARER = list(range(3 + KEYS, 3 + 2 * KEYS))
-
-
-def facts(keys: list[int], gen: torch.Generator, rows: int) -> list[tuple[list[int], list[int]]]:
-    """A question of a few fillers and a key, and what it means; only who has learned that can know."""
-    found = []
-    for _ in range(rows):
-        key = keys[int(torch.randint(len(keys), (), generator=gen))]
-        fill = torch.randint(54, 58, (3,), generator=gen).tolist()
-        found.append(([*fill, key, 58, ASK], [43 + (key * 7 + key // 10) % VALUES]))
-    return found
-
-
-def taught(shape: Shape, keys: list[int], seed: int) -> Dense:
-    torch.manual_seed(seed)
-    model = Dense(replace(shape, vocab_size=64))
-    torch.nn.init.ones_(model.norm.weight)  # type: ignore[arg-type]
-    optimizer, gen = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.Generator().manual_seed(seed)
-    for _ in range(200):
-        ids = torch.tensor([p + r for p, r in facts(keys, gen, 32)])
-        targets = torch.full_like(ids, -1)
-        targets[:, 3:-1] = ids[:, -1:]  # from the key on, so that what it means is in the cache
-        torch.cat(dense.losses(model, [Block.of(ids, targets)])).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.requires_grad_(False)
 
 
 def moved(past: Past, rows: int) -> Past:
     """Every prompt gets another one's."""
     return Past(past.real, {i: (k.roll(rows, 0), v.roll(rows, 0)) for i, (k, v) in past.layers.items()})
-
-
-def split(pairs: list[tuple[list[int], list[int]]]) -> Exchange:
-    return exchange([(p[:-1], [p[-1], *r]) for p, r in pairs], 0)
 
 
 @torch.no_grad()
@@ -156,8 +128,8 @@ def right(receiver: Dense, past: list[Past] | None, asked: Exchange) -> float:
 def test_a_trained_fuser_lets_the_receiver_say_what_the_sharer_knows() -> None:
     """Of facts that it was not trained on: more than by itself, and no more than that if the sharer's rows are those of
     other prompts."""
-    receiver = taught(replace(BASE, num_hidden_layers=3), list(range(3, 3 + KEYS)), 0)
-    sharer = taught(replace(SMALL, num_hidden_layers=3, num_key_value_heads=3), OF_SHARER, 1)
+    receiver = taught(LARGE, list(range(3, 3 + KEYS)), 0)
+    sharer = taught(SMALL_KNOWER, OF_SHARER, 1)
     config = [engines.model(layers=layers, hidden=hidden, heads=heads, kv_heads=kv).config
               for layers, hidden, heads, kv in ((3, 64, 4, 2), (3, 48, 3, 3))]  # fmt: skip
     torch.manual_seed(2)

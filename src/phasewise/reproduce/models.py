@@ -24,6 +24,7 @@ from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.widen import widen
+from phasewise.reproduce.knowers import KEYS, knowing
 from phasewise.train.kv_heads import looked_at
 from phasewise.train.mixture import of_model
 
@@ -136,6 +137,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "pocket-1kv-caches": partial(joined, "caches"),
     "pocket-1kv-weights": partial(joined, "weights"),
     "pocket-1kv-mean": partial(joined, "mean"),
+    **{name: partial(knowing, name) for name in KEYS},
     "random-experts": partial(random_llama, layers=8, hidden=256, context=4096, experts=16),
     "random-dense": partial(random_llama, layers=8, hidden=512, context=32768),
     "tiny-experts": partial(random_llama, layers=4, hidden=128, context=1024, experts=8),

@@ -42,8 +42,8 @@ CONTROL = "the control does not lose"
 
 
 def judge(checks: Sequence[Check], missing: Sequence[str] = ()) -> Verdict:
-    """*not here*: tokens of an exact system differ, nothing of the claim passes, or quality is lost and a control does
-    no worse. *holds*: every check passes, one of them against a control, and no part of the claim is left out.
+    """*not here*: tokens of an exact system differ, nothing of the claim passes (kept quality is no more than that
+    where no control loses it), or quality is lost and a control does no worse. *holds*: every check passes, one of them against a control, and no part of the claim is left out.
     *partly*: everything between."""
     failed = [check for check in checks if check.passed is False]
     unseen = [check for check in checks if check.passed is None]
@@ -56,6 +56,8 @@ def judge(checks: Sequence[Check], missing: Sequence[str] = ()) -> Verdict:
         reasons.append("nothing of the claim was tried")
     reasons += [f"not examined here: {part}" for part in missing]
     tried = [check for check in claims if check.passed is not None]
+    if any(check.part == "claim" for check in tried) and not any(check.passed for check in controls):
+        tried = [check for check in tried if check.part == "claim"]
     parts = {check.part for check in failed}
     lost = "exact" in parts or {"quality", "control"} <= parts or (bool(tried) and not any(c.passed for c in tried))
     if lost or (not tried and "counter" in parts):

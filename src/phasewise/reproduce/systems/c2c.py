@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,12 +14,16 @@ from phasewise.methods.decode.c2c import C2C, Fusing
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.controls import Control, drawn
+from phasewise.reproduce.knowers import KEYS, RECEIVER, SHARERS, WIDTH, facts, fuser
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.play import finish
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Setting, System, Timing, Tried
+from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
 
 PROMPT, NEW = 512, 8
+ASKED = 60  # facts of each model
 METHOD, ALONE = Setting({"decode": "c2c"}), Setting()
 DRAWN = Setting({"decode": "c2c:weights=random:0"})
 CODE = Quality(("code",), allowed=0.02, examples=24, window=512, given=384)
@@ -57,9 +61,9 @@ class Reversed(Control):
 
     def bind(self, host: Host) -> Fusing:
         made: Fusing = self.of.bind(host)
-        for fuser in made.fusers:
+        for each in made.fusers:
             for side in SIDES:
-                fuser.weights[f"{side}.gate"] = -fuser.weights[f"{side}.gate"]
+                each.weights[f"{side}.gate"] = -each.weights[f"{side}.gate"]
         return made
 
 
@@ -86,6 +90,67 @@ def answers_gain(lab: Lab) -> Tried:
     return Tried(gain.low > 0, gain.text(True))
 
 
+@dataclass(frozen=True)
+class Strangers(Control):
+    """decode: the same fusers, and the sharers' rows of the prompt before."""
+
+    of: C2C
+    plain_prompts: ClassVar[bool] = True
+
+    def bind(self, host: Host) -> Fusing:
+        made: Fusing = self.of.bind(host)
+        return _Strangers(made)
+
+
+class _Strangers(Fusing):
+    def __init__(self, of: Fusing) -> None:
+        vars(self).update(vars(of))
+        self.before: list[Rows] = []
+
+    def theirs(self, request: Request, stop: int) -> list[Rows]:
+        mine = super().theirs(request, stop)
+        before, self.before = self.before or mine, mine
+        return before
+
+
+def fused(lab: Lab) -> C2C:
+    """Both sharers, each with the fuser that was trained for it alone."""
+    weights = []
+    for name in SHARERS:
+        path = lab.shelf.room / f"{name}.safetensors"
+        if not path.is_file():
+            fuser(name, [lab.model(each) for each in (RECEIVER, name)], path)
+        weights.append(str(path))
+    return C2C("+".join(SHARERS), width=WIDTH, weights="+".join(weights))
+
+
+def said(lab: Lab, model: str, decode: Any = None) -> list[float]:
+    """1 for every fact, of all three models, that this one says first of all, else 0; asked one after another."""
+    n, grades = (12 if lab.scale.quick else ASKED), []
+    with lab.engine(Setting(objects={} if decode is None else {"decode": decode}), model) as engine:
+        for keys in KEYS.values():
+            for prompt, reply in facts(keys, torch.Generator().manual_seed(9), n):
+                finish(engine, [request := Request(prompt, Params(max_tokens=1, ignore_eos=True))])
+                grades.append(float(request.out == reply))
+    return grades
+
+
+def facts_gain(lab: Lab) -> Tried:
+    """Two sharers that know different facts: more is said than any of the three models says by itself."""
+    mine, each = said(lab, RECEIVER, fused(lab)), [said(lab, name) for name in KEYS]
+    best = max(each, key=sum)
+    gain, n = shares(mine, best), len(mine)
+    alone = ", ".join(f"{sum(its) / n:.0%}" for its in each)
+    return Tried(gain.low > 0, f"{sum(mine) / n:.0%} of all facts, alone {alone}; {gain.text(True)}")
+
+
+def facts_lost(lab: Lab) -> Tried:
+    """The same with the caches of other prompts."""
+    mine, strangers = (said(lab, RECEIVER, each) for each in (fused(lab), Strangers(fused(lab))))
+    gain = shares(mine, strangers)
+    return Tried(gain.low > 0, f"{sum(strangers) / len(mine):.0%} of all facts; {gain.text(True)}")
+
+
 SYSTEM = System(
     title="Cache-to-Cache (C2C)",
     paper=Paper("Cache-to-Cache: Direct Semantic Communication Between Large Language Models", "2510.03215"),
@@ -98,7 +163,7 @@ SYSTEM = System(
     control=Setting(objects={"decode": Shuffled(C2C())}),
     control_is="the same fuser over the sharer's rows in an order drawn at random",
     load=loads.lone(PROMPT, NEW),
-    missing=("models with different tokenizers", "text sent from one to the other", "several sharers"),
+    missing=("models with different tokenizers", "text sent from one to the other"),
     counters=(
         Counter("rows of the prompt that the receiver computes", "all of them, none twice",
                 lambda case: case.work.prompt_rows, loads.prompt_rows),
@@ -113,11 +178,16 @@ SYSTEM = System(
                 code_gain),
         Attempt("claim", f"right answers ({', '.join(TASKS)}), method less the receiver alone", "all of it above 0",
                 answers_gain),
+        Attempt("claim", "facts of three tiny models, said by one with the caches of both others, less the best alone",
+                "all of it above 0", facts_gain),
+        Attempt("control", "the same facts, less those said with other prompts' caches", "all of it above 0",
+                facts_lost),
         Attempt("control", "loss of code, method less the same with open gates closed and closed ones open",
                 "all of it above 0", gates_matter),
     ),
     timings=(Timing("seconds to the first token of 1,024 tokens (random weights)", 0.5, seconds=loads.per_token,
                     load=loads.lone(1024, 1), settings={"method": DRAWN}, price=True),),
     note="The sharer is pocket-draft, which was trained on the texts of the pocket model and knows nothing beside: "
-    "what there is to gain here, the fuser itself has learned.",
+    "what there is to gain here, the fuser itself has learned. Models that know different things are made for the "
+    "occasion (phasewise/reproduce/knowers.py): of three layers each, with a fuser for each sharer.",
 )  # fmt: skip
