@@ -42,9 +42,9 @@ CONTROL = "the control does not lose"
 
 
 def judge(checks: Sequence[Check], missing: Sequence[str] = ()) -> Verdict:
-    """*not here*: tokens of an exact system differ, nothing of the claim passes (kept quality is no more than that
-    where no control loses it), or quality is lost and a control does no worse. *holds*: every check passes, one of them against a control, and no part of the claim is left out.
-    *partly*: everything between."""
+    """*not here*: tokens of an exact system differ, nothing of the claim passes (where no control loses quality, kept
+    quality is no more than that), or quality is lost and a control does no worse. *holds*: every check passes, one of
+    them against a control, and no part of the claim is left out. *partly*: everything between."""
     failed = [check for check in checks if check.passed is False]
     unseen = [check for check in checks if check.passed is None]
     claims = [check for check in checks if check.part in ("claim", "quality")]
