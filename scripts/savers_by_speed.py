@@ -1,12 +1,15 @@
 """What savers are worth where memory is read slowly and where it is read fast, from what `phasewise bench savers --csv`
 wrote: one machine in several runs, or one whose speed changed meanwhile.
 
-    python scripts/savers_by_speed.py RUN.csv [RUN.csv...] --split GBS
+    python scripts/savers_by_speed.py RUN.csv [RUN.csv...] --split GBS [--rest]
 
 Rounds below GBS (GB/s, as they read memory when they began) and others apart. Of each setting, at each batch size: the
 median gain over dense of the same round, the median share of the gain that the saved bytes promise at that round's
 speed, and of how many rounds. Where bytes bound a setting its share stays, where arithmetic does it falls as memory
 gets faster. Settings that run fewer layers than dense are left out: their weights count, too.
+
+--rest shows instead what is left of a step once the time is taken off in which its KV can be read at that speed, over
+what is left of dense's: t0 of t0 + bytes / B.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +33,24 @@ class Pair(NamedTuple):
 
     gain: float
     share: float | None
+    rest: float
+
+    @staticmethod
+    def says(some: Sequence[Pair]) -> str:
+        """Gain and share, and of how many rounds."""
+        shares = [pair.share for pair in some if pair.share is not None]
+        share = f"{statistics.median(shares):.0%}" if shares else "-"
+        return f"{statistics.median(pair.gain for pair in some):.2f}, {share} ({len(some)})"
+
+    @staticmethod
+    def leaves(some: Sequence[Pair]) -> str:
+        """What is left of a step, over dense's, and of how many rounds."""
+        return f"{statistics.median(pair.rest for pair in some):.2f} ({len(some)})"
+
+
+def rest(turn: Turn) -> float:
+    """Seconds of a step beside those in which its KV is read."""
+    return turn.seconds - turn.read / turn.rate
 
 
 def turns(path: Path) -> list[Turn]:
@@ -56,33 +77,30 @@ def pairs(run: Iterable[Turn], split: float) -> dict[tuple[str, int, bool], list
             continue
         gain, says = beside.seconds / turn.seconds, promised(beside.seconds, beside.read - turn.read, turn.rate)
         share = (gain - 1) / (says - 1) if says is not None and says >= 1 + LEAST else None
-        found.setdefault((turn.setting, turn.batch, turn.rate >= split), []).append(Pair(gain, share))
+        found.setdefault((turn.setting, turn.batch, turn.rate >= split), []).append(
+            Pair(gain, share, rest(turn) / rest(beside))
+        )
     return found
 
 
-def table(found: dict[tuple[str, int, bool], list[Pair]]) -> tuple[list[str], list[list[str]]]:
+def table(
+    found: dict[tuple[str, int, bool], list[Pair]], cell: Callable[[Sequence[Pair]], str]
+) -> tuple[list[str], list[list[str]]]:
     """-> header, rows"""
     columns = sorted({(batch, fast) for _, batch, fast in found})
     header = ["setting", *(f"{batch} at once, {'fast' if fast else 'slow'}" for batch, fast in columns)]
     rows = []
     for setting in dict.fromkeys(name for name, _, _ in found):
-        cells = [cell(found.get((setting, *column), [])) for column in columns]
+        cells = [cell(some) if (some := found.get((setting, *column))) else "-" for column in columns]
         rows.append([f"`{setting}`", *cells])
     return header, rows
-
-
-def cell(some: list[Pair]) -> str:
-    if not some:
-        return "-"
-    shares = [pair.share for pair in some if pair.share is not None]
-    share = f"{statistics.median(shares):.0%}" if shares else "-"
-    return f"{statistics.median(pair.gain for pair in some):.2f}, {share} ({len(some)})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.csv")
     parser.add_argument("--split", type=float, required=True, metavar="GBS", help="GB/s")
+    parser.add_argument("--rest", action="store_true", help="what of a step is left beside reading KV, over dense's")
     asked = parser.parse_args()
     found: dict[tuple[str, int, bool], list[Pair]] = {}
     try:
@@ -91,7 +109,7 @@ def main() -> None:
                 found.setdefault(key, []).extend(some)
     except UserError as error:
         parser.error(str(error))
-    print(report.markdown(*table(found)))
+    print(report.markdown(*table(found, Pair.leaves if asked.rest else Pair.says)))
 
 
 if __name__ == "__main__":

@@ -31,14 +31,22 @@ def test_slow_and_fast_rounds_are_apart(tmp_path: Path, monkeypatch: pytest.Monk
                    ("reads as much", 0.03, 0.03, GB), ("skip=half", 0.01, 0.01, 0.5 * GB))  # fmt: skip
     write_csv(tmp_path / "a.csv", turns, worths(turns, 0.0), {"model": "m"})
     assert script.turns(tmp_path / "a.csv") == turns
-    header, rows = script.table(script.pairs(turns, 60 * GB))
+    header, rows = script.table(script.pairs(turns, 60 * GB), script.Pair.says)
     assert header == ["setting", "1 at once, slow", "1 at once, fast"]
     assert rows == [
         ["`all of it`", "1.50, 100% (2)", "1.20, 100% (1)"],
         ["`none of it`", "1.00, 0% (2)", "0.80, -100% (1)"],
         ["`reads as much`", "1.00, - (2)", "1.00, - (1)"],
     ]
-    assert script.table(script.pairs(turns, 200 * GB))[1][0] == ["`all of it`", "1.50, 100% (3)"]
+    assert script.table(script.pairs(turns, 200 * GB), script.Pair.says)[1][0] == ["`all of it`", "1.50, 100% (3)"]
+
+
+def test_what_is_left_of_a_step_beside_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dense 10 ms at 50 GB/s and 20 ms at 100; a setting that wins nothing of half the bytes has as much more."""
+    script = load("savers_by_speed", monkeypatch)
+    turns = rounds(("all of it", 0.02, 0.025, 0.5 * GB), ("none of it", 0.03, 0.03, 0.5 * GB))
+    rows = script.table(script.pairs(turns, 60 * GB), script.Pair.leaves)[1]
+    assert rows == [["`all of it`", "1.00 (2)", "1.00 (1)"], ["`none of it`", "2.00 (2)", "1.25 (1)"]]
 
 
 def test_runs_are_put_together(
