@@ -19,7 +19,7 @@ from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Coarse
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Tried
+from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.request.params import Params
 from phasewise.request.request import Request
@@ -147,4 +147,6 @@ SYSTEM = System(
                 "at least the entropy per layer and channel, and below that of one histogram for all", coded),
     ),
     quality=Quality(("recall@1k", "passkey@1k", "copy"), allowed=0.05, examples=50),
+    timings=(Timing("seconds to the second token of 1,024 tokens, coded, sent and decoded (no slow link between)",
+                    seconds=lambda run: run.seconds, load=loads.lone(1024, 2), price=True),),
 )  # fmt: skip

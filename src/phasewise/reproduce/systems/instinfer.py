@@ -7,7 +7,7 @@ from phasewise.methods.attend.instinfer import InstInfer
 from phasewise.reproduce import loads
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.selected import RandomKept
-from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System
+from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
 
 R, SHARE, GROUP, NEW = 8, 0.125, 16, 40
 KNOBS = f"r={R}.0,k={SHARE}"
@@ -68,4 +68,6 @@ SYSTEM = System(
                read(case, run), "baseline", 8.0),
     ),
     quality=Quality(("recall@1k", "passkey@1k"), allowed=0.1, examples=60),
+    timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights), no drive between", 1.0,
+                    model="random-dense", tokens=8192),),
 )  # fmt: skip
