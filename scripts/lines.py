@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 7000,
+    ("", "verbs", "engine", "step", "request"): 7020,
     ("speculation",): 1210,
     ("kv",): 3900,
     ("cluster",): 4000,

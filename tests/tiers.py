@@ -27,6 +27,8 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "laws/test_bfloat16.py::test_independent_of_batch_mates_in_bfloat16",
         "attend/test_selectors.py::test_requests_are_their_own",
         "attend/test_zero_tuning_steps.py::test_mates_of_all_kinds_change_no_bit",
+        "decode/test_then.py::test_chunks_mates_and_preemption",
+        "decode/test_then.py::test_sampled_tokens_are_a_seeds_own",
         "engine/test_native_sights.py::test_sinks_and_windows_are_read_as_the_open_path_reads_them",
         "engine/test_native_sights.py::test_windows_of_some_heads_are_read_as_the_open_path_reads_them",
         "place/test_push.py::test_every_schedule_and_store",

@@ -242,8 +242,7 @@ def _vocabulary(cls: type[Any]) -> list[str]:
 
 def knobs_of(cls: type[Any]) -> dict[str, Any]:
     """{knob: type} of a method: its fields but for those that options of other verbs fill."""
-    others = slots_of(cls)
-    return {name: kind for name, kind in _hints(cls).items() if name not in others}
+    return {name: kind for name, kind in _hints(cls).items() if name not in slots_of(cls)}
 
 
 def parts_of(cls: type[Any]) -> dict[str, Part]:
@@ -262,6 +261,11 @@ def chain_of(held: Any) -> list[Any]:
     while THEN in parts_of(type(found[-1])):
         found.append(getattr(found[-1], THEN))
     return found
+
+
+def filled(held: Any) -> dict[str, Any]:
+    """{verb: method} of the slots of a method and of those it hands on to."""
+    return {verb: getattr(link, verb) for link in chain_of(held) for verb in slots_of(type(link))}
 
 
 # ---- back to text

@@ -9,6 +9,7 @@ from phasewise import catalog
 from phasewise.engine.binding import SHARED, settle
 from phasewise.errors import UserError
 from phasewise.recipes import PARTS_OF_DECODE, Verbs, check, chosen, texts
+from phasewise.spelling import read
 
 DEFAULTS = {
     "place": "colocated",
@@ -29,25 +30,38 @@ def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
     """{verb: method} from {verb: 'name:knob=value'}; verbs not given get their defaults, `draft="none"` no
     drafter. Raises UserError.
 
-    The decode method's own parts (a drafter, a verifier) come from the options of their verbs, or from its knobs.
+    The decode method's parts (a drafter, a verifier), or those of the one it hands on to, come from options or knobs.
     """
     given = chosen(options)
     texts = {**DEFAULTS, **(WITH_DRAFT if "draft" in given else {}), **given}
     name, knobs = catalog.split(texts["decode"], "decode")
     cls = catalog.method("decode", name)
     slots, parts = catalog.slots_of(cls), catalog.parts_of(cls)
-    within = {key.partition(".")[0] for key in knobs}
+    within, handed = {key.partition(".")[0] for key in knobs}, _handed(cls, knobs, texts, given)
     for verb in PARTS_OF_DECODE:
         if verb in slots and verb not in texts and verb not in within and parts[verb].default is None:
             raise UserError(f"decode {name} needs a {verb} method: add --{verb} NAME")
-        if verb in given and verb not in slots:
+        if verb in given and verb not in slots and f"{catalog.THEN}.{verb}" not in handed:
             raise UserError(f"decode {name} has no use for --{verb} {given[verb]}: leave one of them out")
     filled = [verb for verb in slots if verb in given or (verb in texts and verb not in within)]
     wanted = [verb for verb in texts if verb != "decode" and (verb in filled or verb not in PARTS_OF_DECODE)]
     methods = {verb: catalog.build(verb, texts[verb]) for verb in wanted}
-    methods["decode"] = catalog.build("decode", texts["decode"], **{verb: methods[verb] for verb in filled})
-    methods |= {verb: getattr(methods["decode"], verb) for verb in slots if verb in PARTS_OF_DECODE}
+    own = {verb: methods[verb] for verb in filled}
+    methods["decode"] = catalog.configure(cls, {**knobs, **handed}, f"decode {name}", **own)
+    methods |= {verb: held for verb, held in catalog.filled(methods["decode"]).items() if verb in PARTS_OF_DECODE}
     return settle(methods, defaults())
+
+
+def _handed(cls: type[Any], knobs: Mapping[str, Any], texts: dict[str, str], given: dict[str, str]) -> dict[str, Any]:
+    """Knobs by which options of verbs reach the method that a decode method hands on to."""
+    if catalog.THEN not in catalog.parts_of(cls) or not (catalog.THEN in knobs or "draft" in given):
+        return {}
+    then = knobs.get(catalog.THEN, WITH_DRAFT["decode"])
+    spelled = read(str(then), "decode")
+    within = {key.removeprefix(f"{catalog.THEN}.").partition(".")[0] for key in (*spelled.knobs, *knobs)}
+    slots = catalog.slots_of(catalog.method("decode", spelled.name))
+    wanted = [verb for verb in slots if verb in given or (verb in texts and verb not in within)]
+    return {catalog.THEN: then, **{f"{catalog.THEN}.{verb}": read(texts[verb], verb) for verb in wanted}}
 
 
 def spell(methods: Mapping[str, Any]) -> dict[str, str]:
@@ -82,8 +96,9 @@ def lossy(methods: Mapping[str, Any]) -> list[str]:
     found = []
     for verb, method in ((verb, link) for verb, held in methods.items() for link in catalog.chain_of(held)):
         kind, home = type(method), getattr(method, "slots", (verb,))[0]
-        if home == verb and kind.guarantee == "lossy" and not (kind.neutral and method == kind(**kind.neutral)):
-            neutral = f" (or say {catalog.spell(verb, kind(**kind.neutral))})" if kind.neutral else ""
+        then = {field: getattr(method, field) for field in catalog.parts_of(kind) if field == catalog.THEN}
+        if home == verb and kind.guarantee == "lossy" and not (kind.neutral and method == kind(**kind.neutral, **then)):
+            neutral = f" (or say {catalog.spell(verb, kind(**kind.neutral, **then))})" if kind.neutral else ""
             found.append(f"{verb}={catalog.name_of(verb, method)}{neutral}")
     return found
 

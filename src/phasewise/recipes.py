@@ -61,15 +61,15 @@ def check(recipes: Mapping[str, Verbs]) -> None:
 
 def texts(given: Verbs, own: Verbs, defaults: Mapping[str, str]) -> dict[str, str]:
     """The verbs of one recipe: its `own` over those `given` to the server. What the server was given for a method that
-    the recipe does not use makes way: a drafter for one that does not draft, a decode method for a drafter's.
-    `defaults` are those of a drafter's."""
+    it does not use makes way: a drafter for one that does not draft, a decode method for a drafter's (`defaults`)."""
     mine, both = chosen(own), chosen(given)
     if own.get("draft") == NO_DRAFT:
         both = {verb: text for verb, text in both.items() if verb not in PARTS_OF_DECODE}
     both |= mine
-    if "draft" in mine and "decode" not in mine and "draft" not in _slots(both.get("decode")):
+    then = defaults["decode"] if "draft" in both else ""
+    if "draft" in mine and "decode" not in mine and "draft" not in _slots(both.get("decode"), then):
         both |= defaults
-    slots = _slots(both.get("decode") or ("" if "draft" not in both else defaults["decode"]))
+    slots = _slots(both.get("decode") or then, then)
     return {verb: text for verb, text in both.items() if verb in mine or verb not in PARTS_OF_DECODE or verb in slots}
 
 
@@ -78,6 +78,11 @@ def chosen(options: Verbs) -> dict[str, str]:
     return {verb: text for verb, text in options.items() if text and (verb, text) != ("draft", NO_DRAFT)}
 
 
-def _slots(decode: str | None) -> list[str]:
-    """The verbs whose methods a decode method holds; none of the default's."""
-    return catalog.slots_of(catalog.method("decode", decode.partition(":")[0].strip())) if decode else []
+def _slots(decode: str | None, then: str) -> list[str]:
+    """The verbs whose methods `decode` holds, or who it hands on to, `then` if it names none; none of the default's."""
+    if not decode:
+        return []
+    name, knobs = catalog.split(decode, "decode")
+    cls = catalog.method("decode", name)
+    hands_on = catalog.THEN in catalog.parts_of(cls)
+    return _slots(str(knobs.get(catalog.THEN, then)), "") if hands_on else catalog.slots_of(cls)

@@ -37,8 +37,7 @@ def read(lesson: Lesson) -> dict[str, dict[str, Any]]:
     for name, texts in lesson.items():
         built = {(home, text): catalog.build(home, text) for home, text in texts.values()}
         methods = {verb: built[home, text] for verb, (home, text) in texts.items()}
-        decode = methods["decode"]
-        held = {verb: getattr(decode, verb) for verb in catalog.slots_of(type(decode)) if verb in methods}
+        held = {verb: part for verb, part in catalog.filled(methods["decode"]).items() if verb in methods}
         found[name] = {**methods, **held}
     return found
 

@@ -331,7 +331,7 @@ class Engine:
         request.slice, request.depth = None, 0
         request.scores.update(outcome.scores)
         request.pool = outcome.pool or request.pool
-        request.computed = span.end if span.beyond and outcome.kept else request.computed + outcome.kept
+        request.computed = span.end if was_prefilling and span.beyond and outcome.kept else before + outcome.kept
         if before < request.high_water:
             own.recomputed += (again := min(request.computed, request.high_water) - before)
             counters.recomputed += again

@@ -125,9 +125,7 @@ class Runtime:
 
     def reach(self, context: int) -> int:
         """Positions that a text may have, where the model's context is `context`."""
-        if self.companions:
-            return context  # theirs are those of their own models
-        found = ENDLESS
+        found = context if self.companions else ENDLESS  # theirs are those of their own models
         for phase in self.phases:
             acting: list[object] = [phase.decode, phase.evict]  # with no evict method, the KV is for the context
             acting += [] if phase.skip is None else [phase.skip]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.speculation.tails import Tails
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
@@ -137,6 +138,12 @@ class Speculation:
         """What drafts are made with says for itself: second models end texts where their context ends."""
         say = getattr(self.drafter, "reach", None)
         return context if say is None else int(say(context))
+
+    def shift(self, rows: int) -> None:
+        """Tokens after the prompt stand so many positions further on: whoever drafts on their KV has to know."""
+        companion = getattr(self.drafter, "companion", None)
+        if isinstance(companion, Tails):
+            companion.beyond = rows
 
     def close(self) -> None:
         if hasattr(self.drafter, "close"):

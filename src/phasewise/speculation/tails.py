@@ -40,6 +40,7 @@ class Tails:
         self._replaying = Phase(name, decode=None, attend=_Before())  # type: ignore[arg-type]
         self.optional: Callable[[Request], bool] = lambda request: False
         self.text: Callable[[Request], list[int]] = lambda request: request.tokens
+        self.beyond = 0  # rows behind every prompt that stand for no token
         self._halves = 0  # of a (row, layer) pair that is still to be counted
         self._grown: dict[str, Grown] = {}  # by request: the pending token, and what was grown below it
 
@@ -86,7 +87,7 @@ class Tails:
         grown = self._grown.setdefault(request.id, Grown())
         first = len(grown.tokens)
         sees = grown.add(tokens, parents)
-        start = request.computed
+        start = request.computed + self.beyond
         chain = range(start + first, start + first + 1)
         positions = chain if sees is None else [start + depth for depth in grown.depths[first:]]
         assert request.kv is not None
@@ -99,8 +100,9 @@ class Tails:
         when it ends."""
         assert request.kv is not None and stop - start <= self.room(request)
         with self.lent([request]):
-            tokens, positions = request.tokens[start:stop], range(start, stop)
-            return self._run([Span(request, request.kv, self._replaying, tokens, positions, note=start)], model)
+            tokens, positions = request.tokens[start:stop], range(start + self.beyond, stop + self.beyond)
+            span = Span(request, request.kv, self._replaying, tokens, positions, note=positions.start)
+            return self._run([span], model)
 
     def _run(self, spans: Sequence[Span], model: Thinned | None = None) -> Tensor:
         model, own, engine = model or self.model, Counters(), self.counters

@@ -58,15 +58,13 @@ class Decode(Protocol):
         adds: int  -- of a method: rows that it adds to every prompt and that stand for no token; answers say how many
         margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
             where these may be more than 64: who could not find room for them in the KV budget is refused at once
-        scattered: bool  -- of a runtime that draws tokens before those in front of them are known: requests that ask
-            something of the sample method (`asks`) are refused
         plain_prompts: bool  -- of a method that computes prompts as plain causal slices: recipes that differ in such a
             decode method alone share cached prefixes
         brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's
             `bring(verb, chosen)` gives them (engine/binding.py)
-        scattered: bool  -- of its runtime, True: it draws tokens before those in front of them are known. All others
-            draw them one after another, each after a row of its own, and these are the last rows kept: there
-            log-probabilities are read off. Of a scattered one, requests that ask for them are refused
+        scattered: bool  -- of a runtime, True: it draws tokens before those in front of them are known, and requests
+            that ask for log-probabilities, or something of the sample method (`asks`), are refused. All others draw
+            them one after another, each after a row of its own, of the last rows kept: there scores are read off
         composes: tuple  -- of these, the verbs for which it takes what the user chose as `chosen`
     """
 

@@ -12,22 +12,23 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.methods.attend.dense import Dense
-from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.methods.decode._then import Handing, bound, checked
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.request.request import Request
-from phasewise.speculation.loop import pending
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
+from phasewise.verbs.decode import Outcome, slice_span
 from phasewise.verbs.host import Host
 
 NAME = "augment"
 RANK = 16  # of the coprocessor's low-rank weights, in all linear layers
 MOST = 256
+DRAFT = 64  # nodes at most, where a drafter says nothing else (`Decode.margin`)
 SOFT, GAIN = "soft", "gain"
 
 
@@ -40,13 +41,14 @@ class Augment:
 
     `weights`: `auto` (trained for this model and number; beside the model, or shipped), a file, or `random:SEED` (to
     test with). `latents` 0 is the base alone.
-    Left out: a coprocessor with weights of its own (here the base's, and low-rank ones), latents while an answer is
-    decoded, a coprocessor that runs beside a decoding that has begun without it, drafts, and attend, evict and skip
-    methods, which are refused by name.
+    `then` decodes what follows the latents; its drafts stand as far on as tokens do. Left out: a coprocessor with
+    weights of its own (here the base's, and low-rank ones), latents while an answer is decoded, a coprocessor that runs
+    beside a decoding that has begun without it, and attend, evict and skip methods, which are refused by name.
     """
 
     latents: int = 16
     weights: str = "auto"
+    then: Any = part("decode", "autoregressive")
 
     paper: ClassVar[str] = "arXiv 2412.17747"
     guarantee: ClassVar[str] = "lossy"
@@ -57,6 +59,7 @@ class Augment:
     plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        checked(NAME, self.then)
         if not 0 <= self.latents <= MOST:
             raise UserError(f"augment: latents={self.latents} must lie in [0, {MOST}], a number of rows (0 = none)")
 
@@ -75,9 +78,10 @@ class Augment:
         return Artefact("decode.augment", tensors, {"latents": self.latents}, "say latents=0 to go without")
 
     def bind(self, host: Host) -> Any:
+        then = bound(host, NAME, self.then)
         if not self.latents:
-            return Autoregressive().bind(host)
-        return Augmenting(host, host.artefact(self.artefact(host.model.config), self.weights))
+            return then
+        return Augmenting(host, then, host.artefact(self.artefact(host.model.config), self.weights))
 
 
 class _Coprocessor:
@@ -93,17 +97,21 @@ class _Coprocessor:
         return ()
 
 
-class Augmenting:
+class Augmenting(Handing):
     """A request goes through four states, told by tokens and rows alone: its prompt is computed, but for its last token
     as it seems, until latents are there as well; the coprocessor has run, and they lie in the drawer; they are in the
     KV; it is decoded."""
 
-    def __init__(self, host: Host, tensors: dict[str, Tensor]) -> None:
+    singly = False
+
+    def __init__(self, host: Host, then: Any, tensors: dict[str, Tensor]) -> None:
+        super().__init__(then)
         model = host.model
         own = {name: tensors[name].to(model.device, model.dtype) for name in (SOFT, GAIN)}
         self.host, self.soft, self.gain = host, own[SOFT], own[GAIN]
         self.count = len(self.soft)
-        self.margin = self.count + 1
+        if hasattr(then, "shift"):
+            then.shift(self.count)
         self.dense = Dense()
         rest = {name: tensor for name, tensor in tensors.items() if name not in own}
         self.coprocessor = _Coprocessor(Delta(rest, model.dtype, model.device))
@@ -112,8 +120,12 @@ class Augmenting:
     def bring(self, verb: str, chosen: Any) -> Any:
         return self.dense if verb == "attend" else None
 
+    @property
+    def margin(self) -> int:
+        return self.count + (1 if super().singly else max(DRAFT, super().margin))
+
     def reach(self, context: int) -> int:
-        return context - self.count
+        return min(context, super().reach(context)) - self.count
 
     # ---- which rows
     def _waits(self, request: Request) -> bool:
@@ -122,22 +134,24 @@ class Augmenting:
         return request.prefilling and request.kv.layers[0].n == request.prompt_len
 
     def rows(self, request: Request) -> int:
-        return self.count if self._waits(request) else pending(request)
+        return self.count if self._waits(request) else super().rows(request)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        return [self._span(request, budget, phase) for request, budget in zip(requests, budgets)]
-
-    def _span(self, request: Request, budget: int, phase: Phase) -> Span:
-        assert request.kv is not None
+    def own(self, request: Request, budget: int, phase: Phase) -> Span | None:
         if self._waits(request):
             return self._latents(request, phase)
-        span = slice_span(request, budget, phase)
         if not request.prefilling:
-            start = span.positions[0] + self.count
-            span.positions, span.beyond = range(start, start + span.rows), self.count
-        elif span.end == request.prompt_len:
+            return None
+        span = slice_span(request, budget, phase)
+        if span.end == request.prompt_len:
             span.beyond = 1  # its last token counts once latents are there: until then it is in its prompt
         return span
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans = super().propose(requests, budgets, phase)
+        for span in spans:
+            if not span.request.prefilling:
+                span.positions, span.beyond = _later(span.positions, self.count), self.count
+        return spans
 
     def _latents(self, request: Request, phase: Phase) -> Span:
         """What the coprocessor reads with, or the rows that it has made."""
@@ -161,13 +175,13 @@ class Augmenting:
 
     # ---- what becomes of them
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
-        outcomes = draw_outcomes(self.host, spans, hidden)
-        for i, span in enumerate(spans):
+        rest = [span for span in spans if span.given is not self.soft]  # nobody learns from what goes again
+        told = iter(super().accept(rest, hidden) if rest else ())
+        outcomes = [Outcome(0, []) if span.given is self.soft else next(told) for span in spans]
+        for span in spans:
             if span.given is self.soft:
-                span.request.state[NAME] = self.made(
-                    span.request, hidden.rows(list(range(span.start, span.start + span.rows)))
-                )
-                outcomes[i] = Outcome(0, [])
+                rows = hidden.rows(list(range(span.start, span.start + span.rows)))
+                span.request.state[NAME] = self.made(span.request, rows)
             elif span.given is not None:
                 span.request.state.pop(NAME, None)
         return outcomes
@@ -175,3 +189,10 @@ class Augmenting:
     def made(self, request: Request, x: Tensor) -> Tensor:
         """Latents [N, d] from the coprocessor's rows after its last layer."""
         return self.host.model.norm(x) * self.gain
+
+
+def _later(positions: Sequence[int], count: int) -> Sequence[int]:
+    """Positions so many places further on: of a chain still a range, of a tree a list."""
+    if isinstance(positions, range):
+        return range(positions.start + count, positions.stop + count)
+    return [position + count for position in positions]

@@ -3,10 +3,10 @@ projections and gates (Cache-to-Cache, arXiv 2510.03215).
 
 Promises that the prompt is computed as ever, and its rows, but for the last, are then replaced at once: each row by
 itself, `K + share * content` where a layer's gate is open, the same for V. The last token is computed over these, and
-what follows is decoded plainly by the model alone. With all gates closed it is the model. Several sharers have a fuser
-each: in parallel, what they add is made of the clean rows, and no order of them changes a bit; in sequence, each reads
-what those before it have made. Answers hang on the weights that were trained for the model and each sharer
-(train/artefacts/decode_c2c.py); `Output.recalled` says how many rows were fused.
+what follows is decoded by the model alone, plainly or as `then` does. With all gates closed it is the model. Several
+sharers have a fuser each: in parallel, what they add is made of the clean rows, and no order of them changes a bit; in
+sequence, each reads what those before it have made. Answers hang on the weights that were trained for the model and
+each sharer (train/artefacts/decode_c2c.py); `Output.recalled` says how many rows were fused.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._fuser import SIDES, added, layer_map, shapes
 from phasewise.methods.decode._second import Reader, Rows, config_of, second
-from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.methods.decode._then import Handing, bound, checked
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.request.request import Request
-from phasewise.step.phase import Hidden, Phase
+from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, slice_span
+from phasewise.verbs.decode import slice_span
 from phasewise.verbs.host import Host
 
 NAME = "c2c"
@@ -45,8 +46,8 @@ class C2C:
 
     `weights`: `auto` (trained for each pair; beside the model, or shipped), a file for each sharer, joined by `+` as
     they are, or `random:SEED` (to test with). Rows are shared with other requests as they were computed, and never as
-    they were fused. Left out: models of different tokenizers, sharers' caches kept for other requests, decoding with
-    drafts.
+    they were fused. `then` decodes what follows the prompt: a drafter's second model follows the tokens alone and knows
+    of no fused row. Left out: models of different tokenizers, sharers' caches kept for other requests.
     """
 
     sharer: str = "pocket-draft"
@@ -55,6 +56,7 @@ class C2C:
     width: int = 48
     piece: int = 512
     weights: str = "auto"
+    then: Any = part("decode", "autoregressive")
 
     paper: ClassVar[str] = "arXiv 2510.03215"
     guarantee: ClassVar[str] = "lossy"
@@ -65,6 +67,7 @@ class C2C:
     plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        checked(NAME, self.then)
         for knob in ("width", "piece"):
             if getattr(self, knob) < 1:
                 raise UserError(f"c2c: {knob}={getattr(self, knob)} must be at least 1")
@@ -103,7 +106,7 @@ class C2C:
 
     def bind(self, host: Host) -> Any:
         if self.gates == "closed":
-            return Autoregressive().bind(host)
+            return bound(host, NAME, self.then)
         found = []
         for one in self.each:
             sharer = second(host, NAME, "sharer", one.sharer)
@@ -150,14 +153,14 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).flatten(1).float()
 
 
-class Fusing:
+class Fusing(Handing):
     """Whatever it knows of a request, its readers hold; that its rows have been fused, its KV says (`KV.foreign`)."""
 
-    singly = True
     leaves = False
 
     def __init__(self, knobs: C2C, host: Host, sharers: Sequence[tuple[Model, Fuser]]) -> None:
-        self.plain, self.chained = Autoregressive().bind(host), knobs.several == "sequential"
+        super().__init__(bound(host, NAME, knobs.then))
+        self.chained = knobs.several == "sequential"
         self.fusers = [fuser for _, fuser in sharers]
         self.readers = [Reader(host, f"{NAME}.{i}", model, knobs.piece) for i, (model, _) in enumerate(sharers)]
         for reader in self.readers:
@@ -192,17 +195,8 @@ class Fusing:
 
     def rows(self, request: Request) -> int:
         until = self._until(request)
-        return self.plain.rows(request) if until is None else until - request.computed
+        return super().rows(request) if until is None else until - request.computed
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        spans = []
-        for request, budget in zip(requests, budgets):
-            until = self._until(request)
-            if until is None:
-                spans += self.plain.propose([request], [budget], phase)
-            else:
-                spans.append(slice_span(request, min(budget, until - request.computed), phase))
-        return spans
-
-    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
-        return self.plain.accept(spans, hidden)
+    def own(self, request: Request, budget: int, phase: Phase) -> Span | None:
+        until = self._until(request)
+        return None if until is None else slice_span(request, min(budget, until - request.computed), phase)

@@ -75,7 +75,7 @@ class _Contrastive:
         # a sibling about to fork reads its parent's logits: it will get the parent's followed prompt as well
         leaders = [span.request.parent or span.request for span in spans]
         followed = {leader.id: leader for leader in leaders}
-        ends = {leader.id: span.positions[-1] + 1 for leader, span in zip(leaders, spans)}
+        ends = {leader.id: max(1, span.end) for leader, span in zip(leaders, spans)}  # in tokens, which latents are not
         sequences = [leader.tokens[: ends[leader.id]] for leader in followed.values()]
         amateur = self.companion.advance(list(followed.values()), sequences)
         row = {leader: i for i, leader in enumerate(followed)}

@@ -2,24 +2,25 @@
 (KV Prediction, arXiv 2410.08391).
 
 Promises that the model itself computes one row of a prompt, its last, however long it is; all others have the keys and
-values that are predicted for them. What comes after the prompt is decoded plainly, over these. Answers hang on the
-weights that were trained for the two models (train/artefacts/decode_kv_prediction.py); `Output.recalled` says how many
-rows were predicted.
+values that are predicted for them. What comes after the prompt is decoded over these, plainly or as `then` does.
+Answers hang on the weights that were trained for the two models (train/artefacts/decode_kv_prediction.py);
+`Output.recalled` says how many rows were predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._second import Reader, Rows, config_of, second
-from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.methods.decode._then import Handing, bound, checked
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
@@ -28,9 +29,6 @@ from phasewise.model.model import Model
 from phasewise.model.tuned import Added
 from phasewise.model.weights import Weights
 from phasewise.request.request import Request
-from phasewise.step.phase import Hidden, Phase
-from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome
 from phasewise.verbs.host import ENDLESS, Host
 
 NAME = "kv_prediction"
@@ -45,14 +43,15 @@ class KVPrediction:
 
     `weights`: `auto` (trained for this pair; beside the model, or shipped), a file, or `random:SEED` (to test with).
     It reads a prompt when the request is let in, of which a scheduler's budget knows nothing. Prompts share no prefix:
-    predicted rows save nothing that the auxiliary would not have to read again. Left out: the model's own layers as an
-    auxiliary, prompts of several requests in one pass, decoding with drafts.
+    predicted rows save nothing that the auxiliary would not have to read again. `then` decodes what follows the prompt.
+    Left out: the model's own layers as an auxiliary, prompts of several requests in one pass.
     """
 
     model: str = "pocket-draft"
     least: int = 64
     piece: int = 512
     weights: str = "auto"
+    then: Any = part("decode", "autoregressive")
 
     paper: ClassVar[str] = "arXiv 2410.08391"
     guarantee: ClassVar[str] = "lossy"
@@ -63,6 +62,7 @@ class KVPrediction:
     shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        checked(NAME, self.then)
         for knob, low in (("least", 2), ("piece", 1)):
             if getattr(self, knob) < low:
                 raise UserError(f"kv_prediction: {knob}={getattr(self, knob)} must be at least {low} tokens")
@@ -149,16 +149,16 @@ def _flat(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1)
 
 
-class Predicting:
+class Predicting(Handing):
     """Whatever it knows of a request, the reader holds, and gives back before the request's first row."""
 
-    singly = True
     leaves = False
     sparing = True
 
     def __init__(self, knobs: KVPrediction, host: Host, aux: Model, tensors: Mapping[str, Tensor]) -> None:
         aux = tuned(aux, tensors)
-        self.knobs, self.plain = knobs, Autoregressive().bind(host)
+        super().__init__(bound(host, NAME, knobs.then))
+        self.knobs = knobs
         self.maps, self.reader = Maps(host.model, aux, tensors), Reader(host, NAME, aux, knobs.piece)
         self.reader.companion.done = lambda request: True  # before a step is made room for
 
@@ -169,12 +169,3 @@ class Predicting:
             return None
         stop = request.recalled = self.reader.read(request)
         return Given(self.maps(self.reader.rows(request, at, stop), at), False)
-
-    def rows(self, request: Request) -> int:
-        return self.plain.rows(request)
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        return self.plain.propose(requests, budgets, phase)
-
-    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
-        return self.plain.accept(spans, hidden)

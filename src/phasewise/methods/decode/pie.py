@@ -3,29 +3,30 @@
 Promises that only new tokens are computed, once, each against all before it, and the last token again: rows m + 1 for m
 new ones, however much follows them. Rows before the first edit stay as they are; the keys of those after it are turned
 by as many positions as they have moved, and so have the right place and what they had read before. A request that asks
-for nothing is decoded plainly and exactly.
+for nothing is computed plainly and exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.kv.cache import KV
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._common import common
-from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.methods.decode._then import Handing, bound, checked
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.step.phase import Hidden, Phase
+from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, slice_span
-from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.decode import slice_span
+from phasewise.verbs.host import Host
 
 NAME = "pie"
 
@@ -41,11 +42,12 @@ class Pie:
 
     Rows that moved are approximate: the prompt's are never shared as a prefix. KV that was edited may be edited again;
     keys are turned again then, and rounded. A request that is preempted starts again from what is left then.
-    Left out: decoding with drafts; keys that are turned when they are read, instead of once.
+    `then` decodes what follows the prompt. Left out: keys that are turned when they are read, instead of once.
     """
 
     repair: int = 0
     least: int = 16
+    then: Any = part("decode", "autoregressive")
 
     asks: ClassVar[tuple[str, ...]] = ("after",)
     paper: ClassVar[str] = "arXiv 2407.03157"
@@ -55,6 +57,7 @@ class Pie:
     plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        checked(NAME, self.then)
         if self.repair < 0:
             raise UserError(f"pie: repair={self.repair} must be at least 0, a number of tokens")
         if self.least < 1:
@@ -92,17 +95,20 @@ class Plan:
         self.source = None
 
 
-class Editing:
+class Editing(Handing):
     """A request's drawer holds its plan until its prompt is complete."""
 
-    singly = True
-
     def __init__(self, knobs: Pie, host: Host) -> None:
-        self.knobs, self.model, self.plain = knobs, host.model, Autoregressive().bind(host)
-        self.asks = knobs.asks
+        super().__init__(bound(host, NAME, knobs.then))
+        self.knobs, self.model = knobs, host.model
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return *self.knobs.asks, *super().asks
 
     def check(self, params: Params) -> None:
-        after = (params.ask or {}).get("after")
+        super().check(params)
+        after = (params.ask or {}).get("after", "")
         if not isinstance(after, str):
             raise UserError(f"after={after!r} must be the id of an earlier request, a text")
 
@@ -142,29 +148,17 @@ class Editing:
     # ---- decode
     def rows(self, request: Request) -> int:
         upto = self._upto(request)
-        return self.plain.rows(request) if upto is None else upto - request.computed
+        return super().rows(request) if upto is None else upto - request.computed
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
-        spans = []
-        for request, budget in zip(requests, budgets):
-            upto = self._upto(request)
-            if upto is None:
-                spans += self.plain.propose([request], [budget], phase)
-            else:
-                spans.append(slice_span(request, min(budget, upto - request.computed), phase))
-        return spans
+    def own(self, request: Request, budget: int, phase: Phase) -> Span | None:
+        upto = self._upto(request)
+        return None if upto is None else slice_span(request, min(budget, upto - request.computed), phase)
 
     @staticmethod
     def _upto(request: Request) -> int | None:
         """Where the next rows that need not be computed begin; None: none are to come."""
         plan = request.state.get(NAME) if request.prefilling else None
         return None if plan is None else next((p.start for p in plan.pieces if p.start > request.computed), None)
-
-    def reach(self, context: int) -> int:
-        return ENDLESS
-
-    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
-        return self.plain.accept(spans, hidden)
 
 
 def turned(model: Model, layer: int, k: Tensor, shift: int) -> Tensor:

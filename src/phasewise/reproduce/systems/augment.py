@@ -40,7 +40,8 @@ class RandomLatents(Control):
     plain_prompts: ClassVar[bool] = True
 
     def bind(self, host: Host) -> Augmenting:
-        return _RandomLatents(host, host.artefact(self.of.artefact(host.model.config), self.of.weights))
+        tensors = host.artefact(self.of.artefact(host.model.config), self.of.weights)
+        return _RandomLatents(host, host.bind(self.of.then), tensors)
 
 
 class _RandomLatents(Augmenting):

@@ -1,0 +1,307 @@
+"""Decode methods for prompts alone that hand on to another one: drafts change no token of theirs, whoever is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from phasewise.engine.engine import Engine
+from phasewise.errors import UserError
+from phasewise.methods.decode._then import Handing, bound, checked
+from phasewise.methods.decode.augment import DRAFT, Augment
+from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.methods.decode.c2c import C2C
+from phasewise.methods.decode.pie import Pie
+from phasewise.model.model import Model
+from phasewise.ops import native
+from phasewise.request.params import Params
+from phasewise.request.request import Request
+from phasewise.step.span import Span
+from phasewise.verbs.host import Host
+from tests import tiny
+
+COUNT, N = 5, 32
+FIRST = {  # who acts on prompts
+    "augment": f"augment:latents={COUNT},weights=random:0",
+    "c2c": "c2c:sharer=tiny-draft,weights=random:0,piece=16",
+    "kv_prediction": "kv_prediction:model=tiny-draft,weights=random:0,least=2,piece=16",
+    "pie": "pie:least=4",
+}
+DRAFTS = {
+    "chain": "prompt_lookup:k=6,min_match=1",
+    "tree": "token_recycling",
+    "second model": "draft_model:model=tiny,k=3",
+    "own KV": "swift:steps=4,confidence=0.1,branches=2,window=6,bayes=3",
+}
+TEXTS = tiny.prompts(90, 70, 33, seed=2)
+SAMPLED = Params(max_tokens=N, ignore_eos=True, temperature=0.7, seed=3)
+every = pytest.mark.parametrize("name", FIRST)
+
+
+def verbs(name: str, draft: str | None = None, verify: str = "rejection", **more: str) -> dict[str, str]:
+    then = "" if draft is None else f",then=(speculative:draft=({DRAFTS[draft]}),verify={verify})"
+    return {"decode": FIRST[name] + then, **more}
+
+
+def built(chosen: dict[str, str], **limits: Any) -> Engine:
+    engine = tiny.engine(chosen, **limits)
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def asking(placed: Any, name: str, texts: Sequence[list[int]], params: Params | None = None) -> list[Request]:
+    """Requests for these texts; for pie, as edits of what others have left."""
+    params, found = params or tiny.greedy(N), []
+    for text in texts:
+        ask = None
+        if name == "pie":
+            placed.add(first := Request(text, tiny.greedy(1)))
+            finish(placed, [first])
+            text, ask = [*text[:20], *TEXTS[0][:5], *text[20:]], {"after": first.id}
+        found.append(Request(text, replace(params, ask=ask)))
+    return found
+
+
+def finish(placed: Any, requests: Sequence[Request]) -> list[list[int]]:
+    while any(request.left is None for request in requests):
+        placed.step()
+    return tiny.outs(requests)
+
+
+def alone(chosen: dict[str, str], name: str, params: Params | None = None) -> list[list[int]]:
+    """What each text gets in an engine of its own."""
+    outs = []
+    for text in TEXTS:
+        engine = built(chosen)
+        (request,) = asking(engine, name, [text], params)
+        engine.add(request)
+        outs += finish(engine, [request])
+        assert name == "augment" or request.recalled
+    return outs
+
+
+# ---- the same tokens
+@pytest.mark.parametrize("draft", DRAFTS)
+@every
+def test_drafts_change_no_greedy_token_and_some_are_accepted(name: str, draft: str) -> None:
+    engine = built(verbs(name, draft))
+    requests = asking(engine, name, TEXTS)
+    for request in requests:
+        engine.add(request)
+    assert finish(engine, requests) == alone(verbs(name), name)
+    assert engine.counters.drafted >= engine.counters.accepted > 0
+
+
+@pytest.mark.parametrize("more", [{"schedule": "sarathi:budget=3"}, {"store": "int8"},
+                                  {"schedule": "layered:rows_per_group=8"},
+                                  {"store": "kivi:bits=4,group=4,residual=8"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("draft", ["chain", "tree", "second model"])
+@every
+def test_chunks_mates_and_preemption(name: str, draft: str, more: dict[str, str]) -> None:
+    own = {verb: text for verb, text in more.items() if verb != "schedule"}
+    engine = built(verbs(name, draft, **more))
+    requests = asking(engine, name, TEXTS)
+    tiny.disturb(engine, requests)
+    assert finish(engine, requests) == alone(verbs(name, **own), name)
+    assert engine.counters.preemptions and engine.counters.drafted
+
+
+@pytest.mark.parametrize("draft", ["chain", "second model"])
+@every
+def test_sampled_tokens_are_a_seeds_own(name: str, draft: str) -> None:
+    """Under `match` those of plain decoding; under `rejection` the same whoever is there."""
+    assert alone(verbs(name, draft, "match"), name, SAMPLED) == alone(verbs(name), name, SAMPLED)
+    want = alone(verbs(name, draft), name, SAMPLED)
+    engine = built(verbs(name, draft, schedule="sarathi:budget=24"))
+    requests = asking(engine, name, TEXTS, SAMPLED)
+    tiny.disturb(engine, requests)
+    assert finish(engine, requests) == want
+
+
+@every
+def test_siblings(name: str) -> None:
+    engine = built(verbs(name, "tree", "match"))
+    (one,) = asking(engine, name, TEXTS[:1], SAMPLED)
+    family = [one, *(one.sibling(i) for i in (1, 2))]
+    for request in family:
+        engine.add(request)
+    outs = finish(engine, family)
+    for request, out in zip(family, outs):
+        other = built(verbs(name))
+        (lone,) = asking(other, name, TEXTS[:1], SAMPLED)
+        lone = Request(lone.prompt, replace(request.params, ask=lone.params.ask))
+        other.add(lone)
+        assert finish(other, [lone]) == [out]
+
+
+@pytest.mark.parametrize("place", ["disaggregated", "splitwise"])
+@every
+def test_hand_offs(name: str, place: str) -> None:
+    placed = tiny.engine(verbs(name, "second model", place=place))
+    requests = asking(placed, name, TEXTS)
+    for request in requests:
+        placed.add(request)
+    assert finish(placed, requests) == alone(verbs(name), name)
+    assert placed.counters.handoffs and placed.counters.accepted
+
+
+@every
+def test_where_there_is_little_room_requests_make_way(name: str) -> None:
+    runtime = built(verbs(name, "second model")).recipes[""]
+    engine = built(verbs(name, "second model", schedule="sarathi:budget=24"), prefix_cache=False,
+                   kv_bytes=int(2.2 * runtime.need(90 + 5 + N + runtime.margin)))  # fmt: skip
+    requests = asking(engine, name, TEXTS)
+    for request in requests:
+        engine.add(request)
+    outs, want = finish(engine, requests), alone(verbs(name), name)
+    for request, out, plain in zip(requests, outs, want):
+        assert out == plain or not (name == "augment" or request.recalled), "what was left made way"
+
+
+@every
+def test_contrastive_decoding_follows_as_well(name: str) -> None:
+    neutral, at_work = (
+        {"decode": f"{FIRST[name]},then=(contrastive:amateur=tiny-draft,{knobs})"}
+        for knobs in ("alpha=0,beta=0", "alpha=0.1,beta=0.5")
+    )
+    plain, want = alone(verbs(name), name), alone(at_work, name)
+    assert alone(neutral, name) == plain != want
+    engine = built({**at_work, "schedule": "sarathi:budget=17"})
+    requests = asking(engine, name, TEXTS)
+    tiny.disturb(engine, requests)
+    assert finish(engine, requests) == want
+
+
+# ---- latents, behind which tokens stand further on
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_behind_latents_stand_as_far_on(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = built(verbs("augment", draft)), list[Span]()
+    decode: Any = engine.parts.phases[-1].decode
+    propose = decode.propose
+
+    def watched(requests: Sequence[Request], budgets: Sequence[int], phase: Any) -> list[Span]:
+        spans: list[Span] = propose(requests, budgets, phase)
+        seen.extend(span for span in spans if not span.request.prefilling)
+        for span in seen[-len(spans) :]:
+            if span.request in requests and not span.request.prefilling:
+                assert span.positions[0] == span.request.computed + COUNT and span.beyond == COUNT
+                assert len(span.positions) == span.rows
+                assert (span.sees is None) == isinstance(span.positions, range)
+        return spans
+
+    monkeypatch.setattr(decode, "propose", watched)
+    tiny.run(engine, TEXTS, tiny.greedy(N))
+    kinds = {span.sees is None for span in seen if span.rows > 1}
+    assert kinds == ({True} if draft in ("chain", "second model") else {False}) or draft == "own KV"
+
+
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+def test_log_probabilities_are_those_without_drafts(draft: str) -> None:
+    params = replace(tiny.greedy(N), logprobs=1, prompt_logprobs=0, provenance=True)
+    (mine,), (plain,) = (tiny.run(built(verbs("augment", each)), TEXTS[:1], params) for each in (draft, None))
+    assert mine.out == plain.out and mine.scores.keys() == plain.scores.keys()
+    for at, score in mine.scores.items():
+        assert score.logprob == pytest.approx(plain.scores[at].logprob, abs=1e-4)
+    origins = {score.origin for score in mine.scores.values()}
+    assert {"prefill", "decode", "accepted"} <= origins
+
+
+def test_texts_end_where_positions_do_also_with_a_second_model() -> None:
+    engine, context = built(verbs("augment", "second model")), tiny.model().config.max_positions
+    assert engine.reach("") == context - COUNT
+    (request,) = tiny.run(engine, tiny.prompts(context - COUNT - 9), tiny.greedy(1 << 20))
+    assert request.known == context - COUNT
+
+
+def test_room_is_kept_for_latents_and_drafts() -> None:
+    for then, rows in (("", 1), (",then=(speculative:draft=(prompt_lookup),verify=match)", DRAFT),
+                       (",then=(speculative:draft=(paced:of=(token_recycling)),verify=match)", DRAFT)):  # fmt: skip
+        engine = built({"decode": f"augment:latents=80,weights=random:0{then}"})
+        assert engine.parts.phases[-1].decode.margin >= 80 + rows  # type: ignore[attr-defined]
+
+
+# ---- in bfloat16
+@pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+@every
+def test_in_bfloat16_drafts_and_mates_change_nothing(name: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    small = Model.load(tiny.checkpoint(hidden=64, layers=2, seed=1), dtype=torch.bfloat16)
+    monkeypatch.setattr(tiny, "load", lambda name: small)
+    outs = []
+    for chosen, texts in ((verbs(name), TEXTS[:1]), (verbs(name, draft), TEXTS[:1]), (verbs(name, draft), TEXTS)):
+        engine = built(chosen, of=model)
+        requests = asking(engine, name, texts)
+        for request in requests:
+            engine.add(request)
+        outs.append(finish(engine, requests)[0])
+    assert outs[0] == outs[1] == outs[2] and engine.counters.accepted
+
+
+# ---- what may follow
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: C2C(then=Pie()), "c2c: then=pie acts on prompts as well: choose one for what follows the prompt, such as"),
+    (lambda: Pie(then=Augment(0)), "pie: then=augment acts on prompts as well: choose one"),
+    (lambda: C2C(then="speculative"), "c2c: then='speculative' must be an object, such as Autoregressive"),
+    (lambda: C2C(then=Autoregressive), "must be an object"),
+])  # fmt: skip
+def test_others_are_refused_by_name(make: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(("then", "said"), [
+    ("block_diffusion", "then=block_diffusion computes prompts in a way of its own: choose one"),
+    ("c2c", "then=c2c acts on prompts as well: choose one"), ("pie", "then=pie acts on prompts as well: choose one"),
+    ("kv_prediction", "then=kv_prediction acts on prompts as well"), ("augment", "then=augment acts on prompts"),
+    ("speculative", "then speculative needs a draft: add draft="), ("nobody", "unknown decode method 'nobody'"),
+])  # fmt: skip
+def test_by_options_too(name: str, then: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tiny.engine({"decode": f"{FIRST[name]},then={then}"})
+
+
+@pytest.mark.parametrize(("says", "why"), [
+    ({"given": None}, "takes rows of prompts from elsewhere as well"),
+    ({"scattered": True}, "does not draw one token after another"), ({"unit": 4}, "does not draw one token after"),
+])  # fmt: skip
+def test_runtimes_that_do_more_are_refused(says: dict[str, Any], why: str) -> None:
+    class Other:
+        def bind(self, host: Host) -> Any:
+            return type("Runtime", (), says)()
+
+    with pytest.raises(UserError, match=f"pie: then=Other {why}.*choose one for what follows the prompt"):
+        bound(Host(None, None, None, None, None), "pie", Other())  # type: ignore[arg-type]
+
+
+def test_what_follows_is_asked_what_it_takes() -> None:
+    """And closed, and says for itself how far texts may go."""
+    told = list[str]()
+
+    class Follows:
+        asks, margin, singly = ("tone",), 70, True
+
+        def check(self, params: Params) -> None:
+            told.append("check")
+
+        def close(self) -> None:
+            told.append("close")
+
+        def reach(self, context: int) -> int:
+            return context - 1
+
+    runtime = Handing(Follows())
+    assert (runtime.asks, runtime.margin, runtime.singly, runtime.reach(10)) == (("tone",), 70, True, 9)
+    runtime.check(Params(ask={"tone": "low"}))
+    runtime.check(Params(ask={"other": 1}))
+    runtime.close()
+    assert told == ["check", "close"]
+    silent = Handing(object())
+    silent.close()
+    assert (silent.asks, silent.margin, silent.singly, silent.reach(10)) == ((), 0, False, 10)
+    checked("pie", Autoregressive())
