@@ -2,6 +2,7 @@
 
 Bytes are booked ahead, when room for rows is made, so that deriving takes none: what was admitted goes on. A method
 says how much it may want (`verbs/attend.py`); what it keeps beyond that is booked where there is room, else not kept.
+What lies in drawers instead is booked by `kv/drawers.py`.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class Beside:
         return max(wanted, self.bytes) if self.refs > 1 else max(0, wanted - self.booked)
 
     def own(self, wanted: int) -> Beside:
-        """The same, shared with nobody, with at least `wanted` bytes booked."""
+        """The same, shared with nobody, with `wanted` bytes booked, or those that are kept if they are more."""
         if self.refs == 1:
-            self._book(wanted)
+            self._book(max(wanted, self.bytes))
             return self
         mine = Beside(self.ledger, self.growth(wanted))
         mine.kept = {key: value.fork() for key, value in self.kept.items()}
@@ -94,6 +95,6 @@ class Beside:
         return Beside(self.ledger)
 
     def _book(self, wanted: int) -> None:
-        if wanted > self.booked:
+        if wanted != self.booked:
             self.ledger.add(wanted - self.booked)
             self.booked = wanted

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.model.artefacts import Artefact
@@ -114,6 +116,10 @@ class Augmenting:
 
     def reach(self, context: int) -> int:
         return context - self.count
+
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        """Latents, until they are in the KV."""
+        return 0 if layer or not room.prompt else self.soft.nbytes
 
     # ---- which rows
     def _waits(self, request: Request) -> bool:
