@@ -159,7 +159,7 @@ def test_live_bytes_include_what_lies_in_drawers() -> None:
 
 def test_a_state_is_no_view_of_what_a_whole_step_has_left() -> None:
     """A preempted request runs many tokens in one step: the scores after each of them are not kept for the last."""
-    made = engine({"evict": "h2o:heavy=200,recent=4,lot=4"})
+    made = engine({"evict": "h2o:heavy=200,recent=4,lot=100"})
     request = Request(tiny.prompts(220)[0], tiny.greedy(60))
     made.add(request)
     while request.n_out < 40:

@@ -60,8 +60,7 @@ class Assembly:
             sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
             wire=wire,
         )
-        looking: list[Any] = [each for phase in phases for each in (phase.attend, phase.evict, phase.decode)]
-        several = {id(method): method for method in looking}.values()
+        several = {id(each): each for phase in phases for each in (phase.attend, phase.evict, phase.decode)}.values()
         store.book(*([getattr(each, name) for each in several if hasattr(each, name)] for name in ("beside", "drawer")))
         store.level = any(phase.late is not None for phase in phases)
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)

@@ -107,11 +107,13 @@ class KV:
 
     def reserve(self, rows: int) -> None:
         if rows > self.spare:
-            pairs = zip(self.layers, self._lags())
-            self.counters.kv_bytes_moved += sum(layer.reserve(rows + lag) for layer, lag in pairs)
-            if self.drawers is not None:
-                self.drawers.book(self.layers)
-            self.changed()
+            self._reserve([rows + lag for lag in self._lags()])
+
+    def _reserve(self, each: Sequence[int]) -> None:
+        self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer, rows in zip(self.layers, each))
+        if self.drawers is not None:
+            self.drawers.book(self.layers)
+        self.changed()
 
     @property
     def spare(self) -> int:
@@ -297,10 +299,7 @@ class KV:
 
     def unshare(self) -> None:
         """Copy what forks read, too."""
-        self.counters.kv_bytes_moved += sum(layer.reserve(0) for layer in self.layers)
-        if self.drawers is not None:
-            self.drawers.book(self.layers)
-        self.changed()
+        self._reserve([0] * len(self.layers))
 
     def lend(self) -> None:
         """Give all buffers up for another KV to adopt (`dump(lent=True)` before): nothing is copied or freed."""

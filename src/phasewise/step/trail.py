@@ -98,8 +98,7 @@ class Trail:
             else:
                 fresh = torch.tensor([note.n + slot for slot in slots], device=state.device)
                 state = torch.cat((state[:, : note.n], state[:, fresh]), 1)
-            if state.untyped_storage().nbytes() > state.nbytes:
-                state = state.clone()  # a view would keep what every row of the step has left
+            state = state.clone()  # a view would keep what every row of the step has left
             if note.heads is None:
                 layers[layer] = state
             else:
