@@ -66,9 +66,9 @@ class Beside:
         return max(wanted, self.bytes) if self.refs > 1 else max(0, wanted - self.booked)
 
     def own(self, wanted: int) -> Beside:
-        """The same, shared with nobody, with `wanted` bytes booked, or those that are kept if they are more."""
+        """The same, shared with nobody, with at least `wanted` bytes booked."""
         if self.refs == 1:
-            self._book(max(wanted, self.bytes))
+            self._book(wanted)
             return self
         mine = Beside(self.ledger, self.growth(wanted))
         mine.kept = {key: value.fork() for key, value in self.kept.items()}
@@ -95,6 +95,6 @@ class Beside:
         return Beside(self.ledger)
 
     def _book(self, wanted: int) -> None:
-        if wanted != self.booked:
+        if wanted > self.booked:
             self.ledger.add(wanted - self.booked)
             self.booked = wanted
