@@ -60,8 +60,9 @@ class Assembly:
             sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
             wire=wire,
         )
-        several = {id(each): each for phase in phases for each in (phase.attend, phase.evict, phase.decode)}.values()
-        store.book(*([getattr(each, name) for each in several if hasattr(each, name)] for name in ("beside", "drawer")))
+        several: dict[int, Any] = {id(one): one for own in phases for one in (own.attend, own.evict, own.decode)}
+        keeps = [each.beside for each in several.values() if hasattr(each, "beside")]
+        store.book(keeps, [each.drawer for each in several.values() if hasattr(each, "drawer")])
         store.level = any(phase.late is not None for phase in phases)
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
 

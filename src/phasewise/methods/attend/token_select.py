@@ -145,7 +145,7 @@ class _Again:
 
     def __init__(self, made: _TokenSelect) -> None:
         knobs = made.knobs
-        self.made, self.looks = made, made.looks
+        self.made, self.looks, self.beside = made, made.looks, made.beside
         rows = knobs.first, knobs.local, made.most
         self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers)
         self.stayed = self.reuse.stayed
