@@ -17,7 +17,7 @@ SOURCE = "src/phasewise/"
 BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
     ("", "verbs", "engine", "step", "request"): 7020,
     ("speculation",): 1210,
-    ("kv",): 3900,
+    ("kv",): 4050,
     ("cluster",): 4000,
     ("serve",): 7370,
     ("ops",): 2150,

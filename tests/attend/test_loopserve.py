@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
+from phasewise.kv.drawers import Room
 from phasewise.kv.store import Store
 from phasewise.methods.attend._lines import Lines, cover, masses, sampled
 from phasewise.methods.attend.loopserve import NAME, Looping, LoopServe
@@ -261,9 +262,10 @@ def test_what_is_kept_beside_is_booked() -> None:
     one.feed(TOKENS[PROMPT:80])
     for layer, kv in enumerate(one.kv.layers):
         kept = state(one, layer)
-        size = kept["q"].nbytes + kept["chosen"].nbytes
-        assert size == made.beside(layer, kv.shape, 81) == 6 * HEADS * GROUP * DIM * 4 + 10 * HEADS * 4
-    assert made.beside(0, one.kv.layers[0].shape, 16) == 0
+        size, queries = sum(kept[each].nbytes for each in ("q", "at", "chosen")), 6 * HEADS * GROUP * DIM * 4
+        assert size == queries + 6 * 8 + 10 * HEADS * 4
+        assert made.drawer(layer, kv.shape, Room(81, 81, False)) == size + queries  # of whole steps
+    assert made.drawer(0, one.kv.layers[0].shape, Room(16, 16, False)) == 0
     placed = tiny.engine({"attend": "loopserve:budget=10,every=6,voters=6"})
     assert isinstance(placed, Engine) and isinstance(placed.store, Store)
     placed.add(Request(TOKENS[:PROMPT], tiny.greedy(8)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.drawers import Room
 from phasewise.kv.handoff import drawers, pack
 from phasewise.methods.attend._select import tally
 from phasewise.methods.attend.token_select import TokenSelect
@@ -246,10 +247,11 @@ def test_lists_and_their_queries_are_booked() -> None:
     one = started(again)
     one.feed(TOKENS[PROMPT:])
     for layer, kv in enumerate(one.kv.layers):
-        more = again.beside(layer, kv.shape, 130) - plain.beside(layer, kv.shape, 130)
+        more = again.drawer(layer, kv.shape, Room(130, 130, False))
+        assert again.beside(layer, kv.shape, 130) == plain.beside(layer, kv.shape, 130)
         assert (layer in held(one)) == (layer > 0) == (more > 0)
         assert sum(each.nbytes for each in held(one).get(layer, ())) <= more
-        assert again.beside(layer, kv.shape, 20) == 0
+        assert again.drawer(layer, kv.shape, Room(20, 20, False)) == again.beside(layer, kv.shape, 20) == 0
 
 
 @pytest.mark.parametrize("theta", [-1.1, math.nan])

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from phasewise.kv.drawers import Room
 from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.keyformer import Keyformer, Tempered
 from phasewise.methods.evict.tova import Tova
@@ -171,7 +172,7 @@ def test_scores_that_travel_go_on_where_they_land() -> None:
     own = one.request.state[runtime.alike]
     taken = own.scores.nbytes + own.room.gone.nbytes + own.room.weights.nbytes + own.room._kept.nbytes
     end = one.request.computed
-    assert taken <= sum(runtime.beside(layer, one.kv.layers[layer].shape, end) for layer in range(runtime.layers))
+    assert taken <= sum(runtime.drawer(i, one.kv.layers[i].shape, Room(end, end, False)) for i in range(runtime.layers))
 
 
 def test_temperatures_have_the_bits_of_the_open_path() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from phasewise.bench.held import lying
 from phasewise.bench.latency import Served
 from phasewise.bench.workloads import Shot
 from phasewise.builder import Builder
@@ -29,7 +30,8 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a request held of the KV budget at its last token: `live` bytes of rows and of what is kept beside them, and
+    """What a request held of the KV budget at its last token: `live` bytes of rows and of what is kept beside them
+    and in drawers, and
     `booked` ones, which is what the budget counts: room to grow included, the prefix cache left out."""
 
     live: int
@@ -117,7 +119,8 @@ def note(request: Request, held: list[Held], token: int) -> bool:
     """Told each token: at the last one, what the request holds. It never asks to stop."""
     kv = request.kv
     if kv is not None and request.n_out >= request.params.max_tokens:
-        held.append(Held(kv.live_bytes + kv.derived_bytes, kv.bytes + kv.beside))
+        live = kv.live_bytes + kv.derived_bytes + (lying(request.state) if kv.drawn else 0)
+        held.append(Held(live, kv.bytes + kv.beside))
     return False
 
 

@@ -60,9 +60,9 @@ class Assembly:
             sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
             wire=wire,
         )
-        looking: list[Any] = [method for phase in phases for method in (phase.attend, phase.evict)]
-        keeping = {id(method): method for method in looking if hasattr(method, "beside")}.values()
-        store.book(method.beside for method in keeping)
+        several: dict[int, Any] = {id(one): one for own in phases for one in (own.attend, own.evict, own.decode)}
+        keeps = [each.beside for each in several.values() if hasattr(each, "beside")]
+        store.book(keeps, [each.drawer for each in several.values() if hasattr(each, "drawer")])
         store.level = any(phase.late is not None for phase in phases)
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
 

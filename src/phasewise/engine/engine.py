@@ -296,7 +296,7 @@ class Engine:
         """Siblings go on from the KV of a prompt just completed, each with the tokens drawn for it."""
         for sibling, outcome in settled.forks:
             sibling.parent = None
-            if len(self.running) >= self.parts.max_running:
+            if len(self.running) >= self.parts.max_running or not self.prefixes.room(settled.span.kv.drawn):
                 sibling.release()  # it will draw the same tokens when its turn comes
                 continue
             try:
@@ -359,12 +359,12 @@ class Engine:
 
     def _enter(self, request: Request) -> None:
         """A request goes on here after its prompt: KV that no row will read again is freed."""
-        if self._goes(request):
+        if self._goes(request) or request.kv is None:
             return
         skip = self.runtime(request).phase(request).skip
-        if skip is not None and request.kv is not None:
-            for layer in skip.unused(len(request.kv.layers)):
-                request.kv.free(layer)
+        for layer in () if skip is None else skip.unused(len(request.kv.layers)):
+            request.kv.free(layer)
+        request.kv.complete()
 
     # ---- the ways out
     def _fail(self, request: Request, error: Exception) -> None:

@@ -46,7 +46,7 @@ def _bytes(kvs: Iterable[KV | None]) -> int:
     every = list(kvs)
     rows = {id(buffer): buffer.bytes for kv in every for buffer in _buffers(kv)}
     beside = {id(layer.beside): layer.beside.booked for kv in every if kv is not None for layer in kv.layers}
-    return sum(rows.values()) + sum(beside.values())
+    return sum(rows.values()) + sum(beside.values()) + sum(kv.drawn for kv in every if kv is not None)
 
 
 def _buffers(kv: Any) -> Iterator[Buffer]:

@@ -2,6 +2,7 @@
 
 Bytes are booked ahead, when room for rows is made, so that deriving takes none: what was admitted goes on. A method
 says how much it may want (`verbs/attend.py`); what it keeps beyond that is booked where there is room, else not kept.
+What lies in drawers instead is booked by `kv/drawers.py`.
 """
 
 from __future__ import annotations

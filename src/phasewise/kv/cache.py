@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phasewise.kv.contiguous import ContiguousView
+from phasewise.kv.drawers import Drawers
 from phasewise.kv.dump import _by_layer, _fill
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.packed import seal_alike
@@ -24,9 +25,11 @@ class KV:
     """The cached rows of one request, all layers. Room is made once per step, by `reserve`, never inside a layer."""
 
     def __init__(
-        self, layers: list[LayerKV], counters: Counters, wire: Wire | None = None, level: bool = False
-    ) -> None:
+        self, layers: list[LayerKV], counters: Counters, wire: Wire | None = None, level: bool = False,
+        drawers: Drawers | None = None,
+    ) -> None:  # fmt: skip
         """`level`: rows may come to a layer late, so each has room for as many as the layer that holds most."""
+        self.drawers = drawers  # bytes booked for what methods keep in drawers; None: they keep nothing there
         self.layers = layers
         self.counters = counters
         self.level = level
@@ -82,30 +85,43 @@ class KV:
     @property
     def beside(self) -> int:
         """Bytes booked for what methods keep beside the rows; what forks share counts for each of them."""
-        return sum(layer.beside.booked for layer in self.layers)
+        return self.drawn + sum(layer.beside.booked for layer in self.layers)
+
+    @property
+    def drawn(self) -> int:
+        """Of these, bytes booked for drawers, which forks do not share."""
+        return 0 if self.drawers is None else self.drawers.bytes
 
     @property
     def derived_bytes(self) -> int:
-        """Of these, bytes of what is kept there now."""
+        """Of these, bytes of what is kept there now, drawers aside."""
         return sum(layer.beside.bytes for layer in self.layers)
 
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would take from the budget."""
         if rows <= self.spare:
             return 0
-        return sum(layer.growth(rows + lag) for layer, lag in zip(self.layers, self._lags()))
+        each = [rows + lag for lag in self._lags()]
+        drawn = 0 if self.drawers is None else self.drawers.growth(self.layers, each)
+        return drawn + sum(layer.growth(rows) for layer, rows in zip(self.layers, each))
 
     def reserve(self, rows: int) -> None:
         if rows > self.spare:
-            pairs = zip(self.layers, self._lags())
-            self.counters.kv_bytes_moved += sum(layer.reserve(rows + lag) for layer, lag in pairs)
-            self.changed()
+            self._reserve([rows + lag for lag in self._lags()])
+
+    def _reserve(self, each: Sequence[int]) -> None:
+        self.counters.kv_bytes_moved += sum(layer.reserve(rows) for layer, rows in zip(self.layers, each))
+        if self.drawers is not None:
+            self.drawers.book(self.layers)
+        self.changed()
 
     @property
     def spare(self) -> int:
         """Rows that there is room for."""
         if self._spare is None:
             self._spare = min((layer.spare - lag for layer, lag in zip(self.layers, self._lags())), default=0)
+            if self.drawers is not None and self.drawers.growth(self.layers, [0] * len(self.layers)):
+                self._spare = 0
         return self._spare
 
     def changed(self) -> None:
@@ -165,12 +181,30 @@ class KV:
     def keep(self, layer: int, index: Tensor | Sequence[Tensor], room: int = 64) -> None:
         """Evict: `layer` keeps only the slots listed (see LayerKV.keep)."""
         self.counters.kv_bytes_moved += self.layers[layer].keep(index, room)
-        self.changed()
+        self._settle(layer)
 
     def free(self, layer: int) -> None:
         """Give up all rows of a layer that no row will run again."""
         self.layers[layer].close()
+        self._settle(layer)
+
+    def _settle(self, layer: int) -> None:
+        if self.drawers is not None:
+            self.drawers.settle(layer, self.layers[layer])
         self.changed()
+
+    def limit(self, layer: int, n_bytes: int) -> None:
+        """From now on no more than `n_bytes` lie in drawers for a layer, whatever was announced for its rows."""
+        if self.drawers is not None:
+            self.drawers.most[layer] = n_bytes
+            self._settle(layer)
+
+    def complete(self) -> None:
+        """The prompt is complete: what lay in drawers for it alone is there no more."""
+        if self.drawers is not None:
+            self.drawers.prompt = False
+            for layer in range(len(self.layers)):
+                self._settle(layer)
 
     def drop_last(self, position: int) -> None:
         """Roll back to the first `position` positions."""
@@ -214,7 +248,8 @@ class KV:
 
     def fork(self) -> KV:
         """Copy-on-write twin."""
-        twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire, self.level)
+        drawers = None if self.drawers is None else self.drawers.fork()
+        twin = KV([layer.fork() for layer in self.layers], self.counters, self.wire, self.level, drawers)
         twin.foreign = self.foreign
         twin.rounded, twin.reused = self.rounded, max(layer.n for layer in self.layers)
         twin.nodes = [node.hold() for node in self.nodes]
@@ -264,8 +299,7 @@ class KV:
 
     def unshare(self) -> None:
         """Copy what forks read, too."""
-        self.counters.kv_bytes_moved += sum(layer.reserve(0) for layer in self.layers)
-        self.changed()
+        self._reserve([0] * len(self.layers))
 
     def lend(self) -> None:
         """Give all buffers up for another KV to adopt (`dump(lent=True)` before): nothing is copied or freed."""
@@ -276,6 +310,8 @@ class KV:
     def close(self) -> None:
         for layer in self.layers:
             layer.close()
+        if self.drawers is not None:
+            self.drawers.close()
         for node in self.nodes:
             node.release()
         self.layers, self.nodes, self._written = [], [], ()

@@ -90,8 +90,8 @@ def exactness(kv: KV) -> str:
 
 
 def landing(kv: KV) -> int:
-    """Bytes that the rows take where they land."""
-    return sum(
+    """Bytes that the rows take where they land, with what is booked for drawers."""
+    return kv.drawn + sum(
         rounded(slab.n + 1) * slab.buffer.heads * entry_bytes(layer.codec, layer.shape)
         + booked(layer.codec, layer.shape, rounded(slab.base + slab.n + 1))
         for layer in kv.layers

@@ -109,11 +109,20 @@ class LayerKV:
 
     def _wanted(self, spare: int) -> int:
         """Bytes that methods may want beside the rows when `spare` more are there."""
-        if self._wants is None or not self.slabs:
-            return 0
+        return 0 if self._wants is None or not self.slabs else self._wants(self._end + spare)
+
+    @property
+    def _end(self) -> int:
+        """All positions of committed rows lie below it."""
         ends = (s.base + s.n if s.positions is None or not s.n else int(s.positions[:, s.n - 1].max()) + 1
                 for s in self.slabs)  # fmt: skip
-        return self._wants(max(ends) + spare)
+        return max(ends)
+
+    def room(self, rows: int) -> tuple[int, int]:
+        """After `reserve(rows)`: how many rows a head, on average, there is room for, all at positions below what."""
+        caps = [max(s.buffer.cap, rounded(s.n + rows) if s.n + rows > s.buffer.cap else 0) for s in self.slabs]
+        slots = sum((s.base + cap) * s.buffer.heads for s, cap in zip(self.slabs, caps))
+        return -(-slots // self.shape.heads), self._end + max(cap - s.n for s, cap in zip(self.slabs, caps))
 
     def reserve(self, rows: int) -> int:
         """Make room for `rows` more and stop sharing. Returns bytes copied."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phasewise.kv.beside import Wants
 from phasewise.kv.blocks import booked
 from phasewise.kv.buffer import KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.cache import KV
+from phasewise.kv.drawers import Drawers, Draws, Room
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.left import Left
 from phasewise.kv.prefix import LayerRows, PrefixCache
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 Keeps = Callable[[int, KVShape, int], int]
 """What a method says of its derived data: see `Attend.beside`."""
+Draw = Callable[[int, KVShape, Room], int]
+"""What a method says of its drawers: see `verbs/host.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,20 @@ class Store:
 
         self.level = False  # rows may come to a layer late: see KV
         self.wants: list[Wants | None] = [None] * len(self.shapes)  # beside the rows of each layer
+        self.draws: list[Draws] = []  # in drawers, likewise; empty: nothing
 
-    def book(self, keeps: Iterable[Keeps]) -> None:
-        """Of every request opened from now on, book what these methods keep beside its rows as well."""
+    def book(self, keeps: Iterable[Keeps], draws: Iterable[Draw] = ()) -> None:
+        """Of every request opened from now on, book what these methods keep beside its rows and in drawers as well."""
         if every := list(keeps):
             self.wants = [partial(_together, every, layer, shape) for layer, shape in enumerate(self.shapes)]
+        if drawers := list(draws):
+            self.draws = [partial(_together, drawers, layer, shape) for layer, shape in enumerate(self.shapes)]
 
     def cost(self, tokens: int) -> int:
         """Bytes that `open` takes for a request of `tokens` tokens."""
         rows = rounded(tokens)
         beside = sum(wants(rows) for wants in self.wants if wants is not None)
+        beside += max(sum(draws(Room(rows, rows, prompt)) for draws in self.draws) for prompt in (False, True))
         return rows * self.row_bytes + beside + sum(booked(self.codec, shape, rows) for shape in self.shapes)
 
     def layers(self, cap: int) -> Iterator[LayerKV]:
@@ -90,7 +97,8 @@ class Store:
 
     def made(self, layers: Iterable[LayerKV]) -> KV:
         """A KV of these layers."""
-        return KV(list(layers), self.counters, self.wire, self.level)
+        drawers = Drawers(self.draws, self.ledger) if self.draws else None
+        return KV(list(layers), self.counters, self.wire, self.level, drawers)
 
     def room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` can be had now, giving up unused prefixes for them if need be, whoever's they are."""
@@ -109,6 +117,8 @@ class Store:
             KV(layers, self.counters).close()
             raise
         kv = self.made(layers)
+        if kv.drawers is not None:
+            kv.drawers.book(layers)
         if self.tree is not None:
             kv.nodes = self.tree.match(request.tokens[: max(0, self._matched(request))])
             moved = self.tree.copy_into(kv.nodes, layers)
@@ -138,6 +148,8 @@ class Store:
         for node in kv.nodes:
             node.release()
         kv.nodes, request.kv = [], None
+        for layer in range(len(kv.layers)):
+            kv.limit(layer, 0)  # its drawers go with the request
         self.prefixes.left.put(request.id, Left(request.tokens[:upto], kv, self))
 
     def left(self, name: str) -> Left | None:
@@ -160,5 +172,5 @@ class Store:
         self.counters.kv_bytes_moved += moved
 
 
-def _together(keeps: Sequence[Keeps], layer: int, shape: KVShape, end: int) -> int:
-    return sum(each(layer, shape, end) for each in keeps)
+def _together(keeps: Sequence[Callable[[int, KVShape, Any], int]], layer: int, shape: KVShape, room: Any) -> int:
+    return sum(each(layer, shape, room) for each in keeps)

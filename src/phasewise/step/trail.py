@@ -94,7 +94,7 @@ class Trail:
             assert slots[-1] in note.rows, "the last row that stays has left no state"
             state = note.after[:, note.rows.index(slots[-1])]
             if list(slots) == list(range(len(slots))):
-                state = state[:, : note.n + len(slots)]
+                state = state[:, : note.n + len(slots)].clone()  # a view would keep what all rows have left
             else:
                 fresh = torch.tensor([note.n + slot for slot in slots], device=state.device)
                 state = torch.cat((state[:, : note.n], state[:, fresh]), 1)

@@ -36,8 +36,6 @@ class Evict(Protocol):
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
             which of a span stay: the first so many, or a path. Rows that were observed and are not told of must leave
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)
-        beside(layer: int, shape: KVShape, end: int) -> int  -- as of an attend method: bytes of what it keeps of a
-            request's rows
         saliency(request: Request, layer: int, start: int, stop: int) -> Tensor  -- of a method that comes with a store
             whose codec ranks rows (`kv/blocks.py: Marked`): how much the committed rows start .. stop - 1 matter,
             [stop - start]. Asked as a block is sealed: after `stayed`, all of the prompt's blocks at once

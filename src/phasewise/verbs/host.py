@@ -37,6 +37,8 @@ class Method(Protocol):
         tight: dict  -- knob values at which it bites within a few dozen tokens: the laws are tested there
         budgets: tuple  -- knob values of its ladder, from what saves least to what saves most, each a dict: who
             compares methods measures them all; without it, the method as its knobs are by default (decode: none)
+        drawer(layer: int, shape: KVShape, room: Room) -> int  -- of a runtime of attend, evict or decode: bytes at most
+            that lie in drawers from step to step for a layer with such room, booked with its rows (`kv/drawers.py`)
         fork() -> drawer  -- of an object in a drawer: its copy for a fork of the request, else a deep copy
         reach(context: int) -> int  -- of a runtime of decode, draft, attend, evict or skip: how many positions a text
             may have with it, where that may be more than the model's context; ENDLESS where it sets no bound itself.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.methods.attend._lines import Lines, attend, cover, masses, sampled
 from phasewise.methods.attend._select import NEVER, single, tally
 from phasewise.model.config import ModelConfig
@@ -104,12 +105,13 @@ class Looping:
         self.knobs, self.heads = knobs, config.heads
         self.choice = GivenChoice(self._decodes, self._given, self._heard, config.heads)
 
-    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        """Queries twice, for what whole steps have left lies by itself."""
         knobs = self.knobs
-        if not knobs.chooses(end):
+        if not knobs.chooses(room.end):
             return 0
-        queries = knobs.voters * self.heads * shape.dim * shape.dtype.itemsize
-        return queries + min(knobs.budget, end) * shape.heads * 4
+        queries = knobs.voters * (2 * self.heads * shape.dim * shape.dtype.itemsize + 8)
+        return queries + min(knobs.budget, room.end) * shape.heads * 4
 
     def looks(self, span: Span) -> bool:
         return self.knobs.chooses(self.knobs.border(span.request.prompt_len, span.request.limit)) or self._lined(span)

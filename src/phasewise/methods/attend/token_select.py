@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.methods.attend._reuse import Reuse
 from phasewise.methods.attend._select import elect, grouped, tally
 from phasewise.model.model import Model
@@ -144,16 +145,16 @@ class _Again:
 
     def __init__(self, made: _TokenSelect) -> None:
         knobs = made.knobs
-        self.made, self.looks = made, made.looks
+        self.made, self.looks, self.beside = made, made.looks, made.beside
         rows = knobs.first, knobs.local, made.most
         self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers)
         self.stayed = self.reuse.stayed
 
-    def beside(self, layer: int, shape: KVShape, end: int) -> int:
-        """A list, and the query that made it, as well."""
-        keys = self.made.beside(layer, shape, end)
-        query = self.made.model.config.heads * shape.dim * shape.dtype.itemsize
-        return keys and keys + query + self.made.most * shape.heads * 4
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        """A list, and the query that made it."""
+        if layer < self.made.knobs.dense_layers or room.end <= self.made.most:
+            return 0
+        return self.made.model.config.heads * shape.dim * shape.dtype.itemsize + self.made.most * shape.heads * 4
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return self.reuse(reads)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.decode._then import Handing, bound, checked
 from phasewise.model.artefacts import Artefact
@@ -126,6 +128,10 @@ class Augmenting(Handing):
 
     def reach(self, context: int) -> int:
         return min(context, super().reach(context)) - self.count
+
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        """Latents, until they are in the KV."""
+        return 0 if layer or not room.prompt else self.soft.nbytes
 
     # ---- which rows
     def _waits(self, request: Request) -> bool:

@@ -8,6 +8,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from phasewise.kv.buffer import ROUND, rounded
 from phasewise.ops.native.weighed import Ranking, Retiring, Weighed
 
 GONE = float("-inf")  # the score of a slot that was given up, or is not on a row's path
@@ -66,6 +67,8 @@ class Alike:
         self.scores[:, :, :count] = self.scores.gather(2, slots)
         self.room.gone.zero_()
         self.n, self.settled, self.staying = count, True, slots.unbind()
+        if self.room.room > rounded(count + ROUND):  # as the rows' room shrinks
+            self._lie(self.scores[:, :, :count])
         return self._views()
 
     def _views(self) -> dict[int, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.methods.evict._alike import GONE, Alike
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
 from phasewise.ops.native.weighed import Ranking, Weighs
@@ -81,10 +82,11 @@ class Running:
         plain = (way.spread.layers, way.spread.heads) == ("uniform", "uniform") and not way.mean
         self.weighable = plain and (way.shaped is None or way.shaped.row is not None)
 
-    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Scores; and, for tokens that are weighed, which of them are gone, and what a token attends to."""
         kept, queries = 1 if self.way.together else shape.heads, 0 if layer else self.config.heads
-        return end * (4 * kept + (kept + 4 * shape.heads + 4 * queries if self.weighable else 0))
+        weighed = kept + 4 * shape.heads + 4 * queries if self.weighable and not room.prompt else 0
+        return room.rows * (4 * kept + weighed)
 
     def looks(self, span: Span) -> bool:
         request = span.request

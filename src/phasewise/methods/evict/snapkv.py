@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.methods.evict._allot import Heads, Layers, Spread, allot
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
@@ -84,6 +86,10 @@ class _SnapKV:
         self.observes = knobs.window
         self.trail = Trail("snapkv")
         self.stayed = self.trail.stayed
+
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        """Votes."""
+        return 4 * shape.heads * room.rows if room.prompt and self.capacity(room.rows) < room.rows else 0
 
     def looks(self, span: Span) -> bool:
         request, length = span.request, span.request.prompt_len

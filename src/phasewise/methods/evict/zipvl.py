@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.model.config import AttentionSpec
 from phasewise.ops.attention import attention, causal, scores
 from phasewise.request.request import Request
@@ -70,6 +72,10 @@ class Zipped:
 
     def __init__(self, knobs: ZipVL, attention: tuple[AttentionSpec, ...]) -> None:
         self.knobs, self.attention = knobs, attention
+
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        """Slots."""
+        return 8 * room.rows if room.prompt and self.knobs.tau < 1 else 0
 
     # ---- attend
     def looks(self, span: Span) -> bool:

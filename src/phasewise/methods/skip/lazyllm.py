@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.beside import Derived
 from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
 from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
 from phasewise.step.late import Late
@@ -94,16 +94,6 @@ class _Walk:
     waiting: dict[int, Late | None] = field(default_factory=dict)  # by layer, where that has changed
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """How much the waiting rows take; they lie in the request's drawer, which travels with it."""
-
-    bytes: int
-
-    def fork(self) -> Derived:
-        return self
-
-
 class Lazy:
     """One runtime for three slots: which rows run a layer, what the last one attends to, and nothing of its own about
     what is read. A request's drawer holds the waiting rows, by the layer that they have run last: their positions
@@ -114,7 +104,7 @@ class Lazy:
     everything = True
 
     def __init__(self, knobs: LazyLLM, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.knobs, self.row_bytes = knobs, config.hidden * dtype.itemsize
+        self.knobs, self.row_bytes = knobs, config.hidden * dtype.itemsize + 8
         self.shares = knobs.shares(config.layers)
 
     # ---- attend
@@ -200,16 +190,18 @@ class Lazy:
             drawer.pop(layer, None)
             if waiting is not None and len(waiting.positions):
                 drawer[layer] = [torch.tensor(waiting.positions), waiting.x]
-        if walk.waiting:
-            held = sum(len(positions) for positions, _ in drawer.values()) * self.row_bytes
-            span.kv.layers[min(self.shares)].beside.keep(NAME, _Held(held))
+        if self.shares and (
+            walk.waiting or span.request.prefilling
+        ):  # later tokens wait for nobody: there will never be more
+            held = sum(len(positions) for positions, _ in drawer.values())
+            span.kv.limit(min(self.shares), held * self.row_bytes)
 
-    def beside(self, layer: int, shape: KVShape, end: int) -> int:
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Every token waits in one place at most, and those that reach the last layer in none: booked where the first
         leave."""
         if not self.knobs.revive or not self.shares or layer != min(self.shares):
             return 0
-        return (end - going(min(self.shares.values()), end)) * self.row_bytes
+        return (room.rows - going(min(self.shares.values()), room.rows)) * self.row_bytes
 
     # ---- what is known
     @staticmethod

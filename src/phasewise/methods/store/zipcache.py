@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, Raw
+from phasewise.kv.drawers import Room
 from phasewise.methods.store._classed import Classed
 from phasewise.model.config import ModelConfig
 from phasewise.ops.native.weighed import Weighed, Weighs
@@ -108,8 +109,8 @@ class Saliency:
         self.knobs, self.attention, self.heads = knobs, config.attention, (config.kv_heads, config.heads)
         self.trail = Trail(SUMS)
 
-    def beside(self, layer: int, shape: KVShape, end: int) -> int:
-        return 0 if self.knobs.raw else 4 * end
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        return 0 if self.knobs.raw else 4 * max(room.rows, self.knobs.gap)
 
     def looks(self, span: Span) -> bool:
         return bool(not self.knobs.raw and self._asked(span))
@@ -167,12 +168,14 @@ class Saliency:
         if request.prefilling:
             self.trail.stayed(span, keep)
             return
-        request.state.pop(SUMS, None)  # its classes have been chosen
+        sums = request.state.pop(SUMS, None)  # its classes have been chosen
         noted = (span.trail or {}).pop(BLOCK, {})
         last = keep - 1 if isinstance(keep, int) else keep[-1] if keep else -1
         found = {layer: weights[last] for layer, weights in noted.items() if last in weights}
         if found:
             request.state[BLOCK] = found
+        for layer in range(len(span.kv.layers)) if found or sums else ():
+            span.kv.limit(layer, 4 * self.knobs.gap)
 
     def saliency(self, request: Request, layer: int, start: int, stop: int) -> Tensor:
         if stop > request.prompt_len:
