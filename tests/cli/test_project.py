@@ -105,8 +105,8 @@ def test_what_is_too_large_fails() -> None:
     lines = script("lines")
     assert lines.excess({"src/phasewise/a.py": 400, "src/phasewise/model/b.py": 400, "tests/c.py": 9999}) == []
     most = lines.BUDGETS[("kv",)]
-    many = {f"src/phasewise/kv/{i}.py": most // 10 for i in range(10)}
-    assert most % 10 == 0 and lines.excess(many) == []
+    many = {f"src/phasewise/kv/{at}.py": min(400, most - at) for at in range(0, most, 400)}
+    assert sum(many.values()) == most and lines.excess(many) == []
     assert lines.excess(many | {"src/phasewise/kv/sub/x.py": 3}) == [f"kv: {most + 3} of {most} lines, 3 too many"]
     assert lines.excess({"src/phasewise/model/b.py": 401}) == ["src/phasewise/model/b.py: 401 lines, at most 400"]
 
