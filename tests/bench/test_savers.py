@@ -154,7 +154,7 @@ def test_who_does_not_fit_has_a_turn_with_dense_of_its_own() -> None:
     settings = ["store=int8", "evict=snapkv", "attend=hydragen"]
     whole = measured(*settings, batches=[2])
     assert whole.groups == {2: [[DENSE, *settings]]}
-    engines = tiny.engine(), tiny.engine(evict="snapkv")  # whose votes need room as well
+    engines = tiny.engine(), tiny.engine({"evict": "snapkv"})  # whose votes need room as well
     budget = 3 * sum(engine.store.cost(N + whole.load.most) for engine in engines)
     run = measured(*settings, batches=[2], kv_bytes=budget)
     assert run.groups == {2: [[DENSE, "store=int8"], [DENSE, "evict=snapkv"], [DENSE, "attend=hydragen"]]}
