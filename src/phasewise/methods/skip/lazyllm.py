@@ -190,9 +190,7 @@ class Lazy:
             drawer.pop(layer, None)
             if waiting is not None and len(waiting.positions):
                 drawer[layer] = [torch.tensor(waiting.positions), waiting.x]
-        if self.shares and (
-            walk.waiting or span.request.prefilling
-        ):  # later tokens wait for nobody: there will never be more
+        if self.shares and (walk.waiting or span.request.prefilling):  # no later token makes others wait
             held = sum(len(positions) for positions, _ in drawer.values())
             span.kv.limit(min(self.shares), held * self.row_bytes)
 
