@@ -12,7 +12,7 @@ import torch
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
 from phasewise.methods.decode._then import Handing, bound, checked
-from phasewise.methods.decode.augment import DRAFT, Augment
+from phasewise.methods.decode.augment import Augment
 from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.methods.decode.c2c import C2C
 from phasewise.methods.decode.pie import Pie
@@ -21,7 +21,7 @@ from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.span import Span
-from phasewise.verbs.host import Host
+from phasewise.verbs.host import MARGIN, Host
 from tests import tiny
 
 COUNT, N = 5, 32
@@ -218,8 +218,8 @@ def test_texts_end_where_positions_do_also_with_a_second_model() -> None:
 
 
 def test_room_is_kept_for_latents_and_drafts() -> None:
-    for then, rows in (("", 1), (",then=(speculative:draft=(prompt_lookup),verify=match)", DRAFT),
-                       (",then=(speculative:draft=(paced:of=(token_recycling)),verify=match)", DRAFT)):  # fmt: skip
+    for then, rows in (("", 1), (",then=(speculative:draft=(prompt_lookup),verify=match)", MARGIN),
+                       (",then=(speculative:draft=(paced:of=(token_recycling)),verify=match)", MARGIN)):  # fmt: skip
         engine = built({"decode": f"augment:latents=80,weights=random:0{then}"})
         assert engine.parts.phases[-1].decode.margin >= 80 + rows  # type: ignore[attr-defined]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.errors import UserError, near
 from phasewise.request.counters import Counters
-from phasewise.verbs.host import ENDLESS
+from phasewise.verbs.host import ENDLESS, MARGIN
 
 if TYPE_CHECKING:
     from phasewise.kv.store import Store
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 PIECE = 512  # rows
-MARGIN = 64  # rows
 LATE = 32  # rows past its prompt that a request may bring where each may read sealed rows in a form of its own
 
 

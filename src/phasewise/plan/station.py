@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 
 from phasewise.engine.admission import Admission
 from phasewise.engine.queues import Queues
-from phasewise.engine.runtime import MARGIN
 from phasewise.kv.buffer import Ledger, stride
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, Step
@@ -19,6 +18,7 @@ from phasewise.plan.job import Job
 from phasewise.plan.memory import NumberStore, Recipe
 from phasewise.plan.serving import Serving
 from phasewise.request.counters import Counters
+from phasewise.verbs.host import MARGIN
 from phasewise.verbs.schedule import Scheduler, Work
 
 TURNS = 2.0  # two who share a core take turns; a worker's threads wait for each other, so all for the one with half

@@ -56,8 +56,8 @@ class Decode(Protocol):
         follows(params: Params) -> str | None  -- of a runtime with `given`: the id of the request whose KV it will look
             for, so that a placement may start it where that finished
         adds: int  -- of a method: rows that it adds to every prompt and that stand for no token; answers say how many
-        margin: int  -- rows beyond those of its text that a request may bring to a step, of a draft or of a block,
-            where these may be more than 64: who could not find room for them in the KV budget is refused at once
+        margin: int  -- rows beyond those of its text that a request may bring to a step, where these may be more than
+            MARGIN: who could not find room for them in the KV budget is refused at once
         plain_prompts: bool  -- of a method that computes prompts as plain causal slices: recipes that differ in such a
             decode method alone share cached prefixes
         brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 ENDLESS = (1 << 31) - 1  # positions
+MARGIN = 64  # rows of a draft or block beyond those of its text, where a decode method says nothing else
 
 
 class Method(Protocol):

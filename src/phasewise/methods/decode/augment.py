@@ -25,12 +25,11 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome, slice_span
-from phasewise.verbs.host import Host
+from phasewise.verbs.host import MARGIN, Host
 
 NAME = "augment"
 RANK = 16  # of the coprocessor's low-rank weights, in all linear layers
 MOST = 256
-DRAFT = 64  # nodes at most, where a drafter says nothing else (`Decode.margin`)
 SOFT, GAIN = "soft", "gain"
 
 
@@ -124,7 +123,7 @@ class Augmenting(Handing):
 
     @property
     def margin(self) -> int:
-        return self.count + (1 if super().singly else max(DRAFT, super().margin))
+        return self.count + (1 if super().singly else max(MARGIN, super().margin))
 
     def reach(self, context: int) -> int:
         return min(context, super().reach(context)) - self.count

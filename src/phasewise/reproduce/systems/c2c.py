@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,13 @@ TASKS = ("recall@256", "sort", "reverse", "second", "arithmetic")
 EACH = 30  # examples of a task
 
 
+def instead(made: Fusing, other: Callable[[list[Rows], Request, int], list[Rows]]) -> Fusing:
+    """The runtime, with what `other` makes of the sharers' rows in their place."""
+    theirs = made.theirs
+    made.theirs = lambda request, stop: other(theirs(request, stop), request, stop)  # type: ignore[method-assign]
+    return made
+
+
 @dataclass(frozen=True)
 class Shuffled(Control):
     """decode: the same fuser, and the sharer's rows in an order drawn at random."""
@@ -39,17 +47,11 @@ class Shuffled(Control):
     plain_prompts: ClassVar[bool] = True
 
     def bind(self, host: Host) -> Fusing:
-        made: Fusing = self.of.bind(host)
-        return _Shuffled(made)
+        def mixed(rows: list[Rows], request: Request, stop: int) -> list[Rows]:
+            places = torch.randperm(stop, generator=drawn("c2c", request.prompt[:8], stop))
+            return [[(k[:, places], v[:, places]) for k, v in each] for each in rows]
 
-
-class _Shuffled(Fusing):
-    def __init__(self, of: Fusing) -> None:
-        vars(self).update(vars(of))
-
-    def theirs(self, request: Request, stop: int) -> list[Rows]:
-        places = torch.randperm(stop, generator=drawn("c2c", request.prompt[:8], stop))
-        return [[(k[:, places], v[:, places]) for k, v in rows] for rows in super().theirs(request, stop)]
+        return instead(self.of.bind(host), mixed)
 
 
 @dataclass(frozen=True)
@@ -98,19 +100,14 @@ class Strangers(Control):
     plain_prompts: ClassVar[bool] = True
 
     def bind(self, host: Host) -> Fusing:
-        made: Fusing = self.of.bind(host)
-        return _Strangers(made)
+        last: list[list[Rows]] = []
 
+        def before(rows: list[Rows], request: Request, stop: int) -> list[Rows]:
+            last.append(rows)
+            del last[:-2]
+            return last[0]
 
-class _Strangers(Fusing):
-    def __init__(self, of: Fusing) -> None:
-        vars(self).update(vars(of))
-        self.before: list[Rows] = []
-
-    def theirs(self, request: Request, stop: int) -> list[Rows]:
-        mine = super().theirs(request, stop)
-        before, self.before = self.before or mine, mine
-        return before
+        return instead(self.of.bind(host), before)
 
 
 def fused(lab: Lab) -> C2C:
