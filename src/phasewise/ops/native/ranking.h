@@ -35,7 +35,8 @@ inline int32_t threshold(const int32_t* numbers, long count, long some, int bits
 }
 
 #if LANES == 16
-const __m512i EACH_LANE = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+// Not a register's constant: to fill one is work that is done when the library is loaded, on any processor.
+alignas(64) constexpr int32_t EACH_LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // The words of those that are taken, in order -> how many.
 inline long put_taken(__mmask16 taken, __m512i words, int32_t* to) {
@@ -51,7 +52,7 @@ inline long which_reach(const int32_t* numbers, long count, int32_t least, int32
   for (; p + LANES <= count; p += LANES) {
 #if LANES == 16
     __mmask16 taken = _mm512_cmpge_epi32_mask(load<__m512i>(numbers + p), _mm512_set1_epi32(least));
-    if (taken) found += put_taken(taken, _mm512_add_epi32(EACH_LANE, _mm512_set1_epi32((int32_t)p)), which + found);
+    if (taken) found += put_taken(taken, _mm512_add_epi32(load<__m512i>(EACH_LANE), _mm512_set1_epi32((int32_t)p)), which + found);
 #else
     if (!any(load<I>(numbers + p) >= least)) continue;
     for (long i = p; i < p + LANES; i++)
@@ -80,7 +81,7 @@ inline int32_t* list_best(const int32_t* numbers, const int32_t* which, long cou
     uint32_t taken = _mm512_cmpgt_epi32_mask(here, border), same = _mm512_cmpeq_epi32_mask(here, border);
     for (; same && equal > 0; same &= same - 1, equal--) taken |= same & (0u - same);
     if (!taken) continue;
-    __m512i units = which ? load<__m512i>(which + p) : _mm512_add_epi32(EACH_LANE, _mm512_set1_epi32((int32_t)p));
+    __m512i units = which ? load<__m512i>(which + p) : _mm512_add_epi32(load<__m512i>(EACH_LANE), _mm512_set1_epi32((int32_t)p));
     slots += put_taken((__mmask16)taken, _mm512_add_epi32(units, _mm512_set1_epi32((int32_t)first)), slots);
   }
 #endif
