@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 from phasewise.catalog import name_of, part
 from phasewise.errors import UserError
 from phasewise.kv import entropy
-from phasewise.kv.blocks import marking
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Numbers, Wire
+from phasewise.verbs.host import Host
 from phasewise.verbs.store import Codec
 
 
@@ -33,8 +33,9 @@ class CacheGen:
     the prompt may be left for the receiver to compute again: with even costs, all of it. What arrives then depends on
     the link, and so may tokens.
 
-    `rest` is the store that keeps rows before they leave and where they have arrived: `slab`, `int8`, `kivi`, `gear`.
-    What packs blocks of rows packs what has come, or would have come, over the wire; `int8` rounds it once more.
+    `rest` is the store that keeps rows before they leave and where they have arrived: `slab`, `int8`, `kivi`, `gear`,
+    `zipcache`. What packs blocks of rows packs what has come, or would have come, over the wire; `int8` rounds it once
+    more. With `zipcache` the sums by which rows are put in classes travel beside them, and no prefix is shared.
 
     `group` above 1 codes rows as differences from the first of their group, as in the paper (not in its code); on the
     pocket model that costs bytes and precision. Left out: contexts that are stored or lie on other machines (KV moves
@@ -65,9 +66,9 @@ class CacheGen:
             raise UserError(f"cachegen: deadline={self.deadline} must be positive (seconds)")
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise UserError(f"cachegen: bandwidth={self.bandwidth} must be positive (bytes a second)")
-        if hasattr(self.rest, "wire") or marking(self.rest.codec()) is not None:
-            why = "sends rows itself" if hasattr(self.rest, "wire") else "looks at prompts to know how to keep them"
-            raise UserError(f"cachegen: rest={name_of('store', self.rest)} {why}: choose slab, int8, kivi or gear")
+        if hasattr(self.rest, "wire"):
+            sends = f"cachegen: rest={name_of('store', self.rest)} sends rows itself"
+            raise UserError(f"{sends}: choose slab, int8, kivi, gear or zipcache")
         if self.level != 0:
             try:
                 entropy.library()
@@ -76,6 +77,19 @@ class CacheGen:
                     "store cachegen needs the entropy coder of the package constriction, which is not installed: "
                     "pip install 'phasewise[cachegen]', or choose cachegen:level=0, which sends rows as they are"
                 ) from None
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What `rest` fills beside its own."""
+        return tuple(getattr(self.rest, "slots", ("store",)))
+
+    @property
+    def shares_prefix(self) -> bool:
+        return bool(getattr(self.rest, "shares_prefix", True))
+
+    def bind(self, host: Host) -> object:
+        """Of the other slots: what `rest` fills them with."""
+        return self.rest.bind(host)
 
     def codec(self) -> Codec:
         codec: Codec = self.rest.codec()
