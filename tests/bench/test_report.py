@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from phasewise.bench import report
-from phasewise.bench.machine import cores, describe, peak_rss
+from phasewise.bench.machine import cores, describe, kernels, peak_rss
+from phasewise.ops import native
 
 
 def test_json_lines_are_appended_and_rounded(tmp_path: Path) -> None:
@@ -38,4 +39,6 @@ def test_sizes_have_units(n: int, text: str) -> None:
 
 def test_the_machine_is_named() -> None:
     about = describe()
+    target = kernels().removesuffix(" kernels")
+    assert target == "no native" or native.load(target) is not None, "those in use do load"
     assert about["cpu"] and about["cores"] == cores() >= 1 and peak_rss() > 1 << 20

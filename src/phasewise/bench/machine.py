@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from phasewise.ops import native
+
 
 def cores() -> int:
     """Cores this process may use."""
@@ -25,6 +27,12 @@ def cpu() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def kernels() -> str:
+    """The instruction set that the native kernels in use are for: names of processors may hide how old they are."""
+    found = native.library()
+    return "no native kernels" if found is None else f"{Path(found._name).stem.strip('_')} kernels"
 
 
 def where(device: torch.device) -> str:

@@ -192,7 +192,8 @@ def _command(what: str, scale: Scale) -> str:
 
 
 def _machine() -> str:
-    from phasewise.bench.machine import describe
+    from phasewise.bench.machine import describe, kernels
 
     about = describe()
-    return f"On {about['cpu']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}."
+    room = f"{about['cores']} cores, {about['threads']} threads"
+    return f"On {about['cpu']}, {kernels()}, {room}, torch {about['torch']}."
