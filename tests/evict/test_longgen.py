@@ -22,7 +22,9 @@ from tests import oracle, tiny
 from tests.kv.harness import Masked, Walk, cuts, drafting, sliding, walk
 from tests.merged import merged
 
-CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+# Six layers of random weights magnify rounding to 4e-4 in logits of up to 25 (avx2, a token at a time against spans);
+# a window that is one row off moves them by 20.
+CLOSE = {"atol": 2e-3, "rtol": 1e-4}
 LAYERS, N = 6, 20
 FULL = (2, 3)  # of six
 WINDOW: dict[str, Any] = {"sinks": 3, "window": 17}
@@ -74,7 +76,7 @@ def test_what_is_freed_is_what_the_mask_hides(knobs: dict[str, Any]) -> None:
     tokens = text(150)
     got = walk(model(), tokens[:40], cuts(tokens[40:], [1, 5, 33]), evict=longgen(**knobs))
     torch.testing.assert_close(got, walk(model(), tokens, [], evict=truth(knobs)), **CLOSE)
-    assert (got - oracle.logits(model(), tokens)).abs().max() > 0.1, "the mask matters, or the test tests little"
+    assert (got - oracle.logits(model(), tokens)).abs().max() > 10, "the mask matters, or the test tests little"
 
 
 @settings(max_examples=10, deadline=None)
