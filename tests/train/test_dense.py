@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
+from phasewise.errors import UserError
 from phasewise.train import dense
 from phasewise.train.dense import Block, Dense, Shape
 from phasewise.train.pocket import SHAPES
+from tests.gguf.writer import Conversion
+from tests.model.families import SIZES
+from tests.model.reference import save_random
 
 SMALL = Shape(300, 48, 3, 4, 2, 80, head_dim=16, max_position_embeddings=128)
 
@@ -46,6 +52,32 @@ def test_load_returns_what_save_wrote(tmp_path: Path) -> None:
     assert again.shape == SMALL
     for name, value in model.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value.bfloat16().float(), atol=0, rtol=0)
+
+
+def test_a_twin_reads_todays_settings_and_gguf_files(tmp_path: Path) -> None:
+    """The rotation has a section of its own in the former, and the latter say nothing of an activation."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    theirs = save_random(LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=rope), tmp_path)
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 40))
+    for files in tmp_path, Conversion().write(tmp_path, tmp_path / "model.gguf"):
+        with torch.no_grad():
+            torch.testing.assert_close(dense.load(files)(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}, "rope_type='linear'"),
+        ({"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_what_a_twin_would_get_wrong_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"plain Llamas with tied embeddings, this one has {named}$"):
+        dense.load(tmp_path)
 
 
 def test_right_padding_does_not_change_the_loss() -> None:

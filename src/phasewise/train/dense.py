@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phasewise.errors import UserError
+from phasewise.model.parse import parse_config
 from phasewise.model.source import source
 from phasewise.train.passes import Pass, Past, Rope, Scene, Sizes
 
@@ -286,17 +287,25 @@ def load(path: str | Path) -> Dense:
     Raises UserError for a model that this decoder is no twin of.
     """
     files = source(path)
-    config = dict(files.settings().values)
-    heads = config.get("num_attention_heads", 1)
-    config = {"head_dim": config.get("hidden_size", 0) // heads, **config}
-    plain = {"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"}
-    odd = [f"{key}={config.get(key)!r}" for key, value in plain.items() if config.get(key) != value]
-    odd += [f"{key}={config[key]!r}" for key in ("rope_scaling", "attention_bias", "mlp_bias") if config.get(key)]
+    raw, known = files.settings(), parse_config(files.settings())
+    rope = known.ropes[0]
+    said = {
+        "model_type": (known.family, "llama"),
+        "tie_word_embeddings": (known.tied, True),
+        "hidden_act": (known.activation, "silu"),
+        "attention_bias": (known.qkv_bias, False),
+        "mlp_bias": (known.mlp_bias, False),
+        "rope_type": (rope.scheme, "default"),
+        "partial_rotary_factor": (rope.dim / known.head_dim, 1.0),
+    }
+    odd = [f"{key}={its!r}" for key, (its, plain) in said.items() if its != plain]
     if odd:
         raise UserError(
             f"{files.path}: training knows plain Llamas with tied embeddings, this one has {', '.join(odd)}"
         )
-    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
+    theta = raw.mapping("rope_parameters").get("rope_theta") or raw.number("rope_theta", Shape.rope_theta)
+    shape = Shape(known.vocab, known.hidden, known.layers, known.heads, known.kv_heads, known.intermediate,
+                  known.head_dim, known.max_positions, theta, known.eps)  # fmt: skip
     model, tensors = Dense(shape), files.tensors()
     model.load_state_dict({name: tensors.read(f"model.{name}", torch.float32).float() for name in model.state_dict()})
     return model
