@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from phasewise.errors import UserError
 from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
 from phasewise.model.model import Model
@@ -30,7 +33,7 @@ def test_heads_are_told_apart_and_the_best_is_found() -> None:
     def loss(lift: Tensor) -> float:
         return float((lift[good] - torch.tensor(4.0).log()).square().sum() + 3 * lift[~good].square().sum())
 
-    trials = tuning.search(loss, (2, 2))
+    trials = list(tuning.search(loss, (2, 2)))
     assert trials[0].name == "none" and float(trials[0].lift.abs().sum()) == 0
     assert len(trials) == 1 + 4 + 3 * len(tuning.GAMMAS)
     best = min(trials, key=lambda trial: trial.loss)
@@ -64,6 +67,7 @@ def test_a_run_writes_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert path.name == "attend.zero_tuning.safetensors"
     with (tmp_path / "run" / "trials.csv").open() as file:
         rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
     assert [row["heads"] for row in rows[:2]] == ["none", "layer 0 head 0"]
     best = min(rows, key=lambda row: float(row["loss"]))
     made = ZeroTuning(weights=str(path)).bind(Host(Model.load(base), None, None, None, None))  # type: ignore[arg-type]
@@ -71,3 +75,23 @@ def test_a_run_writes_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     again = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "again", tokens=600))
     assert (tmp_path / "again" / "trials.csv").read_text() == (tmp_path / "run" / "trials.csv").read_text()
     assert again.read_bytes()[-64:] == path.read_bytes()[-64:]
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny.lively(SHAPE, tmp_path / "model")
+    monkeypatch.setattr(Job, "mixture", lambda self: tiny.mixture())
+    whole = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=300))
+    log, real, asked = tmp_path / "run" / "trials.csv", tuning.mean_loss, list[float]()
+    text = log.read_text()
+    log.write_text("".join(text.splitlines(keepends=True)[:8]))  # what stands there after seven trials
+
+    def counted(*args: Any) -> float:
+        asked.append(real(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(tuning, "mean_loss", counted)
+    again = tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=300, resume=True))
+    assert log.read_text() == text and len(asked) == 1 + (len(text.splitlines()) - 8)
+    assert load_file(again)["lift"].equal(load_file(whole)["lift"])
+    with pytest.raises(UserError, match=r"trials.csv is of another run: .* leave out --resume"):
+        tuning.train(ZeroTuning(), Job(str(base), tmp_path / "run", tokens=900, resume=True))

@@ -186,8 +186,8 @@ def fit(
     plan = list(recipe.steps())
     coming = batches(data, [stage for stage, _ in plan], run.step, run.device)
     last_save = time.monotonic()
-    with Log(out / "losses.csv", run.step) as log, _bar() as bar:
-        shown = bar.add_task("train", total=len(plan), completed=run.step, note="")
+    with Log(out / "losses.csv", run.step) as log, bar() as shown:
+        task = shown.add_task("train", total=len(plan), completed=run.step, note="")
         while run.step < len(plan):
             stage, progress = plan[run.step]
             pace = recipe.pace(run.step, progress)
@@ -199,7 +199,7 @@ def fit(
             speed = done.tokens / (time.perf_counter() - began)
             log.row(_logged(run, done.parts, pace, speed))
             note = "  ".join(f"{name} {value:.3f}" for name, value in done.parts.items())
-            bar.update(shown, completed=run.step, note=f"{note}  {speed:,.0f} tok/s")
+            shown.update(task, completed=run.step, note=f"{note}  {speed:,.0f} tok/s")
             if run.step == len(plan) or time.monotonic() - last_save > recipe.checkpoint_seconds:
                 run.write(out / "checkpoint.pt")
                 give_back()
@@ -230,7 +230,8 @@ def _logged(run: Run[Any], parts: dict[str, float], pace: float, speed: float) -
     return {"step": run.step, "tokens": run.tokens, **means, "pace": f"{pace:.4f}", "tokens_per_second": f"{speed:.0f}"}
 
 
-def _bar() -> Progress:
+def bar() -> Progress:
+    """For a long run: tasks have a `note`."""
     return Progress(
         TextColumn("{task.description} {task.completed}/{task.total}"),
         BarColumn(),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.assembly import kv_shapes
+from phasewise.errors import UserError
 from phasewise.kv.buffer import Ledger, Raw
 from phasewise.kv.store import Store
 from phasewise.methods.attend.dense import Dense
@@ -29,13 +30,16 @@ from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
 from phasewise.train.artefacts import Job
+from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, Stage
+from phasewise.train.trainer import bar
 
 TOKENS = 8192  # of the validation part
 TRIED = 2.0  # the factor with which heads are told apart
 GAMMAS = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)
 PARTS = Stage(1.0, 768, TOKENS, code=0.35, long=0.3, copies=0.2)
 AT_ONCE = 4096  # rows of a forward
+ROUNDING = 1e-4  # nats between two machines, at most
 
 
 @dataclass(frozen=True)
@@ -60,23 +64,46 @@ Loss = Callable[[Tensor], float]
 
 
 def train(method: ZeroTuning, job: Job) -> Path:
-    """Choose for one model; `job.out` gets trials.csv and the artefact. A run is minutes, so none is resumed."""
+    """Choose for one model; `job.out` gets trials.csv, which a run that goes on starts from, and the artefact."""
     model, _ = job.base()
-    tokens = job.tokens or TOKENS
-    part = validation(job.mixture(), tokens, job.seed)
+    tokens, shape = job.tokens or TOKENS, (model.config.layers, model.config.heads)
+    part, path = validation(job.mixture(), tokens, job.seed), job.out / "trials.csv"
     made = method.artefact(model.config)
+    job.out.mkdir(parents=True, exist_ok=True)
+    before = known(path) if job.resume else []
 
     def loss(lift: Tensor) -> float:
         return mean_loss(model, part, Tuned(lift))
 
-    trials = search(loss, (model.config.layers, model.config.heads))
-    job.out.mkdir(parents=True, exist_ok=True)
-    with (job.out / "trials.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("heads", "gamma", "loss"))
-        rows.writerows((trial.name, trial.gamma, f"{trial.loss:.6f}") for trial in trials)
+    if before and abs(before[0] - (own := loss(torch.zeros(shape)))) > ROUNDING:
+        raise UserError(
+            f"{path} is of another run: without a factor the loss is {before[0]} there and {own} here; leave out "
+            "--resume, choose another --out, or repeat --tokens and --seed as they were"
+        )
+    trials = list[Trial]()
+    with Log(path, len(before)) as log, bar() as shown:
+        task = shown.add_task("trials", total=1 + shape[0] * shape[1] + 3 * len(GAMMAS), note="")
+        for trial in search(remembering(before, loss), shape):
+            trials.append(trial)
+            if len(trials) > len(before):
+                log.row({"step": len(trials), "heads": trial.name, "gamma": trial.gamma, "loss": repr(trial.loss)})
+            shown.update(task, completed=len(trials), note=f"{trial.name} {trial.loss:.4f}")
     best = min(trials, key=lambda trial: trial.loss)
     return job.save(model, made, {"lift": best.lift}, tokens)
+
+
+def known(path: Path) -> list[float]:
+    """The losses that a run wrote, in order."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def remembering(before: Sequence[float], loss: Loss) -> Loss:
+    """`loss`, but for the first calls, whose answers are known."""
+    left = list(before)
+    return lambda lift: left.pop(0) if left else loss(lift)
 
 
 def validation(mixture: Mixture, tokens: int, seed: int) -> list[Example]:
@@ -97,23 +124,21 @@ def validation(mixture: Mixture, tokens: int, seed: int) -> list[Example]:
     return found
 
 
-def search(loss: Loss, shape: tuple[int, int]) -> list[Trial]:
-    """Everything that was tried, dense attention first."""
+def search(loss: Loss, shape: tuple[int, int]) -> Iterator[Trial]:
+    """Everything that is tried, dense attention first. `loss` is asked in an order that its answers alone decide."""
     none = torch.zeros(shape)
-    trials = [Trial("none", 1.0, none, loss(none))]
-    dense = trials[0].loss
+    yield (dense := Trial("none", 1.0, none, loss(none)))
     helped = torch.zeros(shape, dtype=torch.bool)
     for layer in range(shape[0]):
         for head in range(shape[1]):
             one = torch.zeros(shape, dtype=torch.bool)
             one[layer, head] = True
-            trial = _tried(loss, f"layer {layer} head {head}", one, TRIED)
-            helped[layer, head] = trial.loss < dense
-            trials.append(trial)
+            yield (trial := _tried(loss, f"layer {layer} head {head}", one, TRIED))
+            helped[layer, head] = trial.loss < dense.loss
     classes = {"up": helped, "down": ~helped, "all": torch.ones(shape, dtype=torch.bool)}
     for name, heads in classes.items():
-        trials += [_tried(loss, name, heads, gamma) for gamma in GAMMAS if bool(heads.any())]
-    return trials
+        for gamma in GAMMAS if bool(heads.any()) else ():
+            yield _tried(loss, name, heads, gamma)
 
 
 def _tried(loss: Loss, name: str, heads: Tensor, gamma: float) -> Trial:
