@@ -127,7 +127,8 @@ def _command(path: Path) -> str:
 @pytest.mark.parametrize(("words", "says"), [
     (["skip.unifed", "--out", "x"], "nothing to train for 'skip.unifed'. Did you mean skip.unified"),
     (["skip.unified"], "say where it goes: --out runs/skip.unified"),
-    (["skip.unified", "--out", "x", "--resume"], "nothing to resume"),
+    (["skip.unified", "--out", "x", "--resume"], "nothing to resume: x/checkpoint.pt"),
+    (["attend.zero_tuning", "--out", "x", "--resume"], "nothing to resume: x/trials.csv"),
     (["skip.unified:speed=2", "--out", "x"], "no knob 'speed'"),
     (["skip.unified:speedup=1", "--out", "x"], "there is nothing to train"),
 ])  # fmt: skip

@@ -174,17 +174,17 @@ def artefact(
     verb, _, name = kind.partition(".")
     if out is None:
         raise UserError(f"say where it goes: --out runs/{kind}")
-    with _running(out, resume):
+    with _running(out, resume, artefacts.kept(kind)):
         made = catalog.build(verb, method.partition(".")[2])
         path = train(made, artefacts.Job(model, out, tokens, seed, resume))
     print(f"{path}\nUse it with --{verb} {name}:weights={path}, or put it into MODEL/phasewise/ to be found there.")
 
 
 @contextmanager
-def _running(out: Path, resume: bool) -> Iterator[None]:
-    """What every run asks of `out` and of the process."""
-    if resume and not (out / "checkpoint.pt").is_file():
-        raise UserError(f"there is nothing to resume: {out / 'checkpoint.pt'} does not exist; leave --resume out")
+def _running(out: Path, resume: bool, kept: str = "checkpoint.pt") -> Iterator[None]:
+    """What every run asks of `out`, where `kept` is what it goes on from, and of the process."""
+    if resume and not (out / kept).is_file():
+        raise UserError(f"there is nothing to resume: {out / kept} does not exist; leave --resume out")
     from phasewise.train.memory import tiny_numbers_as_zero
 
     with tiny_numbers_as_zero():

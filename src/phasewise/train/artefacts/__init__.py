@@ -1,6 +1,7 @@
 """What can be trained for a method: `train/artefacts/<verb>_<name>.py` makes the artefact of methods/<verb>/<name>.py.
 
 Each module has `train(method, job) -> Path`, which writes `job.file` and returns it; the module name is the registry.
+Optional: `KEPT`, the file in `job.out` that a run goes on from, where that is no checkpoint of weights.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,8 @@ from phasewise.train.dense import Dense
 from phasewise.train.device import device
 from phasewise.train.mixture import Mixture, of_model
 
+CHECKPOINT = "checkpoint.pt"
+
 
 def names() -> list[str]:
     """The kinds (`verb.name`) that can be trained."""
@@ -37,10 +41,18 @@ def frozen(model: str) -> Dense:
 
 def trainer(kind: str) -> Callable[[Any, Job], Path]:
     """What trains artefacts of this kind. Raises UserError for one that nothing trains."""
+    return cast(Callable[[Any, Job], Path], _module(kind).train)
+
+
+def kept(kind: str) -> str:
+    """The file that a run of this kind goes on from. Raises UserError as `trainer` does."""
+    return str(getattr(_module(kind), "KEPT", CHECKPOINT))
+
+
+def _module(kind: str) -> ModuleType:
     if kind not in names():
         raise UserError(f"there is nothing to train for {kind!r}. {near(kind, names())}")
-    module = importlib.import_module(f"{__name__}.{kind.replace('.', '_', 1)}")
-    return cast(Callable[[Any, Job], Path], module.train)
+    return importlib.import_module(f"{__name__}.{kind.replace('.', '_', 1)}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Job:
 
     @property
     def checkpoint(self) -> Path:
-        return self.out / "checkpoint.pt"
+        return self.out / CHECKPOINT
 
     def base(self) -> tuple[Model, Dense]:
         """The base model, and its twin to train with. Raises UserError if there can be none."""

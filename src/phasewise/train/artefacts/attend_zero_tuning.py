@@ -34,6 +34,7 @@ from phasewise.train.log import Log
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.trainer import bar
 
+KEPT = "trials.csv"
 TOKENS = 8192  # of the validation part
 TRIED = 2.0  # the factor with which heads are told apart
 GAMMAS = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)
@@ -67,7 +68,7 @@ def train(method: ZeroTuning, job: Job) -> Path:
     """Choose for one model; `job.out` gets trials.csv, which a run that goes on starts from, and the artefact."""
     model, _ = job.base()
     tokens, shape = job.tokens or TOKENS, (model.config.layers, model.config.heads)
-    part, path = validation(job.mixture(), tokens, job.seed), job.out / "trials.csv"
+    part, path = validation(job.mixture(), tokens, job.seed), job.out / KEPT
     made = method.artefact(model.config)
     job.out.mkdir(parents=True, exist_ok=True)
     before = known(path) if job.resume else []
