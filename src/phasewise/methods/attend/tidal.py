@@ -31,9 +31,10 @@ class Tidal:
     positions with the largest weight (over the query heads that share it); the row itself is read in any case. Layer
     `second` picks once more, and its choice replaces the first: 0 means two fifths of the depth, -1 never. That finds
     the largest share of what later layers would pick for themselves, of all layers and on both models it was tried on
-    (scripts/tidal_layers.py; 64 of 768 rows, of which chance finds 0.08): 0.32 by layer 3 of the pocket model's 8 (0.24
-    without a second choice), 0.475 by layer 12 of SmolLM2's 30. But answers may hang on one layer: of 8 needles in
-    1,024 tokens the pocket model finds 1 with second=3, 3 with 5 and 7 with 6. So try it on each model (--needle).
+    (scripts/tidal_layers.py; 64 of 768 rows, of which chance finds 0.08): 0.31 by layer 3 of the pocket model's 8 (0.24
+    without a second choice), 0.475 by layer 12 of SmolLM2's 30. But answers may hang on one layer: of 48 needles in
+    1,024 tokens the pocket model finds 9 without, 40 with second=3, 33 with 4, 44 with 5 and 15 with 6. So try it on
+    each model (--needle).
 
     Rows that read less than everything leave keys and values that dense attention would not have left. After every
     `every` tokens those of them are computed again in one pass with the next token's row, all of which read everything:

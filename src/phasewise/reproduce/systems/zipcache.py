@@ -122,7 +122,7 @@ SYSTEM = System(
                 lambda case: blocks.reads(case.method), read),
     ),
     savings=(Saving("KV bytes held before the last token", lambda case, run: run.steps[-2].kv, "baseline", 4.98),),
-    quality=Quality(("recall@2k", "code"), allowed=0.1, examples=40, window=640),
+    quality=Quality(("recall@2k", "code"), allowed=0.1, examples=120, window=640),
     attempts=(
         Attempt("claim", "rows that matter which a tenth of the rows finds", "over 10 points above chance (60 %)",
                 found),
