@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phasewise.errors import UserError
 from tests.cli.conftest import Cli
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -62,25 +65,46 @@ def test_runs_of_one_model_stand_side_by_side_on_a_page(cli: Cli, tmp_path: Path
     short = ("--kv-bytes", "64M", "--model", model, "--examples", 1, "--settings", "store=int8", "--write", page)
     for tasks, more in (
         ("copy", ()),
-        ("sort", ("--section", "tiny lists")),
-        ("later@256", ("--section", "tiny later")),
+        ("sort", ("--section", "tiny, lists of 1,000")),
+        ("later@256", ("--section", "tiny")),
     ):
         said = cli("bench", "kv", *short, "--tasks", tasks, *more)
         assert said.code == 0, said.err
     text = page.read_text()
     assert [line for line in text.splitlines() if line.startswith("### ")] == [
-        f"### {model.name}", "### tiny lists", "### tiny later",
+        f"### {model.name}", "### tiny, lists of 1,000", "### tiny",
     ]  # fmt: skip
     heads = [line.partition(":")[0] for line in text.splitlines() if "right answers" in line]
     assert heads == ["copy", "sort", "later@256"]
-    assert text.count("<!-- kv tiny lists:begin -->") == text.count("<!-- kv tiny lists:end -->") == 1
+    for name in ("tiny, lists of 1,000", "tiny"):
+        assert text.count(f"<!-- kv {name}:begin -->") == text.count(f"<!-- kv {name}:end -->") == 1
 
-    again = cli("bench", "kv", *short, "--tasks", "reverse", "--section", "tiny lists")
+    again = cli("bench", "kv", *short, "--tasks", "reverse", "--section", "tiny, lists of 1,000")
     assert again.code == 0, again.err
     changed = page.read_text()
     assert "sort: right answers" not in changed and changed.count("reverse: right answers") == 1
-    assert changed.partition("<!-- kv tiny lists")[0] == text.partition("<!-- kv tiny lists")[0]
-    assert changed.partition("<!-- kv tiny later")[2] == text.partition("<!-- kv tiny later")[2]
+    assert changed.partition("<!-- kv tiny,")[0] == text.partition("<!-- kv tiny,")[0]
+    assert changed.partition("<!-- kv tiny:")[2] == text.partition("<!-- kv tiny:")[2]
+
+
+def test_the_pages_commands_name_its_sections(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, copy = Path(__file__).parents[2] / "docs" / "kv.md", tmp_path / "docs" / "kv.md"
+    copy.parent.mkdir()
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def stop(*_: object) -> None:
+        raise UserError("all is well so far")
+
+    monkeypatch.setattr("phasewise.cli.kv._run", stop)
+    commands = re.findall(r"^`?phasewise (bench kv [^`\n]* --section [^`\n]*)", copy.read_text(encoding="utf-8"), re.M)
+    assert len(commands) == 3
+    for command in commands:
+        said = cli(*shlex.split(command))
+        assert said.code == 2 and "all is well so far" in said.err
+    for name in re.findall(r"<!-- kv (.+):begin -->", copy.read_text(encoding="utf-8")):
+        said = cli(*map(str, ("bench", "kv", "--settings", "store=int8", "--write", copy, "--section", name)))
+        assert said.code == 2 and "all is well so far" in said.err
 
 
 def test_eval_has_the_second_question(cli: Cli, tmp_path: Path) -> None:
@@ -117,6 +141,7 @@ def test_a_page_names_the_file_of_prompts(cli: Cli, tmp_path: Path) -> None:
         ((*QUICK, "--section", "a-->b", "--write", "PAGE"), "section="),
         ((*QUICK, "--section", "two  spaces", "--write", "PAGE"), "section="),
         ((*QUICK, "--section", "", "--write", "PAGE"), "section="),
+        ((*QUICK, "--section", "a:begin", "--write", "PAGE"), "section="),
         (("--model", "pokcet"), "pocket"),
         (("--evict", "snapkw"), "snapkv"),
     ],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phasewise.bench.settings import Setting
 
 GENERATED = "recall@1k,passkey@1k,passkey@2k,code,later@1k"  # for models that learned these tasks
-SECTION = re.compile(r"[\w.@+-]+( [\w.@+-]+)*")
+SECTION = re.compile(r"[\w.,@+-]+( [\w.,@+-]+)*")
 ANY = "code@2k,docs@2k,passkey-english@2k"
 
 
@@ -103,7 +103,7 @@ class Written:
             raise UserError("--section names a part of a page: add --write FILE")
         if self.section is not None and not SECTION.fullmatch(self.section):
             raise UserError(
-                f"section={self.section!r}: write words of letters, digits and . _ @ + -, one space between"
+                f"section={self.section!r}: write words of letters, digits and . , _ @ + -, one space between"
             )
         if self.plot is not None and find_spec("matplotlib") is None:
             raise UserError("plots are drawn by matplotlib, which is not installed: pip install 'phasewise[bench]'")

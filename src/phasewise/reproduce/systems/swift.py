@@ -97,8 +97,9 @@ SYSTEM = System(
     timings=(
         Timing("time per token, the model padded to sixteen times the weights", 1.0, loads.pace, model="pocket-wide"),
     ),
-    note="Layers 1, 3, 5 and 7 of the pocket model do little: every second layer is nearly free to leave out, and the "
-    "search has nothing to find. Where no layer is idle, as in the thirty of smollm2, too few guesses are right, and "
-    "more weights are read than without. A verified row costs a pass, and its guess more than half of one: (row, "
-    "layer) pairs per token are always more than a pass; what can become less is how often weights are read.",
+    note="No layer of the pocket model is idle (docs/pocket.md): left out alone, one between the first and the last "
+    "costs 0.04 to 0.47 nats of source. The search finds a better set than one drawn blindly, but with 45 % left out "
+    "too few guesses are right, here and with the thirty layers of smollm2: more weights are read than without. A "
+    "verified row costs a pass, and its guess more than half of one: (row, layer) pairs per token are always more than "
+    "a pass; what can become less is how often weights are read.",
 )  # fmt: skip

@@ -44,6 +44,7 @@ SYSTEM = System(
                     "baseline", 1.9),),
     quality=Quality(("copy", "json", "recall@256"), allowed=0.1, examples=50),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512),),
-    note="The pocket model's every second layer joined late in training and does little (docs/pocket.md): what it "
-    "keeps says little about other models.",
+    note="Every layer of this pocket model does its part (docs/pocket.md): left out alone, layer 3 costs 0.04 nats of "
+    "source and any other 0.14 to 1.6. Of the first edition every second layer did nothing and the others everything, "
+    "and the same rule and recipe lost all replies that had to look back.",
 )  # fmt: skip
