@@ -338,6 +338,26 @@ def test_rows_that_moved_are_never_a_prefix_of_others() -> None:
     assert engine.counters.prefix_hits - hits <= 30 // 32 * 32, "what stands before the edit"
 
 
+@pytest.mark.parametrize(("more", "shares"), [
+    ({}, True), ({"attend": "hydragen"}, True), ({"store": "int8"}, True),
+    ({"attend": "quest:page=4,budget=16,dense_layers=0"}, False),
+    ({"attend": "double_sparsity:k=8,weights=random:0"}, False),
+    ({"store": "kivi:bits=4,group=4,residual=8"}, False), ({"store": "gear:bits=4,group=4,block=8"}, False),
+], ids=str)  # fmt: skip
+def test_answers_that_were_decoded_otherwise_are_never_a_prefix_of_others(more: dict[str, str], shares: bool) -> None:
+    """Rows of a long answer that read a few of the others, or that were rounded, help who asks for them alone."""
+    other, mine = built(VERBS | more), built(VERBS | more)
+    first = serve(mine, TEXT, tiny.greedy(60))
+    text = [*TEXT, *first.out, *OTHER]
+    alone = serve(other, TEXT, tiny.greedy(1)) and serve(other, text, tiny.greedy(N))
+    before = mine.counters.rows
+    serve(mine, text, after(first.id, 1))
+    assert mine.counters.rows - before < len(OTHER) + 8, "the answer's rows are taken"
+    before = mine.counters.rows
+    assert serve(mine, text, tiny.greedy(N)).out == alone.out
+    assert (mine.counters.rows - before < 60 + N) == shares
+
+
 def test_other_recipes_and_stores_find_nothing() -> None:
     from tests.laws import mixed
 

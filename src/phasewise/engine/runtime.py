@@ -77,7 +77,7 @@ class Runtime:
             return
         decode = self.phases[0].decode
         if self.phases[0].name == "prefill" and hasattr(decode, "given") and getattr(decode, "leaves", True):
-            self.store.leave(request)  # where prompts are computed
+            self.store.leave(request, all(getattr(phase.attend, "everything", False) for phase in self.phases))
 
     def phase(self, request: Request) -> Phase:
         """The phase that the request is in. There must be one: who is past the last phase has departed."""

@@ -137,14 +137,16 @@ class Store:
             return 0
         return most if params.prompt_logprobs is None else min(most, params.scored_from - 1)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: Request, dense: bool) -> None:
         """Keep the request's KV for others, if it is plain, and what it shares with nobody: a row for every token, in
-        the form that this store has."""
+        the form that this store has. Blocks are no longer what was computed, nor, unless decoding is `dense`, is what
+        computing a decoded token as one of a prompt would have given."""
         kv, upto = request.kv, request.computed
         assert kv is not None
         plain = (len(layer.slabs) == 1 and layer.slabs[0].positions is None and layer.n == upto for layer in kv.layers)
         if self.wire is not None or not all(plain) or kv.shared:
             return
+        kv.foreign |= kv.seals or (upto > request.prompt_len and not dense)
         for node in kv.nodes:
             node.release()
         kv.nodes, request.kv = [], None

@@ -40,8 +40,9 @@ class Pie:
     longer kept, or was another recipe's: then the prompt is computed from its tokens. Of several workers, the one that
     has the KV gets the request. Over HTTP: docs/serving.md.
 
-    Rows that moved are approximate: the prompt's are never shared as a prefix. KV that was edited may be edited again;
-    keys are turned again then, and rounded. A request that is preempted starts again from what is left then.
+    Rows that moved are approximate, and so are those of packed blocks, and those of an answer whose attend method read
+    few rows: prompts with such rows are never shared as prefixes. KV that was edited may be edited again; keys are
+    turned again then, and rounded. A request that is preempted starts again from what is left then.
     `then` decodes what follows the prompt. Left out: keys that are turned when they are read, instead of once.
     """
 
