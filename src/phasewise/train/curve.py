@@ -12,6 +12,8 @@ LINES = (
     ("task_loss", "#c8682c", "task replies"),
     ("call_loss", "#c8682c", "what is said with tools"),
     ("kept_loss", "#3565a4", "divergence from the base without"),
+    ("gate_loss", "#3565a4", "mean of the gates"),
+    ("wrong_loss", "#c8682c", "wrong answers, share"),
 )  # of which a log has some
 
 
@@ -22,9 +24,9 @@ def read(path: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows] for name in rows[0]} if rows else {}
 
 
-def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
-    """An exponential moving average that starts without bias."""
-    out: list[float] = []
+def smooth(values: Sequence[float]) -> list[float]:
+    """An exponential moving average that starts without bias, over twenty steps, or a tenth of a short run."""
+    keep, out = min(0.95, max(0.0, 1 - 10 / max(1, len(values)))), list[float]()
     average, weight = 0.0, 0.0
     for value in values:
         average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)
@@ -48,7 +50,7 @@ def draw(image: Path, logs: Sequence[Path]) -> None:
             panel.plot(millions, smooth(columns[name]), color=color, label=label)
         panel.set(title=log.parent.name, xlabel="million tokens (padding included)")
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("training loss, nats per token")
+    panels[0][0].set_ylabel("mean of a step" if "gate_loss" in read(logs[0]) else "training loss, nats per token")
     panels[0][0].legend()
     figure.tight_layout()
     image.parent.mkdir(parents=True, exist_ok=True)
