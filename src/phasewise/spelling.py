@@ -179,9 +179,12 @@ def parse_value(text: str, kind: Any, what: str) -> Any:
             raise UserError(f"{what}={str(text)!r} is not a truth value: say true or false")
         return TRUTH[text.lower()]
     try:
-        return kind(text)
+        value = kind(text)
     except (TypeError, ValueError):
         raise UserError(f"{what}={str(text)!r} is not a valid {getattr(kind, '__name__', kind)}") from None
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        raise UserError(f"{what}={str(text)!r} is not a finite number: choose one that is")
+    return value
 
 
 def _one_of(text: str, kinds: tuple[Any, ...], what: str) -> Any:
@@ -201,15 +204,12 @@ def _one_of(text: str, kinds: tuple[Any, ...], what: str) -> Any:
 
 def spell_value(value: Any, kind: Any, what: str) -> str:
     """Text that `parse_value` turns into an equal value. Raises UserError if there is none."""
-    if isinstance(value, bool) or value is None:
-        text = str(value).lower()
-    else:
-        text = str(value) if isinstance(value, str | int) else repr(value)
+    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
     for candidate in (text, Quoted(text)):
         try:
             found = parse_value(candidate, kind, what)
         except UserError:
             continue
-        if found == value or (found != found and value != value):  # a number that is none equals nothing
+        if found == value:
             return candidate
     raise UserError(f"{what}={value!r} cannot be written as text")

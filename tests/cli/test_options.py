@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -37,6 +38,28 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
 
 def test_every_verb_has_an_option() -> None:
     assert set(catalog.VERBS) <= set(EngineOptions.__dataclass_fields__)
+
+
+def floats() -> list[tuple[str, str, str]]:
+    kinds = [kind for verb in catalog.VERBS for kind in (verb, *catalog.folders(verb))]
+    classes = [(kind, name, catalog.method(kind, name)) for kind in kinds for name in catalog.names(kind)]
+    return [
+        (kind, name, knob)
+        for kind, name, cls in classes
+        for knob, held in catalog.knobs_of(cls).items()
+        if held is float or float in typing.get_args(held)
+    ]
+
+
+def test_methods_have_knobs_that_are_floats() -> None:
+    assert len(floats()) > 40 and {kind for kind, _, _ in floats()} >= {"place", "decode.selector", "evict", "sample"}
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e999"])
+@pytest.mark.parametrize(("kind", "name", "knob"), floats())
+def test_a_knob_is_a_finite_number(kind: str, name: str, knob: str, text: str) -> None:
+    with pytest.raises(UserError, match=f"^{kind} {name}: knob {knob}='{text}' is not a finite number: choose one"):
+        catalog.build(kind, f"{name}:{knob}={text}")
 
 
 def test_options_become_limits() -> None:

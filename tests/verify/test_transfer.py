@@ -262,9 +262,11 @@ def test_no_lossy_verdict_over_tables_that_all_share() -> None:
         tiny.engine({"draft": "token_recycling:scope=engine", "verify": "transfer"})
 
 
-@pytest.mark.parametrize("knob", ["eta=-1", "eta=inf", "share=0", "share=1.5"])
+@pytest.mark.parametrize("knob", ["eta=-1", "share=0", "share=1.5"])
 def test_wrong_knobs_are_named(knob: str) -> None:
     with pytest.raises(UserError, match=f"transfer: {knob}"):
         tiny.engine({"draft": "prompt_lookup", "verify": f"transfer:{knob}"})
+    with pytest.raises(UserError, match="transfer: eta=inf"):
+        Transfer(eta=float("inf"))
     with pytest.raises(UserError, match="transfer: law=other must be paper or moved"):
         Transfer(law="other")  # type: ignore[arg-type]
