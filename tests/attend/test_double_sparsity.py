@@ -158,11 +158,21 @@ def test_the_pocket_model_has_its_channels_and_training_makes_them(tmp_path: Pat
 
 @pytest.mark.parametrize(("knobs", "said"), [
     ({"channels": 0.0}, r"channels=0\.0 must be above 0: a share up to 1, or a number"),
+    ({"channels": 4.5}, r"channels=4\.5: above 1 it is a number of channels, .*: say 4 or 5, or a share up to 1"),
     ({"k": 0}, "k=0 must be at least 1"), ({"dense_layers": -1}, "dense_layers=-1 must be at least 0"),
 ])  # fmt: skip
 def test_bad_knobs_are_named_with_the_bound(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"double_sparsity: {said}"):
         DoubleSparsity(**knobs)
+
+
+def test_channels_that_a_key_has_not_are_refused() -> None:
+    model = tiny.model()
+    there = model.config.head_dim
+    host = Host(model, None, Counters(), None, None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"channels={there + 1}, but a key has {there}: say at most {there}, or"):
+        DoubleSparsity(channels=there + 1.0, weights="random:0").bind(host)
+    assert DoubleSparsity(channels=float(there), weights="random:0").bind(host).count == there
 
 
 def test_a_model_nobody_measured_is_refused_with_the_command() -> None:

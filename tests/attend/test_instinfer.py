@@ -199,6 +199,8 @@ def test_the_fewest_rows_that_choose(k: float) -> None:
 
 @pytest.mark.parametrize(("knobs", "said"), [
     ({"r": 0.0}, r"r=0\.0 must be above 0: a share up to 1, or a number"), ({"k": -1.0}, r"k=-1\.0 must be above 0"),
+    ({"k": 1.5}, r"k=1\.5: above 1 it is a number of rows, which 1\.5 is not: say 2, or a share up to 1"),
+    ({"r": 3.5}, r"r=3\.5: above 1 it is a number of a query's numbers, which .*: say 3 or 4"),
     ({"group": 0}, "group=0 must be at least 1: 1 fetches rows one by one"),
 ])  # fmt: skip
 def test_bad_knobs_are_named_with_the_fix(knobs: dict[str, Any], said: str) -> None:

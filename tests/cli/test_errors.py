@@ -23,6 +23,8 @@ def refused(cli: Cli, *words: object) -> str:
         ("run x --evict snapkw", "Did you mean snapkv"),
         ("run x --evict snapkv:kep=1", "Did you mean keep"),
         ("run x --evict snapkv:keep=much", "'much'"),
+        ("run x --evict snapkv:keep=inf", "evict snapkv: knob keep='inf' is not a finite number: choose one that is"),
+        ("run x --evict tova:keep=1.5", "tova: keep=1.5: above 1 it is a number of rows, which 1.5 is not: say 2"),
         ("serve --schedule sarathi:budget", "knob=value"),
         ("run x --verify match", "no use for --verify"),
         ("run x --kv-bytes 3Q", "'3Q' is not a size"),

@@ -345,6 +345,10 @@ def test_noise_is_gumbels() -> None:
     (Tova, {"keep": 0}, "keep=0"), (Tova, {"beta": 0.5}, "beta=0.5"), (Keyformer, {"keep": -1}, "keep=-1"),
     (Keyformer, {"recent": 2}, "recent=2"), (Keyformer, {"tau": 0}, "tau=0"),
     (Keyformer, {"tau_step": -1}, "tau_step=-1"), (H2O, {"least": 2}, "least=2"),
+    (H2O, {"heavy": 1.5}, "h2o: heavy=1.5: above 1 it is a number of rows, which 1.5 is not: say 2, or a share up to"),
+    (H2O, {"recent": 7.5}, "h2o: recent=7.5: above 1 .*: say 7 or 8, or a share up to 1"),
+    (Tova, {"keep": 1.5}, "tova: keep=1.5: above 1"), (Keyformer, {"keep": 1.2}, "keyformer: keep=1.2: above 1"),
+    (Tova, {"keep": math.inf}, "tova: keep=inf: above 1 .*: say a whole one"),
 ])  # fmt: skip
 def test_bad_knobs_are_named(cls: Any, knobs: dict[str, Any], value: str) -> None:
     with pytest.raises(UserError, match=value):

@@ -169,6 +169,7 @@ def test_a_prefix_hit_leaves_the_voters_to_compute() -> None:
 
 @pytest.mark.parametrize(("knobs", "says"), [
     ({"keep": 0.0}, r"keep=0\.0 must be above 0: a share of the prompt up to 1, or a number of rows"),
+    ({"keep": 30.5}, r"keep=30\.5: above 1 it is a number of rows, which 30\.5 is not: say 30 or 31, or a share up"),
     ({"window": 0}, "window=0 must be at least 1"), ({"kernel": 4}, "kernel=4 must be odd .*: choose 5"),
     ({"kernel": -4}, "kernel=-4 must be odd and at least 1: choose 1"),
     ({"pool": "sum"}, "pool='sum': choose avg or max"),

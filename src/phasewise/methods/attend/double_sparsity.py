@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import elect, grouped, share, tally
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
@@ -54,6 +55,7 @@ class DoubleSparsity:
     def __post_init__(self) -> None:
         if not self.channels > 0:
             raise UserError(f"double_sparsity: channels={self.channels} must be above 0: a share up to 1, or a number")
+        check_amount("double_sparsity", "channels", self.channels, "channels")
         for name, least in (("k", 1), ("dense_layers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"double_sparsity: {name}={getattr(self, name)} must be at least {least}")
@@ -64,6 +66,10 @@ class DoubleSparsity:
         return Artefact("attend.double_sparsity", {f"{layer}.weight": size for layer in range(config.layers)})
 
     def bind(self, host: Host) -> _DoubleSparsity:
+        there = host.model.config.head_dim
+        if self.channels > there:
+            fix = f"say at most {there}, or a share up to 1"
+            raise UserError(f"double_sparsity: channels={self.channels:.0f}, but a key has {there}: {fix}")
         tensors = host.artefact(self.artefact(host.model.config), self.weights)
         layers = range(host.model.config.layers)
         return _DoubleSparsity(self, [tensors[f"{i}.weight"].float().to(host.model.device) for i in layers])

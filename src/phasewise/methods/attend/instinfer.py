@@ -18,6 +18,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.part import Part
+from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import NEVER, Sorted, best, counted, grouped, listing, share, single
 from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, takes
 from phasewise.step.choice import VectorChoice
@@ -61,6 +62,7 @@ class InstInfer:
                 raise UserError(
                     f"instinfer: {name}={getattr(self, name)} must be above 0: a share up to 1, or a number"
                 )
+            check_amount("instinfer", name, getattr(self, name), "rows" if name == "k" else "a query's numbers")
         if self.group < 1:
             raise UserError(f"instinfer: group={self.group} must be at least 1: 1 fetches rows one by one")
 

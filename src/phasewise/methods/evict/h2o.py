@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.errors import UserError
+from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.verbs.host import Host
@@ -52,6 +53,8 @@ class H2O:
                 f"h2o: heavy={self.heavy} and recent={self.recent} must be at least 0, and one of them above: shares "
                 "of the prompt up to 1, or numbers of rows"
             )
+        check_amount("h2o", "heavy", self.heavy)
+        check_amount("h2o", "recent", self.recent)
         check_lot("h2o", self.lot)
         self.spread.check("h2o")
 

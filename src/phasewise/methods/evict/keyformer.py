@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._noise import gumbel
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
@@ -68,6 +69,7 @@ class Keyformer:
             raise UserError(
                 f"keyformer: keep={self.keep} must be above 0: a share of the prompt up to 1, or a number of rows"
             )
+        check_amount("keyformer", "keep", self.keep)
         if not 0 <= self.recent <= 1:
             raise UserError(f"keyformer: recent={self.recent} must lie in [0, 1]: a share of the rows that are kept")
         if not self.tau > 0 or not self.tau_step >= 0:

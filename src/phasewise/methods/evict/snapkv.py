@@ -15,6 +15,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread, allot
 from phasewise.request.request import Request
 from phasewise.step.read import Read, View
@@ -61,6 +62,7 @@ class SnapKV:
             raise UserError(
                 f"snapkv: keep={self.keep} must be above 0: a share of the prompt up to 1, or a number of rows"
             )
+        check_amount("snapkv", "keep", self.keep)
         if self.window < 1:
             raise UserError(f"snapkv: window={self.window} must be at least 1: somebody has to vote")
         if self.kernel < 1 or self.kernel % 2 == 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.errors import UserError
+from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.verbs.host import Host
@@ -44,6 +45,7 @@ class Tova:
             raise UserError(
                 f"tova: keep={self.keep} must be above 0: a share of the prompt up to 1, or a number of rows"
             )
+        check_amount("tova", "keep", self.keep)
         check_lot("tova", self.lot)
         self.spread.check("tova")
 
