@@ -81,7 +81,7 @@ def load(model: Model, wanted: Artefact, weights: str) -> dict[str, Tensor]:
         return _read(beside, model, wanted)
     base = fingerprint(model)
     for path in _shipped(wanted.file):
-        if _about(path).get("base") == base:
+        if _about(path, _train(wanted, model)).get("base") == base:
             return _read(path, model, wanted)
     raise Untrained(
         f"{wanted.setting} needs weights trained for the model in {model.files.path}; there are none at {beside} and "
@@ -130,21 +130,26 @@ def _shipped(name: str) -> list[Path]:
     return sorted(pocket.glob(f"*/{FOLDER}/{name}"))
 
 
-def _about(path: Path) -> dict[str, str]:
-    """The metadata of an artefact. Raises UserError for a file that is none."""
+def _train(wanted: Artefact, model: Model) -> str:
+    return f"Train one: {wanted.command(str(model.files.path))}"
+
+
+def _about(path: Path, train: str) -> dict[str, str]:
+    """The metadata of an artefact. Raises UserError, which ends in `train`, for a file that is none."""
     try:
         with safe_open(path, framework="pt") as file:
             about = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error})") from error
+        raise UserError(f"{path} is not a readable safetensors file ({error}). {train}") from error
     if not {"kind", "base", "knobs"} <= about.keys():
-        raise UserError(f"{path} is no artefact of phasewise: its metadata names no kind, base and knobs")
+        raise UserError(f"{path} is no artefact of phasewise: its metadata names no kind, base and knobs. {train}")
     return about
 
 
 def _read(path: Path, model: Model, wanted: Artefact) -> dict[str, Tensor]:
     """The tensors of a file, which must be what is wanted, for this very model."""
-    about, train = _about(path), f"Train one: {wanted.command(str(model.files.path))}"
+    train = _train(wanted, model)
+    about = _about(path, train)
     if about["kind"] != wanted.kind:
         raise UserError(f"{path} was trained for {about['kind']}, not for {wanted.kind}. {train}")
     mine = fingerprint(model)
