@@ -149,3 +149,19 @@ def test_prefix_blocks_hold_rows_as_they_were_made() -> None:
 def test_bad_knobs_name_value_and_fix(knobs: str, fix: str) -> None:
     with pytest.raises(UserError, match=fix):
         tiny.engine({"store": f"kivi:{knobs}"})
+
+
+@pytest.mark.parametrize(("text", "fixes"), [
+    ("kivi:group=48,residual=144", [16]), ("kivi:group=48,residual=192", [32, 64]),
+    ("kivi:group=5,residual=40", [4, 8]), ("gear:group=48", [32, 64]),
+    ("gear:group=48,block=48", [16]), ("gear:group=3,block=8", [2, 4]),
+])  # fmt: skip
+def test_a_group_that_does_not_divide_a_line_is_refused_with_some_that_do(text: str, fixes: list[int]) -> None:
+    model = tiny.model(hidden=128, heads=2, kv_heads=1)
+    assert model.config.head_dim == 64
+    with pytest.raises(UserError, match=f"does not divide the .* of a line: choose {' or '.join(map(str, fixes))}$"):
+        tiny.engine({"store": text}, of=model)
+    name, _, knobs = text.partition(":")
+    for fix in fixes:
+        others = [knob for knob in knobs.split(",") if not knob.startswith("group=")]
+        tiny.engine({"store": f"{name}:{','.join([f'group={fix}', *others])}"}, of=model)

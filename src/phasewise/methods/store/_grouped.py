@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -34,9 +35,17 @@ class Grouped(_Packed):
     def kinds(self, side: int, shape: KVShape) -> list[Kind]:
         lines, along, each = self.form(side, shape.dim)
         if along % each:
-            raise UserError(f"group={self.group} does not divide the {along} numbers of a line: choose a divisor of it")
+            fix = self._near(shape.dim)
+            raise UserError(f"group={self.group} does not divide the {along} numbers of a line: choose {fix}")
         ends = ((lines, along // each), torch.float16)
         return [ends, ends, ((lines, packed(along, self.bits)), torch.uint8)]
+
+    def _near(self, dim: int) -> str:
+        """The nearest groups, below and above, that divide the lines of keys and of values."""
+        common = gcd(*(self.form(side, dim)[1] for side in SIDES))
+        fit = [n for n in range(1, common + 1) if common % n == 0]
+        below, above = [n for n in fit if n < self.group], [n for n in fit if n > self.group]
+        return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
 
     def packings(self, dim: int) -> tuple[Packing, Packing] | None:
         if self.by_channel != (True, False):  # what kernels read
