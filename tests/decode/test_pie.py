@@ -532,6 +532,8 @@ def test_ropes_that_depend_on_the_length_are_refused_by_name() -> None:
 @pytest.mark.parametrize(("more", "said"), [
     ({"evict": "snapkv"}, "decode pie takes rows of prompts from elsewhere, and evict snapkv is not shown them"),
     ({"skip": "lazyllm"}, "decode pie takes rows of prompts from elsewhere, and skip lazyllm is not shown them"),
+    ({"store": "zipcache"}, "and store zipcache is not shown them: leave one of them out"),
+    ({"store": "cachegen:rest=zipcache"}, "and store cachegen:rest=zipcache is not shown them: leave one of them out"),
 ])  # fmt: skip
 def test_who_has_to_see_prompts_is_refused_by_name(more: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):

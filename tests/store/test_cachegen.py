@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phasewise.builder import Builder
+from phasewise.engine.binding import label
 from phasewise.engine.engine import Engine
 from phasewise.engine.invariants import check
 from phasewise.engine.limits import Limits
@@ -167,6 +168,12 @@ def test_a_form_that_does_not_go_below_is_named() -> None:
         run({"store": "cachegen:rest=cachegen"})
 
 
+def test_what_the_form_at_rest_does_not_go_with_is_blamed_on_it() -> None:
+    with pytest.raises(UserError, match="store cachegen:rest=kivi packs finished rows .*Leave out --evict, or choose"):
+        run({"store": f"cachegen:rest={RESTS['kivi']}", "evict": "snapkv"})
+    assert label("store", CacheGen()) == "store cachegen"
+
+
 def test_what_matters_travels_with_the_rows() -> None:
     """Rows are put in classes by sums of the prompt's attention, which is not computed where they arrive: without them
     no row could be packed. Another method that gives rows up has no place beside them, and no prefix is shared."""
@@ -180,7 +187,7 @@ def test_what_matters_travels_with_the_rows() -> None:
     while twin.n_out < 4:
         other.step()
     assert twin.kv is not None and all(layer.sealed is not None and layer.sealed.active for layer in twin.kv.layers)
-    with pytest.raises(UserError, match="also fills evict"):
+    with pytest.raises(UserError, match="store cachegen:rest=zipcache also fills evict: leave out --evict snapkv"):
         run({"store": store, "evict": "snapkv:keep=0.5"})
 
 

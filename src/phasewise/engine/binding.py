@@ -75,7 +75,7 @@ def label(verb: str, method: Any) -> str:
 def name(verb: str, method: Any) -> str:
     """What the user calls a method, for messages."""
     try:
-        return catalog.name_of(verb, method)
+        return catalog.name_of(verb, method) + str(getattr(method, "inner", ""))
     except UserError:
         return type(method).__name__
 

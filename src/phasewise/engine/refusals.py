@@ -88,10 +88,8 @@ def refuse_blocks(codec: Codec, methods: Methods, phases: Sequence[Phase], shape
     own = "evict" in getattr(methods["store"], "slots", ())  # it gives nothing up
     if marking(codec) is not None and any(getattr(phase.decode, "unit", 1) > 1 for phase in phases):
         decode = label("decode", methods["decode"])
-        raise UserError(
-            f"{store} ranks rows as a block of them fills, and {decode} finishes tokens in blocks of its own. Choose "
-            "another decode method, or store int8"
-        )
+        raise UserError(f"{store} ranks rows as a block of them fills, and {decode} finishes tokens in blocks of its "
+                        "own. Choose another decode method, or store int8")  # fmt: skip
     for verb, why in filter(None, (_hinders(phase, own) for phase in phases)):
         raise UserError(
             f"{store} packs finished rows in blocks: {label(verb, methods[verb])} {why}. Leave out --{verb}, or choose "

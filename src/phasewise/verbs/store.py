@@ -16,6 +16,8 @@ class Storing(Protocol):
     """store: in what form is KV kept, shared and shipped?
 
     Optional:
+        inner: str  -- of a store that holds another one, whose form rows are kept in: how that one is chosen, such as
+            `:rest=NAME`. Messages say it, as what is refused may be its doing
         wire(shapes: Sequence[KVShape], unit: int) -> Wire | None  -- the form in which rows leave for other engines, of
             engines with these layers that compute prompts in blocks of `unit` rows; None or absent: as they are kept
     """

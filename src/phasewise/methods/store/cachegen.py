@@ -17,6 +17,7 @@ from phasewise.kv import entropy
 from phasewise.kv.buffer import KVShape, Raw
 from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Numbers, Wire
+from phasewise.methods.store.slab import Slab
 from phasewise.verbs.host import Host
 from phasewise.verbs.store import Codec
 
@@ -82,6 +83,11 @@ class CacheGen:
     def slots(self) -> tuple[str, ...]:
         """What `rest` fills beside its own."""
         return tuple(getattr(self.rest, "slots", ("store",)))
+
+    @property
+    def inner(self) -> str:
+        """How `rest` is chosen, where it is not as by default."""
+        return "" if isinstance(self.rest, Slab) else f":rest={name_of('store', self.rest)}"
 
     @property
     def shares_prefix(self) -> bool:
