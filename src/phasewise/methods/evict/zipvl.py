@@ -19,8 +19,9 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
 from phasewise.model.config import AttentionSpec
-from phasewise.ops.attention import attention, causal, scores
+from phasewise.ops.attention import attention, causal
 from phasewise.request.request import Request
+from phasewise.step.probe import received
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -112,10 +113,8 @@ class Zipped:
         """The slots of the layer's important tokens, increasing [p]; None = all of them."""
         n, spec = read.part.size[1], self.attention[read.layer]
         at = self.probed(n, read.layer).to(read.q.device)
-        read.count_keys(n * read.part.size[0])
         sees = _sees(at, torch.arange(n, device=read.q.device), spec.window)  # [r, n]
-        logits = scores(read.q[at], read.part.k, spec.scale, spec.softcap)  # [h, G, r, n]
-        drawn = logits.float().masked_fill_(~sees, float("-inf")).softmax(-1).sum((0, 1, 2))
+        drawn = received(read, at.tolist()).sum(0)
         number = fewest(drawn, self.knobs.tau)
         if number >= n:
             return None
