@@ -197,6 +197,12 @@ def test_the_fewest_rows_that_choose(k: float) -> None:
     assert all((share(k, n) < n) is (n >= least) for n in range(1, 3000))
 
 
+def test_more_numbers_than_a_query_has_are_refused() -> None:
+    assert tiny.engine({"attend": "instinfer:r=12,k=4"})
+    with pytest.raises(UserError, match="instinfer: r=13, but a query has 12 numbers: say at most 12"):
+        tiny.engine({"attend": "instinfer:r=13,k=4"})
+
+
 @pytest.mark.parametrize(("knobs", "said"), [
     ({"r": 0.0}, r"r=0\.0 must be above 0: a share up to 1, or a number"), ({"k": -1.0}, r"k=-1\.0 must be above 0"),
     ({"k": 1.5}, r"k=1\.5: above 1 it is a number of rows, which 1\.5 is not: say 2, or a share up to 1"),

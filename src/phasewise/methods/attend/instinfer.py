@@ -67,6 +67,11 @@ class InstInfer:
             raise UserError(f"instinfer: group={self.group} must be at least 1: 1 fetches rows one by one")
 
     def bind(self, host: Host) -> _InstInfer:
+        there = host.model.config.head_dim
+        if self.r > there:
+            raise UserError(
+                f"instinfer: r={self.r:.0f}, but a query has {there} numbers: say at most {there}, or a share up to 1"
+            )
         return _InstInfer(self, host)
 
 
