@@ -199,7 +199,7 @@ def test_in_bfloat16_rows_do_not_depend_on_their_mates() -> None:
 def test_memory_that_is_too_small_for_a_whole_prompt_waits_and_loses_nothing() -> None:
     prompts = tiny.prompts(90, 80, 70)
     want = tiny.outs(tiny.run(tiny.engine(VERBS), prompts, tiny.greedy(20)))
-    row = tiny.engine().store.row_bytes
+    row = tiny.engine(VERBS).store.row_room
     engine = tiny.engine(VERBS, kv_bytes=200 * row)
     assert tiny.outs(tiny.run(engine, prompts, tiny.greedy(20))) == want
 

@@ -51,6 +51,8 @@ class Walk:
         self.plain = replace(self.phase, attend=Dense(), skip=None)  # prompts
         self.request = Request(prompt, Params(max_tokens=1 << 20))
         store = Store(kv_shapes(model), codec or Raw(), ledger=self.ledger, counters=self.counters)
+        if evict is not None:
+            store.expect([evict], store.level)
         self.kv: KV = store.open(self.request, len(prompt))
         self.request.kv = self.kv
 

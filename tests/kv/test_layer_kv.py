@@ -56,7 +56,8 @@ class Lives(RuleBasedStateMachine):
 
     def empty(self) -> KV:
         shape = KVShape(HEADS, DIM, torch.float32)
-        return KV([LayerKV(shape, Raw(), self.ledger, 64, wants) for wants in (None, wanted)], self.counters)
+        both = ((None, HEADS), (wanted, 0))  # whose rows may go, and of whom nobody has said so
+        return KV([LayerKV(shape, Raw(), self.ledger, 64, *each) for each in both], self.counters)
 
     def pick(self, data: st.DataObject) -> Branch:
         return data.draw(st.sampled_from(self.branches))
@@ -110,7 +111,10 @@ class Lives(RuleBasedStateMachine):
             assert_same(layer, plain)
 
     def commit(self, branch: Branch, keep: Any) -> None:
+        before = [layer.bytes for layer in branch.kv.layers]
         branch.kv.commit(keep)
+        for layer, held in zip(branch.kv.layers, before):
+            assert layer.bytes == held or not layer.wide, "positions have room that was booked with the rows"
         for plain in branch.plain:
             plain.commit(keep)
 
@@ -164,7 +168,7 @@ class Lives(RuleBasedStateMachine):
         before, moved = self.ledger.used, self.counters.kv_bytes_moved
         branch.kv.keep(i, index, room)
         plain.heads = [[head[slot] for slot in slots.tolist()] for head, slots in zip(plain.heads, chosen)]
-        assert shared or self.ledger.used <= before, "giving rows up takes no memory"
+        assert shared or not layer.wide or self.ledger.used <= before, "giving rows up takes no memory"
         assert self.counters.kv_bytes_moved - moved == layer.live_bytes
         assert layer.derived == {}
 
@@ -212,7 +216,8 @@ class Lives(RuleBasedStateMachine):
         beside = {id(layer.beside): layer.beside for branch in self.branches for layer in branch.kv.layers}
         assert all(each.bytes <= each.booked for each in beside.values())
         booked = sum(each.booked for each in beside.values())
-        assert self.ledger.used == booked + sum(buffer.bytes for buffer in buffers.values())
+        tensors = [each for buffer in buffers.values() for each in (*buffer.planes, buffer.positions)]
+        assert self.ledger.used == booked + sum(each.nbytes for each in tensors)
         for branch in self.branches:
             assert branch.kv.live_bytes <= branch.kv.bytes
 

@@ -71,7 +71,7 @@ def remembered(verbs: dict[str, str]) -> list[Tensor]:
 
 def test_unused_prefixes_of_all_recipes_make_way_for_anyone() -> None:
     recipes = {"long": MATES["long"], "small": {"store": "int8"}}
-    row = build({}).store.row_bytes  # type: ignore[attr-defined]
+    row = build(recipes).recipes["long"].store.row_room  # type: ignore[attr-defined]
     placed = build(recipes, kv_bytes=256 * row)
     assert isinstance(placed, Engine)
     for recipe in ("long", "small", ""):

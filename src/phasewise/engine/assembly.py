@@ -52,18 +52,13 @@ class Assembly:
         codec, wire = self._form(methods["store"], unit)
         refuse_blocks(codec, methods, phases, kv_shapes(self.model))
         key = self._prefix_key(methods, names[0]) if self.caching else None
-        store = Store(
-            kv_shapes(self.model),
-            codec,
-            ledger=self.ledger,
-            counters=self.counters,
-            sharing=Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes),
-            wire=wire,
-        )
+        shared = Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes)
+        shapes, counters = kv_shapes(self.model), self.counters
+        store = Store(shapes, codec, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         several: dict[int, Any] = {id(one): one for own in phases for one in (own.attend, own.evict, own.decode)}
         keeps = [each.beside for each in several.values() if hasattr(each, "beside")]
         store.book(keeps, [each.drawer for each in several.values() if hasattr(each, "drawer")])
-        store.level = any(phase.late is not None for phase in phases)
+        store.expect([own.evict for own in phases if own.evict], any(own.late is not None for own in phases))
         return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
 
     def _of(self, sample: Any) -> Bindings:

@@ -71,7 +71,7 @@ class Engine:
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
-        return sum(stride(each.known) * self.runtime(each).store.row_bytes for each in self.running)
+        return sum(stride(each.known) * self.runtime(each).store.row_room for each in self.running)
 
     @property
     def workers(self) -> dict[str, int]:

@@ -168,4 +168,4 @@ class Parts:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token in all layers, in the recipe where it takes most."""
-        return max(runtime.store.row_bytes for runtime in self.recipes.values())
+        return max(runtime.store.row_room for runtime in self.recipes.values())

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phasewise.verbs.store import Codec
 
 ROUND = 64  # rows; capacities are multiples of it
+PLACE = 8  # bytes of a position
 
 
 def stride(rows: int) -> int:
@@ -124,12 +125,13 @@ class Ledger:
 
 
 class Buffer:
-    """Planes [H, cap, ...] for the rows of some heads, with a count of the holders that share them."""
+    """Planes [H, cap, ...] for the rows of some heads, and what positions they may have to say, int64 [wide, cap], with
+    a count of the holders that share them. `row`: bytes of a row of all these."""
 
-    __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "name", "planes", "refs")
+    __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "name", "planes", "positions", "refs", "row", "wide")
 
     def __init__(
-        self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger, lent: str | None = None
+        self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger, wide: int = 0, lent: str | None = None
     ) -> None:
         """`lent`: the name of planes that another holder has given up."""
         self.cap = cap
@@ -140,8 +142,17 @@ class Buffer:
         memory = ledger.memory
         self.name, self.planes = memory.new(kinds, shape.device) if lent is None else memory.adopt(lent, kinds)
         self.addresses = [p.data_ptr() for p in self.planes]  # for native kernels; meaningless elsewhere
-        self.bytes = sum(p.numel() * p.element_size() for p in self.planes)
+        self.wide, self.positions = wide, torch.empty((wide, cap), dtype=torch.int64, device=shape.device)
+        self.row = heads * entry_bytes(codec, shape) + wide * PLACE
+        self.bytes = self.row * cap
         ledger.add(self.bytes)
+
+    def place(self) -> None:
+        """Room for positions, alike for all heads, where there is none."""
+        if not self.wide:
+            self.wide, self.positions = 1, self.positions.new_empty((1, self.cap))
+            self.row, self.bytes = self.row + PLACE, self.bytes + self.cap * PLACE
+            self.ledger.add(self.cap * PLACE)
 
     def share(self) -> Buffer:
         self.refs += 1
@@ -153,7 +164,7 @@ class Buffer:
         self.refs -= 1
         if self.refs == 0:
             self.ledger.add(-self.bytes)
-            self.planes = []
+            self.planes, self.positions = [], self.positions.new_empty((0, 0))
             self.ledger.memory.free(self.name)
 
     def lend(self) -> None:
@@ -161,7 +172,7 @@ class Buffer:
         assert self.refs == 1, "what others read cannot be lent"
         self.refs = 0
         self.ledger.add(-self.bytes)
-        self.planes = []
+        self.planes, self.positions = [], self.positions.new_empty((0, 0))
 
 
 def entry_bytes(codec: Codec, shape: KVShape) -> int:

@@ -266,7 +266,7 @@ class KV:
                     "heads": s.heads,
                     "positions": None if s.positions is None else s.positions[:, : s.n].clone(),
                     "planes": [] if lent else [p[:, : s.n].clone() for p in s.buffer.planes],
-                    "lent": [s.buffer.name, s.buffer.heads, s.buffer.cap, s.n] if lent else None,
+                    "lent": [s.buffer.name, s.buffer.heads, s.buffer.cap, s.n, s.buffer.wide] if lent else None,
                 }
                 for s in layer.slabs
             ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from phasewise.kv.blocks import Sealed
 from phasewise.kv.buffer import Buffer, rounded
 from phasewise.kv.layer_kv import LayerKV, Slab
@@ -27,13 +25,14 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
     for piece in pieces:
         if not piece["planes"] and not piece.get("lent"):
             continue  # freed before it was dumped
+        said = 0 if piece["positions"] is None else len(piece["positions"])
         if piece["planes"]:
             heads, n = piece["planes"][0].shape[:2]
-            lent, cap = None, rounded(n + 1)
+            lent, cap, wide = None, rounded(n + 1), max(said, min(layer.wide, heads))
         else:
-            lent, heads, cap, n = piece["lent"]
-        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger, lent)
-        layer.slabs.append(slab := Slab(buffer, n, piece["heads"], None))  # at once: `close` must find it
+            lent, heads, cap, n, wide = piece["lent"]
+        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger, wide, lent)
+        layer.slabs.append(slab := Slab(buffer, n, piece["heads"], said))  # at once: `close` must find it
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows
             moved += rows.numel() * rows.element_size()
@@ -42,8 +41,6 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
         if slab.base or piece.get("sealed"):
             assert layer.sealed is not None, "a dump of another codec"
             moved += layer.sealed.load(**piece["sealed"]["blocks"])
-        positions = piece["positions"]
-        if positions is not None:
-            slab.positions = torch.empty((positions.shape[0], cap), dtype=torch.int64, device=layer.shape.device)
-            slab.positions[:, :n] = positions
+        if said:
+            buffer.positions[:said, :n] = piece["positions"]
     return moved

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phasewise.kv.blocks import booked
-from phasewise.kv.buffer import entry_bytes, rounded
+from phasewise.kv.buffer import rounded
 from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Encoded, Origin
@@ -92,8 +92,7 @@ def exactness(kv: KV) -> str:
 def landing(kv: KV) -> int:
     """Bytes that the rows take where they land, with what is booked for drawers."""
     return kv.drawn + sum(
-        rounded(slab.n + 1) * slab.buffer.heads * entry_bytes(layer.codec, layer.shape)
-        + booked(layer.codec, layer.shape, rounded(slab.base + slab.n + 1))
+        rounded(slab.n + 1) * slab.buffer.row + booked(layer.codec, layer.shape, rounded(slab.base + slab.n + 1))
         for layer in kv.layers
         for slab in layer.slabs
     )

@@ -26,28 +26,33 @@ if TYPE_CHECKING:
 
 
 class Slab:
-    """Heads whose rows have one length. `positions` int64 [1 | h, cap], None while they are base .. base+n-1:
-    `base` rows before them lie in sealed blocks alone."""
+    """Heads whose rows have one length. `positions` int64 [1 | h, cap], which the buffer has room for: `said` of them;
+    None while they are base .. base+n-1: `base` rows before them lie in sealed blocks alone."""
 
-    __slots__ = ("base", "buffer", "heads", "n", "positions")
+    __slots__ = ("base", "buffer", "heads", "n", "said")
 
-    def __init__(self, buffer: Buffer, n: int, heads: Tensor | None, positions: Tensor | None) -> None:
-        self.buffer = buffer
-        self.base, self.n = 0, n
-        self.heads = heads
-        self.positions = positions
+    def __init__(self, buffer: Buffer, n: int, heads: Tensor | None, said: int = 0, base: int = 0) -> None:
+        self.buffer, self.heads, self.said = buffer, heads, said
+        self.base, self.n = base, n
+
+    @property
+    def positions(self) -> Tensor | None:
+        return self.buffer.positions[: self.said] if self.said else None
 
 
 class LayerKV:
     """append / read / commit / keep for one request at one layer. Nothing here allocates but `reserve` and `keep`."""
 
     __slots__ = ("_ids", "_pending", "_wants", "beside", "codec", "fresh", "ledger", "sealed", "shape", "slabs",
-                 "version")  # fmt: skip
+                 "version", "wide")  # fmt: skip
 
-    def __init__(self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int, wants: Wants | None = None) -> None:
-        """`wants`: what methods keep beside the rows; bytes for it are booked with them."""
-        self.shape, self.codec, self.ledger = shape, codec, ledger
-        self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger), 0, None, None)]
+    def __init__(
+        self, shape: KVShape, codec: Codec, ledger: Ledger, cap: int, wants: Wants | None = None, wide: int = 0
+    ) -> None:
+        """`wants`: what methods keep beside the rows; bytes for it are booked with them. `wide`: of how many heads
+        positions may have to be said, as rows go (1: all are alike, or rows come late)."""
+        self.shape, self.codec, self.ledger, self.wide = shape, codec, ledger, wide
+        self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger, wide), 0, None)]
         self.sealed = Sealed.of(codec, shape, ledger, cap)  # None: the codec seals no blocks
         self.fresh = 0
         self._pending: Sequence[int] = ()
@@ -89,7 +94,6 @@ class LayerKV:
     # ---- room
     def growth(self, rows: int) -> int:
         """Bytes that `reserve(rows)` would add to the ledger."""
-        each = entry_bytes(self.codec, self.shape)
         total, spare = 0, sys.maxsize
         for s in self.slabs:
             cap, n = s.buffer.cap, s.n
@@ -97,7 +101,7 @@ class LayerKV:
                 n -= self._needless(s)
                 if n + rows > cap or s.buffer.refs > 1:
                     cap = max(rounded(n + rows), cap)
-                    total += cap * s.buffer.heads * each - (s.buffer.bytes if s.buffer.refs == 1 else 0)
+                    total += cap * s.buffer.row - (s.buffer.bytes if s.buffer.refs == 1 else 0)
             spare = min(spare, cap - n)
         if self.sealed is not None:
             total += self.sealed.growth(self.n + rows, rounded(self.n + rows))
@@ -114,9 +118,8 @@ class LayerKV:
     @property
     def _end(self) -> int:
         """All positions of committed rows lie below it."""
-        ends = (s.base + s.n if s.positions is None or not s.n else int(s.positions[:, s.n - 1].max()) + 1
-                for s in self.slabs)  # fmt: skip
-        return max(ends)
+        return max(s.base + s.n if s.positions is None or not s.n else int(s.positions[:, s.n - 1].max()) + 1
+                   for s in self.slabs)  # fmt: skip
 
     def room(self, rows: int) -> tuple[int, int]:
         """After `reserve(rows)`: how many rows a head, on average, there is room for, all at positions below what."""
@@ -139,14 +142,11 @@ class LayerKV:
         """Room for `cap` rows, without those that are sealed as well."""
         old, start = s.buffer, self._needless(s)
         n, alone = s.n - start, cap == old.cap and old.refs == 1  # then rows only move up
-        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
+        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger, old.wide)
         for a, b in zip(new.planes, old.planes):
             a[:, :n] = b[:, start : start + n].clone() if alone else b[:, start : start + n]
         s.base, s.n = s.base + start, n
-        if s.positions is not None:
-            grown = s.positions.new_empty((s.positions.shape[0], cap))
-            grown[:, :n] = s.positions[:, :n]
-            s.positions = grown
+        new.positions[: s.said, :n] = old.positions[: s.said, :n]
         if not alone:
             old.drop()
         s.buffer = new
@@ -217,7 +217,7 @@ class LayerKV:
         start, old = self._needless(s), s.buffer
         rows = [plane[:, start : s.n].clone() for plane in old.planes]
         old.drop()  # before there is another: the budget may have no room for both
-        s.buffer = Buffer(self.codec, self.shape, old.heads, cap, self.ledger)
+        s.buffer = Buffer(self.codec, self.shape, old.heads, cap, self.ledger, old.wide)
         s.base, s.n = s.base + start, s.n - start
         for plane, kept in zip(s.buffer.planes, rows):
             plane[:, : s.n] = kept
@@ -253,9 +253,10 @@ class LayerKV:
             if not positions or (positions[0] == s.base + s.n and _consecutive(positions)):
                 return
             assert not s.base, "rows are sealed where all are alike"
-            s.positions = torch.empty((1, s.buffer.cap), dtype=torch.int64, device=self.shape.device)
-            s.positions[0, : s.n] = torch.arange(s.n)
-        s.positions[:, s.n : s.n + len(positions)] = torch.tensor(list(positions), device=self.shape.device)
+            s.buffer.place()
+            s.said, s.buffer.positions[0, : s.n] = 1, torch.arange(s.n)
+        at = s.buffer.positions[: s.said, s.n : s.n + len(positions)]
+        at[:] = torch.tensor(list(positions), device=self.shape.device)
 
     # ---- between steps
     def positions(self, s: Slab) -> Tensor:
@@ -324,14 +325,14 @@ class LayerKV:
         old = self.positions(s)
         wide = max(old.shape[0], index.shape[0])
         kept = old.expand(wide, -1).gather(1, index.expand(wide, -1))
-        new = Buffer(self.codec, self.shape, heads, min(rounded(count + room), s.buffer.cap), self.ledger)
+        cap, most = min(rounded(count + room), s.buffer.cap), max(wide, min(self.wide, heads))
+        new = Buffer(self.codec, self.shape, heads, cap, self.ledger, most)
         at = torch.arange(heads, device=self.shape.device)[:, None]
         for a, b in zip(new.planes, s.buffer.planes):
             a[:, :count] = b[at, index.expand(heads, -1)]
         s.buffer.drop()
-        s.buffer, s.n = new, count
-        s.positions = kept.new_empty((wide, new.cap))
-        s.positions[:, :count] = kept
+        s.buffer, s.n, s.said = new, count, wide
+        new.positions[:wide, :count] = kept
         return count * heads * entry_bytes(self.codec, self.shape)
 
     def _split(self, rows: Sequence[Tensor], room: int) -> int:
@@ -343,16 +344,15 @@ class LayerKV:
         slabs, moved = [], 0
         for count, heads in groups.items():
             cap = min(rounded(count + room), *(old[head][0].buffer.cap for head in heads))
-            new = Buffer(self.codec, self.shape, len(heads), cap, self.ledger)
-            positions = torch.empty((len(heads), cap), dtype=torch.int64, device=self.shape.device)
+            new = Buffer(self.codec, self.shape, len(heads), cap, self.ledger, wide := len(heads))
             for i, head in enumerate(heads):
                 s, j = old[head]
                 for a, b in zip(new.planes, s.buffer.planes):
                     a[i, :count] = b[j, rows[head]]
                 known = self.positions(s)
-                positions[i, :count] = known[min(j, known.shape[0] - 1), rows[head]]
+                new.positions[i, :count] = known[min(j, known.shape[0] - 1), rows[head]]
             whole = len(heads) == self.shape.heads
-            slabs.append(Slab(new, count, None if whole else torch.tensor(heads, device=self.shape.device), positions))
+            slabs.append(Slab(new, count, None if whole else torch.tensor(heads, device=self.shape.device), wide))
             moved += count * len(heads) * entry_bytes(self.codec, self.shape)
         for s in self.slabs:
             s.buffer.drop()
@@ -363,13 +363,11 @@ class LayerKV:
         """The same committed rows, shared until either side writes."""
         assert not self.fresh
         twin = object.__new__(LayerKV)
-        twin.shape, twin.codec, twin.ledger, twin.version = self.shape, self.codec, self.ledger, self.version
-        twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.positions) for s in self.slabs]
-        for own, theirs in zip(twin.slabs, self.slabs):
-            own.base = theirs.base
+        twin.shape, twin.codec, twin.ledger, twin.wide = self.shape, self.codec, self.ledger, self.wide
+        twin.slabs = [Slab(s.buffer.share(), s.n, s.heads, s.said, s.base) for s in self.slabs]
         twin.sealed = None if self.sealed is None else self.sealed.fork()
         twin.beside, twin._wants = self.beside.share(), self._wants
-        twin.fresh, twin._pending, twin._ids = 0, (), None
+        twin.version, twin.fresh, twin._pending, twin._ids = self.version, 0, (), None
         return twin
 
     def lend(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.kv.beside import Wants
 from phasewise.kv.blocks import booked
-from phasewise.kv.buffer import KVShape, Ledger, entry_bytes, rounded
+from phasewise.kv.buffer import PLACE, KVShape, Ledger, entry_bytes, rounded
 from phasewise.kv.cache import KV
 from phasewise.kv.drawers import Drawers, Draws, Room
 from phasewise.kv.layer_kv import LayerKV
@@ -72,7 +72,7 @@ class Store:
         self.tree = self.prefixes.tree(key, unit) if key is not None else None
         self.row_bytes = sum(entry_bytes(codec, shape) * shape.heads for shape in self.shapes)  # of a token, all layers
 
-        self.level = False  # rows may come to a layer late: see KV
+        self.expect((), False)
         self.wants: list[Wants | None] = [None] * len(self.shapes)  # beside the rows of each layer
         self.draws: list[Draws] = []  # in drawers, likewise; empty: nothing
 
@@ -83,17 +83,24 @@ class Store:
         if drawers := list(draws):
             self.draws = [partial(_together, drawers, layer, shape) for layer, shape in enumerate(self.shapes)]
 
+    def expect(self, evicts: Sequence[Any], late: bool) -> None:
+        """Rows of every request opened from now on will be given up, by these methods, or come to a layer `late`."""
+        said = [[each.places(i, shape) if hasattr(each, "places") else shape.heads for each in evicts]
+                for i, shape in enumerate(self.shapes)]  # fmt: skip
+        self.level, self.wide = late, [max(each, default=int(late)) for each in said]  # see KV and LayerKV
+        self.row_room = self.row_bytes + sum(self.wide) * PLACE  # of a token, positions included
+
     def cost(self, tokens: int) -> int:
         """Bytes that `open` takes for a request of `tokens` tokens."""
         rows = rounded(tokens)
         beside = sum(wants(rows) for wants in self.wants if wants is not None)
         beside += max(sum(draws(Room(rows, rows, prompt)) for draws in self.draws) for prompt in (False, True))
-        return rows * self.row_bytes + beside + sum(booked(self.codec, shape, rows) for shape in self.shapes)
+        return rows * self.row_room + beside + sum(booked(self.codec, shape, rows) for shape in self.shapes)
 
     def layers(self, cap: int) -> Iterator[LayerKV]:
         """One after another, with room for `cap` rows each."""
-        for shape, wants in zip(self.shapes, self.wants):
-            yield LayerKV(shape, self.codec, self.ledger, cap, wants)
+        for shape, wants, wide in zip(self.shapes, self.wants, self.wide):
+            yield LayerKV(shape, self.codec, self.ledger, cap, wants, wide)
 
     def made(self, layers: Iterable[LayerKV]) -> KV:
         """A KV of these layers."""

@@ -39,6 +39,8 @@ class Evict(Protocol):
         saliency(request: Request, layer: int, start: int, stop: int) -> Tensor  -- of a method that comes with a store
             whose codec ranks rows (`kv/blocks.py: Marked`): how much the committed rows start .. stop - 1 matter,
             [stop - start]. Asked as a block is sealed: after `stayed`, all of the prompt's blocks at once
+        places(layer: int, shape: KVShape) -> int  -- how many KV heads' positions must be told of rows that stay, 1 if
+            `keep` gives [K] there, 0 if nothing goes; otherwise all: room for them is booked with the rows
         delta: Delta  -- as of a skip method: low-rank weights that the rows of its phases, and no others, run with. Of
             the methods of a phase one may bring some
         whole: bool  -- True: what it does with a prompt needs all of its rows at once. Prompts then come in one piece,

@@ -225,6 +225,9 @@ class Running:
             span.request.state[self.trail.name] = own.add()
 
     # ---- what is really dropped
+    def places(self, layer: int, shape: KVShape) -> int:
+        return 1 if self.way.together else shape.heads
+
     def due(self, request: Request) -> bool:
         if request.prefilling:
             return False

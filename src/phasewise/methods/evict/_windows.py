@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
 from phasewise.request.request import Request
 from phasewise.step.span import Span
 
@@ -57,6 +58,10 @@ class Window:
         if not parts:
             return None  # a layer that no row will run again
         return self.drop(request, parts[0].positions[0])  # the same for all heads
+
+    def places(self, layer: int, shape: KVShape) -> int:
+        """The same rows go in all heads."""
+        return 1
 
     def drop(self, request: Request, rows: Tensor) -> Tensor:
         """Of rows at positions [N], the slots that rows to come may see; they are noted as all that is left."""

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
 from phasewise.methods.evict._windows import Window
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
@@ -110,6 +111,9 @@ class _LongGen:
 
     def keep(self, request: Request, layer: int) -> Tensor | None:
         return self.window.keep(request, layer) if layer in self.narrow else None
+
+    def places(self, layer: int, shape: KVShape) -> int:
+        return int(layer in self.narrow)
 
 
 def full_layers(layers: int, where: Full) -> list[int]:

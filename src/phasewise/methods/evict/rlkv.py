@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
 from phasewise.methods.evict._windows import Window
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
@@ -120,3 +121,6 @@ class Cut:
         if not stay or not any(cut):
             return None
         return [stay[head] for head in sorted(stay)]
+
+    def places(self, layer: int, shape: KVShape) -> int:
+        return shape.heads if self.some[layer] else 0

@@ -53,7 +53,7 @@ class _Streaming:
         self.window = Window("streaming", knobs.sinks, knobs.window)
         self.shifts = knobs.positions == "cache" and knobs.sinks > 0
         self.sight = Sight(knobs.sinks, knobs.window, self.shifts)
-        self.due, self.keep = self.window.due, self.window.keep
+        self.due, self.keep, self.places = self.window.due, self.window.keep, self.window.places
 
     def observe(self, read: Read) -> None:
         """Needs no scores."""

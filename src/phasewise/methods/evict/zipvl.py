@@ -148,6 +148,9 @@ class Zipped:
         stay: Tensor | None = request.state["zipvl"].pop(layer, None)
         return stay
 
+    def places(self, layer: int, shape: KVShape) -> int:
+        return 1
+
 
 def fewest(drawn: Tensor, tau: float) -> int:
     """The least number of tokens that draw the share `tau` of all attention, [n] -> 1 .. n; a millionth of it may be

@@ -181,6 +181,9 @@ class Lazy:
     def keep(self, request: Request, layer: int) -> Tensor | None:
         return None
 
+    def places(self, layer: int, shape: KVShape) -> int:
+        return int(bool(self.shares) and layer >= min(self.shares))  # none goes, but some come late
+
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
         walk: _Walk | None = (span.trail or {}).pop(NAME, None)
         if walk is None or not keep:

@@ -203,6 +203,9 @@ class Saliency:
     def keep(self, request: Request, layer: int) -> Tensor | None:
         return None
 
+    def places(self, layer: int, shape: KVShape) -> int:
+        return 0
+
 
 @lru_cache(maxsize=256)
 def probed(n: int, share: float, seed: int) -> tuple[int, ...]:
