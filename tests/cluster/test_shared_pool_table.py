@@ -164,7 +164,7 @@ def filled(account: Account, rows: int = 70) -> KV:
 def adopted(account: Account, loan: dict, dump: list | None = None) -> KV:
     kv = KV([LayerKV(SHAPE, Raw(), account, 0) for _ in range(LAYERS)], Counters())
     pieces = [
-        {"heads": None, "positions": None, "planes": [], "lent": [name, SHAPE.heads, 128, 70], "last": True}
+        {"heads": None, "positions": None, "planes": [], "lent": [name, SHAPE.heads, 128, 70, 0], "last": True}
         for name in loan["names"]
     ]
     account.adopt(loan)

@@ -35,7 +35,9 @@ def sent(request: Request, name: str) -> tuple[dict, list[torch.Tensor]]:
 
 
 def another_store(engine: tiny.Placed) -> Store:
-    return Store(kv_shapes(engine.model), engine.store.codec, ledger=Ledger(1 << 30), counters=Counters())
+    store = Store(kv_shapes(engine.model), engine.store.codec, ledger=Ledger(1 << 30), counters=Counters())
+    store.wide = engine.store.wide
+    return store
 
 
 FORMS = [laws.options(verb, name) for verb, name in laws.discovered() if verb in ("store", "evict", "skip")]
