@@ -10,7 +10,7 @@ from phasewise.reproduce.play import Run
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 
 JOINED, NEW = 2, 32  # heads that became one; tokens
-EXAMPLES, WINDOW = 24, 256
+EXAMPLES, WINDOW = 48, 256
 TASKS = ("copy", "json", "recall@256")
 CACHES, WEIGHTS, MEAN = (Setting(model=f"pocket-1kv-{by}") for by in ("caches", "weights", "mean"))
 
