@@ -107,12 +107,12 @@ def test_an_object_may_be_given_instead_of_text() -> None:
 # ---- back to text
 WORDS = st.text(max_size=6) | st.sampled_from(["none", "true", "a,b", "(x)", "it's", "-1", "k=v"])
 SIMPLE = st.builds(
-    Simple, n=st.integers(), x=st.floats(allow_nan=False), word=WORDS, on=st.booleans(),
+    Simple, n=st.integers(), x=st.floats(allow_nan=False, allow_infinity=False), word=WORDS, on=st.booleans(),
     mode=st.sampled_from(["low", "high", "none"]), maybe=st.none() | st.integers(), name=st.none() | WORDS,
     either=st.integers() | WORDS,
 )  # fmt: skip
 SHAPES: Any = st.recursive(
-    st.builds(Chain, st.integers()), lambda inner: st.builds(Tree, st.floats(allow_nan=False), inner), max_leaves=4
+    st.builds(Chain, st.integers()), lambda inner: st.builds(Tree, st.floats(-1e9, 1e9), inner), max_leaves=4
 )
 DRAFTS: Any = st.recursive(
     SIMPLE, lambda inner: st.builds(Mixed, inner, inner, SHAPES, st.integers()), max_leaves=6

@@ -131,28 +131,26 @@ class Buffer:
     __slots__ = ("addresses", "bytes", "cap", "heads", "ledger", "name", "planes", "positions", "refs", "row", "wide")
 
     def __init__(
-        self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger, wide: int = 0, lent: str | None = None
+        self, codec: Codec, shape: KVShape, heads: int, cap: int, ledger: Ledger, lent: str | None = None
     ) -> None:
         """`lent`: the name of planes that another holder has given up."""
-        self.cap = cap
-        self.heads = heads
-        self.ledger = ledger
-        self.refs = 1
+        self.cap, self.heads, self.ledger, self.refs = cap, heads, ledger, 1
         kinds = [((heads, cap, *tail), dtype) for tail, dtype in codec.planes(shape)]
         memory = ledger.memory
         self.name, self.planes = memory.new(kinds, shape.device) if lent is None else memory.adopt(lent, kinds)
         self.addresses = [p.data_ptr() for p in self.planes]  # for native kernels; meaningless elsewhere
-        self.wide, self.positions = wide, torch.empty((wide, cap), dtype=torch.int64, device=shape.device)
-        self.row = heads * entry_bytes(codec, shape) + wide * PLACE
+        self.wide, self.positions = 0, torch.empty((0, cap), dtype=torch.int64, device=shape.device)
+        self.row = heads * entry_bytes(codec, shape)
         self.bytes = self.row * cap
         ledger.add(self.bytes)
 
-    def place(self) -> None:
-        """Room for positions, alike for all heads, where there is none."""
-        if not self.wide:
-            self.wide, self.positions = 1, self.positions.new_empty((1, self.cap))
-            self.row, self.bytes = self.row + PLACE, self.bytes + self.cap * PLACE
-            self.ledger.add(self.cap * PLACE)
+    def placed(self, wide: int) -> Buffer:
+        """With room for the positions of so many heads, where there was none; 1: they are alike for all."""
+        if wide and not self.wide:
+            self.wide, self.positions = wide, self.positions.new_empty((wide, self.cap))
+            self.row, self.bytes = self.row + wide * PLACE, self.bytes + self.positions.nbytes
+            self.ledger.add(self.positions.nbytes)
+        return self
 
     def share(self) -> Buffer:
         self.refs += 1

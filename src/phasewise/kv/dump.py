@@ -31,7 +31,7 @@ def _fill(layer: LayerKV, pieces: list[dict[str, Any]]) -> int:
             lent, cap, wide = None, rounded(n + 1), max(said, min(layer.wide, heads))
         else:
             lent, heads, cap, n, wide = piece["lent"]
-        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger, wide, lent)
+        buffer = Buffer(layer.codec, layer.shape, heads, cap, layer.ledger, lent).placed(wide)
         layer.slabs.append(slab := Slab(buffer, n, piece["heads"], said))  # at once: `close` must find it
         for plane, rows in zip(buffer.planes, piece["planes"]):
             plane[:, :n] = rows

@@ -52,7 +52,7 @@ class LayerKV:
         """`wants`: what methods keep beside the rows; bytes for it are booked with them. `wide`: of how many heads
         positions may have to be said, as rows go (1: all are alike, or rows come late)."""
         self.shape, self.codec, self.ledger, self.wide = shape, codec, ledger, wide
-        self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger, wide), 0, None)]
+        self.slabs = [Slab(Buffer(codec, shape, shape.heads, cap, ledger).placed(wide), 0, None)]
         self.sealed = Sealed.of(codec, shape, ledger, cap)  # None: the codec seals no blocks
         self.fresh = 0
         self._pending: Sequence[int] = ()
@@ -142,7 +142,7 @@ class LayerKV:
         """Room for `cap` rows, without those that are sealed as well."""
         old, start = s.buffer, self._needless(s)
         n, alone = s.n - start, cap == old.cap and old.refs == 1  # then rows only move up
-        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger, old.wide)
+        new = old if alone else Buffer(self.codec, self.shape, old.heads, cap, self.ledger).placed(old.wide)
         for a, b in zip(new.planes, old.planes):
             a[:, :n] = b[:, start : start + n].clone() if alone else b[:, start : start + n]
         s.base, s.n = s.base + start, n
@@ -217,7 +217,7 @@ class LayerKV:
         start, old = self._needless(s), s.buffer
         rows = [plane[:, start : s.n].clone() for plane in old.planes]
         old.drop()  # before there is another: the budget may have no room for both
-        s.buffer = Buffer(self.codec, self.shape, old.heads, cap, self.ledger, old.wide)
+        s.buffer = Buffer(self.codec, self.shape, old.heads, cap, self.ledger).placed(old.wide)
         s.base, s.n = s.base + start, s.n - start
         for plane, kept in zip(s.buffer.planes, rows):
             plane[:, : s.n] = kept
@@ -253,7 +253,7 @@ class LayerKV:
             if not positions or (positions[0] == s.base + s.n and _consecutive(positions)):
                 return
             assert not s.base, "rows are sealed where all are alike"
-            s.buffer.place()
+            s.buffer.placed(1)
             s.said, s.buffer.positions[0, : s.n] = 1, torch.arange(s.n)
         at = s.buffer.positions[: s.said, s.n : s.n + len(positions)]
         at[:] = torch.tensor(list(positions), device=self.shape.device)
@@ -326,7 +326,7 @@ class LayerKV:
         wide = max(old.shape[0], index.shape[0])
         kept = old.expand(wide, -1).gather(1, index.expand(wide, -1))
         cap, most = min(rounded(count + room), s.buffer.cap), max(wide, min(self.wide, heads))
-        new = Buffer(self.codec, self.shape, heads, cap, self.ledger, most)
+        new = Buffer(self.codec, self.shape, heads, cap, self.ledger).placed(most)
         at = torch.arange(heads, device=self.shape.device)[:, None]
         for a, b in zip(new.planes, s.buffer.planes):
             a[:, :count] = b[at, index.expand(heads, -1)]
@@ -344,7 +344,7 @@ class LayerKV:
         slabs, moved = [], 0
         for count, heads in groups.items():
             cap = min(rounded(count + room), *(old[head][0].buffer.cap for head in heads))
-            new = Buffer(self.codec, self.shape, len(heads), cap, self.ledger, wide := len(heads))
+            new = Buffer(self.codec, self.shape, (wide := len(heads)), cap, self.ledger).placed(wide)
             for i, head in enumerate(heads):
                 s, j = old[head]
                 for a, b in zip(new.planes, s.buffer.planes):
