@@ -15,7 +15,7 @@ from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import finish, going_on
 from phasewise.reproduce.system import Quality, Setting
 from phasewise.reproduce.verdict import Check
-from phasewise.reproduce.workload import code_ids, examples, pocket_text
+from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 
@@ -81,7 +81,8 @@ def right(lab: Lab, setting: Setting, task: str, n: int) -> list[float]:
 
 def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     """Minus the loss of each of n stretches of code, nats per token: the engine is made to write them, all at once."""
-    rng, ids, forced = Random(f"{lab.scale.seed} code"), list(code_ids()), Forced()
+    ids = list(code_ids(STRANGER) if setting.model == STRANGER else code_ids())
+    rng, forced = Random(f"{lab.scale.seed} code"), Forced()
     requests = []
     for _ in range(n):
         start = rng.randrange(len(ids) - quality.window)

@@ -1,4 +1,5 @@
-"""The models that systems are tried on, by name: the pocket models, and checkpoints made from them or at random.
+"""The models that systems are tried on, by name: those that phasewise knows, and checkpoints made from them or at
+random.
 
 `pocket-wide` is the pocket model padded with zeros to four times its width: the same tokens, at the price of a model
 with sixteen times the weights. Random ones are for what text does not decide: expert loads, and bytes of KV.
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phasewise.errors import UserError, near
-from phasewise.known.models import EMBEDDED
+from phasewise.known.models import every
 from phasewise.load import files_of, load_model, model_path
 from phasewise.model import kv_heads
 from phasewise.model.source import copy_vocabulary
@@ -154,10 +155,10 @@ class Shelf:
 
     def path(self, name: str) -> str:
         """Raises UserError for an unknown name."""
-        if name in EMBEDDED:
+        if name in every():
             return model_path(name)
         if name not in MADE:
-            raise UserError(f"unknown model {name!r}. {near(name, (*EMBEDDED, *MADE))}")
+            raise UserError(f"unknown model {name!r}. {near(name, (*every(), *MADE))}")
         target = self.room / name
         if not (target / "config.json").is_file():
             MADE[name](target)

@@ -11,9 +11,11 @@ from phasewise.bench.prompts import Prompts, random_prompts, text_prompts
 from phasewise.bench.quality import TASKS, Text
 from phasewise.known.corpus import sources
 from phasewise.load import model_path
+from phasewise.model.tokenizer import Tokenizer
 from phasewise.train.tasks import Example, example
 
 SHRINK = 8  # of lengths in a quick run
+STRANGER = "smollm2"  # nobody here has trained it
 
 
 @cache
@@ -22,9 +24,9 @@ def pocket_text() -> Text:
 
 
 @cache
-def code_ids() -> tuple[int, ...]:
-    """All held-out library source, in the pocket model's tokens."""
-    return tuple(pocket_text().encode("\n\n".join(sources(held_out=True).values())))
+def code_ids(model: str = "pocket") -> tuple[int, ...]:
+    """All held-out library source, in a model's tokens: the pocket model's, or those of one that is not made of it."""
+    return tuple(Tokenizer.load(model_path(model)).encode("\n\n".join(sources(held_out=True).values()), False))
 
 
 def examples(row: str, n: int, seed: int) -> list[Example]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.bench.forced import STRETCH, Forced, Written, write
+from phasewise.bench.prompts import text_prompts
 from phasewise.kv.blocks import SIDES, BlockCut, Blocks
 from phasewise.kv.buffer import KVShape
 from phasewise.reproduce import loads
@@ -50,10 +51,11 @@ def reads(run: Run) -> int:
 
 
 @torch.inference_mode()
-def rows_of_a_prompt(lab: Lab, length: int = 1024) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of some code on the pocket model, layer by layer, float32 [H, n, D]."""
-    with lab.engine(Setting()) as engine:
-        request = Request(lab.asked("pocket").code(length), Params(max_tokens=2, ignore_eos=True))
+def rows_of_a_prompt(lab: Lab, length: int = 1024, model: str = "pocket") -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of some code on a model, layer by layer, float32 [H, n, D]."""
+    with lab.engine(Setting(model=model)) as engine:
+        prompt = text_prompts(code_ids(model), lab.scale.seed)(length)
+        request = Request(prompt, Params(max_tokens=2, ignore_eos=True))
         engine.add(request)
         while request.prefilling:
             engine.step()

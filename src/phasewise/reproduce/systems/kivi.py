@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from phasewise.kv.blocks import BlockCut
 from phasewise.methods.store._grouped import Grouped
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control, Swapped
 from phasewise.reproduce.lab import Lab
+from phasewise.reproduce.stranger import lead
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.reproduce.systems import _blocks as blocks
+from phasewise.reproduce.workload import STRANGER
 from phasewise.verbs.store import Codec
 
 BITS, GROUP, RESIDUAL, NEW = 2, 32, 128, 40
@@ -19,6 +22,7 @@ WORSE, CLOSE = 2.0, 0.02  # times, and nats per token
 ALIKE, STRETCHES = 0.99, 16  # of greedy choices in eight bits, at so many places of code
 EACH = (BITS + 32 / GROUP,) * 2
 ON = Setting({"store": f"kivi:bits={BITS},group={GROUP},residual={RESIDUAL}"})
+TURNED = Setting(objects={"store": Swapped(BITS, GROUP, RESIDUAL)})
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class InBits(Control):
         return Grouped(self.bits, GROUP, CUTS)
 
 
-def axes(lab: Lab) -> Tried:
+def axes(lab: Lab, model: str = "pocket") -> Tried:
     """The same rows with the axes as they are, and swapped."""
-    rows = blocks.rows_of_a_prompt(lab)
+    rows = blocks.rows_of_a_prompt(lab, model=model)
     keys, _ = blocks.errors(rows, Grouped(BITS, GROUP, CUTS))
     swapped, _ = blocks.errors(rows, Grouped(BITS, GROUP, CUTS[::-1], (False, True)))
     return Tried(swapped > WORSE * keys, f"{swapped:.3f} of their norm by token, {keys:.3f} by channel")
@@ -61,7 +65,7 @@ SYSTEM = System(
                 "one A100, and a kernel that multiplies packed numbers"),
     method=ON,
     baseline=Setting(),
-    control=Setting(objects={"store": Swapped(BITS, GROUP, RESIDUAL)}),
+    control=TURNED,
     control_is="as many bits with the axes swapped: keys by token, values by channel",
     load=loads.lone(768, NEW),
     missing=("throughput of the larger batches that fit",),
@@ -76,6 +80,10 @@ SYSTEM = System(
     quality=Quality(("recall@2k", "code"), allowed=0.1, examples=40, window=640),
     attempts=(
         Attempt("control", "error of keys with the axes swapped", f"over {WORSE} times that by channel", axes),
+        Attempt("control", f"the same, {STRANGER}", f"over {WORSE} times that by channel",
+                partial(axes, model=STRANGER)),
+        Attempt("control", f"likelihood of code, {STRANGER}, less that with the axes swapped", "all of it above 0",
+                lambda lab: lead(lab, ON, TURNED)),
         Attempt("claim", "loss of code in four bits", f"at most {CLOSE} nats more", finer),
         Attempt("claim", "greedy choices in eight bits that are those of rows as they are", f"over {ALIKE:.0%}",
                 choices),

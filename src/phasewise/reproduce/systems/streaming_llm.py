@@ -14,8 +14,9 @@ from phasewise.options import parse
 from phasewise.reproduce import loads
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, play
+from phasewise.reproduce.stranger import lead
 from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import Asked, code_ids
+from phasewise.reproduce.workload import STRANGER, Asked, code_ids
 
 SINKS, WINDOW, TIMES = 4, 252, 20
 FLAT = 0.05  # nats per token
@@ -105,6 +106,8 @@ SYSTEM = System(
     savings=(Saving("KV bytes held, at most", lambda case, run: loads.held(run), "baseline", 1.4),),
     quality=Quality(("code",), allowed=0.1, examples=10, window=640),
     attempts=(
+        Attempt("control", f"likelihood of code, {STRANGER}, less that without sinks", "all of it above 0",
+                lambda lab: lead(lab, ON, NONE)),
         Attempt("claim", "a text of twenty times the context", "64 further tokens", stream),
         Attempt("claim", "loss of code after one context of text and after twenty", f"within {FLAT} nats", flat),
         Attempt("claim", f"loss of code after {BEYOND} contexts, less that after one, where all of them is read",
@@ -116,5 +119,5 @@ SYSTEM = System(
         Timing("time per token at 1,500 tokens, against reading all", tokens=1500, price=True),
     ),
     note="A model that has not learned to attend to its first tokens loses nothing with them: that is what the control "
-    "asks of the pocket model.",
+    "asks of the pocket model. Smollm2 has learned it.",
 )  # fmt: skip

@@ -12,11 +12,11 @@ from phasewise.reproduce.controls import Blindly
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Saving, Setting, System, Timing, Tried
+from phasewise.reproduce.workload import STRANGER
 from phasewise.request.params import Params
 
 RATIO, WINDOW = 0.45, 8
 METHOD = Setting({"draft": f"swift:ratio={RATIO},window={WINDOW},branches=1"}, most=1)
-STRANGER = "smollm2"  # nobody here has trained it
 QUESTIONS = (
     "Explain why the sky is blue.",
     "Write a short story about a cat and a dog.",
