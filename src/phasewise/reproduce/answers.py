@@ -59,13 +59,14 @@ def graded(lab: Lab, quality: Quality, settings: Mapping[str, Setting], tell: Te
     for role, setting in settings.items():
         tell(f"quality: {role}")
         grades[role] = {
-            task: _code(lab, setting, quality, n) if task == CODE_LOSS else right(lab, setting, task, n)
+            task: code(lab, setting, quality, n) if task == CODE_LOSS else right(lab, setting, task, n)
             for task in quality.tasks
         }
     return Graded(grades)
 
 
-def _code(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
+def code(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
+    """Minus the loss of each of n stretches of code, in the tokens of the setting's model."""
     return (edited if quality.edited else losses)(lab, setting, quality, n)
 
 
@@ -81,8 +82,7 @@ def right(lab: Lab, setting: Setting, task: str, n: int) -> list[float]:
 
 def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     """Minus the loss of each of n stretches of code, nats per token: the engine is made to write them, all at once."""
-    ids = list(code_ids(STRANGER) if setting.model == STRANGER else code_ids())
-    rng, forced = Random(f"{lab.scale.seed} code"), Forced()
+    rng, ids, forced = Random(f"{lab.scale.seed} code"), _source(setting), Forced()
     requests = []
     for _ in range(n):
         start = rng.randrange(len(ids) - quality.window)
@@ -98,7 +98,7 @@ def losses(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
 def edited(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
     """Minus the loss of the last tokens of each of n stretches of code, of which the engine has met another version:
     there, half as many other tokens stood in the place of those that are new now."""
-    rng, ids, forced = Random(f"{lab.scale.seed} edited"), list(code_ids()), Forced()
+    rng, ids, forced = Random(f"{lab.scale.seed} edited"), _source(setting), Forced()
     grades = []
     with lab.engine(setting, sample=forced) as engine:
         for _ in range(n):
@@ -115,6 +115,10 @@ def edited(lab: Lab, setting: Setting, quality: Quality, n: int) -> list[float]:
                 finish(engine, [request])
             grades.append(-statistics.fmean(forced.nats[after.id].values()))
     return grades
+
+
+def _source(setting: Setting) -> list[int]:
+    return list(code_ids(STRANGER) if setting.model == STRANGER else code_ids())
 
 
 def quality_checks(quality: Quality, found: Graded) -> list[Check]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from phasewise.reproduce.answers import edited
 from phasewise.reproduce.controls import Control
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.stranger import lead
 from phasewise.reproduce.system import (
     Attempt,
     Counter,
@@ -28,13 +29,14 @@ from phasewise.reproduce.system import (
     Timing,
     Tried,
 )
-from phasewise.reproduce.workload import Asked
+from phasewise.reproduce.workload import STRANGER, Asked
 from phasewise.verbs.host import Host
 
 LENGTH, FRESH, GONE, NEW = 1500, 48, 24, 8
 METHOD, BASELINE = Setting({"decode": "pie"}), Setting(prefix_cache=True)
 REPAIRS = (0, 16, 64)
 CODE = Quality(("code",), allowed=0.05, examples=40, window=512, edited=32)
+LONGER = Quality(("code",), allowed=0.05, examples=24, window=1024, edited=32)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def forms(*at: float) -> tuple[Counter, ...]:
     )  # fmt: skip
 
 
+UNTURNED = Setting(objects={"decode": Unturned(Pie())})
 SYSTEM = System(
     title="PIE",
     paper=Paper("Let the Code LLM Edit Itself When You Edit the Code", "2407.03157"),
@@ -119,7 +122,7 @@ SYSTEM = System(
                 "A100"),
     method=METHOD,
     baseline=BASELINE,
-    control=Setting(objects={"decode": Unturned(Pie())}),
+    control=UNTURNED,
     control_is="the same rows in the same places, their keys turned as they were before the edit",
     load=edits(0.25),
     missing=("completions judged as RepoBench judges them",),
@@ -127,6 +130,10 @@ SYSTEM = System(
     savings=(Saving("rows run for the edited text", lambda case, run: rows(run), "baseline", 5.0),),
     quality=CODE,
     attempts=(
+        Attempt("quality", f"likelihood of code behind an edit, {STRANGER}, less that of a recomputed text",
+                f"all of it above -{LONGER.allowed} nats", lambda lab: lead(lab, METHOD, BASELINE, LONGER)),
+        Attempt("control", f"the same, less that with keys as they were, {STRANGER}", "all of it above 0",
+                lambda lab: lead(lab, METHOD, UNTURNED, replace(LONGER, allowed=0.0))),
         Attempt("exact", "keys turned by 700 places and back", "within 1e-4", turns_back),
         Attempt("quality", "loss behind an edit over the tokens computed again after it, against a recomputed text",
                 "no larger with the most than with none", with_repair),
