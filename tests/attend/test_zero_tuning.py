@@ -253,8 +253,9 @@ def test_bytes_read_are_all_rows_and_the_first_once_more() -> None:
 # ---- knobs and weights
 @pytest.mark.parametrize(
     ("knobs", "says"),
-    [({"gamma": -1.0}, "gamma=-1.0 must be above 0"), ({"gamma": math.inf}, "gamma=inf"),
-     ({"gamma": math.nan}, "gamma=nan"), ({"weights": "none"}, "weights=none knows no factor: say gamma=2")],
+    [({"gamma": -1.0}, "gamma=-1.0 must lie between 1e-06"), ({"gamma": 1e308}, "gamma=1e.308"),
+     ({"gamma": math.inf}, "gamma=inf"), ({"gamma": math.nan}, "gamma=nan"),
+     ({"weights": "none"}, "weights=none knows no factor: say gamma=2")],
 )  # fmt: skip
 def test_bad_knobs(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):

@@ -344,6 +344,7 @@ def test_noise_is_gumbels() -> None:
     (H2O, {"lot": 0}, "lot=0"), (H2O, {"layers": "cone"}, "layers='cone'"), (H2O, {"heads": "all"}, "heads='all'"),
     (Tova, {"keep": 0}, "keep=0"), (Tova, {"beta": 0.5}, "beta=0.5"), (Keyformer, {"keep": -1}, "keep=-1"),
     (Keyformer, {"recent": 2}, "recent=2"), (Keyformer, {"tau": 0}, "tau=0"),
+    (Keyformer, {"tau_step": float("inf")}, "tau_step=inf"),
     (Keyformer, {"tau_step": -1}, "tau_step=-1"), (H2O, {"least": 2}, "least=2"),
     (H2O, {"heavy": 1.5}, "h2o: heavy=1.5: above 1 it is a number of rows, which 1.5 is not: say 2, or a share up to"),
     (H2O, {"recent": 7.5}, "h2o: recent=7.5: above 1 .*: say 7 or 8, or a share up to 1"),

@@ -24,6 +24,8 @@ from phasewise.step.read import Read
 from phasewise.step.reads import attend_lse
 from phasewise.verbs.host import Host
 
+MOST = 1e6  # of a factor, either way: float32 holds what comes of it
+
 
 @dataclass(frozen=True)
 class ZeroTuning:
@@ -58,8 +60,11 @@ class ZeroTuning:
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.gamma) and self.gamma >= 0):
-            raise UserError(f"zero_tuning: gamma={self.gamma} must be above 0, or 0 for the factor that was chosen")
+        if self.gamma != 0 and not 1 / MOST <= self.gamma <= MOST:
+            raise UserError(
+                f"zero_tuning: gamma={self.gamma} must lie between {1 / MOST:g} and {MOST:g}: 2 doubles the weight of "
+                "the first token. 0 is the factor that was chosen"
+            )
         if self.weights == "none" and self.gamma == 0:
             raise UserError("zero_tuning: weights=none knows no factor: say gamma=2, or leave weights out")
 

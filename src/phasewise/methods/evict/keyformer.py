@@ -6,6 +6,7 @@ seeds give equal rows, in any batch. What has left is gone: a later question may
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -72,7 +73,7 @@ class Keyformer:
         check_amount("keyformer", "keep", self.keep)
         if not 0 <= self.recent <= 1:
             raise UserError(f"keyformer: recent={self.recent} must lie in [0, 1]: a share of the rows that are kept")
-        if not self.tau > 0 or not self.tau_step >= 0:
+        if not (0 < self.tau < math.inf and 0 <= self.tau_step < math.inf):
             raise UserError(f"keyformer: tau={self.tau} must be above 0, tau_step={self.tau_step} at least 0")
         check_lot("keyformer", self.lot)
         self.spread.check("keyformer")
