@@ -19,6 +19,8 @@ from phasewise import catalog
 from phasewise.builder import Builder
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
+from phasewise.known import shelf
+from phasewise.known.models import KNOWN
 from phasewise.load import load_model
 from phasewise.methods.skip.unified import Unified
 from phasewise.model import artefacts
@@ -29,6 +31,7 @@ from phasewise.train import artefacts as trainable
 from tests import tiny
 
 SHIPPED = sorted(Path(str(files("phasewise"))).glob(f"pocket/*/{FOLDER}/*.safetensors"))
+FETCHED = sorted(Path(str(files("phasewise"))).glob(f"known/*/{FOLDER}/*.safetensors"))  # for models that are fetched
 LARGEST, ALL = 3_000_000, 8_000_000  # bytes of one that ships, and of all
 WANTED = Artefact("skip.test", {"a": (3, 5), "b": (4,)}, {"speedup": 2.0, "most": 3}, "leave it out")
 
@@ -229,6 +232,16 @@ def test_whatever_ships_is_refused_by_another_model(path: Path, another: Model) 
     built(pocket).close()
 
 
+@pytest.mark.parametrize("path", FETCHED, ids=lambda path: path.stem)
+def test_what_ships_for_a_known_model_is_found_by_it(path: Path) -> None:
+    name = path.parent.parent.name
+    if not shelf.found(KNOWN[name]):
+        pytest.skip(f"{name} has not been fetched")
+    verb, method, knobs = setting_of(path)
+    text = ":".join((method, ",".join(f"{knob}={value}" for knob, value in knobs.items()))).rstrip(":")
+    Builder(load_model(name), parse({verb: text}), Limits(prefix_cache=False), load=load_model).build().close()
+
+
 def test_what_ships_is_small() -> None:
-    sizes = {path.name: path.stat().st_size for path in SHIPPED}
+    sizes = {path: path.stat().st_size for path in (*SHIPPED, *FETCHED)}
     assert len(sizes) > 5 and max(sizes.values()) <= LARGEST and sum(sizes.values()) <= ALL, sizes

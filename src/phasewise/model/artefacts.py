@@ -126,8 +126,8 @@ def _fingerprint(path: Path, stamp: tuple[Any, ...], config: ModelConfig) -> str
 
 
 def _shipped(name: str) -> list[Path]:
-    pocket = Path(str(files("phasewise").joinpath("pocket")))
-    return sorted(pocket.glob(f"*/{FOLDER}/{name}"))
+    package = Path(str(files("phasewise")))
+    return sorted(package.glob(f"pocket/*/{FOLDER}/{name}")) + sorted(package.glob(f"known/*/{FOLDER}/{name}"))
 
 
 def _train(wanted: Artefact, model: Model) -> str:
