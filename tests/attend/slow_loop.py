@@ -1,4 +1,5 @@
-"""LoopServe by the book: every row by itself, everything from scratch, in plain lists. For rows that come in order."""
+"""LoopServe by the book: every row by itself, everything from scratch, in plain lists. For rows that come in order; the
+first ones of a prompt may be there already."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class SlowLoop:
             head = h if read.part.heads is None else int(read.part.heads[h])
             own = read.q.unflatten(1, (heads, -1))[:, h].clone()  # [R, G, D]
             self.queries |= {(read.layer, head, position): own[row] for row, position in enumerate(at)}
-            lines = self._lines(read, h) if at[-1] < prompt and self._long(prompt) else None
+            lines = self._lines(read, h) if at[-1] < prompt and self._long(at[-1] + 1) else None
             for row, position in enumerate(at):
                 visible = [slot for slot in range(n) if bool(seen[h, row, slot])]
                 if position < prompt:
@@ -79,12 +80,13 @@ class SlowLoop:
     def _lines(self, read: Read, h: int) -> tuple[list[int], list[int]]:
         rows, size = read.q.shape[0], self.knobs.block
         some = sorted({max(0, (i + 1) * rows // self.knobs.sample - 1) for i in range(self.knobs.sample)})
-        blocks, mass = -(-rows // size), []
-        for row in some:
-            group = read.q[row].view(read.part.size[0], -1, read.q.shape[2])[h]
-            weights = sum((read.part.k[h, : row + 1] @ q * read.scale).double().softmax(0) for q in group) / len(group)
+        at, mass = [read.part.n + row for row in some], []
+        blocks = -(-read.part.size[1] // size)
+        for row, position in zip(some, at):
+            group, seen = read.q[row].view(read.part.size[0], -1, read.q.shape[2])[h], read.part.k[h, : position + 1]
+            weights = sum((seen @ q * read.scale).double().softmax(0) for q in group) / len(group)
             mass.append([float(weights[b * size : (b + 1) * size].sum()) for b in range(blocks)])
-        return greedy(mass, [row // size for row in some], self.knobs.alpha)
+        return greedy(mass, [position // size for position in at], self.knobs.alpha)
 
     def _on(self, lines: tuple[list[int], list[int]], position: int, slot: int) -> bool:
         size = self.knobs.block
@@ -104,7 +106,7 @@ class SlowLoop:
             rivals = [(position, slot) for position, slot in visible if position < first]
             votes = torch.zeros(len(rivals), dtype=torch.float64)
             for voter in range(first, border):
-                for one in self.queries[read.layer, head, voter]:
+                for one in self.queries.get((read.layer, head, voter), ()):  # none of rows that were given
                     votes += (read.part.k[h, [slot for _, slot in rivals]] @ one * read.scale).double().softmax(0)
             order = sorted(range(len(rivals)), key=lambda i: -float(votes[i]))[: knobs.budget]
             self.chosen[key] = [rivals[i][0] for i in order]

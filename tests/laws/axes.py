@@ -57,6 +57,7 @@ REFUSED: dict[frozenset[str], str] = {
         for name in catalog.names(verb)
         if name not in (DEFAULTS[verb], "hydragen")
         and "prefill" in getattr(catalog.method(verb, name), "phases", ("prefill",))
+        and not getattr(catalog.method(verb, name), "recalls", False)
     },
     **{frozenset((f"decode.{decode}", "store.zipcache")): GIVEN for decode in TAKES},
     **{

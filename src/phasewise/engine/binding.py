@@ -205,7 +205,7 @@ class Bindings:
         """Raise UserError where a method has to see the rows of prompts as they are computed: some are not."""
         for verb in SHARED:
             idle = getattr(slots[verb], "everything", False) if verb == "attend" else slots[verb] is None
-            if not idle:
+            if not idle and not getattr(methods[verb], "recalls", False):
                 home = getattr(methods[verb], "slots", (verb,))[0]
                 raise UserError(
                     f"{label('decode', methods['decode'])} takes rows of prompts from elsewhere, and "

@@ -69,6 +69,7 @@ class Runtime:
                 self.store.remember(request)
             start, count = request.kv.bring(rows, request.computed)
             request.computed = start + count
+            request.kv.foreign |= not getattr(self.phases[0].attend, "everything", False)  # as are those to come
             self.store.counters.recalled += count
 
     def leave(self, request: Request) -> None:

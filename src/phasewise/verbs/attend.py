@@ -19,6 +19,7 @@ class Attend(Protocol):
 
     Optional:
         everything: bool  -- it always reads exactly all that is visible, so whole steps may run without asking it
+        recalls: bool  -- of the method: it need not see a prompt's first rows, so they may be given (`Decode.given`)
         commons(spans: Sequence[Span]) -> Sequence[Common]  -- beside `everything`: what spans read once for all
         looks(span: Span) -> bool  -- whether it may choose anything for this span; if not, its step need not be halved.
             It must depend on the span and its request alone

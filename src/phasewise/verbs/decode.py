@@ -49,7 +49,7 @@ class Decode(Protocol):
             prompt is not complete, before its first row and after each step: finished keys and values of the tokens
             that come next, never of the last, or in the place of rows that are there. `left` finds KV that a request
             has left, by its id; with such a method requests that finish leave theirs (kv/left.py). Methods that look at
-            a prompt's rows, or drop some, are refused beside it
+            a prompt's rows, or drop some, are refused beside it, but for those that say `recalls`
         leaves: bool  -- of such a runtime, False: it takes nothing from other requests, and they leave it nothing
         sparing: bool  -- of such a runtime, True: most rows of every prompt are never computed, and requests that ask
             about them (`prompt_logprobs`, `pooling`) are refused

@@ -44,7 +44,7 @@ class Lines(NamedTuple):
 
 
 def sampled(rows: int, count: int) -> list[int]:
-    """At most so many of a prompt's rows, evenly spread, the last among them: a question may stand anywhere."""
+    """At most so many of a prompt's new rows, evenly spread, the last among them: a question may stand anywhere."""
     return sorted({(i + 1) * rows // count - 1 for i in range(count)} - {-1})
 
 
@@ -95,24 +95,26 @@ def attend(read: Read, lines: Lines, size: int) -> Tensor:
     """Attention of a read's rows over the lines alone. -> [R, hq, D]"""
     part = read.part
     alone = read.rows is None and part.ids is None and read.view is None and read.span.sees is None
-    if alone and not read.late and part.plain and not part.n and read.span.block == 1:
+    if alone and not read.late and read.in_order() and read.span.block == 1:
         return _whole(read, lines, size)
     return read.attend(lines.of(read.q_positions // size, part.positions // size))
 
 
 def _whole(read: Read, lines: Lines, size: int) -> Tensor:
-    """The same of a whole prompt, some rows at a time: what a few neighbouring ones do not read is passed over."""
-    n, spec = read.part.size[1], read.step.model.config.attention[read.layer]
+    """The same of all that comes behind the rows that are there, or of a whole prompt, some rows at a time: what a few
+    neighbouring ones do not read is passed over."""
+    (_, n), start, spec = read.part.size, read.part.n, read.step.model.config.attention[read.layer]
     read.count(n)
     k, v, every = read.part.k, read.part.v, torch.arange(n, device=read.q.device)
     blocks = every[: len(lines.columns[0])]
-    chosen = lines.of(blocks, blocks[None])  # [h, B, B]
+    chosen = lines.of(blocks[start // size :], blocks[None])  # [h, those of the rows, B]
     out = torch.empty_like(read.q)
-    for first in range(0, n, ROWS):
+    for first in range(start, n, ROWS):
         rows, keys = every[first : first + ROWS], every[: first + ROWS]
-        mask = chosen[:, rows // size].repeat_interleave(size, 2)[..., : len(keys)] & (keys <= rows[:, None])
+        own = rows // size - start // size
+        mask = chosen[:, own].repeat_interleave(size, 2)[..., : len(keys)] & (keys <= rows[:, None])
         if spec.window is not None:
             mask &= rows[:, None] - keys < spec.window
-        seen = k[:, : len(keys)], v[:, : len(keys)]
-        out[first : first + ROWS] = ops.attention(read.q[rows], *seen, mask, spec.scale, spec.softcap)
+        seen, at = (k[:, : len(keys)], v[:, : len(keys)]), slice(first - start, first - start + ROWS)
+        out[at] = ops.attention(read.q[at], *seen, mask, spec.scale, spec.softcap)
     return out

@@ -38,20 +38,25 @@ NAME, HEARD = "loopserve", -1
 
 @dataclass(frozen=True)
 class LoopServe:
-    """A prompt: `sample` rows spread over all of it say how each KV head spreads its attention. Columns and diagonals
-    of the map, in blocks of `block`, are added one by one, each the one that holds most of what the others miss, until
-    they hold the share `alpha`; the first column and the own blocks always belong to them. What lies on none of them is
-    not multiplied.
+    """A prompt: `sample` of its rows, spread over all of them, say how each KV head spreads its attention. Columns and
+    diagonals of the map, in blocks of `block`, are added one by one, each the one that holds most of what the others
+    miss, until they hold the share `alpha`; the first column and the own blocks always belong to them. What lies on
+    none of them is not multiplied.
+
+    A conversation's next turn (`decode=pie`, `after=ID`) takes the rows that the turns before left, all of them, and
+    computes the new ones: their lines, found by rows among them, run over old keys and new. Of a text that was edited
+    each run of new tokens comes in one piece, and has lines of its own.
 
     Tokens: at the prompt's end, and after every `every` tokens, the queries of the last `voters` rows vote, each with
     its softmax, for the rows before them; the `budget` rows of most votes per KV head, the voters and all that follow
     are what the next `every` tokens read. `every=0` chooses at the prompt's end and never again: that is no LoopServe,
     but the control of its claim (`phasewise reproduce loopserve`).
 
+    Rows that were taken from elsewhere have no queries here: where fewer than `voters` came after them, these vote.
+
     A choice reads all keys, once in `every` tokens; drafts end where one is due. Chosen rows and queries are booked
-    beside the KV. Prompts come in one piece, and what they leave hangs on all of them, so nobody shares their prefixes:
-    of a conversation's next turn the whole prompt is computed. Left out: that reuse; and lines by query head, which
-    would read a KV head's rows several times.
+    beside the KV. Prompts come in one piece, and what they leave hangs on all of them, so nobody shares their prefixes.
+    Left out: lines by query head, which would read a KV head's rows several times.
     """
 
     alpha: float = 0.95
@@ -70,6 +75,7 @@ class LoopServe:
                                          "voters": 4}  # fmt: skip
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     shares_prefix: ClassVar[bool] = False
+    recalls: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
@@ -124,9 +130,9 @@ class Looping:
         return border if self.knobs.chooses(border) else None
 
     def _lined(self, span: Span) -> bool:
-        """Whether it is a whole prompt that reads lines."""
-        length, knobs = span.request.prompt_len, self.knobs
-        return knobs.alpha < 1 and knobs.chooses(length) and span.positions[0] == 0 and span.rows == length
+        """Whether it is a prompt's rows that read lines; they come whole, behind those that were given."""
+        prefilling = span.positions[0] < span.request.prompt_len
+        return prefilling and self.knobs.alpha < 1 and self.knobs.chooses(span.positions[-1] + 1)
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
@@ -181,11 +187,10 @@ class Looping:
 
     # ---- prompts
     def lines(self, read: Read) -> Lines:
-        """What the rows of a prompt read."""
+        """What the rows of a prompt read, of those before them as well."""
         size = self.knobs.block
         some = sampled(read.q.shape[0], self.knobs.sample)
-        at = torch.tensor(some, device=read.q.device) // size
-        return cover(masses(read, some, size), at, self.knobs.alpha)
+        return cover(masses(read, some, size), read.q_positions[some] // size, self.knobs.alpha)
 
     # ---- tokens
     def _choices(self, read: Read, note: dict[str, Any], ballots: list[Asked]) -> dict[int, Tensor]:

@@ -45,6 +45,15 @@ def _named(then: Any) -> str:
         return type(then).__name__
 
 
+def following(request: Request, budget: int, stop: int, phase: Phase) -> Span:
+    """The tokens of a prompt that come next, before position `stop`: at most `budget` of them, or all of them where a
+    method needs what is computed in one piece."""
+    assert request.kv is not None
+    start = request.computed
+    end = stop if phase.whole else min(start + budget, stop)
+    return Span(request, request.kv, phase, request.tokens[start:end], range(start, end))
+
+
 class Handing:
     """A runtime that has `then` decode, and says of itself what that one says, wherever nothing else is said."""
 

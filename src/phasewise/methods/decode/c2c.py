@@ -23,14 +23,13 @@ from phasewise.errors import UserError
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._fuser import SIDES, added, layer_map, shapes
 from phasewise.methods.decode._second import Reader, Rows, config_of, second
-from phasewise.methods.decode._then import Handing, bound, checked
+from phasewise.methods.decode._then import Handing, bound, checked, following
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import slice_span
 from phasewise.verbs.host import Host
 
 NAME = "c2c"
@@ -199,4 +198,4 @@ class Fusing(Handing):
 
     def own(self, request: Request, budget: int, phase: Phase) -> Span | None:
         until = self._until(request)
-        return None if until is None else slice_span(request, min(budget, until - request.computed), phase)
+        return None if until is None else following(request, budget, until, phase)

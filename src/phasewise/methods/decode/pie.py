@@ -19,13 +19,12 @@ from phasewise.errors import UserError
 from phasewise.kv.cache import KV
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._common import common
-from phasewise.methods.decode._then import Handing, bound, checked
+from phasewise.methods.decode._then import Handing, bound, checked, following
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import slice_span
 from phasewise.verbs.host import Host
 
 NAME = "pie"
@@ -153,7 +152,7 @@ class Editing(Handing):
 
     def own(self, request: Request, budget: int, phase: Phase) -> Span | None:
         upto = self._upto(request)
-        return None if upto is None else slice_span(request, min(budget, upto - request.computed), phase)
+        return None if upto is None else following(request, budget, upto, phase)
 
     @staticmethod
     def _upto(request: Request) -> int | None:
