@@ -47,6 +47,29 @@ def test_loopserve_must_answer_more_than_each_of_three(monkeypatch: pytest.Monke
     assert tried.passed is (even == "none") and all(f"less {name}" in tried.measured for name in losing)
 
 
+@pytest.mark.parametrize("even", ["random rows", "SnapKV", "none"])
+def test_loopserve_over_kept_rows_must_answer_more_than_two(monkeypatch: pytest.MonkeyPatch, even: str) -> None:
+    losing = {"random rows": loopserve.OTHERS_KEPT, "SnapKV": loopserve.GIVEN_UP}
+    poor = [setting for name, setting in losing.items() if name != even]
+    for name in ("seconds", "in_turns"):
+        monkeypatch.setattr(loopserve, name, lambda lab, each, n, own=name: graded(own, POOR if each in poor else GOOD))
+    tried = loopserve.turns_kept(LAB)
+    assert tried.passed is (even == "none") and all(f"less {name}" in tried.measured for name in losing)
+
+
+def graded(how: str, grades: list[float]) -> Any:
+    return grades if how == "seconds" else conversations.Turns(grades)
+
+
+def test_a_second_question_runs_what_is_new_where_the_first_ones_rows_are_taken() -> None:
+    """And everything where they are not; it is answered all the same."""
+    with Lab.open(Scale(examples=2, quick=True)) as lab:
+        kept, computed = (conversations.in_turns(lab, each, 2) for each in (loopserve.KEPT, loopserve.ON))
+        assert loopserve.new_rows(lab).passed
+    assert kept.ran == kept.new < kept.tokens / 10 and computed.ran > computed.tokens > computed.new
+    assert kept.grades == computed.grades == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("last", "later", "passes"),
     [((GOOD, POOR), (POOR, POOR), True), ((GOOD, POOR), (GOOD, POOR), False), ((GOOD, GOOD), (GOOD, POOR), False)],

@@ -23,6 +23,7 @@ class RandomLines(Control):
     of: LoopServe
     phases: ClassVar[tuple[str, ...]] = LoopServe.phases
     shares_prefix: ClassVar[bool] = False
+    recalls: ClassVar[bool] = True
 
     def bind(self, host: Host) -> Looping:
         return _RandomLines(self.of, host.model.config)

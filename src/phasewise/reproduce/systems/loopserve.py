@@ -13,7 +13,7 @@ from phasewise.methods.attend.loopserve import Looping, LoopServe
 from phasewise.model.config import ModelConfig
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control
-from phasewise.reproduce.conversations import compared, number, seconds
+from phasewise.reproduce.conversations import FEW, compared, in_turns, leading, number, seconds
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, play
@@ -28,6 +28,8 @@ ONCE = Setting({"attend": f"loopserve:{KNOBS},every=0"})
 ALONE = Setting({"attend": f"loopserve:{KNOBS},every={METHOD.every},alpha=1.0"})  # dense prompts
 GIVEN_UP = Setting({"evict": f"snapkv:keep={METHOD.budget + METHOD.voters}.0,window={METHOD.voters}"})
 OTHERS = Setting(objects={"attend": RandomLines(METHOD)})
+KEPT = Setting({**ON.verbs, "decode": "pie"})  # what turns before have left is taken
+OTHERS_KEPT = Setting({"decode": "pie"}, OTHERS.objects)
 NEW = 42
 
 
@@ -90,6 +92,22 @@ def second_kept(lab: Lab) -> Tried:
     return Tried(less.low > -0.1, f"{less.text(True)}; with dense prompts {alone.text(True)}")
 
 
+def new_rows(lab: Lab) -> Tried:
+    """Of second questions as requests of their own."""
+    found = in_turns(lab, KEPT, min(FEW, number(lab)))
+    said = f"{found.ran:,} rows for prompts of {found.tokens:,} tokens and their answers; by the form {found.new:,}"
+    return Tried(found.ran == found.new, said)
+
+
+def turns_kept(lab: Lab) -> Tried:
+    """Second questions as requests of their own over what the first has left; SnapKV's are written into the same
+    request, for it leaves nothing that others could go on from."""
+    n = number(lab)
+    settings = {"method": KEPT, "computed anew": ON, "random rows": OTHERS_KEPT}
+    found = {name: in_turns(lab, each, n).grades for name, each in settings.items()}
+    return leading(found | {"SnapKV": seconds(lab, GIVEN_UP, n)}, ("random rows", "SnapKV"))
+
+
 SYSTEM = System(
     title="LoopServe",
     paper=Paper("LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues",
@@ -105,7 +123,7 @@ SYSTEM = System(
     control_is="as many lines of either kind and as many rows per head, the first and last ones among them, the others "
     "drawn at random",
     load=loads.lone(768, NEW, least=512),
-    missing=("earlier turns taken from the cache", "the paper's data sets"),
+    missing=("the paper's data sets",),
     counters=(
         Counter("KV bytes read while decoding",
                 "budget + voters + rows since, and the keys before the voters once in `every` tokens",
@@ -119,12 +137,17 @@ SYSTEM = System(
                 lines_hold),
         Attempt("control", "second question about the same 1,000 tokens, less one choice a turn, random rows, SnapKV",
                 "all of each above 0", second_questions),
+        Attempt("counter", "rows run for the second question as a request over the first one's KV",
+                "those of tokens that it has no rows for, and one for each token after the first", new_rows),
+        Attempt("claim", "second question over the first one's KV, less random rows and lines, SnapKV",
+                "all of each above 0", turns_kept),
         Attempt("quality", "second question about the same 1,000 tokens, less dense attention",
                 "all of it above -10 points", second_kept),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
                     tokens=8192),),
     note="The second question of a conversation is written into the same request, after the first one's answer: what "
-    "was chosen for the first is then there, and what it needs is not among it. Budget, voters and pace were chosen by "
-    "second questions of the training part, which are not reported.",
+    "was chosen for the first is then there, and what it needs is not among it. As a request of its own it takes the "
+    "rows that the first has left (decode=pie). Budget, voters and pace were chosen by second questions of the "
+    "training part, which are not reported.",
 )  # fmt: skip
