@@ -19,6 +19,8 @@ from phasewise.methods.attend import _lines
 from phasewise.methods.attend._lines import Lines, masses, sampled
 from phasewise.methods.attend.loopserve import NAME, Looping, LoopServe
 from phasewise.methods.store.int8 import Int8
+from phasewise.model.model import Model
+from phasewise.ops import native
 from phasewise.options import parse
 from phasewise.request.request import Request
 from phasewise.step.read import Read
@@ -239,6 +241,28 @@ def test_mates_and_preemption(edit: str, more: dict[str, str]) -> None:
         engine.step()
     assert tiny.outs(requests) == alone
     assert engine.counters.preemptions == 2 and all(request.recalled for request in requests)
+
+
+@pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
+@pytest.mark.parametrize("store", ["slab", "int8"])
+def test_in_bfloat16_decoded_rows_are_native_and_mates_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    from tests.watched import passes
+
+    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
+    outs, now = [], edited(TEXT, EDITS["append"])
+    for others in ([], tiny.prompts(33, 50)):
+        engine = tiny.engine(VERBS | {"store": store}, of=model)
+        first = serve(engine, TEXT, tiny.greedy(1))
+        made = passes(monkeypatch)
+        requests = [Request(now, after(first.id)), *(Request(prompt, tiny.greedy(N)) for prompt in others)]
+        for request in requests:
+            engine.add(request)
+        tiny.finish(engine, requests)
+        assert requests[0].recalled == len(TEXT) and sum(each.whole for each in made) >= N // 2
+        outs.append(requests[0].out)
+    assert outs[0] == outs[1]
 
 
 def test_siblings_and_another_worker() -> None:
