@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from phasewise.bench.stats import means, shares
+from phasewise.load import files_of
+from phasewise.methods.attend.zero_tuning import Tuned, ZeroTuning
+from phasewise.model.artefacts import load
 from phasewise.ops import native
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses, right
 from phasewise.reproduce.controls import OtherWay
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Setting, System, Timing, Tried
+from phasewise.reproduce.workload import STRANGER
+from phasewise.train.artefacts.attend_zero_tuning import mean_loss, validation
+from phasewise.train.mixture import of_model
 
 PROMPT, NEW = 256, 32
 ON = Setting({"attend": "zero_tuning"})
@@ -16,6 +24,7 @@ ALL = Setting({"attend": "zero_tuning:weights=none,gamma=2"})  # every head of e
 CODE = Quality(("code",), allowed=0.0, examples=24, window=320)
 TASKS = ("recall@256", "sort", "reverse", "second", "arithmetic")
 EACH = 60  # examples of a task
+DRAWN = 8192  # tokens of conversations and source for the other model
 
 
 def read(case: Case) -> int:
@@ -37,6 +46,19 @@ def code_gain(lab: Lab) -> Tried:
     n = min(lab.scale.examples or CODE.examples, 4 if lab.scale.quick else CODE.examples)
     gain = means(*(losses(lab, each, CODE, n) for each in (ON, Setting())))
     return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")
+
+
+def replies_gain(lab: Lab, other: float) -> Tried:
+    """Replies to tasks on a model whose texts begin with what draws most of the attention: likelihood with its chosen
+    heads and factor, less that with `other` times the logarithm of the factor. Of draws that nothing was chosen on."""
+    model, files = lab.model(STRANGER, "float32"), files_of(STRANGER)
+    lift = load(model, ZeroTuning().artefact(model.config), "auto")["lift"].float()
+    drawn = validation(of_model(files, model.config.eos, lab.scale.seed + 1), 1024 if lab.scale.quick else DRAWN,
+                       lab.scale.seed + 1)  # fmt: skip
+    replies = [each for each in drawn if not all(each.learned)]
+    mine, theirs = ([-mean_loss(model, [each], Tuned(by * lift)) for each in replies] for by in (1.0, other))
+    gain = means(mine, theirs)
+    return Tried(gain.low > 0, f"{gain.text(False)} per token of {len(replies)} replies")
 
 
 SYSTEM = System(
@@ -63,8 +85,14 @@ SYSTEM = System(
     attempts=(
         Attempt("claim", f"right answers ({', '.join(TASKS)}), method less dense", "all of it above 0", answers_gain),
         Attempt("claim", "loss of held-out code, method less dense", "all of it above 0", code_gain),
+        Attempt("claim", f"likelihood of replies to tasks, {STRANGER}, method less dense", "all of it above 0",
+                partial(replies_gain, other=0.0)),
+        Attempt("control", f"the same, less that with every factor turned over, {STRANGER}", "all of it above 0",
+                partial(replies_gain, other=-1.0)),
     ),
     timings=(Timing("time per token at 512 tokens", 1.0, tokens=512, price=True),),
     note="Heads and factor were chosen by `phasewise train artefact attend.zero_tuning` on fresh draws of the training "
-    "mixture. The pocket model has no BOS token: its texts begin with whatever comes first.",
+    "mixture. The pocket model has no BOS token: its texts begin with whatever comes first. Those of smollm2 begin "
+    "with the same tokens whenever they are conversations, and heads and factor were chosen on these: source becomes "
+    "less likely with them.",
 )  # fmt: skip
