@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -82,6 +83,15 @@ METHODS: dict[str, Any] = {
     "tova": Tova(keep=40, lot=7),
     "keyformer": Keyformer(keep=40, recent=0.25, tau_step=0.05, lot=7),
     "keyformer longer than the prompt": Keyformer(keep=170, tau_step=0.05, lot=3),
+    "h2o pyramid": H2O(heavy=30, recent=10, layers="pyramid", beta=5, lot=7),
+    "h2o steep pyramid": H2O(heavy=90, recent=10, layers="pyramid", lot=7),  # the first layer keeps the prompt
+    "h2o ada": H2O(heavy=30, recent=10, heads="ada", lot=7),
+    "h2o ada without recent rows": H2O(heavy=20, recent=0, heads="ada", least=0, lot=1),
+    "h2o ada in a pyramid": H2O(heavy=30, recent=10, heads="ada", layers="pyramid", beta=3, lot=7),
+    "h2o ada longer than the prompt": H2O(heavy=160, recent=10, heads="ada", lot=3),
+    "tova pyramid": Tova(keep=40, layers="pyramid", beta=3, lot=7),
+    "keyformer ada": Keyformer(keep=40, recent=0.25, tau_step=0.05, heads="ada", lot=7),
+    "keyformer pyramid": Keyformer(keep=40, recent=0.25, layers="pyramid", beta=3, lot=7),
 }
 EVERY = pytest.mark.parametrize("name", METHODS)
 
@@ -95,9 +105,10 @@ def walked(name: str) -> tuple[Walk, Any]:
 
 
 def states(one: Walk, runtime: Any) -> list[torch.Tensor]:
+    """Layer by layer and head by head."""
     found = runtime.trail.layers(one.request)
     assert sorted(found) == list(range(runtime.layers))
-    return [found[layer].clone() for layer in range(runtime.layers)]
+    return [own.clone() for layer in range(runtime.layers) for own in found[layer]]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -117,12 +128,12 @@ def test_whole_steps_leave_what_the_open_path_leaves(name: str, monkeypatch: pyt
         other.feed(piece)
         for mine, theirs in zip(states(one, runtime), states(other, plain), strict=True):
             assert mine.shape == theirs.shape
-            assert torch.equal((mine > GONE).sum(-1), (theirs > GONE).sum(-1))
+            assert int((mine > GONE).sum()) == int((theirs > GONE).sum())
         if step < 3:  # later ones may have given other rows up, where two were nearly equal
-            for mine, theirs in zip(states(one, runtime)[:1], states(other, plain)[:1], strict=True):
+            for mine, theirs in zip(states(one, runtime)[:2], states(other, plain)[:2], strict=True):
                 both = (mine > GONE) & (theirs > GONE)
-                assert int(both.sum()) >= int((mine > GONE).sum()) - mine.shape[0]
-                assert (mine - theirs)[both].norm() < 0.02 * theirs[both].norm()
+                assert int(both.sum()) >= int((mine > GONE).sum()) - 1
+                assert (mine - theirs)[both].norm() <= 0.03 * theirs[both].norm()
         assert one.positions(1)[-len(piece) :] == other.positions(1)[-len(piece) :]
 
 
@@ -158,21 +169,22 @@ def test_forks_share_no_scores(name: str) -> None:
     assert same(states(one, runtime), states(other, plain))
 
 
-def test_scores_that_travel_go_on_where_they_land() -> None:
+@pytest.mark.parametrize("name", ["keyformer", "h2o steep pyramid", "h2o ada", "h2o ada in a pyramid", "tova pyramid"])
+def test_scores_that_travel_go_on_where_they_land(name: str) -> None:
     """Plain tensors do, and their room is made again; it is booked."""
-    (one, runtime), (other, plain) = walked("keyformer"), walked("keyformer")
+    (one, runtime), (other, plain) = walked(name), walked(name)
     for token in TOKENS[:9]:
         one.feed([token])
         other.feed([token])
-    scores = {layer: each.clone() for layer, each in runtime.trail.layers(one.request).items()}
+    scores = copy.deepcopy(runtime.trail.layers(one.request))
     one.request.state = {runtime.trail.name: scores}
     for token in TOKENS[9:]:
         assert torch.equal(one.feed([token]), other.feed([token]))
     assert same(states(one, runtime), states(other, plain))
-    own = one.request.state[runtime.alike]
+    own = one.request.state[runtime.piece]
     taken = own.scores.nbytes + own.room.gone.nbytes + own.room.weights.nbytes + own.room._kept.nbytes
-    end = one.request.computed
-    assert taken <= sum(runtime.drawer(i, one.kv.layers[i].shape, Room(end, end, False)) for i in range(runtime.layers))
+    rooms = [Room(*layer.room(0), False) for layer in one.kv.layers]
+    assert taken <= sum(runtime.drawer(i, one.kv.layers[i].shape, room) for i, room in enumerate(rooms))
 
 
 def test_temperatures_have_the_bits_of_the_open_path() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +61,69 @@ def test_the_lowest_leave(heads: int, how: Ranking, target: str) -> None:
             assert torch.equal(room.gone[:, :, :n].bool(), want == GONE) and not room.gone[:, :, n:].any()
     left = (want > GONE).sum(-1)
     assert int(left.min()) == int(left.max()) == max(how.most, how.recent) or how.most == 1000
+
+
+@pytest.mark.parametrize("target", EACH)
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("shared", "sums", "recent"), [(0, True, 0), (0, True, 7), (0, False, 3), (6, True, 2)])
+def test_heads_of_unequally_many_slots(shared: int, sums: bool, recent: int, mean: bool, target: str) -> None:
+    """Each has a budget of its own, and none is touched by what lies beside it; with `mean` ranks are scores over how
+    many rows have come since."""
+    torch.manual_seed(recent)
+    layers, heads, steps = 3, 3, 30
+    kept = 1 if shared else heads
+    counts = [0, 70, 1, 64, 5, 33, 17, 2, 69][: layers * kept]
+    most = [int(torch.randint(1, 40, ())) for _ in counts]
+    longest, first = max(counts), 100
+    room = Weighed(layers, kept, (heads, 6), longest + steps, [longest - count for count in counts])
+    assert room.room >= longest + steps and len(room.gone) == sum(room.rooms)
+    state, lines = torch.full((len(room.gone),), torch.nan), [0, *torch.tensor(room.rooms).cumsum(0).tolist()]
+    want = [torch.randint(0, 9, (count,)) / 8.0 for count in counts]
+    places = [torch.arange(first)[torch.randperm(first)[:count].sort().values] for count in counts]
+    for at, own in zip(lines, want):
+        state[at : at + len(own)] = own
+    how = Ranking(most, recent, sums, shared)
+    with running(target, weighed):
+        retire = Retiring(state, room, how)
+        for row in range(steps):
+            n, here = longest + row + 1, first + row
+            places = [torch.cat((own, torch.tensor([here]))) for own in places]
+            said = array("q")
+            for own in places:
+                for _ in range(room.share):
+                    said.extend((own.data_ptr() - 8 * (n - len(own)), 0))
+            if row == steps - 1:  # or they are consecutive, and nobody says them
+                places[-1] = torch.arange(here + 1 - len(places[-1]), here + 1)
+                said = said[: -2 * room.share] + array("q", (0, n - 1 - here)) * room.share
+            room.weights[:] = torch.randint(0, 5, room.weights.shape) / 8.0
+            got = []
+            for at, space, own in zip(lines, room.rooms, want):
+                each = room.weights[at * room.share : (at + space) * room.share].view(room.share, space)
+                got.append(each[:, : len(own) + 1].clone())
+            retire(n, here, said.buffer_info()[0] if mean else 0)
+            want = [after(*each, how, mean) for each in zip(want, got, most, places, strict=True)]
+            for at, own in zip(lines, want):
+                assert torch.equal(state[at : at + len(own)], own)
+                assert torch.equal(room.gone[at : at + len(own)].bool(), own == GONE)
+            assert int(room.gone.sum()) == sum(int((own == GONE).sum()) for own in want)
+    assert all(int((own > GONE).sum()) == max(keep, recent) for own, keep in zip(want, most) if len(own) > keep)
+
+
+def after(before: Tensor, weights: Tensor, most: int, places: Tensor, how: Ranking, mean: bool) -> Tensor:
+    """The scores of one head, of slots at these places, after a row of `weights` [shared, n]."""
+    got = weights[0]
+    for each in weights[1:]:
+        got = got + each
+    got = got / how.shared if how.shared else got
+    own = torch.cat((before, torch.zeros(1)))
+    own = own + got if how.sums else got.masked_fill(own == GONE, GONE)
+    ranks = own / (places[-1] + 1 - places) if mean else own
+    while int((own > GONE).sum()) > most:
+        rivals = [slot for slot in range(max(0, len(own) - how.recent)) if own[slot] > GONE]
+        if not rivals:
+            break
+        own[min(rivals, key=lambda slot: (float(ranks[slot]), -slot))] = GONE
+    return own
 
 
 def test_threads_change_no_bit() -> None:

@@ -179,3 +179,100 @@ def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
     (both, (weights,)), (one, (same,)), (other, none) = results
     assert torch.equal(both[0], one[0]) and torch.equal(weights, same)
     assert torch.equal(both[1], other[1]) and not none, "a mate that nobody watches reads all"
+
+
+class Unequal:
+    """evict: as `Watches`, over heads that hold unequally many rows: of `gone`, by layer and head, all bool [n]."""
+
+    observes = 1
+
+    def __init__(self, model: Model, gone: list[list[Tensor]], natively: bool, doubt: Doubt | None = None) -> None:
+        self.gone, self.natively, self.doubt = gone, natively, doubt
+        self.heads, self.looks = (model.config.kv_heads, model.config.heads), cast(Any, lambda span: True)
+        self.rows, self.got = 0, list[list[Tensor]]()  # of each row, layer by layer and head by head
+        if natively:
+            self.weighs = self._weighs
+
+    def _weighs(self, span: Span) -> Weighs:
+        counts = [len(own) + self.rows for layer in self.gone for own in layer]
+        n, kept = max(counts), len(self.gone[0])
+        room = Weighed(len(self.gone), kept, self.heads, n + 3, [n - count for count in counts])
+        at = 0
+        for own, space in zip((own for layer in self.gone for own in layer), room.rooms, strict=True):
+            room.gone[at : at + len(own)] = own
+            at += space
+
+        def told() -> None:
+            ends = torch.tensor([space for space in room.rooms for _ in range(room.share)]).cumsum(0).tolist()
+            lines = room.weights.tensor_split(ends[:-1])
+            each = [count + 1 for count in counts for _ in range(room.share)]
+            self.got.append([line[:count].clone() for line, count in zip(lines, each, strict=True)])
+            self.rows += 1
+
+        return Weighs(room, n, told, self.doubt)
+
+    def observe(self, read: Read) -> None:
+        pass
+
+    def view(self, read: Read) -> View:
+        heads = list(range(read.part.size[0])) if read.part.heads is None else read.part.heads.tolist()
+        own = [self.gone[read.layer][head % len(self.gone[0])] for head in heads]
+        gone = torch.stack([torch.nn.functional.pad(each, (0, read.part.size[1] - len(each))) for each in own])
+        read.view = View(~gone[:, None])
+        found = probe(read, [0], None if self.doubt is None else Shaped(self._shaped)).sum((1, 2))
+        if read.layer == 0 and 0 in heads:
+            self.got.append([torch.empty(0)] * (len(self.gone) * self.heads[0]))
+        for head, weights in zip(heads, found, strict=True):
+            self.got[-1][read.layer * self.heads[0] + head] = weights
+        return read.view
+
+    def _shaped(self, read: Read, found: Tensor, rows: Sequence[int]) -> Tensor:
+        assert self.doubt is not None
+        if self.doubt.seed is not None:
+            heads = torch.arange(found.shape[0]) if read.part.heads is None else read.part.heads
+            keys = read.part.positions
+            seeds = torch.tensor([self.doubt.seed])
+            found = found + gumbel(seeds, read.q_positions, keys, heads, found.shape[1], read.layer)
+        return found * self.doubt.inverse
+
+
+@pytest.mark.parametrize("doubt", [None, "tempered", "both"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("length", "by"), [(90, "head"), (90, "layer"), (1300, "head"), (1300, "layer")])
+def test_over_heads_that_hold_unequally_many_rows(
+    length: int, by: str, codec: str, doubt: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows, and the weights of those that there are; a head may hold none, or all, and heads may keep the same."""
+    directory = tiny.checkpoint(hidden=64)
+    half, full = (Model.load(directory, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    layers, heads = half.config.layers, half.config.kv_heads
+    draw, made, found = torch.Generator().manual_seed(length), passes(monkeypatch), []
+    each = [0, length, *torch.randint(1, length, (layers * heads - 2,), generator=draw).tolist()]
+    counts = [[each[layer * heads + (head if by == "head" else 0)] for head in range(heads)] for layer in range(layers)]
+    slots = [[sorted(torch.randperm(length, generator=draw)[:count].tolist()) for count in own] for own in counts]
+    if by == "layer":
+        slots = [[own[0]] * heads for own in slots]
+    hidden = [[torch.rand(len(own), generator=draw) < 0.3 for own in layer[: heads if by == "head" else 1]]
+              for layer in slots]  # fmt: skip
+    how = None if doubt is None else DOUBTS[doubt]
+    for model, natively in ((half, True), (half, False), (full, False)):
+        runner = Watched(model, CODECS[codec], natively)
+        runner.step({0: prompt(length)})
+        runner.keep(0, slots)
+        runner.evict = Unequal(model, hidden, natively, how)
+        made.clear()
+        rows = torch.cat([runner.step({0: [token]})[0] for token in (5, 6, 7)])
+        found.append((rows.float(), runner.evict.got))
+        assert not natively or [each.whole for each in made] == [True] * 3
+    (ours, weights), (opened, theirs), (wanted, exact) = found
+    assert (ours - wanted).norm() < 1.5 * (opened - wanted).norm() + 1e-3 * wanted.norm()
+    for one, other, true in zip(weights, theirs, exact, strict=True):
+        assert [len(own) for own in one] == [len(own) for own in true]
+        mine, its, right = (torch.cat(own) for own in (one, other, true))
+        assert (mine - right).norm() < 2 * (its - right).norm() + 0.05 * right.norm()
+        first = sum(len(own) for own in one[:heads])
+        assert (mine - its)[:first].norm() < 2e-2 * right[:first].norm(), "before any layer has rounded"
+        for own, layer in zip(
+            one, (layer[head % len(layer)] for layer in hidden for head in range(heads)), strict=True
+        ):
+            assert abs(float(own.sum()) - half.config.heads / heads) < 1e-3 and not own[: len(layer)][layer].any()

@@ -12,7 +12,7 @@ from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
 from phasewise.kv.packed import SLOTS, WORDS, LayerMarks, ahead, alike, seal_full, seals, words
-from phasewise.kv.unequal import Narrow, Unequal, lined, unequal
+from phasewise.kv.unequal import Narrow, Unequal, by_head, lined, unequal
 from phasewise.kv.vectors import VectorTable
 from phasewise.ops.native.sealing import Seals
 
@@ -125,13 +125,13 @@ class ContiguousView:
 
     @property
     def places(self) -> int:
-        """The address of where the positions of committed rows are, layer by layer (Places in kernels.h)."""
+        """The address of where the positions of committed rows are, by layer and head (Places in kernels.h)."""
         if self._places is None:
             self._places = array("q")
-            for slab in self._slabs:
-                at = slab.positions
-                here = (0, 0) if at is None else (at.data_ptr(), at.stride(0) if at.shape[0] > 1 else 0)
-                self._places.extend(here)
+            for slab, place in (each for layer in self.layers for each in by_head(layer)):
+                at, begin = slab.positions, self.n - slab.base - slab.n
+                row = 0 if at is None else at[min(place, slab.said - 1)].data_ptr() - begin * at.itemsize
+                self._places.extend((row, begin))
         return self._places.buffer_info()[0]
 
     def advance(self, positions: range) -> None:

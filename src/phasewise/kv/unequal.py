@@ -41,18 +41,13 @@ class Unequal:
         self._ends = Counter[int]()  # of the sinks of narrow heads: the bytes of a row of theirs
         for i, layer in enumerate(layers):
             each = entry_bytes(layer.codec, layer.shape)
-            lies: dict[int, tuple[int, ...]] = {}
-            for slab in layer.slabs:
-                begin = longest - slab.n
-                self.missing += begin * slab.buffer.heads * each
-                for place, head in enumerate(_heads(layer, slab)):
-                    window = sinks = 0
-                    if narrow is not None and narrow.among(i, head):
-                        window, sinks = narrow.window, narrow.sinks
-                        self._ends[begin + sinks] += each
-                    lies[head] = (*_addresses(layer, slab, place, begin), begin, window, sinks)
-            for head in range(layer.shape.heads):
-                self._words.extend(lies[head])
+            for head, (slab, place) in enumerate(by_head(layer)):
+                begin, window, sinks = longest - slab.n, 0, 0
+                self.missing += begin * each
+                if narrow is not None and narrow.among(i, head):
+                    window, sinks = narrow.window, narrow.sinks
+                    self._ends[begin + sinks] += each
+                self._words.extend((*_addresses(layer, slab, place, begin), begin, window, sinks))
         self.address = self._words.buffer_info()[0]
 
     def unseen(self, start: int) -> int:
@@ -64,6 +59,12 @@ class Unequal:
 def _heads(layer: LayerKV, slab: Slab) -> Sequence[int]:
     """Of a slab, by number."""
     return range(layer.shape.heads) if slab.heads is None else slab.heads.tolist()
+
+
+def by_head(layer: LayerKV) -> list[tuple[Slab, int]]:
+    """The slab that each head's rows lie in, and its place there."""
+    found = {head: (slab, place) for slab in layer.slabs for place, head in enumerate(_heads(layer, slab))}
+    return [found[head] for head in range(layer.shape.heads)]
 
 
 def _addresses(layer: LayerKV, slab: Slab, place: int, begin: int) -> tuple[int, int, int, int]:

@@ -126,10 +126,10 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
 def _weighed(span: Span, flat: ContiguousView, stack: Stack, most: int) -> Weighs | None:
     """How a native step finds what the last row of a span attends to, if its evict method wants nothing else."""
     heads_q, heads, _ = stack.heads
-    if span.rows > most or span.sees is not None or flat.unequal is not None or span.phase.weighs is None:
+    if span.rows > most or span.sees is not None or span.phase.weighs is None:
         return None
     found = span.phase.weighs(span) if heads_q <= MOST_SHARING * heads else None
-    if found is None or found.n != flat.n + span.rows - 1:
+    if found is None or found.n != flat.n + span.rows - 1 or any(found.room.begins) != (flat.unequal is not None):
         return None
     found.room.temper(found.doubt, span.positions[-1], 0 if found.doubt is None else flat.places)
     return found

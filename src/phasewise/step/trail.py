@@ -101,6 +101,7 @@ class Trail:
             if note.heads is None:
                 layers[layer] = state
             else:
+                layers[layer] = list(layers[layer])  # another: who holds on to the state finds it as it was
                 for head, own in zip(note.heads, state):
                     layers[layer][head] = own
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.kv.buffer import KVShape
+from phasewise.kv.buffer import ROUND, KVShape
 from phasewise.kv.drawers import Room
-from phasewise.methods.evict._alike import GONE, Alike
 from phasewise.methods.evict._allot import UNIFORM, Spread, allot
+from phasewise.methods.evict._piece import GONE, Ahead, Piece
 from phasewise.ops.native.weighed import Ranking, Weighs
 from phasewise.request.request import Request
 from phasewise.step.probe import Shaped, logits, probe
@@ -78,15 +78,16 @@ class Running:
         """`budget`: what is left of a text that began with a prompt of so many rows."""
         self.way, self.config, self.layers, self.budget = way, config, config.layers, budget
         self.trail = Trail(way.name)
-        self.alike = f"{way.name}.alike"  # the drawer of an Alike
-        plain = (way.spread.layers, way.spread.heads) == ("uniform", "uniform") and not way.mean
-        self.weighable = plain and (way.shaped is None or way.shaped.row is not None)
+        self.piece = f"{way.name}.piece"  # the drawer of a Piece
+        self.weighable = not way.mean and (way.shaped is None or way.shaped.row is not None)
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Scores; and, for tokens that are weighed, which of them are gone, and what a token attends to."""
         kept, queries = 1 if self.way.together else shape.heads, 0 if layer else self.config.heads
-        weighed = kept + 4 * shape.heads + 4 * queries if self.weighable and not room.prompt else 0
-        return room.rows * (4 * kept + weighed)
+        if room.prompt or not self.weighable:
+            return room.rows * 4 * kept
+        slack = ROUND if self.way.spread.heads == "ada" else 0  # other layers may need some more to work in
+        return room.rows * (5 * kept + 4 * shape.heads) + (room.rows + slack) * 4 * queries
 
     def looks(self, span: Span) -> bool:
         request = span.request
@@ -102,7 +103,7 @@ class Running:
             return None
         if not read.span.request.prefilling:
             if read.span.trail is not None:
-                read.span.trail.pop(self.alike, None)
+                read.span.trail.pop(self.piece, None)
             return self._decode(read)
         if self.way.sums:
             self.trail.add(read, range(read.q.shape[0]), self.way.shaped)
@@ -146,14 +147,18 @@ class Running:
 
     def _limits(self, read: Read) -> Tensor:
         """Rows that each head of a read may hold on to, [h | 1, 1]."""
-        request, layer, heads = read.span.request, read.layer, read.part.heads
-        rows = self.rows(request.prompt_len, layer)
+        most, heads = self._most(read.span.request, read.layer), read.part.heads
+        mine = most if heads is None else [most[head] for head in heads.tolist()]
+        return torch.tensor(mine, device=read.q.device)[:, None]
+
+    def _most(self, request: Request, layer: int) -> list[int]:
+        """Rows that each head of a layer, or all of them, may hold on to."""
+        rows, state = self.rows(request.prompt_len, layer), self.trail.layers(request)[layer]
         if self.way.spread.heads == "ada" and rows < request.prompt_len:
-            alive = [int((own > GONE).sum()) for own in self.trail.layers(request)[layer]]
+            alive = [int((own > GONE).sum()) for own in state]
             if sum(alive) == rows * len(alive):  # each goes on with what it got when the prompt was complete
-                mine = alive if heads is None else [alive[head] for head in heads.tolist()]
-                return torch.tensor(mine, device=read.q.device)[:, None]
-        return torch.tensor([[rows]], device=read.q.device)
+                return alive
+        return [rows] * len(state)
 
     def rows(self, prompt: int, layer: int) -> int:
         """Rows that are left to the heads of a layer, on average."""
@@ -181,44 +186,49 @@ class Running:
 
     # ---- a single row, in a native step that finds the weights on its way
     def weighs(self, span: Span) -> Weighs | None:
-        """As the verb has it, where all layers and heads hold equally many rows."""
+        """As the verb has it."""
         if not self.weighable or span.request.prefilling:
             return None
-        own = self._alike(span.request) or self._gather(span)
+        own = self._piece(span.request)
+        if own is None or own.full:
+            own = self._gather(span)
         if own is None:
             return None
         shaped = self.way.shaped
         doubt = None if shaped is None or shaped.row is None else shaped.row(span)
-        return Weighs(own.ready(), own.n, partial(self._told, span, own), doubt)
+        return Weighs(own.room, own.n, partial(self._told, span, own), doubt)
 
-    def _alike(self, request: Request) -> Alike | None:
+    def _piece(self, request: Request) -> Piece | None:
         """What a request's scores lie in, if they still do."""
-        own: Alike | None = request.state.get(self.alike)
+        own: Piece | None = request.state.get(self.piece)
         return own if own is not None and own.of(self.trail.layers(request)) else None
 
-    def _gather(self, span: Span) -> Alike | None:
+    def _gather(self, span: Span) -> Piece | None:
         """One that its scores lie in from now on."""
         request, kv = span.request, span.request.kv
         if kv is None or not self.looks(span):
             return None
         states = self.trail.layers(request)
-        found = [states.get(layer) for layer in range(self.layers)]
-        tensors = [each for each in found if isinstance(each, Tensor)]
-        if len(tensors) < self.layers or any(each.shape != tensors[0].shape for each in tensors):
+        if any(layer not in states for layer in range(self.layers)):
             return None
-        rows, recent = self.budget(request.prompt_len)
-        how = Ranking(rows, recent, self.way.sums, self.config.heads if self.way.together else 0)
+        found = {layer: states[layer] for layer in range(self.layers)}
+        most = [own for layer in found for own in self._most(request, layer)]
+        recent, shared = self.budget(request.prompt_len).recent, self.config.heads if self.way.together else 0
+        spare = max(1, min((slab.buffer.cap - slab.n for layer in kv.layers for slab in layer.slabs), default=1))
+        idle = max(_held(state) - self.rows(request.prompt_len, layer) for layer, state in found.items())
         settled = all(layer.slabs and layer.slabs[0].positions is not None for layer in kv.layers)
-        own = Alike(tensors, how, (self.config.kv_heads, self.config.heads), settled)
-        request.state[self.trail.name], request.state[self.alike] = dict(enumerate(tensors)), own
+        ahead = Ahead(spare, self.way.lot - idle, settled)
+        ranking = Ranking(most, recent, self.way.sums, shared)
+        own = Piece(list(found.values()), ranking, (self.config.kv_heads, self.config.heads), ahead)
+        request.state[self.trail.name], request.state[self.piece] = found, own
         return own
 
-    def _told(self, span: Span, own: Alike) -> None:
+    def _told(self, span: Span, own: Piece) -> None:
         others = {name: each for name, each in (span.trail or {}).items() if name != self.trail.name}
-        span.trail = {**others, self.alike: own}
+        span.trail = {**others, self.piece: own}
 
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
-        own: Alike | None = (span.trail or {}).pop(self.alike, None)
+        own: Piece | None = (span.trail or {}).pop(self.piece, None)
         if own is None:
             self.trail.stayed(span, keep)
         elif keep:
@@ -231,9 +241,9 @@ class Running:
     def due(self, request: Request) -> bool:
         if request.prefilling:
             return False
-        own = self._alike(request)
+        own = self._piece(request)
         if own is not None and own.settled:
-            return own.n - own.how.most >= self.way.lot
+            return own.n >= own.due
         alike = self.rows(request.prompt_len, 0) if self.way.spread.layers == "uniform" else None
         for layer, state in self.trail.layers(request).items():
             if self._due(request, layer, state, self.rows(request.prompt_len, layer) if alike is None else alike):
@@ -242,8 +252,7 @@ class Running:
 
     def _due(self, request: Request, layer: int, state: State, rows: int) -> bool:
         assert request.kv is not None
-        held = state.shape[1] if isinstance(state, Tensor) else sum(len(own) for own in state) // len(state)
-        idle = held - rows
+        idle = _held(state) - rows
         if idle <= 0 or idle >= self.way.lot:
             return idle > 0
         slabs = request.kv.layers[layer].slabs
@@ -251,7 +260,7 @@ class Running:
 
     def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
-        if (own := self._alike(request)) is not None and (left := self._stay(request, own, layer)) is not None:
+        if (own := self._piece(request)) is not None and (left := self._stay(request, own, layer)) is not None:
             return left
         state, parts = self.trail.layers(request).get(layer), request.kv.layers[layer].read()
         if state is None or not parts:  # a layer that no row will run again
@@ -274,9 +283,10 @@ class Running:
         if self.way.together:
             slots = slots[0]
         self.trail.kept(request, layer, slots)
+        request.state.pop(self.piece, None)
         return slots
 
-    def _stay(self, request: Request, own: Alike, layer: int) -> Tensor | None:
+    def _stay(self, request: Request, own: Piece, layer: int) -> Tensor | None:
         """`keep`, of all layers at once when the first is asked."""
         if layer == 0 and (scores := own.drop()) is not None:
             request.state[self.trail.name] = scores
@@ -286,6 +296,11 @@ class Running:
         if layer == self.layers - 1:
             own.staying = ()
         return slots[0] if self.way.together else slots
+
+
+def _held(state: State) -> int:
+    """Slots of a head, on average."""
+    return state.shape[1] if isinstance(state, Tensor) else sum(len(own) for own in state) // len(state)
 
 
 def _without_lowest(scores: Tensor, ranks: Tensor, surplus: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512_fma", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
-INTERFACE = 37  # as in kernels.h: a library built from older sources is not called
+INTERFACE = 38  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,

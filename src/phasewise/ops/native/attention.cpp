@@ -202,7 +202,7 @@ template <class T> static void finish(const Call& call, const Job& job, const St
     put_sums(s.sum[i], scale, call.dim, out);
     if (span.lse) span.lse[row * call.heads_q + head] = s.top[i] + logf(s.total[i]);
   }
-  if (span.tally) put_weights(call, job, *span.tally, s);
+  if (span.tally) put_weights(call, job, s);
 }
 
 static void join(const Job& job, const State* parts, long dim, State& s) {

@@ -5,8 +5,6 @@
 #include "rows.h"
 #include "tally.h"
 
-typedef AttentionCall Call;
-
 // ---- a job's queries
 static Row row_of(const Call& call, const Job& job, long i) {
   long row = (job.first + i) / group(call);
@@ -71,7 +69,7 @@ static void see(const Call& call, const Job& job, long i, long slot, long to, fl
   if (job.rows) keep_between(scores, 0, to - slot);
   else if (slot + KEYS > end || slot + KEYS > to || span.sees || start(span, job.window, row) > slot)
     hide(span, job, row, slot, to, scores);
-  if (span.tally) note(*span.tally, job.head, head_of(call, job, i), slot, to, scores);
+  if (span.tally) note(Weighed(call, job), i, slot, to, scores);
 }
 
 template <class T> static const T* query(const Call& call, const Job& job, long i) {

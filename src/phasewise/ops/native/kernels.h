@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int INTERFACE = 37;  // counted up, here and in __init__.py, whenever an argument changes
+constexpr int INTERFACE = 38;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -111,24 +111,30 @@ struct Head {
   int64_t window, sinks;              // as in Sight, whose window the span has not; the sinks are from `begin` on
 };
 
-struct Places {       // of a layer's slots
-  const int64_t* at;  // [heads, ..], their positions; null: these are the slots
-  int64_t head;       // numbers between two heads; 0: alike in all
+struct Places {       // of the slots of a layer's KV head
+  const int64_t* at;  // their positions, where that of slot 0 would be; null: that of slot `first` is 0, and so on
+  int64_t first;
 };
 
 struct Tempered {     // what is made of a row's scores before the softmax that tallies them
   int64_t noisy;      // whether Gumbel(0, 1) noise is added, as of a Noise
   int64_t seed, row;  // of that: the seed, and the row's position
   double inverse;     // they are multiplied with it then
-  const Places* places;  // [layers], of the slots before the row
+  const Places* places;  // [layers, heads], of the slots before the row
+};
+
+struct Line {      // numbers of the slots of a layer's KV head, or of all its heads, in a plane of all layers
+  int64_t from;    // which of the plane is that of slot `begin`, the first that there is
+  int64_t begin;
+  int64_t length;  // in numbers, a multiple of 64, and no fewer than there are slots
 };
 
 struct Tally {  // of a span with a single row, and at most QUERIES query heads to a KV head
-  const uint8_t* gone;  // [heads, room], not 0: the row does not see the slot
-  int64_t gone_head;    // numbers between two heads; 0: alike in all
-  float* weights;       // [heads, room]: what each slot gets of the row, summed over the query heads of a KV head
-  float* scores;        // [heads_q, room], to work with
-  int64_t room;         // a multiple of 64, and no fewer than there are slots
+  const Line* lines;    // of the layer: [heads], or one for all
+  int64_t heads;        // that share a line; of planes that have a number for each of them it is so many times as long
+  const uint8_t* gone;  // a plane: not 0 where the row does not see the slot
+  float* weights;       // a plane, by head: what each slot gets of the row, summed over the query heads of a KV head
+  float* scores;        // a plane of the layer alone, by query head, to work with
   const Tempered* tempered;  // or null; what the row reads of the slots hangs on its scores as they are
   int64_t layer;             // of the model, counted from 0
 };
@@ -149,7 +155,7 @@ struct Span {  // out = softmax(scale q k^T) v, q and out [rows, heads_q, dim]; 
   // null, or where its first slots are instead, of bfloat16 [.., 32 n]; none of them is its own or read in common
   const Sides* sealed;
   const Head* heads;  // [heads], where each lies; null: at k and v. Such a span has no window and nothing in common
-  const Tally* tally;  // or null. Such a span has nothing in common, and no `heads`
+  const Tally* tally;  // or null. Such a span has nothing in common
 };
 
 struct Common {  // slots `from` .. `to` that some spans hold alike, before their own; those of the first are read
@@ -242,15 +248,20 @@ struct ReceivedCall {  // what slots of k [heads, n, dim] get of the weights of 
   const float* inverse;   // [rows], what scores, noise among them, are multiplied with then; null: with 1
 };
 
-struct RetireCall {      // a row's weights make scores of slots others, and of those that are left the lowest go
-  float* scores;         // [layers, heads_kept, room]; of those that are gone -inf
-  uint8_t* gone;         // likewise, not 0: it is gone. That of the row's own slot, the last, is 0
-  const float* weights;  // [layers, heads, room]
-  int64_t layers, heads, room, n;
-  int64_t together;      // 0: heads_kept = heads. Else it is 1, and weights are summed over the heads and divided by this
+struct RetireCall {     // a row's weights make scores of slots others, and of those that are left the lowest go
+  const Line* lines;    // [count]
+  int64_t count, heads;  // as in Tally
+  const int64_t* most;   // [count]: of more than so many slots that are not gone lowest ones go
+  float* scores;         // a plane; of those that are gone -inf
+  uint8_t* gone;         // a plane, not 0: it is gone. That of the row's own slot, the last, is 0
+  const float* weights;  // a plane, by head
+  int64_t together;      // 0, or what the sum of the weights of all heads of a line is divided by
   int64_t sums;          // whether weights are added to the scores, else they take their place
-  int64_t most, older;   // more than `most` that are not gone: lowest ones of the first `older` go; of equal ones later
+  int64_t n, older;      // of all slots those before `older` may go; of equal ones the later do
   int64_t threads;
+  // null, or [count, heads]: what counts are scores over how many positions there are from a slot's own to `row`
+  const Places* places;
+  int64_t row;
 };
 
 struct Norm {

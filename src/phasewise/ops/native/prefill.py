@@ -70,18 +70,13 @@ def _prefill(
     call.extend((*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], n, rows, heads_q, heads, dim))
     call.extend((fit.KIND[q.dtype], torch.get_num_threads()))
     call.frombytes(struct.pack("d", of_scores))
-    if scales is None:
-        call.extend((0, 0, 0, 0))
-    else:
-        call.extend([x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
+    call.extend((0, 0, 0, 0) if scales is None else [x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
     call.frombytes(struct.pack("d", softcap))
     call.extend(NO_SIGHT if seen is None else seen.words)
     if mask is not None and mask.stride(2) != 1:
         mask = mask.contiguous()
-    if mask is None:
-        call.extend((0, 0, 0))
-    else:
-        call.extend((mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1)))
+    apart = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
+    call.extend((0, 0, 0) if mask is None else (mask.data_ptr(), apart, mask.stride(1)))
     lse = torch.empty((rows, heads_q)) if with_lse else None
     call.extend((0 if lse is None else lse.data_ptr(), 0))
     kernels.prefill(call.buffer_info()[0])

@@ -8,37 +8,57 @@
 namespace {
 
 struct Scored {
-  float* scores;
+  const RetireCall& call;
+  const Line& line;
+  const Places* places;
+  float* scores;  // each plane where slot 0 would be
   uint8_t* gone;
-  const float* weights;  // [shared, room]
-  long shared;           // heads whose weights are summed
+  const float* weights;
+
+  Scored(const RetireCall& call, long i)
+      : call(call), line(call.lines[i]), places(call.places ? call.places + i * call.heads : nullptr) {
+    scores = call.scores + line.from - line.begin, gone = call.gone + line.from - line.begin;
+    weights = call.weights + line.from * call.heads - line.begin;
+  }
 
   // The new scores. -> how many slots are left
-  long take(const RetireCall& call) const {
+  long take() const {
     I lost = {};
     scores[call.n - 1] = 0;
-    for (long slot = 0; slot < call.n; slot += LANES) {
+    for (long slot = line.begin; slot < call.n; slot += LANES) {
       F got = load<F>(weights + slot);
-      for (long h = 1; h < shared; h++) got += load<F>(weights + h * call.room + slot);
+      for (long h = 1; h < call.heads; h++) got += load<F>(weights + h * line.length + slot);
       if (call.together) got /= (float)call.together;
       if (call.sums) got += load<F>(scores + slot);
       I dead = load_floats((const int8_t*)gone + slot) != 0.0f;
       store(scores + slot, select(dead, splat(-INFINITY), got));
       lost += dead;
     }
-    long left = call.n;
+    long left = call.n - line.begin;
     for (int j = 0; j < LANES; j++) left += lost[j];
     return left;
   }
 
-  float rank(long slot) const { return gone[slot] ? INFINITY : scores[slot]; }
+  // How many queries could have seen a slot.
+  float seen(long slot) const {
+    return (float)(call.row + 1 - (places->at ? places->at[slot] : slot - places->first));
+  }
 
-  // The lowest score of the first `end` slots that are not gone; infinite where none is left.
+  float rank(long slot) const {
+    return gone[slot] ? INFINITY : places ? scores[slot] / seen(slot) : scores[slot];
+  }
+
+  // The lowest rank of the first `end` slots that are not gone; infinite where none is left.
   float least(long end) const {
     F low = splat(INFINITY);
-    long slot = 0;
+    long slot = line.begin;
     for (; slot + LANES <= end; slot += LANES) {
       F found = load<F>(scores + slot);
+      if (places) {
+        float by[LANES];
+        for (int j = 0; j < LANES; j++) by[j] = seen(slot + j);
+        found /= load<F>(by);
+      }
       found = select(load_floats((const int8_t*)gone + slot) != 0.0f, splat(INFINITY), found);
       low = select(found < low, found, low);
     }
@@ -47,8 +67,8 @@ struct Scored {
     return all;
   }
 
-  void retire(const RetireCall& call) const {
-    for (long surplus = take(call) - call.most; surplus > 0; surplus--) {
+  void retire(long keep) const {
+    for (long surplus = take() - keep; surplus > 0; surplus--) {
       float low = least(call.older);
       if (!(low < INFINITY)) return;
       long last = call.older - 1;
@@ -61,14 +81,10 @@ struct Scored {
 }  // namespace
 
 API void retire(const RetireCall* call) {
-  long kept = call->together ? 1 : call->heads;
-  int threads = enough(call->threads, call->layers * call->heads * call->n);
-  Shares shares(call->layers * kept, threads);
+  int threads = enough(call->threads, call->count * call->heads * call->n);
+  Shares shares(call->count, threads);
   together(threads, [&](int, int) {
     for (long from, to; shares.take(from, to);)
-      for (long i = from; i < to; i++) {
-        const float* weights = call->weights + i * (call->heads / kept) * call->room;
-        Scored{call->scores + i * call->room, call->gone + i * call->room, weights, call->heads / kept}.retire(*call);
-      }
+      for (long i = from; i < to; i++) Scored(*call, i).retire(call->most[i]);
   });
 }

@@ -214,18 +214,13 @@ def attend(
         words += (q.data_ptr(), of_k, of_v, out_at, lse_at)
         words += (q.stride(0), *k.stride()[:2], *v.stride()[:2], start + k.shape[1], rows)
         words += (0 if sees is None else sees.data_ptr(), reach)
-        if scales is None:
-            words += (0, 0, 0, 0)
-        else:
-            words += [x.data_ptr() - start * x.itemsize for x in scales] + [x.stride(0) for x in scales]
+        of_scales = [x.data_ptr() - start * x.itemsize for x in scales or ()] + [x.stride(0) for x in scales or ()]
+        words += of_scales or (0, 0, 0, 0)
         words += NO_SIGHT if seen is None else seen.words
         words.append(0 if sees is None else sees.shape[1] - rows)
-        if sealed is None:
-            words.append(0)
-        else:
-            kept.append(sides := array("q", (*sealed[0].words, *sealed[1].words)))
-            words.append(sides.buffer_info()[0])
-        words += (heads, 0)  # nobody asks for weights
+        sides = array("q", () if sealed is None else (*sealed[0].words, *sealed[1].words))
+        kept.append(sides)
+        words += (sides.buffer_info()[0] if sides else 0, heads, 0)  # nobody asks for weights
         out_at += rows * out_row
         lse_at += rows * lse_row
     table, shared = array("q", words), Table(commons)
