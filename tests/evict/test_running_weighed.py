@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,19 +30,22 @@ GONE = float("-inf")
 PROMPT, ROWS, RECENT = 20, 7, 2
 
 
-def by_hand(scores: list[float], recent: int) -> list[float]:
-    """The lowest of the older ones leave until no more than ROWS are left; of equal ones the later."""
+def by_hand(scores: list[float], recent: int, ages: list[int]) -> list[float]:
+    """The lowest of the older ones, over their ages, leave until ROWS are left; of equal ones the later."""
     scores = list(scores)
     while sum(score > GONE for score in scores) > ROWS:
         older = [at for at in range(len(scores) - recent) if scores[at] > GONE]
         if not older:
             break
-        scores[min(older, key=lambda at: (scores[at], -at))] = GONE
+        scores[min(older, key=lambda at: (scores[at] / ages[at], -at))] = GONE
     return scores
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("method", "recent"), [(H2O(heavy=ROWS - RECENT, recent=RECENT), RECENT), (Tova(ROWS), 0)])
+@pytest.mark.parametrize(("method", "recent"), [
+    (H2O(heavy=ROWS - RECENT, recent=RECENT), RECENT), (H2O(heavy=ROWS - RECENT, recent=RECENT, mean=True), RECENT),
+    (Tova(ROWS), 0),
+])  # fmt: skip
 def test_scores_after_a_token_are_those_by_hand(method: Any, recent: int, seed: int) -> None:
     """Few, enough and too many rows are left, with scores that are often equal."""
     torch.manual_seed(seed)
@@ -55,7 +59,12 @@ def test_scores_after_a_token_are_those_by_hand(method: Any, recent: int, seed: 
         own[torch.randperm(n)[: int(torch.randint(n - ROWS - 2, n - ROWS + 2, ()))]] = GONE
     request.state[runtime.trail.name] = dict(enumerate(state.clone()))
     request.kv = cast(Any, SimpleNamespace(layers=[SimpleNamespace(slabs=[])]))
-    span = cast(Span, SimpleNamespace(request=request, trail=None, positions=range(PROMPT, PROMPT + 1)))
+    at = torch.rand(config.layers, heads, PROMPT).topk(n).indices.sort(-1).values  # where slots are
+    at = torch.cat((at, torch.full_like(at[:, :, :1], PROMPT)), -1)
+    places = array("q", [word for own in at.view(-1, n + 1) for word in (own.data_ptr(), 0)])
+    flat = SimpleNamespace(places=places.buffer_info()[0])
+    span = cast(Span, SimpleNamespace(request=request, trail=None, positions=range(PROMPT, PROMPT + 1), walk=None,
+                                      kv=SimpleNamespace(flat=lambda walk: flat)))  # fmt: skip
     told = runtime.weighs(span)
     assert torch.equal(told.room.gone[:, :, :n].bool(), state == GONE) and told.n == n
     weights = torch.randint(0, 4, (config.layers, config.kv_heads, n + 1)) / 4
@@ -70,7 +79,8 @@ def test_scores_after_a_token_are_those_by_hand(method: Any, recent: int, seed: 
             before = [*state[layer, head].tolist(), 0.0]
             scores = [w if together else s + w for s, w in zip(before, got.tolist(), strict=True)]
             scores = [GONE if s == GONE else w for s, w in zip(before, scores, strict=True)]
-            assert after[head] == by_hand(scores, recent)
+            ages = (PROMPT + 1 - at[layer, head]).tolist() if getattr(method, "mean", False) else [1] * (n + 1)
+            assert after[head] == by_hand(scores, recent, ages)
             counts.add(sum(score > GONE for score in before) - ROWS)
     assert max(counts) > 0, "a row has to leave"
 
@@ -83,6 +93,9 @@ METHODS: dict[str, Any] = {
     "tova": Tova(keep=40, lot=7),
     "keyformer": Keyformer(keep=40, recent=0.25, tau_step=0.05, lot=7),
     "keyformer longer than the prompt": Keyformer(keep=170, tau_step=0.05, lot=3),
+    "h2o mean": H2O(heavy=30, recent=10, mean=True, lot=7),
+    "h2o mean ada in a pyramid": H2O(heavy=30, recent=10, mean=True, heads="ada", layers="pyramid", lot=7),
+    "keyformer mean": Keyformer(keep=40, recent=0.25, mean=True, heads="ada", lot=7),
     "h2o pyramid": H2O(heavy=30, recent=10, layers="pyramid", beta=5, lot=7),
     "h2o steep pyramid": H2O(heavy=90, recent=10, layers="pyramid", lot=7),  # the first layer keeps the prompt
     "h2o ada": H2O(heavy=30, recent=10, heads="ada", lot=7),

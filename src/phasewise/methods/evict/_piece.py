@@ -82,10 +82,11 @@ class Piece:
         self.room.gone[:] = self.scores == GONE
         self._retire = Retiring(self.scores, self.room, self.how)
 
-    def add(self) -> dict[int, State]:
-        """The row that was weighed stays, and the lowest over the budget leave. -> the scores by layer"""
+    def add(self, row: int, places: int) -> dict[int, State]:
+        """The row that was weighed, at position `row`, stays, and the lowest over the budget leave; see `Retiring`. ->
+        the scores by layer"""
         self.n += 1
-        self._retire(self.n)
+        self._retire(self.n, row, places)
         return self._views()
 
     def drop(self) -> dict[int, State] | None:

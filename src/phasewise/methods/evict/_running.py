@@ -79,7 +79,7 @@ class Running:
         self.way, self.config, self.layers, self.budget = way, config, config.layers, budget
         self.trail = Trail(way.name)
         self.piece = f"{way.name}.piece"  # the drawer of a Piece
-        self.weighable = not way.mean and (way.shaped is None or way.shaped.row is not None)
+        self.weighable = way.shaped is None or way.shaped.row is not None
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Scores; and, for tokens that are weighed, which of them are gone, and what a token attends to."""
@@ -232,7 +232,12 @@ class Running:
         if own is None:
             self.trail.stayed(span, keep)
         elif keep:
-            span.request.state[self.trail.name] = own.add()
+            places = 0
+            if self.way.mean:
+                flat = span.kv.flat(span.walk)
+                assert flat is not None, "rows of a native step lie as one finds them"
+                places = flat.places
+            span.request.state[self.trail.name] = own.add(span.positions[0], places)
 
     # ---- what is really dropped
     def places(self, layer: int, shape: KVShape) -> int:
