@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from phasewise.engine.engine import Engine
 from phasewise.kv.drawers import Room
 from phasewise.methods.evict.h2o import H2O
 from phasewise.methods.evict.keyformer import Keyformer, Tempered
@@ -20,6 +21,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.span import Span
 from tests import tiny
+from tests.engine.engines import step_all
 from tests.evict.running import bound
 from tests.kv.harness import Walk
 from tests.watched import passes
@@ -198,6 +200,35 @@ def test_scores_that_travel_go_on_where_they_land(name: str) -> None:
     taken = own.scores.nbytes + own.room.gone.nbytes + own.room.weights.nbytes + own.room._kept.nbytes
     rooms = [Room(*layer.room(0), False) for layer in one.kv.layers]
     assert taken <= sum(runtime.drawer(i, one.kv.layers[i].shape, room) for i, room in enumerate(rooms))
+
+
+@pytest.mark.parametrize("name", ["h2o steep pyramid", "h2o ada", "h2o mean ada in a pyramid",
+                                  "tova pyramid", "keyformer ada"])  # fmt: skip
+def test_what_scores_lie_in_is_booked(name: str) -> None:
+    """Whatever is dropped, forks or is preempted, they are within the bytes booked for drawers."""
+    model, method = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), METHODS[name]
+    runtime, seen, turns = bound(method, model), [0], [0]
+    knobs = ",".join(f"{key}={value}" for key, value in vars(method).items())
+    made = tiny.engine({"evict": f"{runtime.way.name}:{knobs}"}, of=model, prefix_cache=False)
+    assert isinstance(made, Engine)
+    first = Request(PROMPTED[:120], tiny.greedy(70))
+    requests = [first, first.sibling(1), Request(PROMPTED[40:], tiny.greedy(60))]
+    for request in requests:
+        made.add(request)
+
+    def each() -> None:
+        turns[0] += 1
+        for request in requests:
+            own = request.state.get(runtime.piece)
+            if request.kv is not None and own is not None:
+                seen[0] += 1
+                planes = own.scores, own.room.gone, own.room.weights, own.room._kept
+                assert sum(plane.nbytes for plane in planes) <= request.kv.drawn
+        if turns[0] in (20, 35):
+            made.room.preempt(made.running[-1])
+
+    step_all(made, requests, each)
+    assert seen[0] > 100 and made.counters.preemptions == 2 and made.ledger.used == 0
 
 
 def test_temperatures_have_the_bits_of_the_open_path() -> None:

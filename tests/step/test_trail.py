@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -141,6 +142,20 @@ def test_the_state_of_the_last_row_that_stays_is_the_requests() -> None:
     trail.kept(one.request, 1, [torch.tensor([0]), torch.tensor([1, 4])])
     assert [own.tolist() for own in trail.layers(one.request)[1]] == [[200.0], [201.0, 205.0]]
     assert trail.drop(one.request, 1) is not None and 1 not in trail.layers(one.request)
+
+
+def test_who_holds_on_to_the_states_of_unequal_heads_finds_them_as_they_were() -> None:
+    trail = Trail("mine")
+    before = [torch.tensor([1.0]), torch.tensor([2.0, 3.0])]
+    request = cast(Any, SimpleNamespace(state={"mine": {0: before}}))
+    span = cast(Any, SimpleNamespace(request=request, trail=None))
+    for slab, own in enumerate(before):
+        part = SimpleNamespace(heads=torch.tensor([slab]), slab=slab, n=len(own))
+        after = torch.cat((own, torch.tensor([7.0]))) * 10
+        trail.note(cast(Any, SimpleNamespace(span=span, part=part, layer=0, rows=None)), [0], after[None, None])
+    trail.stayed(span, 1)
+    assert [own.tolist() for own in trail.layers(request)[0]] == [[10.0, 70.0], [20.0, 30.0, 70.0]]
+    assert [own.tolist() for own in before] == [[1.0], [2.0, 3.0]] and trail.layers(request)[0] is not before
 
 
 @pytest.mark.parametrize(("rows", "block", "ids", "want"), [
