@@ -138,11 +138,19 @@ class _Power:
         if read.part.plain and read.rows is None and read.view is None:
             key = self, id(read.span), read.part.size[1]
             if key not in read.step.notes:
-                read.step.notes[key] = self.knobs.seen(read.q_positions[:, None], read.part.positions[:, None])
+                read.step.notes[key] = self._mask(read)
             noted: Tensor = read.step.notes[key]
             return noted
-        select = self.knobs.seen(read.q_positions[:, None], read.part.positions[:, None])
+        select = self._mask(read)
         if read.view is not None and read.view.moved is not None:
             slots, delta = read.view.moved
             select[:, :, slots] |= (delta != 0)[:, None]
         return select
+
+    def _mask(self, read: Read) -> Tensor:
+        """`seen`, worked out block by block: of a long prompt, numbers for every pair of rows would fill the memory."""
+        size = self.knobs.block
+        own, others = read.q_positions // size, read.part.positions // size  # [R], [1 | h, N]
+        blocks = torch.arange(int(max(own.max(), others.max())) + 1, device=own.device)
+        near = self.knobs.seen(own[:, None] * size, blocks * size)  # [R, B]
+        return torch.stack([near.index_select(1, each) for each in others])
