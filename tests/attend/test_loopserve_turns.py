@@ -28,7 +28,7 @@ from phasewise.verbs.host import Host
 from tests import tiny
 from tests.attend.slow_loop import SlowLoop
 from tests.attend.test_loopserve import LAYERS, TIGHT, Watched, runtime, state
-from tests.decode.test_pie import EDITS, OTHER, TEXT, after, built, edited, fresh, serve
+from tests.decode.test_pie import EDITS, OTHER, TEXT, after, built, disturbed, edited, fresh, serve
 from tests.kv.harness import Walk
 
 KNOBS = "alpha=0.6,budget=10,every=6,block=4,sample=16,voters=6"
@@ -232,15 +232,7 @@ def test_mates_and_preemption(edit: str, more: dict[str, str]) -> None:
         engine = built(VERBS | shaping)
         first = serve(engine, text, tiny.greedy(1))
         alone.append(serve(engine, now, after(first.id)).out)
-    engine = built(VERBS | more)
-    names = [serve(engine, text, tiny.greedy(1)).id for text, _ in versions]
-    requests = [Request(now, after(name)) for (_, now), name in zip(versions, names)]
-    engine.add(mate := Request(OTHER, tiny.greedy(N)))
-    tiny.disturb(engine, requests)
-    while any(request.left is None for request in (*requests, mate)):
-        engine.step()
-    assert tiny.outs(requests) == alone
-    assert engine.counters.preemptions == 2 and all(request.recalled for request in requests)
+    assert disturbed(built(VERBS | more), versions) == alone
 
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")

@@ -234,12 +234,16 @@ def test_whatever_ships_is_refused_by_another_model(path: Path, another: Model) 
 
 @pytest.mark.parametrize("path", FETCHED, ids=lambda path: path.stem)
 def test_what_ships_for_a_known_model_is_found_by_it(path: Path) -> None:
-    name = path.parent.parent.name
+    name, (verb, method, knobs) = path.parent.parent.name, setting_of(path)
+    text = ":".join((method, ",".join(f"{knob}={value}" for knob, value in knobs.items()))).rstrip(":")
+    made: Any = parse({verb: text})[verb]
+    assert not made.weights or made.weights == "auto", "it would not be looked for"
     if not shelf.found(KNOWN[name]):
         pytest.skip(f"{name} has not been fetched")
-    verb, method, knobs = setting_of(path)
-    text = ":".join((method, ",".join(f"{knob}={value}" for knob, value in knobs.items()))).rstrip(":")
-    Builder(load_model(name), parse({verb: text}), Limits(prefix_cache=False), load=load_model).build().close()
+    model = load_model(name)
+    wanted = made.artefact(model.config)
+    assert wanted.file == path.name and same(load(model, wanted, "auto"), load_file(path))
+    Builder(model, parse({verb: text}), Limits(prefix_cache=False), load=load_model).build().close()
 
 
 def test_what_ships_is_small() -> None:
