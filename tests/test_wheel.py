@@ -84,7 +84,8 @@ def test_its_name_fits_every_python(wheel: Path, unpacked: Path) -> None:
 
 def test_it_holds_the_package_and_all_kernels_and_nothing_else(unpacked: Path) -> None:
     ours = set(PACKAGE.rglob("*.py")) | {PACKAGE / "py.typed"}
-    ours |= {path for path in (PACKAGE / "pocket").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    shipped = (path for folder in ("pocket", "known") for path in (PACKAGE / folder).rglob("*"))
+    ours |= {path for path in shipped if path.is_file() and path.suffix != ".pyc"}
     ours |= set((PACKAGE / "serve" / "playground" / "static").iterdir())
     ours |= set((PACKAGE / "plan" / "devices").glob("*.toml"))
     wanted = {f"phasewise/{path.relative_to(PACKAGE).as_posix()}" for path in ours}
