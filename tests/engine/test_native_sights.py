@@ -25,6 +25,9 @@ PROMPT, TOKENS = 330, 120
 SOME = ["rlkv:share=0.6,sinks=3,window=25,weights=random:1", "rlkv:share=1.0,sinks=0,window=40,weights=random:1",
         "longgen:sinks=3,window=25,weights=none", "longgen:sinks=0,window=70,full=none,weights=none"]  # fmt: skip
 
+STRIPED = ["longgen:sinks=3,window=25,stride=3,block=16,weights=none",
+           "longgen:sinks=0,window=40,stride=2,block=30,full=none,weights=none",
+           "longgen:sinks=5,window=20,stride=2,block=32,full=ends,weights=none"]  # fmt: skip
 
 SMALL = tiny.checkpoint(hidden=64)
 
@@ -82,7 +85,25 @@ def test_windows_of_some_heads_are_read_as_the_open_path_reads_them(
     assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
 
 
-@pytest.mark.parametrize("evict", SOME)
+@pytest.mark.parametrize("prompt", [20, 60, PROMPT])
+@pytest.mark.parametrize("store", ["slab", "int8"])
+@pytest.mark.parametrize("evict", STRIPED)
+def test_blocks_on_a_stride_are_read_as_the_open_path_reads_them(
+    evict: str, store: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are whole steps, whatever stays behind the window, has left it or waits to be dropped."""
+    model, made = loaded(), passes(monkeypatch)
+    whole, read = written(model, {"evict": evict, "store": store}, prompt)
+    assert len(made) == TOKENS and all(each.whole for each in made[1:]), "a token was no native call"
+    monkeypatch.setattr(model, "stack", None)
+    opened, same = written(model, {"evict": evict, "store": store}, prompt)
+    exact, _ = written(Model.load(SMALL, dtype=torch.float32), {"evict": evict, "store": store}, prompt)
+    dense, all_of_it = written(model, {"store": store}, prompt)
+    assert read <= same < all_of_it
+    assert far(whole, exact) < 1.2 * far(opened, exact) < 0.5 * far(dense, exact)
+
+
+@pytest.mark.parametrize("evict", [*SOME, *STRIPED])
 def test_beside_windows_of_the_models_own(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted in positions, which slots are no more once rows were dropped: a token is as near as openly."""
     model, exact_model = (sliding(60, 4, dtype, 64) for dtype in (torch.bfloat16, torch.float32))
@@ -114,7 +135,7 @@ def test_bytes_read_where_some_heads_see_windows(evict: str) -> None:
         assert engine.counters.kv_bytes_read - before == each * ((heads - narrow) * at + narrow * held + heads)
 
 
-@pytest.mark.parametrize("evict", SOME)
+@pytest.mark.parametrize("evict", [*SOME, *STRIPED])
 def test_windows_of_some_heads_depend_on_no_mates(evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same likelihoods bit for bit, alone and beside others."""
     model, made = loaded(), passes(monkeypatch)
@@ -130,7 +151,7 @@ def test_windows_of_some_heads_depend_on_no_mates(evict: str, monkeypatch: pytes
     assert together == [scores([text])[0] for text in texts]
 
 
-@pytest.mark.parametrize("evict", ["streaming:sinks=3,window=25", *SOME])
+@pytest.mark.parametrize("evict", ["streaming:sinks=3,window=25", *SOME, *STRIPED])
 @pytest.mark.parametrize("draft", ["prompt_lookup:k=4"])
 def test_draft_trees_over_sinks(draft: str, evict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that come true and others: the same tokens as one by one, in native steps."""
@@ -144,7 +165,8 @@ def test_draft_trees_over_sinks(draft: str, evict: str, monkeypatch: pytest.Monk
     plain = outs()
     made = passes(monkeypatch)
     drafted = outs(draft=draft)
-    assert made and all(each.whole for each in made)
+    asked = [each for each in made if not each.whole]
+    assert made and len(asked) <= (len(made) // 3 if evict in STRIPED else 0), "a window's end among drafts is asked"
     agree = sum(a == b for one, two in zip(plain, drafted) for a, b in zip(one, two))
     assert agree > 0.9 * sum(map(len, plain)), "more than near-ties fell the other way"
 

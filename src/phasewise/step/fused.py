@@ -77,9 +77,7 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     if span.first and (not phase.plain or any(layer.fresh for layer in span.kv.layers)):
         return None
     flat = span.kv.flat(span.walk)
-    if flat is None:
-        return None
-    if flat.unequal is not None and stack.reading < stack.count:
+    if flat is None or (flat.unequal is not None and stack.reading < stack.count):
         return None
     tuned = None if phase.delta is None else phase.delta.table(span.walk or range(stack.count))
     if phase.delta is not None and tuned is None:
@@ -153,10 +151,8 @@ class NativeStep:
         spans, stack = batch.spans, self.model.stack
         assert stack is not None
         x, walk = self.room.take(batch.rows, stack.hidden), spans[0].walk
-        if all(span.walk == walk for span in spans):
-            kept = self._run(batch, x, parts)
-        else:
-            kept = self._by_walk(batch, x, parts)
+        run = self._run if all(span.walk == walk for span in spans) else self._by_walk
+        kept = run(batch, x, parts)
         for span, part in zip(spans, parts):
             width = self._width(span)
             if part.choice is not None:

@@ -49,14 +49,18 @@ class Sight:
         narrow = Narrow(self.sinks, self.window, heads)
         if (heads is None and flat.unequal is not None) or not flat.lined(narrow, first):
             return None
-        lost, seats = first - flat.n, None  # a row's position is that much larger than its slot
+        return self.over(narrow, span, flat, whole)
+
+    def over(self, narrow: Narrow, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
+        """Likewise, over cached rows that are known to be `narrow`'s sinks and then consecutive positions."""
+        lost, seats = span.positions[0] - flat.n, None  # a row's position is that much larger than its slot
         if span.sees is not None:
             seats = array("q", (position - lost for position in span.positions))
             if max(seats) - min(seats) >= self.window:
                 return None
-        elif span.positions[-1] - first != span.rows - 1:
+        elif span.positions[-1] - span.positions[0] != span.rows - 1:
             return None
-        if heads is not None:
+        if narrow.heads is not None:
             lies = flat.narrowed(narrow)
             missing = lies.missing + lies.unseen(flat.n + 1 - self.window)
             return whole._replace(planes=0, unequal=lies.address, missing=missing, seats=seats, narrow=True)

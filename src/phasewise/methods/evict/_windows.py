@@ -45,11 +45,29 @@ class Window:
 
     def seen(self, at: Tensor, rows: Tensor) -> Tensor:
         """Whether the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""
-        return self._stays(rows) | (rows > at - self.window)
+        return self.stays(rows) | (rows > at - self.window)
+
+    def stays(self, rows: Tensor) -> Tensor:
+        """Whether those at these positions are seen from anywhere."""
+        stays = rows < self.sinks
+        return stays | (rows // self.block % self.stride == 0) if self.stride else stays
+
+    def staying(self, position: int) -> int:
+        """The first position from this one on that is seen from anywhere; of a window with a stride."""
+        apart = self.block * self.stride
+        here = position < self.sinks or position % apart < self.block
+        return position if here else -(-position // apart) * apart
 
     def due(self, request: Request) -> bool:
-        """Whether enough rows have left the window since some were dropped."""
-        return self._first(request) - int(request.state.get(self.name, self.sinks)) >= EVERY
+        """Whether enough rows have left the window since some were dropped; with a stride, also once some are followed
+        by one that stays."""
+        first, since = self._first(request), int(request.state.get(self.name, self.sinks))
+        if not self.stride:
+            return first - since >= EVERY
+        idle = first - since - self._striped(first) + self._striped(since)
+        at = since % (self.block * self.stride)
+        leaves = since + max(0, self.block - at)  # the first that does not stay
+        return idle >= EVERY or (idle > 0 and self.staying(leaves) < first)
 
     def keep(self, request: Request, layer: int) -> Tensor | None:
         """The slots of the layer's rows that rows to come may see; they are noted as all that is left."""
@@ -66,12 +84,12 @@ class Window:
     def drop(self, request: Request, rows: Tensor) -> Tensor:
         """Of rows at positions [N], the slots that rows to come may see; they are noted as all that is left."""
         first = request.state[self.name] = self._first(request)
-        return torch.nonzero(self._stays(rows) | (rows >= first))[:, 0]
+        return torch.nonzero(self.stays(rows) | (rows >= first))[:, 0]
 
-    def _stays(self, rows: Tensor) -> Tensor:
-        """Whether they are seen from anywhere."""
-        stays = rows < self.sinks
-        return stays | (rows // self.block % self.stride == 0) if self.stride else stays
+    def _striped(self, position: int) -> int:
+        """How many positions before this one lie in blocks that stay."""
+        whole, rest = divmod(position, self.block * self.stride)
+        return whole * self.block + min(rest, self.block)
 
     def _first(self, request: Request) -> int:
         """The first position of the window of the next row."""

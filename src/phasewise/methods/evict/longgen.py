@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
+from phasewise.methods.evict._stripes import Stripes
 from phasewise.methods.evict._windows import Window
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
@@ -87,7 +88,7 @@ class LongGen:
         if not narrow:
             return None  # everything is seen: that is the model itself
         heads = tuple((layer in narrow,) * config.kv_heads for layer in range(config.layers))
-        sight = None if self.stride else Sight(self.sinks, self.window, heads=heads)
+        sight = Stripes(self.seen, heads) if self.stride else Sight(self.sinks, self.window, heads=heads)
         if self.weights == "none":
             return _LongGen(self.seen, narrow, sight, None)
         tensors = host.artefact(self.artefact(config), self.weights)
@@ -97,7 +98,7 @@ class LongGen:
 class _LongGen:
     observes = 0
 
-    def __init__(self, window: Window, narrow: Collection[int], sight: Sight | None, delta: Delta | None) -> None:
+    def __init__(self, window: Window, narrow: Collection[int], sight: Sight | Stripes, delta: Delta | None) -> None:
         self.window, self.narrow, self.delta, self.sight = window, frozenset(narrow), delta, sight
         self.looks, self.due = window.hides, window.due
 

@@ -1,0 +1,131 @@
+"""Blocks on a stride, said as a number of first slots and a window: what the mask shows, to single rows always."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.kv.unequal import Narrow
+from phasewise.methods.evict._stripes import Stripes
+from phasewise.methods.evict._windows import EVERY, Window
+from phasewise.ops.native.stack import StackSpan
+from phasewise.request.request import Request
+from phasewise.step.sight import Sight
+from phasewise.step.span import Span
+from tests import tiny
+from tests.kv.harness import Walk, cuts
+
+MODEL = tiny.model(layers=3, hidden=16)
+NARROW = ((True, True), (False, False), (True, True))
+
+
+class Striped:
+    """Layers 0 and 2 give up what the window says, and nobody is hidden anything."""
+
+    observes = 0
+
+    def __init__(self, window: Window) -> None:
+        self.window, self.due = window, window.due
+
+    def looks(self, span: Span) -> bool:
+        return False
+
+    def observe(self, read: Any) -> None:
+        """Needs no scores."""
+
+    def view(self, read: Any) -> None:
+        """Of no matter: nobody asks for logits."""
+
+    def keep(self, request: Request, layer: int) -> torch.Tensor | None:
+        return self.window.keep(request, layer) if NARROW[layer][0] else None
+
+    def places(self, layer: int, shape: Any) -> int:
+        return int(NARROW[layer][0])
+
+
+def told(one: Walk, sight: Stripes, rows: int, monkeypatch: pytest.MonkeyPatch) -> Narrow | None:
+    """What native steps are told of the next rows."""
+    found: list[Narrow] = []
+
+    def over(self: Sight, narrow: Narrow, span: Span, flat: Any, whole: StackSpan) -> StackSpan:
+        found.append(narrow)
+        return whole
+
+    monkeypatch.setattr(Sight, "over", over)
+    at, flat = one.request.computed, one.kv.flat(None)
+    assert flat is not None
+    span = Span(one.request, one.kv, one.phase, [0] * rows, range(at, at + rows))
+    whole = StackSpan(flat.n + rows, rows, None, 0, seats=array("q"))
+    answer = sight.natively(span, flat, whole)
+    assert (answer is not None) == bool(found)
+    return found[0] if found else None
+
+
+def shown(narrow: Narrow, held: list[int], at: int, row: int) -> set[int]:
+    """Positions: of `held` ones and those after them up to row `at + row`, the first and the last slots."""
+    slots = [*held, *range(at, at + row + 1)]
+    return set(slots[: narrow.sinks]) | set(slots[-narrow.window :])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sinks=st.integers(0, 12), window=st.integers(1, 30), stride=st.integers(2, 4), block=st.integers(1, 40),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=4), rows=st.integers(1, 6),
+)  # fmt: skip
+def test_they_show_what_the_mask_shows(
+    sinks: int, window: int, stride: int, block: int, sizes: list[int], rows: int
+) -> None:
+    of, text = Window("test", sinks, window, stride, block), tiny.prompts(170, seed=3)[0]
+    sight, one = Stripes(of, NARROW), Walk(MODEL, text, evict=Striped(of))
+    with pytest.MonkeyPatch.context() as patch:
+        for piece in cuts(text, sizes):
+            one.feed(piece)
+            at = one.request.computed
+            for many in {1, rows}:
+                narrow = told(one, sight, many, patch)
+                assert narrow is not None or many > 1, "a single row is always told"
+                for row in range(many if narrow is not None else 0):
+                    held = one.positions(0)
+                    want = {p for p in range(at + row + 1) if bool(of.seen(torch.tensor(at + row), torch.tensor(p)))}
+                    assert shown(narrow, held, at, row) == want and one.positions(2) == held  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("stride", "block"), [(2, 32), (3, 16), (4, 1), (2, 100)])
+def test_few_rows_wait(stride: int, block: int) -> None:
+    """Rows are dropped in lots, but for those that one which stays has followed."""
+    of, text = Window("test", 4, 20, stride, block), tiny.prompts(300, seed=4)[0]
+    one, lots = Walk(MODEL, text, evict=Striped(of)), 0
+    for token in text:
+        before = one.kv.layers[0].n
+        one.feed([token])
+        lots += one.kv.layers[0].n <= before
+        held = one.positions(0)
+        gone = one.request.computed - 19
+        waits = [p for p in held if p < gone and not bool(of.stays(torch.tensor(p)))]
+        assert len(waits) < EVERY and one.positions(1) == list(range(one.request.computed))
+        assert waits == list(range(waits[0], waits[-1] + 1)) if waits else True
+    runs = 300 / (stride * block)  # of rows that do not stay
+    assert lots <= runs * (1 + (stride - 1) * block / EVERY) + 1
+
+
+def test_rows_that_lie_otherwise_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that gave up different rows, and rows in front of a hole that the window does not explain."""
+    of, text = Window("test", 2, 10, 2, 8), tiny.prompts(60, seed=5)[0]
+
+    def fed() -> Walk:
+        one = Walk(MODEL, text, evict=Striped(of))
+        one.feed(text)
+        return one
+
+    assert told(fed(), Stripes(of, NARROW), 1, monkeypatch) is not None
+    assert told(fed(), Stripes(of, ((True, True),) * 3), 1, monkeypatch) is None, "layer 1 holds everything"
+    one = fed()
+    near = torch.arange(one.kv.layers[0].n - 1)
+    for layer in (0, 2):
+        one.kv.keep(layer, near)
+    assert told(one, Stripes(of, NARROW), 1, monkeypatch) is None, "the last row is missing"
