@@ -7,8 +7,10 @@ the diagonal at its distance; the first column and the diagonal of the rows' own
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from phasewise.ops import attention as ops
 from phasewise.step.probe import probe
 from phasewise.step.read import Read
 
+Numbers = npt.NDArray[Any]
 ROWS = 512  # of a prompt, whose mask is made at once
 
 
@@ -61,34 +64,40 @@ def cover(mass: Tensor, at: Tensor, alpha: float) -> Lines:
     """The lines that hold the share `alpha` of mass [h, r, B], the rows being in blocks `at` [r]: one after another,
     that which adds most to what the others hold already. Of equal ones the earlier column, then the nearer diagonal."""
     heads, _, blocks = mass.shape
-    left = mass.clone()
-    away = at[:, None] - torch.arange(blocks, device=mass.device)  # [r, B]
-    left[:, away < 0] = 0.0
-    away = away.clamp_min(0)
-    total = left.sum((1, 2)).clamp_min(1e-30)
-    taken = torch.zeros(heads, 2 * blocks, dtype=torch.bool, device=mass.device)  # columns, then diagonals
-    every = torch.arange(heads, device=mass.device)
-    best, wanting = torch.zeros_like(every), torch.ones_like(every, dtype=torch.bool)
+    own, alike = torch.unique(at, return_inverse=True)  # rows of one block have the same lines
+    by_block = mass.new_zeros(heads, len(own), blocks, dtype=torch.float64).index_add_(1, alike, mass.double())
+    apart = own[:, None] - torch.arange(blocks, device=own.device)  # [rows, B]
+    by_block[:, apart < 0] = 0.0
+    by_away = torch.zeros_like(by_block).scatter_add_(2, apart.clamp_min(0).expand_as(by_block), by_block)
+    both, rows = torch.stack((by_block, by_away), 1).cpu().numpy(), own.cpu().numpy()
+    taken = torch.from_numpy(np.stack([_greedy(each, rows, alpha) for each in both])).to(mass.device)
+    return Lines(taken[:, 0], taken[:, 1])
+
+
+def _greedy(left: Numbers, own: Numbers, alpha: float) -> Numbers:
+    """Of one head: bool [2, B], columns and diagonals. `left` float64 [2, rows, B] is what nobody holds yet, by block
+    and again by distance, of rows in the blocks `own`, no two in one; it is used up.
+
+    A line that is taken changes what a few others would add: these are summed anew, so nothing is left of rounding.
+    """
+    _, _, blocks = left.shape
+    adds, taken = left.sum(1), np.zeros((2, blocks), dtype=bool)
+    enough = (1 - alpha) * adds[0].sum()
     for number in range(2 * blocks):
-        if number == 1:
-            best = torch.full_like(best, blocks)  # the diagonal of the rows' own blocks
-        elif number > 1:
-            gains = torch.cat((left.sum(1), left.new_zeros(heads, blocks).scatter_add_(1, *_flat(away, left))), 1)
-            best = gains.masked_fill(taken, -1.0).argmax(1)
-        taken[every[wanting], best[wanting]] = True
-        column = torch.arange(blocks, device=mass.device) == best[:, None]  # [h, B]
-        held = column[:, None] | (away[None] == (best - blocks)[:, None, None])  # [h, r, B]
-        left = left.masked_fill(held & wanting[:, None, None], 0.0)
-        if number:
-            wanting = left.sum((1, 2)) > (1 - alpha) * total
-            if not bool(wanting.any()):
-                break
-    return Lines(taken[:, :blocks], taken[:, blocks:])
-
-
-def _flat(away: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances [r, B] and masses [h, r, B] as what `scatter_add_` takes for every head."""
-    return away.flatten().expand(len(left), -1), left.flatten(1)
+        if number < 2:  # the first column, the diagonal of the rows' own blocks
+            side, place = number, 0
+        else:
+            side, place = divmod(int(adds.argmax()), blocks)
+        rows = np.flatnonzero(own >= place)
+        across = own[rows] - place  # where those lie on the other side
+        left[side, :, place] = 0.0
+        left[1 - side, rows, across] = 0.0
+        taken[side, place] = True
+        adds[1 - side, across] = left[1 - side][:, across].sum(0)
+        adds[taken] = -1.0
+        if number and adds[0].clip(0).sum() <= enough:
+            break
+    return taken
 
 
 def attend(read: Read, lines: Lines, size: int) -> Tensor:
