@@ -62,7 +62,8 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
 
 def test_runs_of_one_model_stand_side_by_side_on_a_page(cli: Cli, tmp_path: Path) -> None:
     model, page = chat_checkpoint(), tmp_path / "page.md"
-    short = ("--kv-bytes", "64M", "--model", model, "--examples", 1, "--settings", "store=int8", "--write", page)
+    short = ("--kv-bytes", "64M", "--model", model, "--dtype", "float32", "--examples", 1, "--settings", "store=int8")
+    short = (*short, "--write", page)
     for tasks, more in (
         ("copy", ()),
         ("sort", ("--section", "tiny, lists of 1,000")),
@@ -74,6 +75,8 @@ def test_runs_of_one_model_stand_side_by_side_on_a_page(cli: Cli, tmp_path: Path
     assert [line for line in text.splitlines() if line.startswith("### ")] == [
         f"### {model.name}", "### tiny, lists of 1,000", "### tiny",
     ]  # fmt: skip
+    command = f"--model {model.name} --dtype float32 --tasks sort --examples 1 --settings store=int8"
+    assert f"`phasewise bench kv {command} --write page.md --section 'tiny, lists of 1,000'`" in text
     heads = [line.partition(":")[0] for line in text.splitlines() if "right answers" in line]
     assert heads == ["copy", "sort", "later@256"]
     for name in ("tiny, lists of 1,000", "tiny"):

@@ -155,7 +155,7 @@ def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: Engine
     for line in run.run(lines, counting):
         json_lines([line], written.out)
         lines.append(line)
-    _tell(run, run.known(lines), written, compared)
+    _tell(run, run.known(lines), written, _command(run, compared, written, engine.dtype))
 
 
 def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Setting], tasks: list[str]) -> Measuring:
@@ -174,7 +174,7 @@ def _run(engine: EngineOptions, compared: Compared, name: str, settings: list[Se
     return Measuring(llm, name, settings, tasks, compared.examples, compared.seed, engine.verbs, compared.prompts)
 
 
-def _tell(run: Measuring, lines: list[Line], written: Written, compared: Compared) -> None:
+def _tell(run: Measuring, lines: list[Line], written: Written, command: str) -> None:
     from phasewise.bench import front
     from phasewise.bench.machine import where
 
@@ -195,20 +195,25 @@ def _tell(run: Measuring, lines: list[Line], written: Written, compared: Compare
     if (path := written.write) is not None:
         on = front.machines(lines) or where(run.llm.model.device)  # lines may have come together from several
         part = written.part(run.model)
-        head = f"### {part}\n\n{what}.\n`{_command(run, compared)}`, {on}."
+        head = f"### {part}\n\n{what}.\n`{command}`, {on}."
         page = _page(path, part, front.section(lines, head))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
 
-def _command(run: Measuring, compared: Compared) -> str:
-    """What measures the same again, wherever things lie."""
-    words = ["phasewise", "bench", "kv", "--model", run.model, "--tasks", ",".join(run.tasks)]
+def _command(run: Measuring, compared: Compared, written: Written, dtype: str | None) -> str:
+    """What measures the same again, wherever things lie, and puts it into the same part of the page."""
+    words = ["phasewise", "bench", "kv", "--model", run.model]
+    words += [] if dtype is None else ["--dtype", dtype]
+    words += ["--tasks", ",".join(run.tasks)]
     words += [] if run.prompts is None else ["--prompts", run.prompts.name]
     words += ["--examples", str(run.examples), *(["--seed", str(run.seed)] if run.seed else [])]
     words += [] if compared.settings is None else ["--settings", compared.settings]
     words += [] if compared.budgets is None else ["--budgets", str(compared.budgets)]
-    return shlex.join([*words, *(word for verb, text in run.base.items() for word in (f"--{verb}", text))])
+    words += [word for verb, text in run.base.items() for word in (f"--{verb}", text)]
+    if (page := written.write) is not None and written.section is not None:
+        words += ["--write", page.name if page.is_absolute() else page.as_posix(), "--section", written.section]
+    return shlex.join(words)
 
 
 def _page(path: Path, part: str, text: str) -> str:
