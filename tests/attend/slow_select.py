@@ -119,6 +119,60 @@ class SlowTokens(Slow):
         return always + top(rivals, votes, self.first + self.k + self.local - len(always))
 
 
+class SlowChunks(SlowTokens):
+    """TokenSelect whose prompts choose in chunks; `close`: what a row reads stands right before it, one by one."""
+
+    def __init__(self, k: int, first: int, local: int, chunk: int, close: bool, dense_layers: int = 0) -> None:
+        super().__init__(k, first, local, dense_layers)
+        self.chunk, self.close, self.total = chunk, close, first + k + local
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [self.one(read) if self.close or read.layer >= self.dense_layers else read.attend() for read in reads]
+
+    def choose(self, row: Row, h: int) -> list[int]:
+        visible = row.visible(h)
+        if row.at < row.read.span.request.prompt_len:
+            few = row.at // self.chunk * self.chunk <= self.total
+            chosen = visible if few else self.of_chunk(row, h, visible)
+        else:
+            few = len(visible) <= self.total
+            chosen = visible if few else self.of_token(row, h)
+        if self.close and not few:  # all stand up to the row's own place
+            chosen = sorted(chosen, key=lambda slot: int(row.positions[h, slot]))
+            seems = torch.arange(row.at + 1 - len(chosen), row.at + 1)
+            row.k[h, chosen] = row.read.step.model.rotate(
+                row.read.layer, row.read.part.k[h, chosen], seems - row.positions[h, chosen]
+            )
+        return chosen
+
+    def latest(self, row: Row, h: int, slots: list[int], count: int) -> list[int]:
+        return sorted(slots, key=lambda slot: -int(row.positions[h, slot]))[: max(count, 0)]
+
+    def of_token(self, row: Row, h: int) -> list[int]:
+        if row.read.layer >= self.dense_layers:
+            return super().choose(row, h)
+        always, rivals = row.split(h, self.first, self.local)
+        return always + self.latest(row, h, rivals, self.total - len(always))
+
+    def of_chunk(self, row: Row, h: int, visible: list[int]) -> list[int]:
+        chunk, at = row.at // self.chunk * self.chunk, row.positions[h].tolist()
+        always = [s for s in visible if at[s] < self.first or at[s] >= chunk - self.local or s in row.moved]
+        rivals = [s for s in visible if s not in always]
+        if row.read.layer < self.dense_layers:
+            return always + self.latest(row, h, rivals, self.k)
+        rotate, layer, heads = row.read.step.model.rotate, row.read.layer, range(len(row.k))
+        places = row.read.q_positions
+        mates = torch.nonzero(places // self.chunk * self.chunk == chunk)[:, 0]
+        turned = rotate(layer, row.read.q[mates], (self.local - places[mates])[:, None]).mean(0)
+        groups = turned.unflatten(0, (len(heads), -1))
+        ragged = row.read.part.committed is not None and len(row.read.part.committed) > 1
+        each = []
+        for head in [h] if ragged else heads:
+            raw = rotate(layer, row.read.part.k[head][rivals], -row.positions[head, rivals])
+            each += [(raw @ q).double().log_softmax(0) for q in groups[head]]
+        return always + top(rivals, torch.stack(each).logsumexp(0), self.k)
+
+
 class SlowAgain(SlowTokens):
     """TokenSelect with lists that are used again: who made the list of a row is remembered by the text up to that row.
     For one request at a time."""

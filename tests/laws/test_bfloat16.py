@@ -46,6 +46,8 @@ def model(experts: int) -> Model:
         {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0"},
         {"attend": "token_select:k=6,first=2,local=4"},
         {"attend": "token_select:k=6,first=2,local=4,theta=0.1"},
+        {"attend": "token_select:k=6,first=2,local=4,chunk=8"},
+        {"attend": "token_select:k=6,first=2,local=4,chunk=8,positions=list"},
         {"attend": "instinfer:r=3,k=12"},
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
         {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0,weights=random:0"},

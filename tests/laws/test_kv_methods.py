@@ -27,6 +27,8 @@ LONGGEN = {"evict": "longgen:sinks=3,window=17,weights=random:0"}
 POWER = {"attend": "power:block=3,window=2,sinks=1,weights=random:0"}
 TIDAL = {"attend": "tidal:k=8,dense=0,second=2,every=5"}
 AGAIN = {"attend": "token_select:k=6,first=2,local=4,theta=0.1"}
+CHUNKS = {"attend": "token_select:k=6,first=2,local=4,chunk=8"}
+LISTED = {"attend": "token_select:k=6,first=2,local=4,chunk=8,positions=list"}
 LIFTED = {"attend": "zero_tuning:gamma=20,weights=none"}
 INT8, UNIFIED = {"store": "int8"}, {"skip": "unified:speedup=2,weights=none"}
 KIVI = {"store": "kivi:bits=2,group=4,residual=8"}
@@ -50,6 +52,11 @@ METHODS = {
     "tidal uncorrected": {"attend": "tidal:k=8,dense=0,second=2,every=0"},
     "token_select again": AGAIN,
     "token_select again h2o ada int8": AGAIN | H2O_ADA | INT8,
+    "token_select chunks": CHUNKS,
+    "token_select listed": LISTED,
+    "token_select chunks snapkv int8": CHUNKS | SNAPKV | INT8,
+    "token_select listed streaming": LISTED | STREAMING,
+    "token_select listed again tova": {"attend": f"{LISTED['attend']},theta=0.1"} | TOVA,
     "zero tuning": LIFTED,
     "tidal snapkv int8": TIDAL | SNAPKV | INT8,
     "zero tuning streaming": LIFTED | STREAMING,
@@ -161,6 +168,7 @@ def test_prefix_hits(name: str) -> None:
             placed.step()
     agree(name, requests)
     private = name.startswith("keyformer") or "h2o" in name or "zipcache" in name
+    private |= "chunks" in name or "listed" in name
     assert (placed.counters.prefix_hits > 0) is not private, "these share nothing"
     placed.forget_prefixes()
     assert placed.kv_bytes == 0

@@ -105,7 +105,7 @@ class Judge:
             return llm.encode_chat(messages, {"tools": list(tools)})
 
         offers, chats = offer if llm.template.takes_tools else None, bool(llm.template.names)
-        return Subject(generate, losses, going_on, text, llm.model.config.max_positions, chats, offers)
+        return Subject(generate, losses, going_on, text, self.engine.reach(""), chats, offers)
 
     def _generated(self, task: str, subject: Subject, examples: int, seed: int, tell: Tell) -> list[Measured]:
         done = 0

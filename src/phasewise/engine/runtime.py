@@ -127,9 +127,9 @@ class Runtime:
         """Positions that a text may have, where the model's context is `context`."""
         found = context if self.companions else ENDLESS  # theirs are those of their own models
         for phase in self.phases:
-            acting: list[object] = [phase.decode, phase.evict]  # with no evict method, the KV is for the context
-            acting += [] if phase.skip is None else [phase.skip]
-            acting += [] if getattr(phase.attend, "everything", False) else [phase.attend]
+            acting: list[object] = [phase.decode, *(one for one in (phase.evict, phase.skip) if one is not None)]
+            if phase.evict is None or not getattr(phase.attend, "everything", False):  # the KV is for the context
+                acting.append(phase.attend)
             for method in acting:
                 say = getattr(method, "reach", None)
                 found = min(found, context if say is None else say(context))

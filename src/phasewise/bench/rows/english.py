@@ -19,8 +19,11 @@ LENGTHS = {
     "passkey-english@2k": 2000,
     "passkey-english@4k": 4000,
     "passkey-english@7.5k": 7500,
+    "passkey-english@12k": 12_000,
+    "passkey-english@16k": 16_000,
 }
 """Row name -> length of its prompts, in the model's own tokens, chat template included."""
+FURTHER = ("passkey-english@12k", "passkey-english@16k")  # for whoever asks: a small model's methods may reach so far
 ROOM = 24  # tokens of a reply
 
 TASK = (

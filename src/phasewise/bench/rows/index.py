@@ -12,7 +12,7 @@ from phasewise.bench import quality
 from phasewise.bench.quality import Measured
 from phasewise.bench.rows.agreement import AGREEMENT
 from phasewise.bench.rows.calls import ROWS as CALLS
-from phasewise.bench.rows.english import LENGTHS, ROOM, passkey
+from phasewise.bench.rows.english import FURTHER, LENGTHS, ROOM, passkey
 from phasewise.bench.rows.later import ROWS as LATER
 from phasewise.bench.rows.longtext import WINDOWS, library, long_loss
 from phasewise.bench.rows.subject import Subject
@@ -67,7 +67,8 @@ def trained_for_tasks(tokenizer: Tokenizer) -> bool:
 
 def suited(tokenizer: Tokenizer, context: int, prompts: Path | None) -> tuple[list[str], list[str]]:
     """The rows that tell something about a model, and those that would but for the length of its context."""
-    wanted = [*quality.ALL, *LATER] if trained_for_tasks(tokenizer) else list(GENERAL)
+    general = [name for name in GENERAL if name not in FURTHER]
+    wanted = [*quality.ALL, *LATER] if trained_for_tasks(tokenizer) else general
     if prompts is not None:
         wanted.append(AGREEMENT)
     return [name for name in wanted if tokens(name) <= context], [name for name in wanted if tokens(name) > context]

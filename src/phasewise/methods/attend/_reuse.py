@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.vectors import Kept
-from phasewise.methods.attend._select import Sorted, Voter, listed, selected, single, standing
+from phasewise.methods.attend._select import Reader, Sorted, Voter, listed, selected, single, standing
 from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
 
 NONE, HELD = -2, -1  # in the place of a row's number: nobody, and who made the request's list
@@ -70,9 +69,10 @@ class Reuse:
     are compared, [R, hq, D]. A request's drawer has what was made last, by layer."""
 
     def __init__(
-        self, voter: Voter, turned: Callable[[Read], Tensor], theta: float, rows: tuple[int, int, int], dense: int
-    ) -> None:
-        self.voter, self.turned, self.theta, self.dense = voter, turned, theta, dense
+        self, voter: Voter, turned: Callable[[Read], Tensor], theta: float, rows: tuple[int, int, int], dense: int,
+        reader: Reader,
+    ) -> None:  # fmt: skip
+        self.voter, self.turned, self.theta, self.dense, self.reader = voter, turned, theta, dense, reader
         self.first, self.local, self.most = rows
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
@@ -84,11 +84,11 @@ class Reuse:
         layers = [layer for layer in found if layer is not None]
         lists = self._singles([layer for layer in layers if not layer.sorted])
         if lists:
-            for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
+            for i, result in zip(lists, self.reader.listed([reads[i] for i in lists], [*lists.values()])):
                 out[i] = result
         for layer in layers:
             for n, i in enumerate(layer.at if layer.sorted else ()):
-                out[i] = reads[i].attend(self._select(layer, n))
+                out[i] = self.reader.masked(reads[i], self._select(layer, n))
             if layer.made:
                 reads[layer.at[0]].step.count("choices", len(layer.made))
             self._note(layer)

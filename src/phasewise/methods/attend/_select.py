@@ -124,14 +124,43 @@ class Voter(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """How rows are read that were chosen."""
+
+    def listed(self, reads: Sequence[Read], slots: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Single rows, over the slots int32 [h, 1, S] of each, increasing."""
+        ...
+
+    def masked(self, read: Read, select: Tensor) -> Tensor:
+        """Any rows, over bool [1 | h, R, N] of what they see."""
+        ...
+
+
+class InText:
+    """At their places in the text."""
+
+    listed = staticmethod(attend_listed)
+
+    @staticmethod
+    def masked(read: Read, select: Tensor) -> Tensor:
+        return read.attend(select)
+
+
+IN_TEXT = InText()
+
+
 def standing(read: Read, voter: Voter) -> Kept:
     """What stands for the keys of all committed rows of a read."""
     return kept(read, voter.name, voter.width(read.q.shape[2]), partial(voter.stand, read))
 
 
-def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int, dense: int) -> list[Tensor | None]:
-    """Attention over at most `most` rows per query row and KV head; None where there are no more, or the layer is one
-    of the first `dense`. What stands for keys is kept beside the rows; single rows are read in one call."""
+def elect(
+    reads: Sequence[Read], voter: Voter, rows: tuple[int, int, int], dense: int, reader: Reader = IN_TEXT
+) -> list[Tensor | None]:
+    """Attention over at most `most` rows per query row and KV head, of `rows` (first, local, most); None where there
+    are no more, or the layer is one of the first `dense`. What stands for keys is kept beside the rows; single rows are
+    read in one call."""
+    first, local, most = rows
     out: list[Tensor | None] = [None] * len(reads)
     alone: dict[int, tuple[Read, Kept]] = {}
     for i, read in enumerate(reads):
@@ -142,11 +171,11 @@ def elect(reads: Sequence[Read], voter: Voter, first: int, local: int, most: int
             alone[i] = read, known
         else:
             read.count_bytes(known.known.nbytes)
-            out[i] = read.attend(selected(read, voter, known.known, Sorted.of(read, first, local), most))
+            out[i] = reader.masked(read, selected(read, voter, known.known, Sorted.of(read, first, local), most))
     lists = listed(voter, alone, first, local, most)
     if lists:
         some = [reads[i] for i in lists]
-        for i, result in zip(lists, attend_listed(some, [*lists.values()])):
+        for i, result in zip(lists, reader.listed(some, [*lists.values()])):
             out[i] = result
     return out
 

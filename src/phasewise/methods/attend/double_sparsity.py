@@ -102,7 +102,7 @@ class _DoubleSparsity:
         return self.choice.acts(span)
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return elect(reads, self, 0, 1, self.knobs.k, self.knobs.dense_layers)
+        return elect(reads, self, (0, 1, self.knobs.k), self.knobs.dense_layers)
 
     # ---- how rows are ranked
     def width(self, dim: int) -> int:

@@ -1,14 +1,14 @@
 """All heads of a layer vote on which rows it reads, each as much as its softmax says (TokenSelect, arXiv 2411.02886).
 
 Promises exact attention over the first rows, the last ones and `k` others per query row, the same for all heads of a
-layer; the cache stays whole, so a later query may read any row. Prompts are dense.
+layer; the cache stays whole, so a later query may read any row. Prompts are dense, or choose chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
+from phasewise.methods.attend._chunks import Chunks, Lists, Sizes
 from phasewise.methods.attend._reuse import Reuse
-from phasewise.methods.attend._select import elect, grouped, tally
+from phasewise.methods.attend._select import Sorted, best, elect, grouped, tally
 from phasewise.model.model import Model
 from phasewise.ops.native.choice import SHARE, Candidates
 from phasewise.request.counters import Counters
 from phasewise.step.choice import VectorChoice
 from phasewise.step.read import Read
 from phasewise.step.span import Span
-from phasewise.verbs.host import Host
+from phasewise.verbs.host import ENDLESS, Host
 
 SOME = 256  # positions whose angles are worked out together
 
@@ -51,8 +52,13 @@ class TokenSelect:
     up, those that are left of a list are read. A list and its query are booked beside the KV. Steps with such rows go
     in halves: the cosine is known only between a layer's queries and its attention.
 
-    Left out: prompts in chunks that choose by their mean query, and positions counted within the list, so texts end
-    with the model's context.
+    With a `chunk` above 0 (the paper takes 512) prompts choose as well: a chunk of so many positions by the mean of its
+    queries, `k` rows for all of its rows, which read the last `local` rows before the chunk and those of the chunk up
+    to themselves. Prompts then come in one piece, and nobody shares their prefixes. With positions "list", too, the
+    rows that are read seem to stand one behind the other up to the row's own: texts go on beyond the model's context,
+    prompts as well as answers, as long as a list and a chunk fit into it. The first `dense_layers` layers then read the
+    first rows and the last ones, as many as a list has. Keys are turned for that after they were chosen, operator by
+    operator, so such tokens are no whole native steps; with positions "text" they are.
     """
 
     k: int = 256
@@ -60,6 +66,8 @@ class TokenSelect:
     local: int = 64
     dense_layers: int = 1
     theta: float = 2.0
+    chunk: int = 0
+    positions: Literal["text", "list"] = "text"
 
     paper: ClassVar[str] = "arXiv 2411.02886"
     guarantee: ClassVar[str] = "lossy"
@@ -68,17 +76,26 @@ class TokenSelect:
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 96, "first": 8, "local": 24})
     tight: ClassVar[dict[str, object]] = {"k": 6, "first": 2, "local": 4}
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    shares_prefix: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least in (("k", 1), ("first", 0), ("local", 1), ("dense_layers", 0)):
+        for name, least in (("k", 1), ("first", 0), ("local", 1), ("dense_layers", 0), ("chunk", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"token_select: {name}={getattr(self, name)} must be at least {least}")
         if not self.theta >= -1:
             raise UserError(f"token_select: theta={self.theta} must be at least -1: a cosine, or above 1 for no reuse")
+        if self.positions not in ("text", "list"):
+            raise UserError(f"token_select: positions={self.positions!r}: choose text or list")
+        if self.positions == "list" and not self.chunk:
+            raise UserError("token_select: positions=list counts so in prompts, too: add chunk, of 512 in the paper")
+        if self.chunk:  # its rows hang on all queries of a chunk
+            object.__setattr__(self, "phases", ("prefill", "decode"))
+            object.__setattr__(self, "shares_prefix", False)
 
-    def bind(self, host: Host) -> _TokenSelect | _Again:
+    def bind(self, host: Host) -> _TokenSelect | _Again | _Chunked:
         made = _TokenSelect(self, host.model, host.counters)
-        return made if self.theta > 1 else _Again(made)
+        tokens = made if self.theta > 1 else _Again(made)
+        return _Chunked(made, tokens) if self.chunk else tokens
 
 
 class _TokenSelect:
@@ -86,7 +103,7 @@ class _TokenSelect:
 
     def __init__(self, knobs: TokenSelect, model: Model, counters: Counters) -> None:
         self.knobs, self.most, self.model = knobs, knobs.first + knobs.k + knobs.local, model
-        self.counters = counters
+        self.counters, self.lists = counters, Lists(model, knobs.positions == "list")
         self.choice = VectorChoice(
             (self.name, 0), self._candidates, self.most + 1, lambda rows: rows, knobs.dense_layers, scaled=False,
             make=self._make, turned=Turning(model, knobs.local), told=self._told,
@@ -112,7 +129,8 @@ class _TokenSelect:
         if reads[0].layer >= self.knobs.dense_layers:
             for read in {id(read.span): read for read in reads if read.part.size[1] > self.most}.values():
                 read.step.count("choices", read.q.shape[0])
-        return elect(reads, self, self.knobs.first, self.knobs.local, self.most, self.knobs.dense_layers)
+        rows = self.knobs.first, self.knobs.local, self.most
+        return elect(reads, self, rows, self.knobs.dense_layers, self.lists)
 
     # ---- how rows are ranked
     def width(self, dim: int) -> int:
@@ -134,7 +152,12 @@ class _TokenSelect:
 
     def votes(self, read: Read, stands: Tensor, among: Tensor | None) -> Tensor:
         """Of all heads together, [1, R, N], or by KV head where these do not see the same rows."""
-        logits = grouped(self.turned(read), len(stands)) @ stands.float().mT[:, None]  # [h, G, R, N]
+        return self.ranked(self.turned(read), stands, among)
+
+    @staticmethod
+    def ranked(turned: Tensor, stands: Tensor, among: Tensor | None) -> Tensor:
+        """Likewise, of these queries as they vote."""
+        logits = grouped(turned, len(stands)) @ stands.float().mT[:, None]  # [h, G, R, N]
         if among is not None and len(among) > 1:
             return tally(logits, among)
         return tally(logits.flatten(0, 1)[None], among)
@@ -147,7 +170,7 @@ class _Again:
         knobs = made.knobs
         self.made, self.looks, self.beside = made, made.looks, made.beside
         rows = knobs.first, knobs.local, made.most
-        self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers)
+        self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers, made.lists)
         self.stayed = self.reuse.stayed
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
@@ -158,6 +181,62 @@ class _Again:
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return self.reuse(reads)
+
+
+class _Chunked:
+    """The same with prompts that choose. `tokens`: what answers do, which say nothing as data where lists are close."""
+
+    whole = True
+
+    def __init__(self, made: _TokenSelect, tokens: _TokenSelect | _Again) -> None:
+        knobs = made.knobs
+        self.made, self.tokens, self.beside = made, tokens, made.beside
+        sizes = Sizes(knobs.first, knobs.k, knobs.local, knobs.chunk)
+        self.chunks = Chunks(sizes, made.lists, made.turned, made.stand, made.ranked, knobs.dense_layers)
+        self.choice = None if made.lists.close else getattr(tokens, "choice", None)
+
+    def looks(self, span: Span) -> bool:
+        return self.chunks.acts(span.request.prompt_len) if self._prompts(span) else self.tokens.looks(span)
+
+    def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
+        return self.tokens.drawer(layer, shape, room) if isinstance(self.tokens, _Again) else 0
+
+    def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
+        if isinstance(self.tokens, _Again):
+            self.tokens.stayed(span, keep)
+
+    def reach(self, context: int) -> int:
+        """Rows seem no further apart than a list and a chunk are long."""
+        sizes = self.chunks.sizes
+        return ENDLESS if self.made.lists.close and sizes.before + sizes.chunk <= context else context
+
+    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        late = self.made.lists.close and reads[0].layer < self.made.knobs.dense_layers
+        prompts = {i: read for i, read in enumerate(reads) if self._prompts(read.span)}
+        others = {i: read for i, read in enumerate(reads) if i not in prompts}
+        out = {i: self.chunks(read) for i, read in prompts.items()}
+        if reads[0].layer >= self.made.knobs.dense_layers:
+            for span in {id(read.span): read.span for read in prompts.values()}.values():
+                reads[0].step.count("choices", self.chunks.choices(span.positions[0], span.request.prompt_len))
+        if others and late:
+            out |= {i: self._last(read) for i, read in others.items()}
+        elif others:
+            out |= zip(others, self.tokens([*others.values()]))
+        return [out[i] for i in range(len(reads))]
+
+    def _last(self, read: Read) -> Tensor | None:
+        """The first rows and the last ones, where nothing is chosen."""
+        first, most, (_, n) = self.made.knobs.first, self.made.most, read.part.size
+        if n <= most:
+            return None
+        rows = Sorted.of(read, first, self.made.knobs.local)
+        votes = read.part.positions.float()[:, None].expand(-1, len(read.q), -1)
+        left = most - rows.must.sum(-1, keepdim=True)
+        return self.made.lists.masked(read, rows.must | best(votes, rows.rivals, left))
+
+    @staticmethod
+    def _prompts(span: Span) -> bool:
+        return span.positions[0] < span.request.prompt_len
 
 
 class Turning:
