@@ -53,7 +53,7 @@ from phasewise.reproduce.controls import (
 from phasewise.reproduce.heads import OtherHeads
 from phasewise.reproduce.lines import RandomLines
 from phasewise.reproduce.play import Entry, Run, play
-from phasewise.reproduce.selected import RandomBlocks, RandomKept, RandomPages, RandomPicks, RandomTokens
+from phasewise.reproduce.selected import RandomBlocks, RandomChunks, RandomKept, RandomPages, RandomPicks, RandomTokens
 from phasewise.reproduce.shuffled import Shuffled
 from phasewise.reproduce.systems.augment import RandomLatents, any_way
 from phasewise.reproduce.systems.pie import Unturned
@@ -155,6 +155,17 @@ def test_random_tokens_are_as_many_as_those_that_votes_choose() -> None:
     key = tiny.engine().store.row_bytes // 4 // 2
     assert [step.read for step in drawn.decoding] == [2 * key * (151 + j + 3 * 20) for j in range(19)]
     assert run(entries, attend=RandomTokens(3, 5, 1.0, 0)).outs == run(entries).outs, "a share of all"
+
+
+def test_random_chunks_are_as_many_rows_of_others() -> None:
+    """The same bytes and the same rows computed: what a prompt's chunks read differs, and nothing else."""
+    method = TokenSelect(k=12, first=3, local=5, dense_layers=1, chunk=16)
+    entries = lone(150, 20)
+    chosen, drawn = run(entries, attend=method), run(entries, attend=RandomChunks(method))
+    assert drawn.outs != chosen.outs and drawn.work.kv_bytes_read == chosen.work.kv_bytes_read
+    assert (
+        drawn.work.choices == chosen.work.choices > 0 and run(entries, attend=RandomChunks(method)).outs == drawn.outs
+    )
 
 
 def test_random_kept_rows_are_as_many_as_instinfer_reads_but_others() -> None:

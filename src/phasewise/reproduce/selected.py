@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from phasewise.methods.attend._select import listing, share
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.instinfer import InstInfer, _Index, _InstInfer
 from phasewise.methods.attend.tidal import Picker, Tidal
+from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.ops.native.choice import Rest
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.choice import furthest
@@ -44,6 +45,24 @@ class RandomPages(Control):
         pages = torch.rand(heads, own // self.page, generator=gen).topk((most - n + own) // self.page).indices
         old = (pages[:, :, None] * self.page + torch.arange(self.page)).flatten(1)
         return read.attend_rows(torch.cat((old, torch.arange(own, n).expand(heads, -1)), 1))
+
+
+@dataclass(frozen=True)
+class RandomChunks(Control):
+    """attend: as TokenSelect with chunks, but the rows that a prompt's chunk chooses are drawn at random."""
+
+    of: TokenSelect
+    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    shares_prefix: ClassVar[bool] = False
+
+    def bind(self, host: Host) -> Any:
+        made: Any = self.of.bind(host)
+        made.chunks.ranked = self._votes
+        return made
+
+    @staticmethod
+    def _votes(turned: Tensor, stands: Tensor, among: Tensor | None) -> Tensor:
+        return torch.rand(1, len(turned), stands.shape[1], generator=drawn(stands.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
+from phasewise.bench.judge import Judge
 from phasewise.bench.stats import shares
+from phasewise.engine.limits import Limits
+from phasewise.llm import LLM
+from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, Run
-from phasewise.reproduce.selected import RandomTokens
+from phasewise.reproduce.selected import RandomChunks, RandomTokens
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import code_ids
+from phasewise.reproduce.workload import STRANGER, code_ids
 
 K, FIRST, LOCAL, DENSE, NEW = 96, 8, 24, 1, 40
 MOST = FIRST + K + LOCAL
@@ -19,6 +24,13 @@ KNOBS = f"k={K},first={FIRST},local={LOCAL},dense_layers={DENSE}"
 THETA = 0.9
 ANEW = Setting({"attend": f"token_select:{KNOBS}"})
 AGAIN = Setting({"attend": f"token_select:{KNOBS},theta={THETA}"})
+CHUNKED = Setting({"attend": f"token_select:{KNOBS},chunk=128"})
+DRAWN = Setting(objects={"attend": RandomChunks(TokenSelect(K, FIRST, LOCAL, DENSE, chunk=128))})
+FAR = "first=16,k=512,local=256"  # of texts beyond the context, and as many rows of a window
+LISTED = Setting({"attend": f"token_select:{FAR},chunk=512,positions=list"})
+WINDOW = Setting({"evict": "streaming:sinks=16,window=768"})
+LONG = Setting({"attend": "token_select:k=512,chunk=512"})
+BEYOND, SHORT, KEYS = "passkey-english@12k", "passkey-english@1k", 6
 TASKS, EXAMPLES = ("recall@1k", "passkey@1k"), 60
 STRETCH, SAID = 512, 64  # tokens of a stretch of code, and of what follows
 
@@ -52,12 +64,24 @@ def used_again(lab: Lab) -> Tried:
     return Tried(made < 1, f"{made:.1%} of them are made anew, {saved:.1%} fewer bytes are read")
 
 
-def answers_stay(lab: Lab) -> Tried:
-    """As many right answers as where every row chooses anew."""
+def answers(lab: Lab, ours: Setting, theirs: Setting, least: float = -0.1) -> Tried:
+    """Whether as many answers are right, or `least` more of them."""
     n = min(lab.scale.examples or EXAMPLES, 4 if lab.scale.quick else EXAMPLES)
-    again, anew = ([g for task in TASKS for g in right(lab, each, task, n)] for each in (AGAIN, ANEW))
-    gain = shares(again, anew)
-    return Tried(gain.low > -0.1, gain.text(True))
+    gain = shares(*([g for task in TASKS for g in right(lab, each, task, n)] for each in (ours, theirs)))
+    return Tried(gain.low > least, gain.text(True))
+
+
+def beyond(lab: Lab) -> Tried:
+    """Keys found in texts of one and a half contexts, and how many the last rows show: as many of them, without end."""
+    row, n = (SHORT, 1) if lab.scale.quick else (BEYOND, min(lab.scale.examples or KEYS, KEYS))
+    found = []
+    for setting in (LISTED, WINDOW):
+        judge = Judge(LLM(STRANGER, dtype="bfloat16", limits=Limits(max_running=1)), setting.verbs)
+        judge.measure(row, n, lab.scale.seed, lambda done: None)
+        found.append(sum(judge.found[row][0].values))
+    chosen, window = found
+    said = f"{chosen:.0f} of {n}, {window:.0f} with a window of as many rows"
+    return Tried(chosen > window and chosen >= 0.5 * n, said)
 
 
 SYSTEM = System(
@@ -73,7 +97,6 @@ SYSTEM = System(
     control=Setting(objects={"attend": RandomTokens(FIRST, LOCAL, float(MOST), DENSE)}),
     control_is="as many rows, first and last ones among them, the others drawn at random per head",
     load=loads.lone(768, NEW),
-    missing=("prompts that choose", "texts beyond the trained length"),
     counters=(
         Counter("KV bytes read while decoding",
                 "first + k + local rows + an unrotated key of every row that is ranked + keys turned back, once",
@@ -84,8 +107,18 @@ SYSTEM = System(
     attempts=(
         Attempt("claim", f"lists of layers after stretches of code, theta={THETA} against none", "fewer are made",
                 used_again),
-        Attempt("quality", f"right answers, theta={THETA} less none", "all of it above -10 points", answers_stay),
+        Attempt("quality", f"right answers, theta={THETA} less none", "all of it above -10 points",
+                partial(answers, ours=AGAIN, theirs=ANEW)),
+        Attempt("quality", "right answers, prompts that choose in chunks of 128 less dense ones",
+                "all of it above -10 points", partial(answers, ours=CHUNKED, theirs=Setting())),
+        Attempt("control", "the same, less chunks whose rows are drawn at random", "all of it above 0",
+                partial(answers, ours=CHUNKED, theirs=DRAWN, least=0.0)),
+        Attempt("claim", f"pass keys in texts of 12,000 tokens, {STRANGER}, whose context is 8,192",
+                "half of them at least, and more than a window finds", beyond),
     ),
     timings=(Timing("time per token at 8,192 tokens (8 layers x 512, random weights)", 1.0, model="random-dense",
-                    tokens=8192),),
+                    tokens=8192),
+             Timing("seconds per prompt of 8,192 tokens that chooses in chunks of 512 (the same)", 1.0,
+                    seconds=loads.per_token, load=loads.lone(8192, 1), model="random-dense",
+                    settings={"method": LONG})),
 )  # fmt: skip
