@@ -251,7 +251,8 @@ def test_a_model_gets_the_rows_that_suit_it(questions: Path) -> None:
     wanted, long = index.suited(llm().tokenizer, 2048, questions)
     assert wanted == ["code@2k", "docs@2k", "passkey-english@1k", "passkey-english@2k", "agreement"]
     assert long == ["code@4k", "code@8k", "docs@4k", "docs@8k", "passkey-english@4k", "passkey-english@7.5k"]
-    assert index.suited(llm().tokenizer, 8192, None) == (list(index.GENERAL), [])
+    asked = list(english.FURTHER)
+    assert index.suited(llm().tokenizer, 1 << 20, None) == ([name for name in index.GENERAL if name not in asked], [])
 
 
 def test_what_examples_are_taken_from_is_told_from_another_text(
@@ -280,6 +281,14 @@ def test_a_row_beyond_the_context_is_refused_with_what_fits() -> None:
         Judge(llm(), {}).measure("code@8k", 1, 0, quiet)
     with pytest.raises(UserError, match="leave it out"):
         index.fits("code@2k", 100)
+
+
+def test_methods_that_carry_texts_beyond_the_context_are_measured_there() -> None:
+    for verbs in ({"attend": "token_select:k=40,chunk=64,positions=list"}, {"evict": "streaming:window=252"}):
+        judge = Judge(llm(), verbs)
+        (row,) = judge.measure("passkey-english@4k", 1, 0, quiet)
+        ((prompt, _),) = judge.asked["passkey-english@4k"]
+        assert row.n == 1 and len(prompt) > CONTEXT and judge.answers["passkey-english@4k"][0]
 
 
 def test_a_model_without_a_chat_template_is_told_so_or_asked_otherwise(questions: Path) -> None:
