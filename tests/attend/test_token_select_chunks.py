@@ -153,7 +153,7 @@ def test_mates_slices_preemption_and_drafts_change_nothing(positions: str, theta
 
 def test_prompts_beyond_the_context_go_on_as_lists() -> None:
     """As by the book, with no row further away than a list and a chunk are long; places in the text end with it."""
-    model = tiny.model(layers=2)
+    model = tiny.model(layers=2, context=256)
     context = model.config.max_positions
     prompt = tiny.prompts(context + 90)[0]
     placed = tiny.engine(spelled("list", chunk=32, k=40), of=model)

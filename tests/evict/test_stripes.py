@@ -72,7 +72,7 @@ def shown(narrow: Narrow, held: list[int], at: int, row: int) -> set[int]:
     return set(slots[: narrow.sinks]) | set(slots[-narrow.window :])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sinks=st.integers(0, 12), window=st.integers(1, 30), stride=st.integers(2, 4), block=st.integers(1, 40),
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=4), rows=st.integers(1, 6),

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
+from statistics import fmean
 
 from phasewise.bench.judge import Judge
-from phasewise.bench.stats import shares
+from phasewise.bench.stats import means, shares
 from phasewise.engine.limits import Limits
 from phasewise.llm import LLM
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import right
 from phasewise.reproduce.lab import Lab
-from phasewise.reproduce.play import Entry, Run
+from phasewise.reproduce.play import Entry, Run, finish
 from phasewise.reproduce.selected import RandomChunks, RandomTokens
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
-from phasewise.reproduce.workload import STRANGER, code_ids
+from phasewise.reproduce.workload import STRANGER, code_ids, examples, pocket_text
+from phasewise.request.params import Params
+from phasewise.request.request import Request
 
 K, FIRST, LOCAL, DENSE, NEW = 96, 8, 24, 1, 40
 MOST = FIRST + K + LOCAL
@@ -32,6 +35,7 @@ WINDOW = Setting({"evict": "streaming:sinks=16,window=768"})
 LONG = Setting({"attend": "token_select:k=512,chunk=512"})
 BEYOND, SHORT, KEYS = "passkey-english@12k", "passkey-english@1k", 6
 TASKS, EXAMPLES = ("recall@1k", "passkey@1k"), 60
+TOLD = 24  # answers of each task that are a part of a prompt
 STRETCH, SAID = 512, 64  # tokens of a stretch of code, and of what follows
 
 
@@ -64,11 +68,30 @@ def used_again(lab: Lab) -> Tried:
     return Tried(made < 1, f"{made:.1%} of them are made anew, {saved:.1%} fewer bytes are read")
 
 
-def answers(lab: Lab, ours: Setting, theirs: Setting, least: float = -0.1) -> Tried:
-    """Whether as many answers are right, or `least` more of them."""
+def answers(lab: Lab, ours: Setting, theirs: Setting) -> Tried:
+    """About as many right answers."""
     n = min(lab.scale.examples or EXAMPLES, 4 if lab.scale.quick else EXAMPLES)
     gain = shares(*([g for task in TASKS for g in right(lab, each, task, n)] for each in (ours, theirs)))
-    return Tried(gain.low > least, gain.text(True))
+    return Tried(gain.low > -0.1, gain.text(True))
+
+
+def told(lab: Lab, setting: Setting) -> list[float]:
+    """Log-likelihood per token of right answers that are a part of the prompt: its own rows have to look them up."""
+    text, requests, stretches = pocket_text(), list[Request](), list[range]()
+    for task in TASKS:
+        for item in examples(task, 2 if lab.scale.quick else TOLD, lab.scale.seed):
+            prompt, answer = text.chat(item.messages), text.encode(item.answer)
+            stretches.append(range(len(prompt), len(prompt) + len(answer)))
+            requests.append(Request([*prompt, *answer], Params(max_tokens=1, prompt_logprobs=1)))
+    with lab.engine(setting) as engine:
+        finish(engine, requests)
+    return [fmean(one.scores[at].logprob for at in stretch) for one, stretch in zip(requests, stretches)]
+
+
+def told_apart(lab: Lab, theirs: Setting, allowed: float) -> Tried:
+    """Whether prompts that choose tell such answers as well."""
+    gain = means(told(lab, CHUNKED), told(lab, theirs))
+    return Tried(gain.low > -allowed, f"{gain.text(False)} per token")
 
 
 def beyond(lab: Lab) -> Tried:
@@ -111,8 +134,10 @@ SYSTEM = System(
                 partial(answers, ours=AGAIN, theirs=ANEW)),
         Attempt("quality", "right answers, prompts that choose in chunks of 128 less dense ones",
                 "all of it above -10 points", partial(answers, ours=CHUNKED, theirs=Setting())),
-        Attempt("control", "the same, less chunks whose rows are drawn at random", "all of it above 0",
-                partial(answers, ours=CHUNKED, theirs=DRAWN, least=0.0)),
+        Attempt("quality", "likelihood of right answers that stand in such a prompt, less that in dense ones",
+                "all of it above -0.1 nats", partial(told_apart, theirs=Setting(), allowed=0.1)),
+        Attempt("control", "the same, less that with chunks whose rows are drawn at random", "all of it above 0",
+                partial(told_apart, theirs=DRAWN, allowed=0.0)),
         Attempt("claim", f"pass keys in texts of 12,000 tokens, {STRANGER}, whose context is 8,192",
                 "half of them at least, and more than a window finds", beyond),
     ),
