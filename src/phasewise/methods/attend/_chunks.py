@@ -2,7 +2,7 @@
 
 A chunk of a prompt is `chunk` positions, counted from the text's beginning. All of its rows read the first rows, those
 right before the chunk and, of the others before it, those of most votes, which the mean of the chunk's queries gives;
-and each reads the chunk's own rows up to itself. With `close`, a row and what it reads stand one behind the other, as
+and each reads the chunk's own rows up to itself. With `Close`, a row and what it reads stand one behind the other, as
 they do in the list: keys are turned to where they seem to be, so no distance is longer than a list.
 """
 
@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.methods.attend._select import best
+from phasewise.methods.attend._select import IN_TEXT, best
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
 from phasewise.step.choice import furthest
 from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed
 
 ENTRIES = 1 << 20  # rows of keys that are gathered at a time
 Ranked = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -28,22 +27,17 @@ Ranked = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Lists:
-    """How rows are read that were chosen."""
+class Close:
+    """A `Reader` of rows that stand one behind the other."""
 
     model: Model
-    close: bool
 
     def listed(self, reads: Sequence[Read], slots: Sequence[Tensor]) -> list[Tensor]:
         """Single rows, over int32 [h, 1, S] each, increasing, with themselves at the end. -> [1, hq, D] each"""
-        if not self.close:
-            return attend_listed(reads, slots)
         return [self._near(read, of_rows.long(), None) for read, of_rows in zip(reads, slots)]
 
     def masked(self, read: Read, select: Tensor) -> Tensor:
         """Any rows, over bool [1 | h, R, N] of what they see. -> [R, hq, D]"""
-        if not self.close:
-            return read.attend(select)
         heads, mask = read.part.size[0], read.mask()
         mask = (select if mask is None else mask & select).expand(heads, -1, -1)
         at = read.part.positions[:, None].expand_as(mask)
@@ -53,8 +47,6 @@ class Lists:
 
     def moved(self, layer: int, keys: Tensor, slots: Tensor, end: int) -> Tensor:
         """Keys [h, m, D] of slots [m] that are positions, as if they were those right before `end`."""
-        if not self.close:
-            return keys
         seems = end - len(slots) + torch.arange(len(slots), device=slots.device)
         return self.model.rotate(layer, keys, seems - slots)
 
@@ -105,10 +97,10 @@ class Chunks:
     start .. stop - 1, [h, stop - start, D]; `dense` layers choose nothing: there the last rows count most."""
 
     def __init__(
-        self, sizes: Sizes, lists: Lists, turned: Callable[[Read], Tensor],
+        self, sizes: Sizes, close: Close | None, turned: Callable[[Read], Tensor],
         stand: Callable[[Read, int, int], Tensor], ranked: Ranked, dense: int,
     ) -> None:  # fmt: skip
-        self.sizes, self.lists, self.dense = sizes, lists, dense
+        self.sizes, self.close, self.dense, self.reader = sizes, close, dense, close or IN_TEXT
         self.turned, self.stand, self.ranked = turned, stand, ranked
 
     def acts(self, end: int) -> bool:
@@ -123,14 +115,14 @@ class Chunks:
     def __call__(self, read: Read) -> Tensor | None:
         """[R, hq, D]; None: the rows read everything."""
         late = read.layer < self.dense
-        if not self.acts(furthest(read.span) + 1) or (late and not self.lists.close):
+        if not self.acts(furthest(read.span) + 1) or (late and self.close is None):
             return None
         spec = read.step.model.config.attention[read.layer]
         part, span = read.part, read.span
         alone = part.plain and not part.n and part.ids is None and read.rows is None and read.view is None
         if alone and span.sees is None and span.block == 1 and spec.softcap is None and spec.window is None:
             return self._in_order(read, late)
-        return self.lists.masked(read, self._select(read, late))
+        return self.reader.masked(read, self._select(read, late))
 
     def _in_order(self, read: Read, late: bool) -> Tensor:
         """A whole prompt, whose rows see all before them."""
@@ -152,7 +144,8 @@ class Chunks:
                 read.count_keys(heads * (end - sizes.first))
                 chosen = votes.sort(descending=True, stable=True).indices[: sizes.k].sort().values + sizes.first
             far, near = torch.cat((every[: sizes.first], chosen)), slice(end, start + sizes.chunk)
-            keys = torch.cat((self.lists.moved(read.layer, k[:, far], far, end), k[:, near]), 1)
+            moved = k[:, far] if self.close is None else self.close.moved(read.layer, k[:, far], far, end)
+            keys = torch.cat((moved, k[:, near]), 1)
             read.count(keys.shape[1])
             out[rows] = ops.causal(read.q[rows], keys, torch.cat((v[:, far], v[:, near]), 1), scale)
         return out

@@ -16,9 +16,9 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
-from phasewise.methods.attend._chunks import Chunks, Lists, Sizes
+from phasewise.methods.attend._chunks import Chunks, Close, Sizes
 from phasewise.methods.attend._reuse import Reuse
-from phasewise.methods.attend._select import Sorted, best, elect, grouped, tally
+from phasewise.methods.attend._select import IN_TEXT, Sorted, best, elect, grouped, tally
 from phasewise.model.model import Model
 from phasewise.ops.native.choice import SHARE, Candidates
 from phasewise.request.counters import Counters
@@ -103,7 +103,8 @@ class _TokenSelect:
 
     def __init__(self, knobs: TokenSelect, model: Model, counters: Counters) -> None:
         self.knobs, self.most, self.model = knobs, knobs.first + knobs.k + knobs.local, model
-        self.counters, self.lists = counters, Lists(model, knobs.positions == "list")
+        self.counters, self.close = counters, Close(model) if knobs.positions == "list" else None
+        self.reader = self.close or IN_TEXT
         self.choice = VectorChoice(
             (self.name, 0), self._candidates, self.most + 1, lambda rows: rows, knobs.dense_layers, scaled=False,
             make=self._make, turned=Turning(model, knobs.local), told=self._told,
@@ -130,7 +131,7 @@ class _TokenSelect:
             for read in {id(read.span): read for read in reads if read.part.size[1] > self.most}.values():
                 read.step.count("choices", read.q.shape[0])
         rows = self.knobs.first, self.knobs.local, self.most
-        return elect(reads, self, rows, self.knobs.dense_layers, self.lists)
+        return elect(reads, self, rows, self.knobs.dense_layers, self.reader)
 
     # ---- how rows are ranked
     def width(self, dim: int) -> int:
@@ -170,7 +171,7 @@ class _Again:
         knobs = made.knobs
         self.made, self.looks, self.beside = made, made.looks, made.beside
         rows = knobs.first, knobs.local, made.most
-        self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers, made.lists)
+        self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers, made.reader)
         self.stayed = self.reuse.stayed
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
@@ -192,8 +193,8 @@ class _Chunked:
         knobs = made.knobs
         self.made, self.tokens, self.beside = made, tokens, made.beside
         sizes = Sizes(knobs.first, knobs.k, knobs.local, knobs.chunk)
-        self.chunks = Chunks(sizes, made.lists, made.turned, made.stand, made.ranked, knobs.dense_layers)
-        self.choice = None if made.lists.close else getattr(tokens, "choice", None)
+        self.chunks = Chunks(sizes, made.close, made.turned, made.stand, made.ranked, knobs.dense_layers)
+        self.choice = None if made.close else getattr(tokens, "choice", None)
 
     def looks(self, span: Span) -> bool:
         return self.chunks.acts(span.request.prompt_len) if self._prompts(span) else self.tokens.looks(span)
@@ -208,10 +209,10 @@ class _Chunked:
     def reach(self, context: int) -> int:
         """Rows seem no further apart than a list and a chunk are long."""
         sizes = self.chunks.sizes
-        return ENDLESS if self.made.lists.close and sizes.before + sizes.chunk <= context else context
+        return ENDLESS if self.made.close and sizes.before + sizes.chunk <= context else context
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        late = self.made.lists.close and reads[0].layer < self.made.knobs.dense_layers
+        late = self.made.close is not None and reads[0].layer < self.made.knobs.dense_layers
         prompts = {i: read for i, read in enumerate(reads) if self._prompts(read.span)}
         others = {i: read for i, read in enumerate(reads) if i not in prompts}
         out = {i: self.chunks(read) for i, read in prompts.items()}
@@ -232,7 +233,7 @@ class _Chunked:
         rows = Sorted.of(read, first, self.made.knobs.local)
         votes = read.part.positions.float()[:, None].expand(-1, len(read.q), -1)
         left = most - rows.must.sum(-1, keepdim=True)
-        return self.made.lists.masked(read, rows.must | best(votes, rows.rivals, left))
+        return self.made.reader.masked(read, rows.must | best(votes, rows.rivals, left))
 
     @staticmethod
     def _prompts(span: Span) -> bool:
