@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ OWN = next((target for target, kernels in _KERNELS.items() if kernels.suits()), 
 # the cases of a test; those of other sets than the machine's own are left to `make test-rest`
 EACH = [target if target == OWN else pytest.param(target, marks=pytest.mark.thorough) for target in HERE]
 NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
+
+
+def first(count: int, cases: Sequence[Any]) -> list[Any]:
+    """The cases of a test with so many of them; those after the first `count` are left to `make test-rest`."""
+    return [*cases[:count], *(pytest.param(case, marks=pytest.mark.thorough) for case in cases[count:])]
 
 
 @cache

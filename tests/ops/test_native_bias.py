@@ -16,7 +16,7 @@ from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors
 from tests.ops import test_native_sealed as packed
-from tests.ops.targets import EACH, HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, first, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -83,7 +83,7 @@ def without(few: Few) -> Few:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", first(3, SHAPES))
 @NATIVE
 def test_few_rows_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kind: torch.dtype) -> None:
     """Single rows, several and trees, from one slot to more than a part, beside a span without it; and capped."""
@@ -107,7 +107,7 @@ def test_few_rows_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", first(3, SHAPES))
 @NATIVE
 def test_slices_of_prompts_equal_the_twin(shape: tuple[int, int, int], rounded: bool, kind: torch.dtype) -> None:
     torch.manual_seed(0)

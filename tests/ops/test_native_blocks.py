@@ -14,7 +14,7 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
-from tests.ops.targets import EACH, HERE, NATIVE, running
+from tests.ops.targets import EACH, HERE, NATIVE, first, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(4, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -65,7 +65,7 @@ def slice_of(few: Few, block: int, window: int | None = None) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", first(2, SHAPES))
 @NATIVE
 def test_blocks_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype, window: int | None) -> None:
     """Whole blocks and an incomplete last one; a block that holds all is full attention. By both kernels."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from phasewise.verbs.host import ENDLESS
 from tests.serve.running import Server
 from tests.serve.tiny_chat import CONTEXT
 
@@ -44,6 +45,14 @@ def test_prompts_run_over_the_context(endless: Server) -> None:
         )  # fmt: skip
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2 * CONTEXT, 8)
+
+
+def test_clients_learn_how_far_each_recipe_goes(endless: Server) -> None:
+    with endless.client() as client:
+        told = {card.id: card.model_extra["max_model_len"] for card in client.models.list() if card.model_extra}
+    assert told == {"tiny": ENDLESS, "tiny@dense": CONTEXT}
+    for name, most in told.items():
+        assert endless.post("/tokenize", {"model": name, "prompt": "the quick"}).json()["max_model_len"] == most
 
 
 def test_recipes_that_carry_no_such_text_refuse_it(endless: Server) -> None:

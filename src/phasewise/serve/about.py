@@ -97,14 +97,14 @@ class About:
     async def tokenize(self, request: Request) -> Response:
         """A prompt's token ids, as the same prompt would be read by the other endpoints."""
         ask = await self._service.read(TokenizeAsk, request)
-        self._service.recipe(ask.model)
+        recipe = self._service.recipe(ask.model)
         try:
             ids = await asyncio.to_thread(self._encode, ask)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         known = self._llm.tokenizer.token
         return json_response({
-            "count": len(ids), "max_model_len": self._llm.model.config.max_positions, "tokens": ids,
+            "count": len(ids), "max_model_len": self._llm.engine.reach(recipe), "tokens": ids,
             "token_strs": [known(i) for i in ids] if ask.return_token_strs else None,
         })  # fmt: skip
 

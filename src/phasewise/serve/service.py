@@ -329,9 +329,9 @@ class Service:
             raise ApiError(400, f"{param}: token id {bad} is outside the vocabulary of {vocab}", param, "invalid_value")
 
     def _card(self, name: str) -> dict[str, Any]:
-        context = self.llm.model.config.max_positions
+        reach = self.llm.engine.reach(self.names[name])
         return {"id": name, "object": "model", "created": self.created, "owned_by": "phasewise",
-                "max_model_len": context}  # fmt: skip
+                "max_model_len": reach}  # fmt: skip
 
     async def _worker(self, size: int, work: Callable[[], T]) -> T:
         return work() if size < INLINE else await asyncio.to_thread(work)
