@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -40,7 +39,7 @@ class ContiguousView:
         self._line: tuple[Narrow, int] | None = None
         self._narrow: tuple[Narrow, Unequal] | None = None
         self._places: array[int] | None = None
-        self._positions: list[Any] | None = None  # of slabs, as numpy has them, which writes one faster
+        self._positions: list[list[memoryview]] | None = None  # of slabs, by head: these write one fastest
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
@@ -138,9 +137,10 @@ class ContiguousView:
         """Rows of these positions that were written behind them are committed, in all layers."""
         self.n += len(positions)
         if self._positions is None:
-            self._positions = [None if slab.positions is None else slab.positions.numpy() for slab in self._slabs]
+            said = (() if slab.positions is None else slab.positions.numpy() for slab in self._slabs)
+            self._positions = [[memoryview(row) for row in rows] for rows in said]
         for slab, known in zip(self._slabs, self._positions):
-            if known is not None:
+            for row in known:
                 for slot, position in enumerate(positions, slab.n):
-                    known[:, slot] = position
+                    row[slot] = position
             slab.n += len(positions)

@@ -327,9 +327,9 @@ class LayerKV:
         kept = old.expand(wide, -1).gather(1, index.expand(wide, -1))
         cap, most = min(rounded(count + room), s.buffer.cap), max(wide, min(self.wide, heads))
         new = Buffer(self.codec, self.shape, heads, cap, self.ledger).placed(most)
-        at = torch.arange(heads, device=self.shape.device)[:, None]
         for a, b in zip(new.planes, s.buffer.planes):
-            a[:, :count] = b[at, index.expand(heads, -1)]
+            for to, of, slots in zip(a, b, index.expand(heads, -1)):  # a head's rows lie together, and move whole
+                torch.index_select(of, 0, slots, out=to[:count])
         s.buffer.drop()
         s.buffer, s.n, s.said = new, count, wide
         new.positions[:wide, :count] = kept
@@ -347,10 +347,8 @@ class LayerKV:
             new = Buffer(self.codec, self.shape, (wide := len(heads)), cap, self.ledger).placed(wide)
             for i, head in enumerate(heads):
                 s, j = old[head]
-                for a, b in zip(new.planes, s.buffer.planes):
-                    a[i, :count] = b[j, rows[head]]
-                known = self.positions(s)
-                new.positions[i, :count] = known[min(j, known.shape[0] - 1), rows[head]]
+                for a, b in zip((*new.planes, new.positions), (*s.buffer.planes, self.positions(s))):
+                    torch.index_select(b[min(j, len(b) - 1)], 0, rows[head], out=a[i, :count])
             whole = len(heads) == self.shape.heads
             slabs.append(Slab(new, count, None if whole else torch.tensor(heads, device=self.shape.device), wide))
             moved += count * len(heads) * entry_bytes(self.codec, self.shape)

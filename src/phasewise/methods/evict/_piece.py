@@ -109,14 +109,17 @@ class Piece:
 
     def _views(self) -> dict[int, State]:
         if self._planes:
-            self.states = [_first(plane, self.n, begins) for plane, begins in zip(self._planes, self._begins)]
+            self.states = self._lines()
         else:
             self.states = self.scores[:, :, : self.n].unbind()
         return dict(enumerate(self.states))
 
-
-def _first(plane: State, n: int, begins: Sequence[int]) -> State:
-    """What is there of a layer's first `n` slots."""
-    if isinstance(plane, Tensor):
-        return plane[:, : n - begins[0]]
-    return [line[: n - begin] for line, begin in zip(plane, begins)]
+    def _lines(self) -> list[State]:
+        """The same where heads have unequally many slots: one call cuts all lines."""
+        kept, ends = len(self._begins[0]), [self.n - begin for layer in self._begins for begin in layer]
+        sizes = [size for end, room in zip(ends, self.room.rooms) for size in (end, room - end)]
+        cut = self.scores.split_with_sizes(sizes)[::2]
+        return [
+            plane[:, : ends[at]] if isinstance(plane, Tensor) else list(cut[at : at + kept])
+            for plane, at in zip(self._planes, range(0, len(cut), kept))
+        ]
