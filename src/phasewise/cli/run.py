@@ -106,7 +106,7 @@ class Conversation:
 
     def _forget(self) -> None:
         """Drop the oldest turns until an answer has room in the context."""
-        context = self.llm.model.config.max_positions
+        context = min(self.llm.model.config.max_positions, self.llm.engine.reach(""))
         answer = min(self.params.max_tokens, context // 4)
         while len(self.messages) > 2 and len(self.llm.encode_chat(self.messages)) + answer > context:
             del self.messages[:2]
