@@ -232,14 +232,19 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=25, deadline=
 
 
 def test_heads_of_equal_length_share_a_slab() -> None:
-    ledger = Ledger(1 << 30)
-    layer = LayerKV(KVShape(HEADS, DIM, torch.float32), Raw(), ledger, 64)
-    layer.append(*tensors([Row(i, float(i)) for i in range(10)]), range(10))
+    """And each of them has the rows listed for it, not those of another head of the slab."""
+    ledger, rows = Ledger(1 << 30), [Row(i, float(i)) for i in range(10)]
+    layer, plain = LayerKV(KVShape(HEADS, DIM, torch.float32), Raw(), ledger, 64), PlainLayer()
+    layer.append(*tensors(rows), range(10))
     layer.commit(10)
     layer.keep([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])])
     assert [s.heads.tolist() for s in layer.slabs if s.heads is not None] == [[0, 2], [1]]
+    plain.heads = [[rows[1], rows[2]], [rows[3]], [rows[4], rows[5]]]
+    assert_same(layer, plain)
     layer.keep([torch.tensor([0]), torch.tensor([0]), torch.tensor([1])])
     assert len(layer.slabs) == 1 and layer.slabs[0].heads is None, "equal again: one slab, one read"
+    plain.heads = [[rows[1]], [rows[3]], [rows[5]]]
+    assert_same(layer, plain)
 
 
 def test_rows_past_the_reserve_do_not_fit() -> None:
