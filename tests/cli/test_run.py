@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from phasewise.cli.run import Conversation
 from phasewise.llm import LLM
 from phasewise.request.params import Params
 from tests.cli.conftest import Cli
@@ -77,6 +78,21 @@ def test_a_long_conversation_forgets_its_oldest_turns(cli: Cli, stdin: Any) -> N
     said = cli("run", "--chat", "--max-tokens", 2, *MODEL)
     assert said.code == 0 and said.out.count("\n") >= 8
     assert "forgotten" in said.err
+
+
+def test_it_forgets_where_a_method_reaches_less_than_the_context() -> None:
+    """Augmentation keeps sixteen of the model's 2,048 positions for itself: a text that these would take goes."""
+    llm = LLM("pocket", decode="augment")
+    talk = Conversation(llm, Params(max_tokens=1))
+    hello, length = {"role": "user", "content": "hello"}, 0
+    words = "one " * (llm.model.config.max_positions - 100)
+    while length < llm.engine.reach(""):
+        words += "one "
+        talk.messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "1"}]
+        length = len(llm.encode_chat([*talk.messages, hello]))
+    assert length + 1 <= llm.model.config.max_positions
+    talk.say("hello")
+    assert talk.messages[0] == hello and len(talk.messages) == 2
 
 
 def test_ctrl_c_stops_an_answer_and_leaves_no_request(monkeypatch: pytest.MonkeyPatch, cli: Cli, stdin: Any) -> None:
