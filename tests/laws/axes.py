@@ -88,6 +88,7 @@ REFUSED: dict[frozenset[str], str] = {
 
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 Test = TypeVar("Test", bound=Callable[..., Any])
+T, U = TypeVar("T"), TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,12 @@ def singles(law: int, laws: int, full: bool, wanted: Callable[[str, str], bool])
             mine = [every[(i + law * turns + j) % len(every)] for j in range(turns)]
         found += [(verb, name, schedule) for schedule in dict.fromkeys(mine) if wanted(verb, name)]
     return found
+
+
+def turns(ones: Sequence[T], others: Sequence[U], full: bool, each: int = 1) -> list[tuple[T, U]]:
+    """Each of the first with so many of the second, others in turn; in full, with all of them."""
+    n = len(others) if full else each
+    return [(one, others[(i * n + j) % len(others)]) for i, one in enumerate(ones) for j in range(n)]
 
 
 # ---- cases of a test

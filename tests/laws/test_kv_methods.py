@@ -1,4 +1,7 @@
-"""The laws over the KV-side methods at knobs that bite, alone and composed: a request's tokens are its own."""
+"""The laws over the KV-side methods at knobs that bite, alone and composed: a request's tokens are its own.
+
+Schedulers and moments of preemption in turn; with `--all-pairs`, each method with all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import double, tiny
 from tests.kv.harness import drafting
-from tests.laws.axes import schedulers
+from tests.laws import axes
 
 QUEST = {"attend": "quest:page=4,budget=16,dense_layers=1"}
 STREAMING = {"evict": "streaming:sinks=3,window=23"}
@@ -116,18 +119,26 @@ def test_the_knobs_bite(name: str) -> None:
         assert alone(name) != dense
 
 
-@EVERY
-@pytest.mark.parametrize("schedule", ["sarathi:budget=3", *schedulers()])
-def test_chunks_and_batch_mates(name: str, schedule: str) -> None:
+def scheduled(full: bool) -> list[tuple[str, str]]:
+    return axes.turns([*METHODS], ["sarathi:budget=3", *axes.schedulers()], full, each=2)
+
+
+@axes.over(scheduled, "-".join)
+def test_chunks_and_batch_mates(case: tuple[str, str]) -> None:
+    name, schedule = case
     for sampled in (False, True):
         placed = tiny.engine(METHODS[name] | {"schedule": schedule}, prefix_cache=False)
         agree(name, tiny.run(placed, PROMPTS, SAMPLED if sampled else tiny.greedy(N)), sampled)
 
 
-@EVERY
-@pytest.mark.parametrize("moments", [(1,), (9, 14), (22,)])
-def test_preemption(name: str, moments: tuple[int, ...]) -> None:
+def interrupted(full: bool) -> list[tuple[str, tuple[int, ...]]]:
+    return axes.turns([*METHODS], [(1,), (9, 14), (22,)], full)
+
+
+@axes.over(interrupted, lambda case: f"{case[0]}-{case[1]}")
+def test_preemption(case: tuple[str, tuple[int, ...]]) -> None:
     """Freed at some step, its prompt is computed again and its tokens replayed as one span."""
+    name, moments = case
     placed = tiny.engine(METHODS[name], prefix_cache=False)
     assert isinstance(placed, Engine)
     requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS]

@@ -282,3 +282,11 @@ def test_every_method_and_every_law_meet_every_scheduler() -> None:
         assert {(law, schedule) for law, _, _, schedule in cases} == {(i, s) for i in range(laws) for s in schedulers}
         others = {(verb, name, schedule) for _, verb, name, schedule in cases if verb != "schedule"}
         assert len(others) == len(schedulers) * sum(verb != "schedule" for verb, _ in EVERY)
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_in_turn_all_of_the_others_are_met(each: int) -> None:
+    others = "abcde"
+    some, every = axes.turns(range(7), others, False, each), axes.turns(range(7), others, True, each)
+    assert {other for _, other in some} == set(others) and len(set(some)) == len(some) == 7 * each
+    assert set(every) == {(one, other) for one in range(7) for other in others} and len(every) == 35

@@ -16,6 +16,7 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Phase
 from tests import tiny
 from tests.engine.engines import Faulty, step_all
+from tests.laws import axes
 from tests.laws.mixed import MATES, PARAMS, PROMPTS, N, alone, build, requests_of, serve
 from tests.laws.settings import discovered, options
 
@@ -25,19 +26,27 @@ SCHEDULES = ("sarathi:budget=24", "prefill_first", "layered:rows_per_group=16")
 
 
 # ---- law 4: mixed batches change no one's tokens
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("verb", "name"), EVERY, ids=IDS)
-def test_a_request_has_the_tokens_it_has_alone(verb: str, name: str, schedule: str) -> None:
+Case = tuple[tuple[str, str], str]  # verb and name, scheduler
+
+
+def named(case: Case) -> str:
+    (verb, name), schedule = case
+    return f"{verb}.{name} {schedule.partition(':')[0]}"
+
+
+@axes.over(lambda full: axes.turns(EVERY, SCHEDULES, full), named)
+def test_a_request_has_the_tokens_it_has_alone(case: Case) -> None:
     """Greedy and sampled requests of each recipe, all in the same steps; alone each has the default schedule."""
+    (verb, name), schedule = case
     recipes = {"mine": options(verb, name), **MATES}
     requests = [r for params in PARAMS.values() for r in requests_of(["mine", "", "fast", "long", "mine"], params)]
     assert serve(build(recipes, {"schedule": schedule}), requests) == alone(requests, recipes, {})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[:2])
-@pytest.mark.parametrize(("verb", "name"), EVERY, ids=IDS)
-def test_tight_memory_changes_nothing(verb: str, name: str, schedule: str) -> None:
+@axes.over(lambda full: axes.turns(EVERY, SCHEDULES[:2], full), named)
+def test_tight_memory_changes_nothing(case: Case) -> None:
     """Law 13, across recipes: whoever must make way, and however often, goes on with the tokens it has alone."""
+    (verb, name), schedule = case
     recipes = {"mine": options(verb, name), **MATES}
     verbs = {"schedule": schedule}
     requests = requests_of(["mine", "", "long", "fast", "mine"], PARAMS["greedy"])

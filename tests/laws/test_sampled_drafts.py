@@ -102,11 +102,11 @@ def lasting(whole: bool) -> list[Pair]:
 
 
 def scheduled(whole: bool) -> list[tuple[str, str, str]]:
-    """All pairs under all schedulers; or every drafter under every scheduler, verifiers in turn."""
+    """All pairs under all schedulers; or every drafter under two of them, schedulers and verifiers in turn."""
     if whole:
         return [(*pair, schedule) for pair in PAIRS for schedule in SCHEDULES]
-    turns = [(draft, schedule) for draft in DRAFTS for schedule in SCHEDULES]
-    found = [(draft, HARDEST[i % len(HARDEST)], schedule) for i, (draft, schedule) in enumerate(turns)]
+    met = axes.turns([*DRAFTS], SCHEDULES, whole, each=len(HARDEST))
+    found = [(draft, HARDEST[i % len(HARDEST)], schedule) for i, (draft, schedule) in enumerate(met)]
     found += [("draft_model", verify, SCHEDULES[0]) for verify in VERIFIERS if verify not in HARDEST]
     return [case for case in found if case[:2] not in REFUSED]
 
