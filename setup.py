@@ -40,9 +40,9 @@ def library(name: str, target: list[str]) -> Extension:
     )
 
 
-class PlainNames(build_ext):
-    """Names libraries without Python's ABI: `_avx2.so`. Each takes a minute of one core: as many are built at once as
-    there are cores."""
+class Kernels(build_ext):
+    """Names libraries without Python's ABI, `_avx2.so`, and builds as many at once as there are cores: each takes one
+    of them for about a minute."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
@@ -55,7 +55,7 @@ class PlainNames(build_ext):
         """With object files of its own: all libraries have the same sources."""
         one = copy.copy(self)
         one.extensions, one.build_temp = [library], str(Path(self.build_temp, library.name))
-        super(PlainNames, one).build_extensions()
+        super(Kernels, one).build_extensions()
 
 
 class AnyPython(bdist_wheel):
@@ -69,5 +69,5 @@ targets = TARGETS.get(platform.machine().lower(), {}) if platform.system() != "W
 if __name__ == "__main__":  # scripts/build_wheel.py and tests read what is above
     setup(
         ext_modules=[library(name, flags) for name, flags in targets.items()],
-        cmdclass={"build_ext": PlainNames, "bdist_wheel": AnyPython},
+        cmdclass={"build_ext": Kernels, "bdist_wheel": AnyPython},
     )

@@ -25,7 +25,6 @@ IDS = [f"{verb}.{name}" for verb, name in EVERY]
 SCHEDULES = ("sarathi:budget=24", "prefill_first", "layered:rows_per_group=16")
 
 
-# ---- law 4: mixed batches change no one's tokens
 Case = tuple[tuple[str, str], str]  # verb and name, scheduler
 
 
@@ -34,6 +33,7 @@ def named(case: Case) -> str:
     return f"{verb}.{name} {schedule.partition(':')[0]}"
 
 
+# ---- law 4: mixed batches change no one's tokens
 @axes.over(lambda full: axes.turns(EVERY, SCHEDULES, full), named)
 def test_a_request_has_the_tokens_it_has_alone(case: Case) -> None:
     """Greedy and sampled requests of each recipe, all in the same steps; alone each has the default schedule."""

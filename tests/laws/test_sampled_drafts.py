@@ -105,7 +105,7 @@ def scheduled(whole: bool) -> list[tuple[str, str, str]]:
     """All pairs under all schedulers; or every drafter under two of them, schedulers and verifiers in turn."""
     if whole:
         return [(*pair, schedule) for pair in PAIRS for schedule in SCHEDULES]
-    met = axes.turns([*DRAFTS], SCHEDULES, whole, each=len(HARDEST))
+    met = axes.turns([*DRAFTS], SCHEDULES, False, each=len(HARDEST))
     found = [(draft, HARDEST[i % len(HARDEST)], schedule) for i, (draft, schedule) in enumerate(met)]
     found += [("draft_model", verify, SCHEDULES[0]) for verify in VERIFIERS if verify not in HARDEST]
     return [case for case in found if case[:2] not in REFUSED]
