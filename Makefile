@@ -45,7 +45,7 @@ lint: $(VENV)/.dev ## Check style and format with ruff
 types: $(VENV)/.dev ## Check types with mypy --strict
 	@$(BIN)/mypy
 
-lines: ## Count lines per file, the change against main, and the budgets of folders
+lines: ## Count lines per file and folder, and the change against main
 	@$(PYTHON) scripts/lines.py
 
 rooms: ## Check which room imports which, and draw it into docs/architecture.md

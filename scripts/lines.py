@@ -1,9 +1,8 @@
-"""Lines of Python per file, the change against main (on main: against the commit before), and the budgets of folders.
+"""Lines of Python per file and folder, and the change against main (on main: against the commit before).
 
     python scripts/lines.py [REF]
 
-Exits with 1 if a folder is over its budget: what grew has to move, or to go; a budget is raised only with a reason in
-the commit that raises it. Needs nothing but Python and, for the change, git.
+It reports and limits nothing. Needs nothing but Python and, for the change, git.
 """
 
 from __future__ import annotations
@@ -13,17 +12,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = "src/phasewise/"
-BUDGETS = {  # folders that share a budget ("" = the files at the root of the package; folders below count): its lines
-    ("", "verbs", "engine", "step", "request"): 7020,
-    ("speculation",): 1210,
-    ("kv",): 4050,
-    ("cluster",): 4000,
-    ("serve",): 7370,
-    ("ops",): 2150,
-    ("plan",): 3750,
-}
-LONGEST = 400  # lines of a file of src/: one that is longer has two subjects
 
 
 def git(*command: str) -> str | None:
@@ -57,34 +45,8 @@ def reference() -> str:
     return "HEAD~1" if base is None or head is None or base == head else base.strip()
 
 
-def belongs(name: str, folders: tuple[str, ...]) -> bool:
-    """Whether a file counts towards the budget of these folders."""
-    if not name.startswith(SOURCE):
-        return False
-    first, _, rest = name.removeprefix(SOURCE).partition("/")
-    return (first if rest else "") in folders
-
-
-def budgets(new: dict[str, int], old: dict[str, int] | None) -> list[str]:
-    """One line per budget: how much of it is used, and the change."""
-    lines = []
-    for folders, budget in BUDGETS.items():
-        used, was = (sum(n for f, n in files.items() if belongs(f, folders)) for files in (new, old or {}))
-        change = f", {used - was:+}" if old is not None and used != was else ""
-        over = f", {used - budget} too many" if used > budget else ""
-        lines.append(f"{' + '.join(folder or 'root' for folder in folders)}: {used} of {budget} lines{change}{over}")
-    return lines
-
-
-def excess(new: dict[str, int]) -> list[str]:
-    """What is too large: budgets and files."""
-    found = [line for line in budgets(new, None) if line.endswith("too many")]
-    files = {name: n for name, n in new.items() if name.startswith(SOURCE) and n > LONGEST}
-    return found + [f"{name}: {n} lines, at most {LONGEST}" for name, n in files.items()]
-
-
 def report(new: dict[str, int], old: dict[str, int] | None) -> list[str]:
-    """One line per file with its change, folders and their sums, and the budgets."""
+    """One line per file with its change, and the sums of folders."""
     names = sorted({*new, *(old or {})}, key=lambda name: (str(Path(name).parent), name))
     lines: list[str] = []
     folder = ""
@@ -96,7 +58,7 @@ def report(new: dict[str, int], old: dict[str, int] | None) -> list[str]:
             lines.append(_row(f"{folder}/", inside, new, old))
         lines.append("  " + _row(Path(name).name, [name], new, old, 40))
     lines.append(_row("all", names, new, old))
-    return lines + budgets(new, old)
+    return lines
 
 
 def _row(label: str, names: list[str], new: dict[str, int], old: dict[str, int] | None, width: int = 42) -> str:
@@ -110,10 +72,7 @@ def main(argv: list[str]) -> int:
     new, old = now(), before(ref)
     print("\n".join(report(new, old)))
     print(f"changes are against {ref[:12]}" if old is not None else f"no commit {ref[:12]} to compare with")
-    wrong = excess(new)
-    if wrong:
-        print("error: too large: " + "; ".join(wrong), file=sys.stderr)
-    return int(bool(wrong))
+    return 0
 
 
 if __name__ == "__main__":
