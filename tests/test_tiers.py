@@ -162,4 +162,4 @@ def test_make_runs_the_tiers_and_continuous_integration_both_of_them() -> None:
     assert "--tier quick" in quick and "--tier rest" in rest
     assert "--tier" not in everything and "--all-pairs tests/laws" in pairs and "--tier" not in pairs
     steps = re.search(r"^for step in (.*); do$", (ROOT / ".ci" / "run").read_text(), re.M)
-    assert steps is not None and steps[1].split() == ["lint", "types", "lines", "rooms", "test", "test-rest"]
+    assert steps is not None and steps[1].split() == ["lint", "types", "rooms", "test", "test-rest"]
