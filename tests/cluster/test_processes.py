@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 import pytest
 
@@ -35,18 +34,22 @@ from tests.cluster.processes import (
     stop,
     until,
 )
+from tests.seeds import draw
 
 PROMPTS = tiny.prompts(700, 40, 400, 5, 600, 200)
 MIXED = [Params(80, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3, 0.0))]
 CHUNKS, LAYERS = "sarathi:budget=16", "layered"
-KINDS = list(product((CHUNKS, LAYERS), ("pull", "push")))
+QUICK = CHUNKS, "push"
+DRAWN = draw(__name__).choice([(CHUNKS, "pull"), (LAYERS, "pull"), (LAYERS, "push")])  # another one every day
 A_WHILE = 400  # steps of the router, 5 ms each if nothing happens
 LATE = 20  # in which what was said before the moment is heard
 
-chunks_only = pytest.mark.parametrize("placed", KINDS[:2], indirect=True, ids="-".join)
+each_kind = pytest.mark.parametrize(
+    "placed", [QUICK, pytest.param(DRAWN, marks=pytest.mark.thorough)], indirect=True, ids="-".join
+)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+@pytest.fixture(scope="module", params=[QUICK], ids="-".join)
 def placed(request: pytest.FixtureRequest) -> Iterator[Router]:
     """One worker for each side; no test may leave anything behind."""
     schedule, transfer = request.param
@@ -112,17 +115,16 @@ def catch_decoding(placed: Router, process: int) -> None:
 class Moment:
     """Once it is `near`, the worker that could end it is `held`, until it is `now`."""
 
-    name: str
     held: str
     near: Callable[[Router, int], bool]
     now: Callable[[Router], bool]
 
 
-MOMENTS = [
-    Moment("prefill", "prefill", lambda placed, before: rows(placed) > before, computing),
-    Moment("hand-off", "decode", lambda placed, before: True, moving),
-    Moment("decode", "decode", lambda placed, before: decoding(placed), decoding),
-]
+MOMENTS = {
+    "prefill": Moment("prefill", lambda placed, before: rows(placed) > before, computing),
+    "hand-off": Moment("decode", lambda placed, before: True, moving),
+    "decode": Moment("decode", lambda placed, before: decoding(placed), decoding),
+}
 
 
 @contextmanager
@@ -148,14 +150,16 @@ def caught(placed: Router, moment: Moment, rows_before: int) -> Iterator[bool]:
 
 
 # ---- killed
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
-def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
+@each_kind
+@pytest.mark.parametrize(
+    ("moment", "role"), [("prefill", "prefill"), ("hand-off", "prefill"), ("hand-off", "decode"), ("decode", "decode")]
+)
+def test_killed_at_work(placed: Router, moment: str, role: str) -> None:
     now = False
     while not now:
         before, rows_before = placed.counters, rows(placed)
         orders = start(placed, PROMPTS, MIXED)
-        with caught(placed, moment, rows_before) as now:
+        with caught(placed, MOMENTS[moment], rows_before) as now:
             if now:
                 again = lost_with(placed, handle(placed, role))
                 spoken_of = sum(request.known - 1 for request in again if request.n_out)
@@ -165,17 +169,16 @@ def test_killed_at_work(placed: Router, moment: Moment, role: str) -> None:
         done = finish(placed, orders, before)
         assert outs(orders) == wanted()
     assert (done.workers_lost, done.restarts) == (1, len(again))
-    if role == moment.name:
+    if role == moment:
         assert again
-    if role == moment.name == "decode":
+    if role == moment == "decode":
         assert 0 < spoken_of <= done.recomputed <= spoken_of + on_the_way
 
 
-@chunks_only
 def test_killed_again_and_again(placed: Router) -> None:
     before, orders = placed.counters, start(placed, PROMPTS, MIXED)
-    for i in range(6):
-        until(placed, lambda goal=50 * i: placed.supervisor.ready and spoken(orders) > goal)
+    for i in range(4):
+        until(placed, lambda goal=70 * i: placed.supervisor.ready and spoken(orders) > goal)
         oldest = processes(placed)[0]  # prefill and decode by turns
         if i == 1:  # at least this one has tokens that somebody must compute again
             catch_decoding(placed, oldest)
@@ -183,13 +186,11 @@ def test_killed_again_and_again(placed: Router) -> None:
         until(placed, lambda lost=i + 1: (placed.counters - before).workers_lost == lost)  # or the dead are killed
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
-    assert done.workers_lost == 6 and done.restarts > 0 and done.recomputed > 0
+    assert done.workers_lost == 4 and done.restarts > 0 and done.recomputed > 0
 
 
 # ---- stopped
-@pytest.mark.parametrize(
-    ("placed", "role"), [(KINDS[0], "decode"), (KINDS[1], "prefill")], indirect=["placed"], ids=["pull", "push"]
-)
+@pytest.mark.parametrize("role", [draw(__name__).choice(["prefill", "decode"])])
 def test_a_stopped_worker_is_taken_for_dead(placed: Router, role: str) -> None:
     before, rows_before = placed.counters, rows(placed)
     orders = start(placed, PROMPTS, MIXED)
@@ -207,7 +208,6 @@ def test_a_stopped_worker_is_taken_for_dead(placed: Router, role: str) -> None:
     assert done.workers_lost == 1
 
 
-@chunks_only
 def test_workers_that_pause_are_waited_for(placed: Router) -> None:
     before, orders = placed.counters, start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))
@@ -219,8 +219,7 @@ def test_workers_that_pause_are_waited_for(placed: Router) -> None:
 
 
 # ---- the fork server
-@pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
-def test_workers_outlive_their_fork_server_and_the_next_one_has_another(placed: Router) -> None:
+def test_workers_outlive_their_fork_server_and_one_that_does_not_answer_is_replaced(placed: Router) -> None:
     before, first = placed.counters, fork_server(placed)
     kill(first._process.pid)
     orders = start(placed, PROMPTS, MIXED)
@@ -230,29 +229,25 @@ def test_workers_outlive_their_fork_server_and_the_next_one_has_another(placed: 
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
     assert done.workers_lost == 1
-    assert fork_server(placed) is not first and fork_server(placed).alive
 
-
-@pytest.mark.parametrize("placed", KINDS[:1], indirect=True, ids="-".join)
-def test_a_fork_server_that_does_not_answer_is_replaced(placed: Router) -> None:
-    before, first = placed.counters, fork_server(placed)
+    before, second = placed.counters, fork_server(placed)
+    assert second is not first and second.alive
     orders = start(placed, PROMPTS, MIXED)
     until(placed, lambda: decoding(placed))
-    stop(first._process.pid)
+    stop(second._process.pid)
     kill(pid(handle(placed, "decode")))
     placed.timeouts = Timeouts(handoff=CALM.handoff, silence=CALM.silence, start=2.0)
     try:
-        until(placed, lambda: fork_server(placed) is not first)
+        until(placed, lambda: fork_server(placed) is not second)
     finally:
         placed.timeouts = CALM
-    assert gone(first._process.pid)
+    assert gone(second._process.pid)
     done = finish(placed, orders, before)
     assert outs(orders) == wanted()
     assert done.workers_lost == 2  # it, and one that was never born
 
 
 # ---- links that are full
-@chunks_only
 def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
     """The kernel refuses the prefill worker every file that is not empty, as where the buffer is full."""
     sender = pid(handle(placed, "prefill"))
@@ -263,9 +258,9 @@ def test_kv_that_finds_no_room_is_recomputed(placed: Router) -> None:
         done = finish(placed, orders, before)
         assert outs(orders) == wanted()
         assert (done.handoffs, done.restarts, done.workers_lost) == (len(PROMPTS) - restarts, restarts, 0)
+    assert done.kv_bytes_exposed < done.kv_bytes_sent, "nothing was sent while prompts were computed"
 
 
-@chunks_only
 def test_orders_that_fill_the_socket_hold_up_nobody(placed: Router) -> None:
     never = tuple(range(1 << 20, (1 << 20) + 30_000))  # outside the vocabulary: 270 kB in each message
     params = [Params(8, stop_tokens=never, ignore_eos=True)] * len(PROMPTS)

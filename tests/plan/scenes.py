@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from phasewise import catalog
 from phasewise.cluster.policy import Policy
 from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.job import Job
 from phasewise.plan.serving import Serving
 from phasewise.plan.simulate import Scene
 from phasewise.plan.station import Engine
@@ -61,3 +62,13 @@ def scene(
                     beside=lambda threads: beside or {}, shared=lambda threads: shared or {},
                     served=served)  # fmt: skip
     return Scene(layout, policy, **more)
+
+
+def in_turn(jobs: Sequence[Job], services: Iterable[float]) -> list[float]:
+    """Seconds from arrival to the end of service at one server that serves in order of arrival (Lindley's recursion,
+    whose mean is DistServe's M/D/1 form where services are equal and arrivals are those of a Poisson process)."""
+    free, found = 0.0, []
+    for job, service in zip(jobs, services):
+        free = max(free, job.arrived) + service
+        found.append(free - job.arrived)
+    return found

@@ -48,17 +48,12 @@ def test_empty_traces_are_named(
      (["--tpot", "0.05"], "for 0.05 s write --tpot 50"), (["--ttft", "50", "--link", "50"], "--link 50 is 50 bytes/s")],
 )  # fmt: skip
 def test_units_that_are_probably_meant_otherwise_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], note: str
+    capsys: pytest.CaptureFixture[str], words: list[str], note: str
 ) -> None:
     with pytest.raises(SystemExit):
         main([*DEVICE, *words])
     said = capsys.readouterr().out
     assert "note: " in said and note in said
-    few = ["--places", "colocated", "--schedules", "sarathi", "--config", str(tmp_path / "p.toml")]
-    with pytest.raises(SystemExit):
-        main(["plan", *DEVICE[1:], *words, *few])
-    said = capsys.readouterr()
-    assert "note: " in said.out and note in said.out
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

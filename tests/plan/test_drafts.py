@@ -27,30 +27,32 @@ def drafting(cost: Any, drafts: Drafts, **more: Any) -> Any:
     return replace(made, layout=replace(made.layout, engine=replace(made.layout.engine, drafts=drafts)))
 
 
-@pytest.mark.parametrize("accept", [0.0, 0.3, 0.7, 0.95, 1.0])
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("accept", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_tokens_of_a_step_are_those_of_the_closed_form(depth: int, accept: float) -> None:
     """(1 - a^(k+1)) / (1 - a), in the form and in steps of one long request."""
     drafts = Drafts(depth, accept)
     assert drafts.tokens == pytest.approx(sum(accept**i for i in range(depth + 1)))
-    job = Job("a", range(8), 40_000, 0.0)
+    job = Job("a", range(8), 4_000, 0.0)
     outcome = run(drafting(Linear(1.0), drafts, kv_bytes=1 << 40), [job])
-    assert job.left == "finished" and job.n_out == 40_000
+    assert job.left == "finished" and job.n_out == 4_000
     steps = outcome.numbers()["steps"] - 1  # the prompt's
-    assert job.n_out / steps == pytest.approx(drafts.tokens, rel=0.02)
+    assert job.n_out / steps == pytest.approx(drafts.tokens, rel=0.04)
     assert job.tpot == pytest.approx(steps / (job.n_out - 1))
 
 
 def test_as_many_guesses_hold_as_drawn_one_by_one() -> None:
     luck, drafts = Random(1), Drafts(4, 0.6)
-    found = [drafts.held(4, luck) for _ in range(40_000)]
+    found = [drafts.held(4, luck) for _ in range(4_000)]
     for i in range(1, 5):
-        assert sum(n >= i for n in found) / len(found) == pytest.approx(0.6**i, rel=0.05)
+        assert sum(n >= i for n in found) / len(found) == pytest.approx(0.6**i, rel=0.1)
     assert set(found) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("place", ["colocated", "disaggregated", "splitwise:prompt=2,token=1", "semi_pd"])
-@pytest.mark.parametrize("kv_bytes", [1 << 30, 5 << 20])
+@pytest.mark.parametrize(
+    ("place", "kv_bytes"),
+    [("colocated", 5 << 20), ("disaggregated", 1 << 30), ("splitwise:prompt=2,token=1", 5 << 20), ("semi_pd", 5 << 20)],
+)
 def test_every_token_comes_once_and_nothing_is_kept(place: str, kv_bytes: int) -> None:
     """With preemptions too; and what is counted of workers comes to nothing in the end."""
     jobs = Load(Lognormal(), 120, 300.0).jobs(SLO())
@@ -102,7 +104,7 @@ def test_rows_of_guesses_are_paid_for() -> None:
 
 def asked(accept: float, cost: Any) -> Question:
     return Question(
-        Load(Fixed(prompt=100, new=40), 120, None, 1.0, 3), SLO(2.0, 0.02),
+        Load(Fixed(prompt=100, new=40), 60, None, 1.0, 3), SLO(2.0, 0.02),
         lambda choice: Source(lambda role, threads: cost, lambda role: 1 << 30, 1024, 4, 1),
         Setting(kv_bytes=1 << 30, drafts=Drafts(0, accept)), precision=0.05,
     )  # fmt: skip

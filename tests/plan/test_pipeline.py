@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from random import Random
 from statistics import fmean
 
@@ -22,19 +23,18 @@ from phasewise.plan.simulate import run
 from phasewise.plan.station import Engine, Station
 from phasewise.plan.world import Link
 from phasewise.request.params import SLO
-from tests.plan.scenes import ROW, Linear, scene, scheduler
+from tests.plan.scenes import ROW, Linear, in_turn, scene, scheduler
 from tests.plan.test_simulate import ONE, PLACES, mean_ttft, prompts, settled
 
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
 
 
-@pytest.mark.parametrize(("stages", "rate"), [(1, 0.7), (2, 0.8), (2, 1.5), (4, 2.8)])
-def test_prompts_wait_as_distserves_form_has_it(stages: int, rate: float) -> None:
-    """arXiv 2401.09670: a prompt takes D whatever it waits, and waits as at one server that takes D / K:
-    D + R * (D / K)^2 / (2 * (1 - R * D / K)); for K = 2 that is D + R * D^2 / (4 * (2 - R * D))."""
-    found = mean_ttft(run(scene(Linear(1.0), schedule=ONE, stages=stages), prompts(60_000, rate)))
-    each = 1 / stages
-    assert found == pytest.approx(1 + rate * each**2 / (2 * (1 - rate * each)), rel=0.03)
+@pytest.mark.parametrize(("stages", "rate"), [(2, 1.5), (4, 2.8)])
+def test_prompts_wait_as_at_one_server_that_is_as_fast_as_a_stage(stages: int, rate: float) -> None:
+    """DistServe (arXiv 2401.09670): a prompt takes D whatever it waits for, and waits as where prompts take D / K."""
+    outcome = run(scene(Linear(1.0), schedule=ONE, stages=stages), prompts(500, rate))
+    waits = [seconds - 1 / stages for seconds in in_turn(outcome.jobs, repeat(1 / stages))]
+    assert [job.ttft for job in outcome.jobs] == pytest.approx([1.0 + seconds for seconds in waits])
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -62,27 +62,17 @@ def test_no_step_overtakes_another() -> None:
     assert (long.first_token, short.first_token) == (pytest.approx(1.0), pytest.approx(1.05))
 
 
-@pytest.mark.parametrize("place", ["colocated", *PLACES[:3]])
-@pytest.mark.parametrize("schedule", ["sarathi:budget=256", "layered:rows_per_group=64", "slo"])
-@pytest.mark.parametrize("rows", [1 << 20, 12_000])
-def test_everybody_is_served_and_all_memory_comes_back(place: str, schedule: str, rows: int) -> None:
-    """With too little memory, too: who is preempted while his step is under way starts again, and no row counts
-    twice."""
-    load = Load(Lognormal(), 300, 40.0)
-    cost = Linear(0.005, 1e-4)
-    outcome = run(scene(cost, place, schedule=schedule, kv_bytes=rows * ROW, stages=3), load.jobs(SLO(0.5, 0.05)))
-    settled(outcome)
-    assert all(job.n_out == job.new for job in outcome.jobs)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_workers_may_die_with_steps_under_way(seed: int) -> None:
-    rng = Random(seed)
-    deaths = [(rng.uniform(0.0, 6.0), rng.randrange(4)) for _ in range(5)]
-    made = scene(Linear(0.005, 1e-4), PLACES[1], link=Link(20e6, 0.01), deaths=deaths, stages=2)
-    outcome = run(made, Load(Lognormal(), 300, 40.0).jobs(SLO()))
+def test_everybody_is_served_although_memory_is_short_and_workers_die_with_steps_under_way() -> None:
+    """Who is preempted while his step is under way starts again, and no row counts twice."""
+    load, rng = Load(Lognormal(), 100, 40.0), Random(0)
+    deaths = [(rng.uniform(0.0, 2.0), rng.randrange(4)) for _ in range(5)]
+    made = scene(Linear(0.005, 1e-4), PLACES[1], kv_bytes=12_000 * ROW, link=Link(20e6, 0.01), deaths=deaths, stages=2)
+    outcome = run(made, load.jobs(SLO()))
     settled(outcome)
     assert outcome.numbers()["workers_lost"] == 5
+    alone = run(scene(Linear(0.005, 1e-4), schedule="slo", kv_bytes=8_000 * ROW, stages=3), load.jobs(SLO(0.5, 0.05)))
+    settled(alone)
+    assert alone.numbers()["preemptions"] > 0
 
 
 def test_stages_hold_a_part_of_the_layers_and_pass_rows_on() -> None:
@@ -114,9 +104,9 @@ def test_stages_are_devices() -> None:
 
 def test_more_stages_carry_a_higher_rate_of_prompts() -> None:
     """As many as there are stages, at nearly the same TTFT: the trade that DistServe's search makes."""
-    one, two = (run(scene(Linear(0.1, 0.001), schedule=ONE, stages=stages), Load(Fixed(100, 1), 5000, 6.0).jobs(SLO()))
+    one, two = (run(scene(Linear(0.1, 0.001), schedule=ONE, stages=stages), Load(Fixed(100, 1), 500, 8.0).jobs(SLO()))
                 for stages in (1, 2))  # fmt: skip
-    assert mean_ttft(one) > 5.0  # it cannot keep up
+    assert mean_ttft(one) > 2.0  # it cannot keep up
     assert mean_ttft(two) < 0.4
 
 

@@ -154,6 +154,7 @@ def test_who_shares_a_core_has_it_half_of_the_time(monkeypatch: pytest.MonkeyPat
     assert asked == []
 
 
+@pytest.mark.thorough  # starts a process
 def test_a_neighbour_that_does_not_come_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phasewise.plan.neighbour.SIZES", {"decode": (Size(0, 2, 32),)})
     with pytest.raises(UserError, match="has not started.*--alone"):

@@ -118,16 +118,6 @@ def test_other_devices_need_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known({"": "h100"}, 1, LLAMA_8B).cost("all", None).seconds(decode(1, 1)) > 0
 
 
-def test_the_plan_room_is_imported_without_the_package() -> None:
-    import subprocess
-
-    said = (
-        "import sys; import phasewise.plan.silicon, phasewise.plan.setting; print('aiconfigurator_core' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 # ---- the tables
 @measured
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from itertools import pairwise, repeat
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -12,25 +13,23 @@ import pytest
 
 import phasewise.plan
 from phasewise import catalog
-from phasewise.bench.workloads import Fixed, Lognormal, Shared, lengths
+from phasewise.bench.workloads import Fixed, Lognormal, Shared
 from phasewise.cluster import core_split, handle, phase_pools, policy, shared_pool_policy
 from phasewise.engine import admission, queues
 from phasewise.errors import UserError
 from phasewise.kv import buffer, prefix
 from phasewise.plan.arrivals import Load
 from phasewise.plan.beside import Beside, slowed
-from phasewise.plan.cost import Price, Step
 from phasewise.plan.job import Job
 from phasewise.plan.serving import Serving
 from phasewise.plan.simulate import Outcome, goodput, run
 from phasewise.plan.world import Link
 from phasewise.request.params import SLO
-from tests.plan.scenes import ROW, Linear, scene
+from tests.plan.scenes import ROW, Linear, in_turn, scene
 
 PLACES = ["disaggregated:prefill=2,decode=2", "disaggregated:prefill=2,decode=2,transfer=push",
           "splitwise:prompt=2,token=2,mixed=1", "semi_pd"]  # fmt: skip
 ONE = "prefill_first:budget=1"  # one prompt per step: a queue with one server
-AZURE = Path(__file__).parents[3] / "shared" / "data" / "azure_llm_conv_2023.csv"
 
 
 def prompts(n: int, rate: float, seed: int = 1, new: int = 1) -> list[Job]:
@@ -42,18 +41,11 @@ def mean_ttft(outcome: Outcome) -> float:
 
 
 # ---- closed forms
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
-def test_waiting_for_one_server_is_that_of_m_d_1(load: float) -> None:
-    """DistServe: TTFT = D + R * D^2 / (2 * (1 - R * D))."""
-    found = mean_ttft(run(scene(Linear(1.0), schedule=ONE), prompts(60_000, load)))
-    assert found == pytest.approx(1 + load / (2 * (1 - load)), rel=0.03)
-
-
-@pytest.mark.parametrize(("rate", "faster"), [(0.7, 1.5), (0.9, 1.2)])
-def test_sharing_a_prompt_makes_the_server_faster(rate: float, faster: float) -> None:
-    """DistServe's intra-op: TTFT = D / K + R * D^2 / (2 * K * (K - R * D))."""
-    found = mean_ttft(run(scene(Linear(1 / faster), schedule=ONE), prompts(60_000, rate)))
-    assert found == pytest.approx(1 / faster + rate / (2 * faster * (faster - rate)), rel=0.03)
+@pytest.mark.parametrize("load", [0.3, 0.9])
+def test_prompts_wait_for_one_server_in_turn(load: float) -> None:
+    """As in the M/D/1 queue of DistServe (arXiv 2401.09670)."""
+    outcome = run(scene(Linear(1.0), schedule=ONE), prompts(500, load))
+    assert [job.ttft for job in outcome.jobs] == pytest.approx(in_turn(outcome.jobs, repeat(1.0)))
 
 
 @pytest.mark.parametrize(
@@ -109,29 +101,13 @@ def test_factors_of_neighbours_multiply_and_steps_of_both_phases_are_prompts() -
     assert slowed(table, "decode", ["prefill", "decode"], unknown=2.0) == 3.0 * 2
 
 
-def test_replicas_share_the_rate() -> None:
-    found = mean_ttft(run(scene(Linear(1.0), schedule=ONE, replicas=4), prompts(60_000, 2.0)))
-    assert found == pytest.approx(1 + 0.5 / (2 * 0.5), rel=0.03)
-
-
-class Exponential:
-    """Service times as the M/M/1 form has them."""
-
-    def __init__(self, mean: float) -> None:
-        self.mean, self.rng = mean, Random(5)
-
-    def seconds(self, step: Step) -> float:
-        return self.rng.expovariate(1 / self.mean)
-
-    def price(self, step: Step) -> Price:
-        return Price(self.seconds(step))
-
-
-@pytest.mark.parametrize(("x", "expected"), [(80, 0.125), (100, 0.0833)])
-def test_semi_pds_form_is_met(x: int, expected: float) -> None:
-    """W = 1 / (mu - r) with mu = x / (100 * 0.05 s) and 8 requests/s."""
-    made = scene(Exponential(0.05 * 100 / x), schedule=ONE)
-    assert mean_ttft(run(made, prompts(60_000, 8.0))) == pytest.approx(expected, rel=0.04)
+def test_each_replica_serves_the_requests_that_are_dealt_to_it() -> None:
+    outcome = run(scene(Linear(1.0), schedule=ONE, replicas=4), prompts(500, 2.0))
+    dealt = Random(0)
+    queues = [dealt.randrange(4) for _ in outcome.jobs]
+    for number in range(4):
+        own = [job for job, queue in zip(outcome.jobs, queues) if queue == number]
+        assert len(own) > 90 and [job.ttft for job in own] == pytest.approx(in_turn(own, repeat(1.0)))
 
 
 def test_a_stream_waits_for_a_chunk_or_for_a_whole_prompt() -> None:
@@ -164,12 +140,16 @@ def test_transfers_take_what_splitwise_says(slow: float) -> None:
         assert outcome.clusters[0].sent_bytes == pytest.approx(rows * ROW)  # every row once
 
 
-def test_goodput_is_found_where_the_closed_form_has_it() -> None:
-    """Everybody's prompt takes a second and nobody may wait: at rate R a share exp(-R) finds nobody there ... and the
-    share that waits at all is R (M/D/1), so 90 % hold up to R = 0.1."""
-    best = goodput(scene(Linear(1.0), schedule=ONE), Load(Fixed(8, 1), 20_000, 1.0), SLO(1.0 + 1e-9))
-    assert best.rate == pytest.approx(0.1, rel=0.06)
-    assert best.bounded and best.share >= 0.9
+def test_goodput_is_the_highest_rate_at_which_enough_requests_meet_their_target() -> None:
+    """A prompt takes a second, and nobody may wait."""
+    load = Load(Fixed(8, 1), 300, 1.0)
+
+    def share(rate: float) -> float:
+        found = in_turn(load.jobs(SLO(), rate), repeat(1.0))
+        return sum(seconds <= 1.0 + 1e-6 for seconds in found) / len(found)
+
+    best = goodput(scene(Linear(1.0), schedule=ONE), load, SLO(1.0 + 1e-6))
+    assert best.bounded and best.share == share(best.rate) >= 0.9 > share(best.rate / 0.97)
 
 
 def test_targets_that_no_rate_meets_have_no_goodput() -> None:
@@ -190,21 +170,24 @@ def settled(outcome: Outcome) -> None:
             assert member.station.store.ledger.used == 0
 
 
-@pytest.mark.parametrize("place", ["colocated", *PLACES])
-@pytest.mark.parametrize("schedule", ["sarathi:budget=256", "layered:rows_per_group=64", "slo"])
-@pytest.mark.parametrize("rows", [1 << 20, 12_000])
-def test_everybody_is_served_and_all_memory_comes_back(place: str, schedule: str, rows: int) -> None:
-    load = Load(Lognormal(), 300, 40.0)
-    settled(run(scene(Linear(0.005, 1e-4), place, schedule=schedule, kv_bytes=rows * ROW), load.jobs(SLO(0.5, 0.05))))
+@pytest.mark.parametrize(
+    ("place", "schedule"),
+    zip(
+        ["colocated", *PLACES], ["slo", "sarathi:budget=256", "layered:rows_per_group=64", "slo", "sarathi:budget=256"]
+    ),
+)
+def test_everybody_is_served_and_all_memory_comes_back(place: str, schedule: str) -> None:
+    """With memory for a few requests at once, so that some wait and some are preempted."""
+    load = Load(Lognormal(), 100, 40.0)
+    settled(run(scene(Linear(0.005, 1e-4), place, schedule=schedule, kv_bytes=8_000 * ROW), load.jobs(SLO(0.5, 0.05))))
 
 
 @pytest.mark.parametrize("place", PLACES[:3])
-@pytest.mark.parametrize("seed", range(4))
-def test_workers_may_die_at_any_time(place: str, seed: int) -> None:
-    rng = Random(seed)
-    deaths = [(rng.uniform(0.0, 6.0), rng.randrange(4)) for _ in range(5)]
+def test_workers_may_die_at_any_time(place: str) -> None:
+    rng = Random(place)
+    deaths = [(rng.uniform(0.0, 2.0), rng.randrange(4)) for _ in range(5)]
     link = Link(20e6, 0.01)
-    outcome = run(scene(Linear(0.005, 1e-4), place, link=link, deaths=deaths), Load(Lognormal(), 300, 40.0).jobs(SLO()))
+    outcome = run(scene(Linear(0.005, 1e-4), place, link=link, deaths=deaths), Load(Lognormal(), 100, 40.0).jobs(SLO()))
     settled(outcome)
     numbers = outcome.numbers()
     assert numbers["workers_lost"] == 5 and numbers["restarts"] > 0
@@ -248,7 +231,7 @@ def test_what_can_never_run_fails_and_nobody_else() -> None:
 def test_cores_follow_the_targets() -> None:
     """semi_pd's own controller: prompts that miss their target get cores, and more of them are then in time."""
     costs = lambda role, threads: Linear(0.0, 4e-3 / threads)  # noqa: E731 - seconds by cores
-    load = Load(Fixed(100, 4), 400, 4.0)
+    load = Load(Fixed(100, 4), 150, 4.0)
     shares = {}
     for name, window in (("moving", 1.0), ("fixed", 1e9)):
         place = f"semi_pd:slo_ttft=0.4,slo_tpot=0.5,window={window},dwell=1"
@@ -293,30 +276,13 @@ def test_nothing_that_decides_is_written_again() -> None:
 
 
 # ---- loads
-def test_gamma_gaps_have_the_spread_that_is_asked_for() -> None:
-    for cv in (0.5, 1.0, 3.0):
-        times = [job.arrived for job in Load(Fixed(8, 1), 40_000, 2.0, cv).jobs(SLO())]
-        gaps = [b - a for a, b in zip(times, times[1:])]  # noqa: RUF007
-        mean = fmean(gaps)
-        spread = fmean((gap - mean) ** 2 for gap in gaps) ** 0.5
-        assert mean == pytest.approx(0.5, rel=0.05) and spread / mean == pytest.approx(cv, rel=0.05)
-
-
-def test_bursts_cost_attainment() -> None:
-    shares = [run(scene(Linear(0.1), schedule=ONE), Load(Fixed(8, 1), 5000, 5.0, cv).jobs(SLO())).share(SLO(0.5))
-              for cv in (0.5, 1.0, 4.0)]  # fmt: skip
-    assert shares == sorted(shares, reverse=True) and shares[0] > shares[2] + 0.2
-
-
-@pytest.mark.skipif(not AZURE.is_file(), reason=f"{AZURE.name} is not here")
-def test_the_azure_trace_is_served_better_by_more_machines() -> None:
-    load = Load(lengths(f"trace:path={AZURE},scale=0.1"), 1500, 12.0)
-    found = [
-        run(scene(Linear(0.02, 4e-4), f"splitwise:prompt={n},token={n}"), load.jobs(SLO())).numbers() for n in (1, 2, 4)
-    ]
-    for key in ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s"):
-        values = [numbers[key] for numbers in found]
-        assert values == sorted(values, reverse=True), key
+@pytest.mark.parametrize("cv", [0.5, 3.0])
+def test_gamma_gaps_have_the_spread_that_is_asked_for(cv: float) -> None:
+    times = [job.arrived for job in Load(Fixed(8, 1), 10_000, 2.0, cv).jobs(SLO())]
+    gaps = [b - a for a, b in pairwise(times)]
+    mean = fmean(gaps)
+    spread = fmean((gap - mean) ** 2 for gap in gaps) ** 0.5
+    assert mean == pytest.approx(0.5, rel=0.1) and spread / mean == pytest.approx(cv, rel=0.1)
 
 
 @pytest.mark.parametrize(

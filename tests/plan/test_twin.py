@@ -17,6 +17,7 @@ from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request
 from tests import tiny
 from tests.plan.scenes import Linear, scene
+from tests.seeds import draw
 
 COST = Linear(base=0.01, row=1e-4)
 TARGET = SLO(0.3, 0.02)
@@ -85,8 +86,8 @@ def virtual(loads: list[tuple[float, list[int], int]], schedule: str, **more: ob
     return jobs
 
 
-@pytest.mark.parametrize("schedule", [*catalog.names("schedule"), "sarathi:budget=64", "layered:rows_per_group=32"])
 @pytest.mark.parametrize(("rows", "prefix"), [(1 << 16, 0), (320, 0), (1 << 16, 64), (384, 64)])
+@pytest.mark.parametrize("schedule", draw(__name__).sample([*catalog.names("schedule"), "sarathi:budget=64"], 2))
 def test_the_same_moments(schedule: str, rows: int, prefix: int) -> None:
     """`rows`: of KV in the budget; in the small ones requests are preempted, and prefixes make way."""
     loads = asked(12, prefix)

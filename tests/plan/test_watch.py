@@ -110,6 +110,7 @@ def words(server: Server, config: Path, *more: str) -> list[str]:
     return ["plan", "--model", str(chat_checkpoint()), *how.split(), "--config", str(config), *more]
 
 
+@pytest.mark.thorough  # three searches and sixty requests
 def test_a_served_plan_is_watched_over_http(
     cli: Cli, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

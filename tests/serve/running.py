@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,19 +12,18 @@ from typing import IO, Any
 import httpx
 import openai
 
+from phasewise.cli import main
+from tests.forked import Forked
+from tests.serve.launch import main as start
 from tests.serve.tiny_chat import chat_checkpoint
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # seconds for anything that must happen at all
 SOON = 5.0  # seconds: far less than a lease lasts
 
 
-def launch(*words: str, errors: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """A Python process in the repository's root, with one thread for torch."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    return subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=errors
-    )
+def launch(*words: str, errors: IO[str] | None = None) -> Forked:
+    """`phasewise WORDS` in a process of its own, with one thread for torch."""
+    return Forked(main, list(words), errors=errors)
 
 
 class Server:
@@ -38,10 +34,8 @@ class Server:
         self.secret = secret
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe that nobody reads would fill up)
-        self.process = launch(
-            "-m", "tests.serve.launch", str(model or chat_checkpoint(chat)), json.dumps(options), errors=self._errors
-        )
-        assert self.process.stdout is not None
+        self.model = str(model or chat_checkpoint(chat))
+        self.process = Forked(start, self.model, json.dumps(options), errors=self._errors)
         self.banner = self.process.stdout.readline()
         self.curl = self.process.stdout.readline()
         found = re.search(r"https?://[^ ]+", self.banner)

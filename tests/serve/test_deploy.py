@@ -20,7 +20,7 @@ from phasewise.serve.guard.keys import KeyRing
 from phasewise.serve.loop import Snapshot
 from phasewise.serve.watch.metrics import Metrics
 from tests.cli.conftest import cli as cli
-from tests.serve.running import ROOT
+from tests.forked import ROOT
 from tests.serve.test_keys import table
 
 DEPLOY = ROOT / "docs" / "deploy"

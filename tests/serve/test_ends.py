@@ -13,13 +13,14 @@ import httpx
 import openai
 import pytest
 
+from tests.forked import Forked
 from tests.serve.running import PATIENCE, Server, launch
 from tests.serve.test_abuse import ABUSE
 
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "the", "extra_body": {"ignore_eos": True}}
 
 
-def refusal(process: subprocess.Popen[str]) -> str:
+def refusal(process: Forked) -> str:
     """What a server that cannot start says; it must be one line, with exit code 2."""
     out, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (2, "")
@@ -33,8 +34,8 @@ def test_a_port_in_use_and_a_model_that_is_none(tmp_path: Any) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         both = [
-            launch("-m", "phasewise", "serve", "--model", "no/such-model-is-looked-for", "--port", str(port)),
-            launch("-m", "phasewise", "serve", "--model", str(tmp_path), "--port", "0"),
+            launch("serve", "--model", "no/such-model-is-looked-for", "--port", str(port)),
+            launch("serve", "--model", str(tmp_path), "--port", "0"),
         ]
         assert str(port) in refusal(both[0])
     assert str(tmp_path) in refusal(both[1])

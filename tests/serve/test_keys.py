@@ -304,7 +304,7 @@ def test_a_server_does_not_start_with_a_broken_file(tmp_path: Path) -> None:
     broken, wrong = tmp_path / "broken.toml", tmp_path / "wrong.toml"
     broken.write_text("[keys.alice]")
     wrong.write_text(table("alice", models=["tiny"]))
-    words = ("-m", "phasewise", "serve", "--port", "0", "--model")
+    words = ("serve", "--port", "0", "--model")
     started = [
         launch(*words, "no/such", "--keys", str(broken)),
         launch(*words, str(chat_checkpoint()), "--keys", str(wrong)),

@@ -103,7 +103,7 @@ def test_time_that_ends_while_waiting(narrow: Server) -> None:
 # ---- paths of the machine
 def test_a_model_from_a_path_goes_by_its_last_part(capped: Server) -> None:
     (card,) = capped.client().models.list().data
-    place = capped.process.args[3]  # type: ignore[index, call-overload]
+    place = capped.model
     assert card.id == Path(place).name
     assert f"serves {card.id} at" in capped.banner and place not in capped.banner + capped.curl
     assert capped.post(COMPLETE, {"model": card.id, "prompt": "the"}).status_code == 200

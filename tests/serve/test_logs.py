@@ -193,7 +193,7 @@ def test_https(pair: Pair) -> None:
 
 def test_files_that_are_no_certificate(pair: Pair, tmp_path: Path) -> None:
     (certificate, _), (_, other) = pair("a"), pair("b")
-    words = ("-m", "phasewise", "serve", "--port", "0", "--model", "no/such")
+    words = ("serve", "--port", "0", "--model", "no/such")
     cases = [(certificate, other), (certificate, str(tmp_path / "none.key"))]
     started = [launch(*words, "--tls-cert", one, "--tls-key", two) for one, two in cases]
     for process in [*started, launch(*words, "--tls-cert", certificate), launch(*words, "--log-format", "xml")]:

@@ -34,9 +34,8 @@ class Running:
     def __init__(self, path: Path, *words: str) -> None:
         self.path, self.name = path, chat_checkpoint().name
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = launch("-m", "phasewise", "serve", "--config", str(path), "--port", "0", *words,
+        self.process = launch("serve", "--config", str(path), "--port", "0", *words,
                               errors=self._said)  # fmt: skip
-        assert self.process.stdout is not None
         found = re.search(r"http://[^ ]+", self.process.stdout.readline())
         assert found is not None, self.log()
         self.url = found[0]

@@ -64,7 +64,6 @@ def test_without_a_playground_there_is_none() -> None:
 
 def test_the_address_is_printed() -> None:
     with Server() as own:
-        assert own.process.stdout is not None
         assert own.process.stdout.readline() == f"Playground: {own.url}/\n"
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from phasewise.llm import LLM
 from phasewise.load import model_path
-from tests.serve.running import ROOT, Server
+from tests.forked import ROOT
+from tests.serve.running import Server
 
 CALCULATOR: Any = {
     "type": "function",
