@@ -78,6 +78,7 @@ ENVIRONMENT = {
     "src/phasewise/cluster/process.py": "hands the environment on to a worker's process",
     "src/phasewise/cluster/ray_backend.py": "Ray's own variables, which Ray's users know",
     "scripts/checkout_pairs.py": "PYTHONPATH: which checkout each of its processes imports",
+    "scripts/golden.py": "PHASEWISE_KERNELS: which kernels each of its processes takes",
     "scripts/kernel_pairs.py": "PHASEWISE_KERNELS: which kernels each of its processes takes",
     "scripts/peers.py": "PEER_TOOLS: from a parent to the processes that other people's code starts for it",
 }

@@ -16,8 +16,8 @@ from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import oracle, tiny
+from tests.laws.engines import engines, preempt
 from tests.laws.settings import options
-from tests.laws.test_methods import engines, preempt
 
 N = 12
 TOP = 3

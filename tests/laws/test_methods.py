@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 
 from phasewise import catalog
-from phasewise.cluster.inline import InlineConnection
-from phasewise.cluster.router import Router
-from phasewise.engine.engine import Engine
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.speculation.loop import matches
@@ -25,6 +22,7 @@ from tests import oracle, tiny
 from tests.laws import axes
 from tests.laws.axes import Single
 from tests.laws.compare import Reference, reference
+from tests.laws.engines import preempt
 from tests.laws.settings import discovered, guarantee, options, slow
 
 EVERY = discovered()
@@ -151,29 +149,6 @@ def test_independent_of_batch_mates(case: Single) -> None:
 @law("mates sampled")
 def test_independent_of_batch_mates_when_sampled(case: Single) -> None:
     independent_of_batch_mates(case, "sampled")
-
-
-def engines(placed: object) -> list[Engine]:
-    """The engines a placement is made of."""
-    if isinstance(placed, Engine):
-        return [placed]
-    if isinstance(placed, Router):
-        return [
-            handle.connection.worker.engine
-            for handle in placed.handles
-            if isinstance(handle.connection, InlineConnection)
-        ]
-    parts = [part for value in vars(placed).values() for part in (value if isinstance(value, list) else [value])]
-    return [part for part in parts if isinstance(part, Engine)]
-
-
-def preempt(placed: Placed, whom: Callable[[int, Request], bool]) -> int:
-    """They lose all they hold, but for their tokens. -> how many"""
-    running = [(engine, request) for engine in engines(placed) for request in engine.running]
-    found = [(engine, request) for i, (engine, request) in enumerate(running) if whom(i, request)]
-    for engine, request in found:
-        engine.room.preempt(request)
-    return len(found)
 
 
 def preemption_changes_nothing(case: Single, params: Params) -> None:

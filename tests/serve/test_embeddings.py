@@ -78,7 +78,7 @@ def test_however_prompts_are_computed(verbs: dict[str, str]) -> None:
 def test_preemption_counts_no_row_twice(llm: LLM) -> None:
     from phasewise.llm import vector_of
     from phasewise.request.params import Params
-    from tests.laws.test_methods import preempt
+    from tests.laws.engines import preempt
 
     own = LLM(str(chat_checkpoint()), schedule="sarathi:budget=16")
     ids = own.tokenizer.encode(TEXTS[2])
