@@ -24,13 +24,15 @@ def test_a_choice_is_written_and_can_be_served(cli: Cli, tmp_path: Path) -> None
     assert f"chosen: {chosen}" in done.out and str(config) in done.out
     assert {row["recipe"] for row in rows} == {"default", "draft=prompt_lookup"}, "lossy ones, of which none may lose"
     assert (said["model"], said["evict"]) == (str(chat_checkpoint()), "streaming")
-    assert said["draft"] == ("prompt_lookup" if "prompt_lookup" in chosen else "none")
+    assert said["draft"] == ("prompt_lookup" if "prompt_lookup" in chosen else "paced"), "serve's default"
+    assert done.err.startswith("tune: 1 candidates, about ") and "default: evict=streaming draft=paced" in done.out
     assert cli("serve", "--config", config, "--port", 99999).code == 2
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [("--max-loss 2", "max-loss='2' must be a share"), ("--quality cod", "unknown task 'cod'"),
+    [("draft=none --all", "leave 'draft=none' out"),
+     ("--max-loss 2", "max-loss='2' must be a share"), ("--quality cod", "unknown task 'cod'"),
      ("--quality code@8k", "needs a context of"), ("draf=x", "unknown verb")],
 )  # fmt: skip
 def test_mistakes_are_named(cli: Cli, words: str, says: str) -> None:

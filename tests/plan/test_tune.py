@@ -13,6 +13,7 @@ from phasewise.bench.settings import DEFAULT, Setting, Trial
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
 from phasewise.plan.candidates import changes_answers, pairs, singles
+from phasewise.plan.effort import LEAST_ROUNDS, Pace, estimate, fitted
 from phasewise.plan.loss import Loss, limit_of, lost
 from phasewise.plan.tune import FINALISTS, SEEDS, Budget, Candidate, Tuner, front, ranked
 from phasewise.request.counters import Counters
@@ -187,3 +188,31 @@ def test_few_candidates_have_a_rung_and_a_final() -> None:
     found, _ = bench.tune([RECYCLING])
     assert [one.name for one in found] == [RECYCLING, DEFAULT] and len(bench.raced) == 2
     assert FINALISTS >= 2 and found[1].kv_bytes == 70.0
+
+
+@pytest.mark.parametrize(
+    "names", [[RECYCLING], [LOOKUP, RECYCLING, INT8, SNAPKV], [n for n in SPEED if "aded" not in n]]
+)
+def test_the_estimate_counts_what_is_done(names: list[str]) -> None:
+    """Every timed run and every judged example, where nothing is refused or refuted; never less."""
+    bench = Bench({}, spread=0.0)
+    runs: list[Track] = []
+    tuner = Tuner(lambda some: runs.append(bench.race(some)) or runs[-1], bench.shots, bench.weigh, 0.01)
+    settings = [Setting.parse(name) for name in names]
+    tuner.run(settings, Budget())
+    done = sum(len(run.trials) for run in runs)
+    judged = sum(examples for _, examples, _ in bench.weighed)
+    clock = estimate(settings, Pace(8, run=1.0), 8, Budget()).seconds
+    answers = estimate(settings, Pace(8, run=0.0, example=1.0), 8, Budget()).seconds
+    assert done <= clock <= 1.5 * done and judged <= answers <= 3 * max(judged, 1)
+
+
+def test_a_time_is_kept_by_cutting_examples_then_rounds_then_requests() -> None:
+    some = [Setting.parse(name) for name in (LOOKUP, RECYCLING, SNAPKV)]
+    whole = fitted(some, Pace(8, run=1.0, example=1.0), Budget(), 1e9)
+    assert (whole.requests, whole.budget.final) == (8, (5, 50))
+    fewer = fitted(some, Pace(8, run=1.0, example=1.0), Budget(), 180.0)
+    assert fewer.seconds <= 180 and fewer.requests == 8 and fewer.budget.final[1] < 50
+    slow = fitted(some[:2], Pace(8, run=20.0), Budget(), 180.0)
+    assert slow.seconds <= 180 and slow.budget.final[0] == LEAST_ROUNDS and 1 <= slow.requests < 8
+    assert fitted(some[:2], Pace(8, run=1e4), Budget(), 180.0).seconds > 180, "said, where nothing is left to cut"

@@ -16,7 +16,7 @@ from phasewise.bench.workloads import Shot
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError, near
 from phasewise.options import DEFAULTS
-from phasewise.recipes import PARTS_OF_DECODE
+from phasewise.recipes import NO_DRAFT, PARTS_OF_DECODE
 from phasewise.verbs.place import Placed
 
 DEFAULT = "default"
@@ -31,7 +31,10 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """From `draft=prompt_lookup:k=6 evict=streaming` (verbs separated by spaces). Raises UserError."""
+        """From `draft=prompt_lookup:k=6 evict=streaming` (verbs separated by spaces); `draft=none`: no drafting.
+
+        Raises UserError.
+        """
         verbs: dict[str, str] = {}
         for word in text.split():
             verb, equals, method = word.partition("=")
@@ -39,7 +42,8 @@ class Setting:
                 raise UserError(f"{word!r} is not a setting: write VERB=METHOD[:knob=value,...]")
             if verb not in catalog.VERBS:
                 raise UserError(f"unknown verb {verb!r} in {text!r}. {near(verb, catalog.VERBS)}")
-            catalog.known(verb, method)
+            if (verb, method) != ("draft", NO_DRAFT):
+                catalog.known(verb, method)
             verbs[verb] = method
         if not verbs:
             raise UserError("an empty setting: write VERB=METHOD, such as draft=prompt_lookup")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phasewise.engine.limits import Limits
     from phasewise.llm import LLM
 
+DRAFTER = "paced"  # what `serve` and `tune` draft with unasked: answers stay the model's own, and it rarely costs time
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

@@ -1,13 +1,17 @@
-"""Progress on the terminal: on stderr, so that output can be piped; silent when stderr is not a terminal."""
+"""Progress on stderr, so that output can be piped: a bar or a spinner on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+PAUSE = 10.0  # seconds between two plain lines; work that takes less time prints none
 
 
 def console() -> Console:
@@ -15,21 +19,50 @@ def console() -> Console:
 
 
 def say(line: str) -> None:
-    """A line about what takes its time where no bar can be shown."""
+    """Print a line to stderr, for work that takes its time where no bar can be shown."""
     print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Lines:
+    """Plain progress lines, at most one every `PAUSE` seconds."""
+
+    started: float = field(default_factory=time.monotonic)
+    last: float = field(default_factory=time.monotonic)
+
+    def tell(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self.last >= PAUSE:
+            self.last = now
+            say(f"{what} ({now - self.started:.0f} s)")
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner for something whose length is not known."""
+    """A spinner for work of unknown length. Nothing outside a terminal."""
     with console().status(what):
         yield
 
 
 @contextmanager
-def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar; the yielded function takes how many of `total` are done."""
+def telling(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with a changing text; the yielded function takes the next text."""
     on = console()
+    if not on.is_terminal:
+        yield Lines().tell
+        return
+    with on.status(what) as status:
+        yield status.update
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar, or plain lines; the yielded function takes how many of `total` are done."""
+    on = console()
+    if not on.is_terminal:
+        lines = Lines()
+        yield lambda done: lines.tell(f"{what}: {done} of {total}")
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -37,6 +70,6 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=on, transient=True, disable=not on.is_terminal) as bar:
+    with Progress(*columns, console=on, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -11,7 +11,7 @@ import typer
 from phasewise import recipes
 from phasewise.cli import config as files
 from phasewise.cli.asked import Targets
-from phasewise.cli.options import DEFAULTS, EngineOptions, parse_bytes, spread
+from phasewise.cli.options import DEFAULTS, DRAFTER, EngineOptions, parse_bytes, spread
 from phasewise.cli.progress import say
 from phasewise.errors import UserError
 from phasewise.known.models import KNOWN
@@ -193,7 +193,6 @@ class Recipes:
 
 ADDRESS, OFFER, ACCESS, RECIPES = Address(), Offer(), Access(), Recipes()
 SERVED = replace(DEFAULTS, model="smollm2")  # who starts a server wants answers; the other commands stay offline
-DRAFTER = "paced"  # answers stay the model's own, and it costs next to nothing where it gains nothing
 
 
 @spread

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,33 +15,58 @@ import typer
 from phasewise import catalog
 from phasewise.cli import show
 from phasewise.cli.asked import ASKED, Asked
-from phasewise.cli.options import DEFAULTS, EngineOptions, spread
-from phasewise.cli.progress import console
+from phasewise.cli.options import DEFAULTS, DRAFTER, EngineOptions, spread
+from phasewise.cli.progress import say, telling
 from phasewise.errors import UserError
 
 if TYPE_CHECKING:
+    from phasewise.bench.settings import Comparison, Setting
+    from phasewise.bench.workloads import Shot
     from phasewise.llm import LLM
+    from phasewise.plan.effort import Effort, Pace
+    from phasewise.plan.loss import Scales
     from phasewise.plan.tune import Candidate
 
 FILE = Path("phasewise.toml")
+SHORT = ("draft=none", "draft=prompt_lookup", "draft=token_recycling", "store=int8", "evict=snapkv:keep=0.5",
+         "attend=quest")  # fmt: skip
+MINUTES = 3.0  # allowed by default where no answers are judged
+PACING = 1 << 20  # the number of the round that is timed beforehand: no other round has its prompts
+ASKED_HERE = replace(ASKED, requests=8)
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a recipe may lose, and by which rows that is judged."""
+    """How much a recipe may lose, and how that is judged."""
 
     max_loss: Annotated[
-        str, typer.Option(metavar="SHARE", help="What lossy recipes may lose on each row, for certain: 1%. 0: none.")
-    ] = "1%"
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="How much lossy recipes may lose on each row of --quality, at the end of a 95 % interval: 1%. "
+            "0: only recipes that keep the model's answers are tried.",
+        ),
+    ] = "0"
     quality: Annotated[
         str | None,
-        typer.Option(metavar="ROW,...", help="Rows of `phasewise eval`. Default: code@2k and docs@2k, or code."),
+        typer.Option(
+            metavar="ROW,...",
+            help="Rows of `phasewise eval` that lossy recipes are judged by. Default: code@2k and docs@2k, or code.",
+        ),
     ] = None
-    examples: Annotated[int, typer.Option(min=2, help="Per row, of the final measurement.")] = 50
-    rounds: Annotated[int, typer.Option(min=3, help="Of the final measurement, interleaved.")] = 5
+    examples: Annotated[int, typer.Option(min=2, help="Examples per row in the final measurement.")] = 50
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds in the final measurement.")] = 5
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            help="Cut examples, rounds and requests so that the run ends after about so many minutes. Default: "
+            f"{MINUTES:g} with --max-loss 0, else no limit. The estimate is printed first.",
+        ),
+    ] = None
 
     def rows(self, llm: LLM) -> list[str]:
-        """Raises UserError for one that is unknown, or longer than the model's context."""
+        """The rows to judge by. Raises UserError for one that is unknown, or longer than the model's context."""
         from phasewise.bench.rows import index
 
         context = llm.model.config.max_positions
@@ -52,6 +80,19 @@ class Aim:
                 )
         return rows
 
+    def effort(self, settings: Sequence[Setting], pace: Pace, limit: float) -> Effort:
+        """The work to do, printed with its estimated time."""
+        from phasewise.plan.effort import fitted
+        from phasewise.plan.tune import Budget
+
+        minutes = self.minutes or (inf if limit else MINUTES)
+        found = fitted(settings, pace, Budget(final=(self.rounds, self.examples)), 60 * minutes)
+        what = f"{found.requests} requests a run, {found.budget.final[0]} rounds in the final"
+        if limit:
+            what += f", {found.budget.final[1]} examples"
+        say(f"tune: {len(settings)} candidates, {found.said()} ({what}); --minutes cuts it to a time of yours")
+        return found
+
 
 AIM = Aim()
 
@@ -59,54 +100,106 @@ AIM = Aim()
 @spread
 def tune(
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[VERB=METHOD]...", help="Candidates; default: all that need nothing.")
+        list[str] | None,
+        typer.Argument(metavar="[VERB=METHOD]...", help=f"Candidates. Default: {', '.join(SHORT)}."),
     ] = None,
-    config: Annotated[Path, typer.Option(help="Where the choice is written, for `serve --config`.")] = FILE,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Try every method that needs no training, calibration or second model.")
+    ] = False,
+    config: Annotated[Path, typer.Option(help="The file that the choice is written to, for `serve --config`.")] = FILE,
     aim: Aim = AIM,
-    asked: Asked = ASKED,
+    asked: Asked = ASKED_HERE,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """The fastest recipe for your workload that loses no more than you allow, found on the model itself.
+    """Find the fastest recipe for your workload that loses no more than you allow, by trying it on the model itself.
 
-    Candidates are timed against the default on the same prompts, interleaved;
-    each rung gives twice the rounds and examples to the better half, and pairs
-    what is left (successive halving). Exact recipes compete on the clock;
-    lossy ones must also keep every row's 95 % interval of what they lose inside
-    --max-loss, at last on examples that nothing was chosen by. What is not
-    certainly faster than the default is not chosen. Verb options apply to all.
+    The default is what `phasewise serve` does without options: it drafts as far
+    as that pays (--draft paced). Candidates are timed against it on the same
+    prompts, interleaved. Each round of elimination keeps the faster half, adds
+    pairs of what is left, and measures twice as long (successive halving).
+    Recipes that may change answers are tried only with --max-loss above 0, and
+    must keep the 95 % interval of every row's loss within it, at last on
+    examples that no choice was made by. A recipe that is not certainly faster
+    than the default is not chosen. Verb options apply to every contender.
 
     [bold]Examples[/]
 
-      phasewise tune --model smollm2 --dtype bfloat16 --max-loss 1% && phasewise serve --config phasewise.toml
-      phasewise tune --model smollm2 --max-loss 0 --workload fixed:prompt=512,new=128 --requests 8
-      phasewise tune draft=prompt_lookup evict=snapkv:keep=0.5 --prompts notes.txt --quality code@2k,docs@2k
+      phasewise tune --model smollm2 --dtype bfloat16 && phasewise serve --config phasewise.toml
+      phasewise tune --model smollm2 --workload fixed:prompt=512,new=128 --requests 8
+      phasewise tune --model smollm2 --max-loss 1% --minutes 20
+      phasewise tune draft=prompt_lookup evict=snapkv:keep=0.5 --prompts notes.txt --max-loss 1% --quality docs@2k
     """
     engine.check()
     from phasewise.bench.drive import Bench
     from phasewise.bench.settings import Comparison, Setting
-    from phasewise.plan.candidates import changes_answers, singles
+    from phasewise.plan.candidates import singles
     from phasewise.plan.loss import Scales, limit_of
-    from phasewise.plan.tune import Budget, Tuner
+    from phasewise.plan.tune import Tuner
 
     limit = limit_of(aim.max_loss)
-    named = [Setting.parse(text) for text in settings] if settings else singles()
+    if settings and all_:
+        raise UserError(f"--all tries every method: leave {' '.join(settings)!r} out, or leave --all out")
+    named = singles() if all_ else [Setting.parse(text) for text in settings or SHORT]
     none: dict[str, Any] = dict.fromkeys(catalog.VERBS)
     llm = replace(engine, **none).llm()
     rows = aim.rows(llm)
     made, context = Bench(llm.model), llm.model.config
     source, scales = asked.source(engine.model, context.vocab, "code"), Scales(llm, rows, engine.verbs)
-    with console().status("") as status:
-        tuner = Tuner(
-            lambda some: Comparison(made, some, engine.limits(), engine.verbs),
-            lambda number: asked.shots(source, context.max_positions, number=number),
-            scales.losses, limit, lambda what: status.update(what),
-        )  # fmt: skip
-        candidates = [one for one in named if limit > 0 or not changes_answers(one)]
-        found = tuner.run(candidates, Budget(final=(aim.rounds, aim.examples)))
-    _say(tuner.candidates.values(), found, limit, f"{engine.model}, {asked.requests} x {asked.workload}")
+    base = engine.verbs if engine.speaks_of_drafts else {**engine.verbs, "draft": DRAFTER}
+
+    def race(some: Sequence[Setting]) -> Comparison:
+        return Comparison(made, some, engine.limits(), base)
+
+    def shots(number: int, of: Asked = asked) -> list[Shot]:
+        return of.shots(source, context.max_positions, number=number)
+
+    candidates = [one for one in named if _tried(one, base, limit)]
+    effort = aim.effort(candidates, _pace(race, shots, scales if limit else None, asked.requests), limit)
+    asked = replace(asked, requests=effort.requests)
+    with telling("") as tell:
+        tuner = Tuner(race, lambda number: shots(number, asked), scales.losses, limit, tell)
+        found = tuner.run(candidates, effort.budget)
+    what = f"{engine.model}, {asked.requests} x {asked.workload}, default: {_spelled(base)}"
+    _say(tuner.candidates.values(), found, limit, what)
     show.record(asked.out, "tune", engine, [_row(one, found, limit) for one in [*found, *tuner.candidates.values()]])
-    _write(config, engine, found[0], aim)
-    print(f"\n{config}: phasewise serve --config {config}")
+    _write(config, replace(engine, **base), found[0], aim)
+    print(f"\nserve it: phasewise serve --config {config}")
+
+
+def _tried(setting: Setting, base: Mapping[str, str], limit: float) -> bool:
+    """Whether a candidate is to be timed; says why one that cannot be built here is not."""
+    from phasewise.plan.candidates import changes_answers
+
+    if all(base.get(verb) == text for verb, text in setting.verbs.items()):
+        return False  # it is the default
+    try:
+        return limit > 0 or not changes_answers(setting)
+    except UserError as error:
+        say(f"not tried: {setting.name}: {error}")
+        return False
+
+
+def _pace(
+    race: Callable[[Sequence[Setting]], Comparison], shots: Callable[[int], list[Shot]],
+    scales: Scales | None, requests: int,
+) -> Pace:  # fmt: skip
+    """One timed run of the default and, where answers are judged, a few examples."""
+    from phasewise.plan.effort import LEAST_EXAMPLES, Pace
+    from phasewise.plan.tune import SEEDS
+
+    alone = race([])
+    for _ in alone.run(1, lambda number: shots(PACING + number)):
+        pass
+    seconds, example = alone.trials[0].run.seconds, 0.0
+    if scales is not None:
+        start = time.perf_counter()
+        scales.losses({}, LEAST_EXAMPLES, SEEDS[0])  # measures the default twice
+        example = (time.perf_counter() - start) / (2 * LEAST_EXAMPLES)
+    return Pace(requests, seconds, example)
+
+
+def _spelled(verbs: Mapping[str, str]) -> str:
+    return " ".join(f"{verb}={text}" for verb, text in verbs.items())
 
 
 def _say(every: Any, found: list[Candidate], limit: float, what: str) -> None:
@@ -122,7 +215,7 @@ def _say(every: Any, found: list[Candidate], limit: float, what: str) -> None:
         body.append(
             [one.name, speed, kv, losses, "yes" if one.name in best else "", "" if one.allowed(limit) else "no"]
         )
-    show.title(f"{what}: finalists, on prompts and examples that nothing was chosen by")
+    show.title(f"{what}: the finalists, on prompts and examples that no choice was made by")
     show.table(["recipe", "times the default [95 %]", "KV/request", "loses [95 %]", "front", "allowed"], body)
     gone = [one for one in every if one.out is not None]
     if gone:
