@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all lint types lines rooms readme browser silicon screenshots pocket wheel clean
+.PHONY: help serve install test test-rest test-all lint types lines rooms readme browser silicon screenshots pocket wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -25,6 +25,8 @@ help: ## Show this list
 
 serve: $(VENV)/.serve ## Start the server (http://127.0.0.1:8000; smollm2, fetched once, or the embedded pocket)
 	@exec $(BIN)/phasewise serve $(ARGS)
+
+install: $(VENV)/.serve ## Install into .venv what the README's commands need, and start nothing
 
 PYTEST := OMP_NUM_THREADS=1 exec $(BIN)/python -m pytest -n $(JOBS)
 FILES  := --dist loadfile --no-loadscope-reorder --durations=20
@@ -51,8 +53,8 @@ lines: ## Count lines per file and folder, and the change against main
 rooms: ## Check which room imports which, and draw it into docs/architecture.md
 	@$(PYTHON) scripts/rooms.py $(if $(CI),--check)
 
-readme: $(VENV)/.serve ## Write the generated tables into README.md, and docs/verbs from verbs/
-	@$(BIN)/python scripts/readme_tables.py
+readme: $(VENV)/.serve ## Write docs/catalogue.md and docs/verbs, which are made from the sources
+	@$(BIN)/python scripts/catalogue.py
 	@$(BIN)/python scripts/verb_pages.py
 
 browser: $(VENV)/.browser ## Install the headless Chromium that tests of the playground drive (200 MB)
@@ -87,10 +89,11 @@ define install
 	@$(PIP) torch setuptools
 	@$(PIP) --no-build-isolation --editable '.[$(1)]'
 	@touch $(foreach stamp,$(2),$(VENV)/.$(stamp))
+	@echo "phasewise: installed; 'source $(BIN)/activate' puts phasewise on the path of a terminal"
 endef
 
 $(VENV)/.serve: $(PINS) | $(BIN)/python
-	$(call install,serve$(comma)grammar,serve)
+	$(call install,serve$(comma)grammar$(comma)bench,serve)
 
 $(VENV)/.test: $(PINS) | $(BIN)/python
 	$(call install,test,serve test)

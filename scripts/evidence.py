@@ -1,7 +1,7 @@
 """What lossy methods cost, and how often drafts are accepted: each setting beside the default, on the same examples.
 
-    python scripts/evidence.py --out evidence.jsonl [--page docs/evidence.md] [--models pocket,smollm2] [--examples 50]
-                               [--prompts questions.jsonl] [--tasks code@2k,...] [--settings "A;B;..."]
+    python scripts/evidence.py --out evidence.jsonl [--page docs/results/evidence.md] [--models pocket,smollm2]
+                               [--examples 50] [--prompts questions.jsonl] [--tasks code@2k,...] [--settings "A;B;..."]
                                [--quick | --show]
 
 Rows are those of `phasewise eval`. Each one that is done is a line of --out, with the values of its examples; started

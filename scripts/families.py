@@ -1,7 +1,7 @@
 """Every family of models beside transformers and llama.cpp: random weights, one shape of each family.
 
     python scripts/families.py --out families.jsonl [--rounds 5] [--families gemma3 ...] [--tests decode1,...]
-                               [--llama DIR] [--work DIR] [--page docs/performance.md]
+                               [--llama DIR] [--work DIR] [--page docs/results/performance.md]
 
 Shapes have about 60 million parameters, mixtures of experts about 280 of which a token meets 60. Each is written once
 to --work, a folder that may be thrown away, and run in bfloat16 by everybody, in fresh processes and interleaved rounds

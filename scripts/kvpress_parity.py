@@ -2,7 +2,8 @@
 
     python -m venv there && there/bin/pip install torch==2.13.0 'transformers>=4.56,<5.3' kvpress==0.5.5 gguf
     python scripts/kvpress_parity.py --python there/bin/python [--model smollm2] [--lengths 300,900] [--shares 0.5,0.25]
-                                     [--count 4] [--new 32] [--seed 0] [--methods SnapKV,...] [--write docs/kv.md]
+                                     [--count 4] [--new 32] [--seed 0] [--methods SnapKV,...]
+                                     [--write docs/results/kv.md]
 
 kvpress asks for other versions than phasewise is tested with, so it runs in an environment of its own, in a process of
 its own (scripts/kvpress_side.py). Prompts are stretches of the language reference. Methods that are not in the

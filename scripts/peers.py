@@ -5,9 +5,9 @@
     python scripts/peers.py --tools DIR report --out FILE --bw GB/s --gflops GFLOP/s
 
 DIR holds the peers' measuring script, `bench_peers.py`, its `plan.json` and `setup_peers.sh`, which sets the peers up
-in ROOT; see docs/performance.md. Every contender runs in a process and an environment of its own, one after the other,
-and rounds are interleaved. What follows --tools DIR is that script's own command line; this one adds a peer to it, and
-leaves out those that are not set up.
+in ROOT; see docs/results/performance.md. Every contender runs in a process and an environment of its own, one after the
+other, and rounds are interleaved. What follows --tools DIR is that script's own command line; this one adds a peer to
+it, and leaves out those that are not set up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many requests decode at once within a fixed KV budget, without the prefix cache: what bytes saved are for.
 
     python scripts/requests_that_fit.py [SETTING...] [--model pocket] [--tokens 1000] [--new 8] [--dense 8]
-                                        [--write docs/kv.md]
+                                        [--write docs/results/kv.md]
 
 The budget holds `--dense` dense requests of that length, their last token included. Five times as many are offered,
 with prompts of random tokens, which go first; the most that decode in one step count, and what had to be preempted is

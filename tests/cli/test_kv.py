@@ -91,8 +91,8 @@ def test_runs_of_one_model_stand_side_by_side_on_a_page(cli: Cli, tmp_path: Path
 
 
 def test_the_pages_commands_name_its_sections(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, copy = Path(__file__).parents[2] / "docs" / "kv.md", tmp_path / "docs" / "kv.md"
-    copy.parent.mkdir()
+    page, copy = Path(__file__).parents[2] / "docs" / "results" / "kv.md", tmp_path / "docs" / "results" / "kv.md"
+    copy.parent.mkdir(parents=True)
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
@@ -100,7 +100,8 @@ def test_the_pages_commands_name_its_sections(cli: Cli, tmp_path: Path, monkeypa
         raise UserError("all is well so far")
 
     monkeypatch.setattr("phasewise.cli.kv._run", stop)
-    commands = re.findall(r"^`?phasewise (bench kv [^`\n]* --section [^`\n]*)", copy.read_text(encoding="utf-8"), re.M)
+    pages = page.parents[1].joinpath("kv.md").read_text(encoding="utf-8") + copy.read_text(encoding="utf-8")
+    commands = re.findall(r"^`?phasewise (bench kv [^`\n]* --section [^`\n]*)", pages, re.M)
     assert len(commands) == 3
     for command in commands:
         said = cli(*shlex.split(command))

@@ -1,4 +1,4 @@
-"""The scaffolding: pinned dependencies, make targets, the lines report, the README's generated tables."""
+"""The scaffolding: pinned dependencies, make targets, the lines report, the catalogue and the verbs' pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 from types import ModuleType
@@ -27,10 +28,11 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def installed_closure() -> dict[str, str]:
-    """{package: version} of everything the extras of pyproject.toml need here, as far as it is installed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+def installed_closure(wanted: Sequence[str] | None = None) -> dict[str, str]:
+    """{package: version} of all that `wanted`, or the extras of pyproject.toml, need, as far as it is installed."""
+    if wanted is None:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
     todo, seen, found = [Requirement(r) for r in wanted], set(), {}
     while todo:
         need = todo.pop()
@@ -76,7 +78,12 @@ SAID_OF_NOTHING = {
 
 
 def test_no_page_claims_what_there_is_not() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("src/phasewise/**/*.py")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("src/phasewise/**/*.py"),
+    ]
     found = [(page.name, words) for page in pages for words in SAID_OF_NOTHING if words in page.read_text("utf-8")]
     assert len(pages) > 150 and not found
 
@@ -98,10 +105,9 @@ def test_lines_are_counted_and_changes_shown() -> None:
     assert re.search(r"^all +157  \+45$", text, re.M)
 
 
-@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="there is no README.md yet")
-def test_the_readmes_tables_are_up_to_date() -> None:
+def test_the_catalogue_is_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "readme_tables.py"), "--check"], capture_output=True, text=True
+        [sys.executable, str(ROOT / "scripts" / "catalogue.py"), "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
@@ -120,10 +126,10 @@ def test_a_verbs_page_holds_its_contract_and_its_methods() -> None:
 
 
 def test_tables_are_filled_between_their_markers_only() -> None:
-    tables = script("readme_tables")
-    text = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"
-    filled = tables.filled(text, "x", "| new |")
-    assert filled == "before\n<!-- x:begin -->\n| new |\n<!-- x:end -->\nafter\n"
-    assert tables.filled(filled, "x", "| new |") == filled
-    with pytest.raises(ValueError, match="x:begin"):
-        tables.filled("nothing here", "x", "| new |")
+    catalogue = script("catalogue")
+    text = "before\n<!-- methods:begin -->\nold\n<!-- methods:end -->\nafter\n"
+    filled = catalogue.filled(text, "| new |")
+    assert filled == "before\n<!-- methods:begin -->\n| new |\n<!-- methods:end -->\nafter\n"
+    assert catalogue.filled(filled, "| new |") == filled
+    with pytest.raises(ValueError, match="methods:begin"):
+        catalogue.filled("nothing here", "| new |")

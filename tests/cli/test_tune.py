@@ -25,7 +25,9 @@ def test_a_choice_is_written_and_can_be_served(cli: Cli, tmp_path: Path) -> None
     assert {row["recipe"] for row in rows} == {"default", "draft=prompt_lookup"}, "lossy ones, of which none may lose"
     assert (said["model"], said["evict"]) == (str(chat_checkpoint()), "streaming")
     assert said["draft"] == ("prompt_lookup" if "prompt_lookup" in chosen else "paced"), "serve's default"
-    assert done.err.startswith("tune: 1 candidates, about ") and "default: evict=streaming draft=paced" in done.out
+    assert (
+        done.err.startswith("tune: 1 candidate, a few seconds ") and "default: draft=paced evict=streaming" in done.out
+    )
     assert cli("serve", "--config", config, "--port", 99999).code == 2
 
 

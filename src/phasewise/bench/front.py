@@ -198,7 +198,7 @@ def _panel(panel: Any, some: Sequence[Point], cost: str, families: Sequence[str]
 # ---- the page
 INTRO = """# KV methods: which one when
 
-Every setting answers the same examples as dense decoding. Written by `phasewise bench kv --write docs/kv.md`.
+Every setting answers the same examples as dense decoding. Written by `phasewise bench kv --write docs/results/kv.md`.
 """
 
 

@@ -139,7 +139,7 @@ INTRO = """# What savers are worth
 
 Methods that give rows up, read fewer, keep them in fewer bytes or skip layers: what each is worth per generated token
 beside dense decoding, once at its neutral setting, where it must cost nothing, and once at work. Written by
-`phasewise bench savers --write docs/savers.md`; every table says where and how it was measured.
+`phasewise bench savers --write docs/results/savers.md`; every table says where and how it was measured.
 
 *Gain*: dense's time of a token over the setting's, the median of paired rounds (range). *Gain the bytes promise*: what
 it would be if each byte saved, of KV and of the weights of skipped layers, took as long as this machine needed to read

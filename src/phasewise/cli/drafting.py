@@ -61,9 +61,9 @@ class Written:
 
     csv: Annotated[Path | None, typer.Option(help="Write every result into this file.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw the speeds into this image.")] = None
-    write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/speculation.md.")] = (
-        None
-    )
+    write: Annotated[
+        Path | None, typer.Option(help="Put the tables into a page, such as docs/results/speculation.md.")
+    ] = None
 
     def check(self, section: str) -> None:
         """Raise UserError for what can be seen before anything is measured."""

@@ -87,7 +87,7 @@ class Written:
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out holds already.")] = False
     csv: Annotated[Path | None, typer.Option(help="Write a line per measurement into this file.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw quality over bytes into this image.")] = None
-    write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/kv.md.")] = None
+    write: Annotated[Path | None, typer.Option(help="Put the tables into a page, such as docs/results/kv.md.")] = None
     section: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Of the page: the part that these tables take. Default: the model's name."),
@@ -138,10 +138,10 @@ def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: Engine
     [bold]Examples[/]
 
       phasewise bench kv --out kv.jsonl --plot kv.png
-      phasewise bench kv --out kv.jsonl --resume --write docs/kv.md
+      phasewise bench kv --out kv.jsonl --resume --write docs/results/kv.md
       phasewise bench kv --settings "evict=snapkv;store=int8 evict=snapkv:keep=0.25" --tasks passkey@1k
       phasewise bench kv --model smollm2 --tasks code@2k,passkey-english@4k --budgets 1
-      phasewise bench kv --model smollm2 --tasks code@8k --write docs/kv.md --section "smollm2 8k"
+      phasewise bench kv --model smollm2 --tasks code@8k --write docs/results/kv.md --section "smollm2 8k"
     """
     engine.check()
     path = Path(engine.model)

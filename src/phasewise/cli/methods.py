@@ -1,4 +1,4 @@
-"""`phasewise methods`: the catalogue of methods, as a table, in detail, or as Markdown for the README."""
+"""`phasewise methods`: the catalogue of methods, as a table, in detail, or as Markdown for docs/catalogue.md."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def entries(kind: str | None = None) -> list[Entry]:
 
 
 def markdown() -> str:
-    """The catalogue as one Markdown table, for the README."""
+    """The catalogue as one Markdown table, for docs/catalogue.md."""
     lines = ["| verb | method | promise | guarantee | needs | paper | knobs |", "|---|---|---|---|---|---|---|"]
     for entry in entries():
         cells = [
@@ -107,7 +107,7 @@ def methods(
     which: Annotated[
         str | None, typer.Argument(metavar="[VERB[.NAME]]", help="One verb, one method, or parts.")
     ] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="The README's table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/catalogue.md.")] = False,
 ) -> None:
     """The catalogue: which methods each verb has, what they promise, need, and can be told.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phasewise.reproduce.lab import Lab, Scale
     from phasewise.reproduce.report import Report
 
-DOCUMENT = Path("docs/reproduced.md")
+DOCUMENT = Path("docs/results/reproduced.md")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def reproduce(
 
       phasewise reproduce
       phasewise reproduce snapkv --no-time
-      phasewise reproduce quest tidal --write docs/reproduced.md
+      phasewise reproduce quest tidal --write docs/results/reproduced.md
       phasewise reproduce --all --json reproduced.json
       phasewise reproduce --all --no-time --json found.json && phasewise reproduce --all --json found.json --resume
     """

@@ -49,7 +49,9 @@ class Written:
 
     csv: Annotated[Path | None, typer.Option(help="Write every turn into this file, as they come.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw the gains into this image.")] = None
-    write: Annotated[Path | None, typer.Option(help="Put the tables into this page, such as docs/savers.md.")] = None
+    write: Annotated[
+        Path | None, typer.Option(help="Put the tables into this page, such as docs/results/savers.md.")
+    ] = None
 
     def check(self, section: str) -> None:
         """Raise UserError for what can be seen before anything is measured."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phasewise.llm import LLM
     from phasewise.plan.effort import Effort, Pace
     from phasewise.plan.loss import Scales
-    from phasewise.plan.tune import Candidate
+    from phasewise.plan.tune import Candidate, Tuner
 
 FILE = Path("phasewise.toml")
 SHORT = ("draft=none", "draft=prompt_lookup", "draft=token_recycling", "store=int8", "evict=snapkv:keep=0.5",
@@ -90,7 +90,8 @@ class Aim:
         what = f"{found.requests} requests a run, {found.budget.final[0]} rounds in the final"
         if limit:
             what += f", {found.budget.final[1]} examples"
-        say(f"tune: {len(settings)} candidates, {found.said()} ({what}); --minutes cuts it to a time of yours")
+        several = "candidate" if len(settings) == 1 else "candidates"
+        say(f"tune: {len(settings)} {several}, {found.said()} ({what}); --minutes cuts it to a time of yours")
         return found
 
 
@@ -130,40 +131,50 @@ def tune(
       phasewise tune draft=prompt_lookup evict=snapkv:keep=0.5 --prompts notes.txt --max-loss 1% --quality docs@2k
     """
     engine.check()
-    from phasewise.bench.drive import Bench
-    from phasewise.bench.settings import Comparison, Setting
+    from phasewise.bench.settings import Setting
     from phasewise.plan.candidates import singles
-    from phasewise.plan.loss import Scales, limit_of
-    from phasewise.plan.tune import Tuner
+    from phasewise.plan.loss import limit_of
 
     limit = limit_of(aim.max_loss)
     if settings and all_:
         raise UserError(f"--all tries every method: leave {' '.join(settings)!r} out, or leave --all out")
     named = singles() if all_ else [Setting.parse(text) for text in settings or SHORT]
+    default = engine if engine.speaks_of_drafts else replace(engine, draft=DRAFTER)
+    candidates = [one for one in named if _tried(one, default.verbs, limit)]
+    tuner, found, requests = _tuned(candidates, limit, aim, asked, engine, default)
+    what = f"{engine.model}, {requests} x {asked.workload}, default: {_spelled(default.verbs)}"
+    _say(tuner.candidates.values(), found, limit, what)
+    show.record(asked.out, "tune", engine, [_row(one, found, limit) for one in [*found, *tuner.candidates.values()]])
+    _write(config, default, found[0], aim)
+    print(f"\nserve it: phasewise serve --config {config}")
+
+
+def _tuned(
+    candidates: list[Setting], limit: float, aim: Aim, asked: Asked, engine: EngineOptions, default: EngineOptions
+) -> tuple[Tuner, list[Candidate], int]:
+    """The candidates against the default: the tuner, its finalists, and the requests of a run."""
+    from phasewise.bench.drive import Bench
+    from phasewise.bench.settings import Comparison
+    from phasewise.plan.loss import Scales
+    from phasewise.plan.tune import Tuner
+
     none: dict[str, Any] = dict.fromkeys(catalog.VERBS)
     llm = replace(engine, **none).llm()
-    rows = aim.rows(llm)
+    scales = Scales(llm, aim.rows(llm), engine.verbs)
     made, context = Bench(llm.model), llm.model.config
-    source, scales = asked.source(engine.model, context.vocab, "code"), Scales(llm, rows, engine.verbs)
-    base = engine.verbs if engine.speaks_of_drafts else {**engine.verbs, "draft": DRAFTER}
+    source = asked.source(engine.model, context.vocab, "code")
 
     def race(some: Sequence[Setting]) -> Comparison:
-        return Comparison(made, some, engine.limits(), base)
+        return Comparison(made, some, engine.limits(), default.verbs)
 
     def shots(number: int, of: Asked = asked) -> list[Shot]:
         return of.shots(source, context.max_positions, number=number)
 
-    candidates = [one for one in named if _tried(one, base, limit)]
     effort = aim.effort(candidates, _pace(race, shots, scales if limit else None, asked.requests), limit)
-    asked = replace(asked, requests=effort.requests)
+    fewer = replace(asked, requests=effort.requests)
     with telling("") as tell:
-        tuner = Tuner(race, lambda number: shots(number, asked), scales.losses, limit, tell)
-        found = tuner.run(candidates, effort.budget)
-    what = f"{engine.model}, {asked.requests} x {asked.workload}, default: {_spelled(base)}"
-    _say(tuner.candidates.values(), found, limit, what)
-    show.record(asked.out, "tune", engine, [_row(one, found, limit) for one in [*found, *tuner.candidates.values()]])
-    _write(config, replace(engine, **base), found[0], aim)
-    print(f"\nserve it: phasewise serve --config {config}")
+        tuner = Tuner(race, lambda number: shots(number, fewer), scales.losses, limit, tell)
+        return tuner, tuner.run(candidates, effort.budget), effort.requests
 
 
 def _tried(setting: Setting, base: Mapping[str, str], limit: float) -> bool:

@@ -33,6 +33,8 @@ class Effort:
 
     def said(self) -> str:
         """The estimate in words."""
+        if self.seconds < 5:
+            return "a few seconds"
         minutes = self.seconds / 60
         return f"about {self.seconds:.0f} seconds" if minutes < 1.5 else f"about {minutes:.0f} minutes"
 

@@ -79,5 +79,6 @@ SYSTEM = System(
     ),
     timings=(Timing("time per token at 1,500 tokens, against rows as they are", tokens=1500, price=True),),
     note="In bfloat16 kernels multiply packed levels, thin matrices and outliers as they lie; where there are none, "
-    "blocks are opened before they are read. Time per token is a price here; docs/savers.md has longer contexts.",
+    "blocks are opened before they are read. Time per token is a price here; docs/results/savers.md has longer "
+    "contexts.",
 )  # fmt: skip

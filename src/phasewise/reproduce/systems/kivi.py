@@ -90,5 +90,5 @@ SYSTEM = System(
     ),
     timings=(Timing("time per token at 1,500 tokens, against rows as they are", tokens=1500, price=True),),
     note="In bfloat16 kernels multiply packed numbers as they lie; where there are none, blocks are opened before they "
-    "are read. Time per token is a price here; what it is worth on longer contexts is in docs/savers.md.",
+    "are read. Time per token is a price here; what it is worth on longer contexts is in docs/results/savers.md.",
 )  # fmt: skip
