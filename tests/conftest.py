@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import tiers
+from tests import seeds, tiers
 
 settings.register_profile("unhurried", deadline=None)  # beside a busy core an example takes as long as it takes
 settings.load_profile("unhurried")
@@ -24,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """What this process and all that it starts put down for a while goes into one folder, which goes at the end; but
     for pytest's own `tmp_path`, of which the last ones can be looked at."""
     config.addinivalue_line("markers", "thorough: left to `make test-rest` (tests/tiers.py)")
+    if config.getoption("--draws"):
+        os.environ[seeds.NAME] = config.getoption("--draws")
+    os.environ.setdefault(seeds.NAME, seeds.today())  # the same in all processes, and after midnight
     if not hasattr(config, "workerinput"):  # of pytest-xdist, which has the environment of the process that started it
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         config.stash[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="phasewise-")
@@ -40,12 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="laws over every scheduler, placement and way to decode, instead of rows in which every two methods meet",
     )
+    parser.addoption("--draws", metavar="SEED", help="draw the cases that an earlier run has drawn (tests/seeds.py)")
     parser.addoption(
         "--tier",
         choices=tiers.TIERS,
         default="all",
         help="quick: without the thorough tests, but for those in files or folders that are named; rest: only them",
     )
+
+
+def pytest_report_header() -> str:
+    return f"cases drawn with --draws {seeds.today()}"
 
 
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable, Sequence
 from datetime import date
+from typing import Any
+
+import pytest
 
 NAME = "PHASEWISE_DRAWS"
 
@@ -17,3 +21,18 @@ def today() -> str:
 def draw(*names: object) -> random.Random:
     """Random numbers that hang on the seed of this run and on these names alone, in any process and any order."""
     return random.Random(" ".join(map(str, (today(), *names))))
+
+
+def params(cases: Iterable[Any], quick: int, *names: object, always: Sequence[Any] = ()) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`. The quick tier runs those of `always` and `quick` more of them, drawn by the
+    seed of this run; the thorough tier runs the others."""
+    every = list(cases)
+    rest = [case for case in every if case not in always]
+    drawn = draw(*names).sample(range(len(rest)), min(quick, len(rest)))
+    now = [*always, *(rest[i] for i in drawn)]
+    return [_param(case, case not in now) for case in every]
+
+
+def _param(case: Any, thorough: bool) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=[pytest.mark.thorough] if thorough else [])

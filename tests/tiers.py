@@ -19,12 +19,6 @@ TIERS = ("quick", "rest", "all")
 # `thorough`: kernels of other instruction sets than this machine's own (tests/ops/targets.py).
 THOROUGH: dict[str, tuple[str, ...]] = {
     "laws over covering arrays, or over every method with several others and settings": (
-        "attend/test_loopserve.py::test_works_beside", "attend/test_power.py::test_with_others",
-        "attend/test_selectors.py::test_draft_trees_equal_their_paths",
-        "attend/test_selectors.py::test_requests_are_their_own",
-        "attend/test_selectors.py::test_what_is_kept_follows_forks",
-        "attend/test_selectors.py::test_windows_of_the_model",
-        "attend/test_zero_tuning_steps.py::test_mates_of_all_kinds_change_no_bit",
         "decode/test_block_diffusion.py::test_a_request_is_its_own_in_any_company",
         "decode/test_then.py::test_chunks_mates_and_preemption",
         "decode/test_then.py::test_contrastive_decoding_follows_as_well", "decode/test_then.py::test_hand_offs",
@@ -32,7 +26,6 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "decode/test_then.py::test_where_there_is_little_room_requests_make_way",
         "engine/test_native_sights.py::test_sinks_and_windows_are_read_as_the_open_path_reads_them",
         "engine/test_native_sights.py::test_windows_of_some_heads_are_read_as_the_open_path_reads_them",
-        "evict/test_rlkv.py::test_works_beside",
         "evict/test_running_weighed.py::test_a_token_that_failed_leaves_no_trace",
         "kv/test_positions.py::test_what_is_handed_on_is_booked_where_it_lands",
         "laws/test_bfloat16.py::test_independent_of_batch_mates_in_bfloat16", "laws/test_compositions.py",

@@ -22,7 +22,6 @@ from phasewise.request.request import Request
 from phasewise.step.fused import _commons
 from phasewise.verbs.place import Placed
 from tests import oracle, tiny
-from tests.kv.harness import drafting
 
 ON = {"attend": "hydragen"}
 SHARED, OTHER = tiny.prompts(200, 150, seed=3)
@@ -149,16 +148,6 @@ def primed(placed: Placed) -> Request:
     return request
 
 
-@pytest.mark.parametrize("verbs", [
-    {}, {"schedule": "sarathi:budget=24"}, {"schedule": "layered"}, {"schedule": "prefill_first"}, {"store": "int8"},
-    {"evict": "snapkv:keep=40,window=4"}, {"evict": "streaming:sinks=2,window=210"},
-    {"skip": "unified:speedup=1.3,weights=none"},
-    {"decode": "contrastive:amateur=tiny-draft"}, {"place": "disaggregated"},
-], ids=str)  # fmt: skip
-def test_tokens_are_those_without_it(verbs: dict[str, str]) -> None:
-    assert outs(verbs | EARLY) == outs(verbs)
-
-
 def test_tokens_are_greedys() -> None:
     for prompt, got in zip(FAMILY, outs(ON)):
         assert got == oracle.greedy(tiny.model(), prompt, 20)[0]
@@ -170,22 +159,6 @@ def test_in_bfloat16_too() -> None:
     want = outs({}, of=model)
     assert outs(ON, of=model) == want
     assert [outs(ON, [prompt], of=model)[0] for prompt in FAMILY] == want
-
-
-@pytest.mark.parametrize("budget", [16, 512])
-def test_drafts_share_as_well(budget: int) -> None:
-    script = {tuple(prompt): want for prompt, want in zip(FAMILY, outs({}))}
-    for verbs in ({}, ON, EARLY):
-        placed = drafting({"schedule": f"sarathi:budget={budget}"} | verbs, script)
-        tiny.outs([primed_by(placed, script)])
-        assert tiny.outs(tiny.run(placed, FAMILY, tiny.greedy(20))) == list(script.values())
-
-
-def primed_by(placed: Placed, script: dict[tuple[int, ...], list[int]]) -> Request:
-    script[tuple(SHARED)] = oracle.greedy(tiny.model(), SHARED, 1)[0]
-    request = primed(placed)
-    del script[tuple(SHARED)]
-    return request
 
 
 def test_requests_come_and_go() -> None:

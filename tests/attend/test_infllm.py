@@ -26,8 +26,7 @@ def started(method: InfLLM) -> Walk:
     return one
 
 
-@pytest.mark.parametrize("sizes", [[1], [3, 1, 9], [60]])
-@pytest.mark.parametrize("block", [4, 8, 16])
+@pytest.mark.parametrize(("block", "sizes"), [(4, [3, 1, 9]), (8, [1]), (16, [60])])
 def test_means_equal_those_of_the_whole(block: int, sizes: list[int]) -> None:
     """However the rows came, tries that were given up included: bit for bit the mean-pool of all keys."""
     method = InfLLM(block, 1, block, 1, 0)

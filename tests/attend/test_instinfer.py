@@ -51,7 +51,7 @@ def test_with_all_numbers_the_weights_are_those_of_attention() -> None:
     assert (got - want).abs().mean() < 0.2 * (far - want).abs().mean()
 
 
-@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 4])
 def test_bytes_read_are_the_closed_form(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     """r lines of every row before, whole groups of listed rows, the sum of the values, each row once to index it."""
     r, k = 3, 20
@@ -149,7 +149,7 @@ def model() -> Model:
 
 
 @native_only
-@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 4])
 def test_whole_steps_count_what_steps_in_halves_do(group: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The link's bytes by the closed form, and those of the rows that come with those listed."""
     found = []
@@ -191,10 +191,9 @@ def test_layers_that_know_unequally_many_are_asked(model: Model, monkeypatch: py
         torch.testing.assert_close(index.sums, part.v[:, : index.upto].float().sum(1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("k", [0.001, 0.125, 1 / 3, 0.9, 0.999, 1.0, 1.5, 12.0])
-def test_the_fewest_rows_that_choose(k: float) -> None:
-    least = fewest(k)
-    assert all((share(k, n) < n) is (n >= least) for n in range(1, 3000))
+def test_the_fewest_rows_that_choose() -> None:
+    for k in (0.001, 0.125, 1 / 3, 0.9, 0.999, 1.0, 1.5, 12.0):
+        assert all((share(k, n) < n) is (n >= fewest(k)) for n in range(1, 3000)), k
 
 
 def test_more_numbers_than_a_query_has_are_refused() -> None:

@@ -25,7 +25,7 @@ from phasewise.options import parse
 from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
-from tests import tiny
+from tests import seeds, tiny
 from tests.attend.slow_loop import SlowLoop
 from tests.attend.test_loopserve import LAYERS, TIGHT, Watched, runtime, state
 from tests.decode.test_pie import EDITS, OTHER, TEXT, after, built, disturbed, edited, fresh, serve
@@ -55,8 +55,10 @@ def turn(attend: Any, history: int, rows: Any = None, **more: Any) -> Walk:
     return one
 
 
-@pytest.mark.parametrize("history", [4, 41, 64, 67, 69])
-@pytest.mark.parametrize("knobs", [TIGHT, LoopServe(0.5, 20, 0, 8, 5), LoopServe(0.9, 3, 1, 1, 70, 9)])
+@pytest.mark.parametrize(("knobs", "history"), seeds.params([
+    (TIGHT, 4), (TIGHT, 67), (LoopServe(0.5, 20, 0, 8, 5), 41), (LoopServe(0.9, 3, 1, 1, 70, 9), 64),
+    (LoopServe(0.9, 3, 1, 1, 70, 9), 69),
+], 2, "loopserve's turns"))  # fmt: skip
 def test_new_rows_read_lines_of_their_own_over_old_keys_and_new(knobs: LoopServe, history: int) -> None:
     """Against dense attention under the mask of lines found row by row; also where fewer rows are new than vote."""
     slow = SlowLoop(knobs)
@@ -81,8 +83,7 @@ def test_rows_as_int8() -> None:
         torch.testing.assert_close(fast.feed([token]), book.feed([token]), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("history", [0, 41])
-@pytest.mark.parametrize("rows", [1, 5, 7])
+@pytest.mark.parametrize(("rows", "history"), [(1, 41), (5, 0), (7, 41)])
 def test_a_mask_in_pieces_is_the_mask(monkeypatch: pytest.MonkeyPatch, rows: int, history: int) -> None:
     whole = turn(runtime(TIGHT), history) if history else None
     given = whole.given if whole else None  # type: ignore[attr-defined]
@@ -111,7 +112,7 @@ class Held(Watched):
         return lines
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("alpha", [0.5, 0.95])
 def test_the_share_holds_in_sampled_rows(alpha: float) -> None:
     held = Held(LoopServe(alpha=alpha, budget=10, block=4, sample=9))
     turn(held, 41)
@@ -200,7 +201,7 @@ class _Noting(Looping):
         return super().lines(read)
 
 
-@pytest.mark.parametrize("schedule", ["prefill_first", "sarathi:budget=3", "layered:rows_per_group=8"])
+@pytest.mark.parametrize("schedule", ["sarathi:budget=3", "layered:rows_per_group=8"])
 def test_each_run_of_new_tokens_is_one_piece_with_lines_of_its_own(schedule: str) -> None:
     now = edited(TEXT, EDITS["several"])
     noting = Noting(**vars(TIGHT))
@@ -214,14 +215,9 @@ def test_each_run_of_new_tokens_is_one_piece_with_lines_of_its_own(schedule: str
     assert noting.slices == long and second.recalled == len(now) - fresh(EDITS["several"]) - 1
 
 
-MORE: list[dict[str, str]] = [
-    {}, {"store": "int8"}, {"schedule": "layered:rows_per_group=8"}, {"schedule": "sarathi:budget=3"},
-    {"draft": "prompt_lookup"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("more", MORE, ids=str)
-@pytest.mark.parametrize("edit", ["append", "replace"])
+@pytest.mark.parametrize(("edit", "more"), [
+    ("append", {"store": "int8", "schedule": "sarathi:budget=3"}), ("replace", {"draft": "prompt_lookup"}),
+])  # fmt: skip
 def test_mates_and_preemption(edit: str, more: dict[str, str]) -> None:
     """The same tokens whoever is there, and after a preemption."""
     texts = tiny.prompts(90, 90, seed=2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.pages import PageKeys
-from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
@@ -19,11 +17,7 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
-from phasewise.request.counters import Counters
-from phasewise.request.request import Request
 from phasewise.step.choice import PageChoice
-from phasewise.step.forward import forward
-from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.kv.harness import Walk
@@ -31,7 +25,7 @@ from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 KNOBS = {"page": 4, "budget": 20, "dense_layers": 1}
-PROMPT, TOKENS = 70, tiny.prompts(130)[0]
+PROMPT, TOKENS = 70, tiny.prompts(100)[0]
 OTHER = tiny.prompts(40, seed=9)[0]
 
 
@@ -77,12 +71,12 @@ def test_a_step_is_one_call_and_gives_what_halves_give(
     made = passes(monkeypatch)
     whole = started(model, **METHODS[name](model))
     got = [whole.feed([token]) for token in TOKENS[PROMPT:]]
-    assert len(made) == 61 and all(each.whole for each in made)
+    assert len(made) == 31 and all(each.whole for each in made)
     with monkeypatch.context() as patch:
         halved(patch)
         halves = started(model, **METHODS[name](model))
         want = [halves.feed([token]) for token in TOKENS[PROMPT:]]
-    assert not any(each.whole for each in made[62:])
+    assert not any(each.whole for each in made[32:])
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert whole.counters == halves.counters
     assert len(kept(whole)) and all(torch.equal(a, b) for a, b in zip(kept(whole), kept(halves), strict=True))
@@ -170,100 +164,3 @@ def test_without_room_for_bounds_steps_go_in_halves(model: Model, monkeypatch: p
 
 
 # ---- in an engine
-SCHEDULE = {"schedule": "sarathi:budget=48"}  # longer slices of a prompt take another kernel, which rounds otherwise
-VERBS = {"attend": "quest:page=4,budget=20,dense_layers=1"} | SCHEDULE
-PROMPTS = tiny.prompts(70, 33, 90, 12)
-N = 40
-
-
-def answers(model: Model, verbs: dict[str, str], prompts: Sequence[Sequence[int]], **limits: Any) -> list[list[int]]:
-    return tiny.outs(tiny.run(tiny.engine(verbs, of=model, **limits), prompts, tiny.greedy(N)))
-
-
-@pytest.fixture(scope="module")
-def wanted(model: Model) -> list[list[int]]:
-    """What half steps give each prompt alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        halved(patch)
-        return [answers(model, VERBS, [prompt])[0] for prompt in PROMPTS]
-
-
-def test_steps_of_an_engine_are_one_call(
-    model: Model, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = passes(monkeypatch)
-    assert answers(model, VERBS, PROMPTS) == wanted
-    assert all(each.whole for each in made)
-    assert answers(model, SCHEDULE, PROMPTS) != wanted, "the choice matters"
-
-
-def test_preempted(model: Model, wanted: list[list[int]]) -> None:
-    alone = tiny.engine(VERBS, of=model, prefix_cache=False)
-    need = max(alone.runtime(Request(p)).need(len(p) + N + 64) for p in PROMPTS)
-    crowded = tiny.engine(VERBS, of=model, kv_bytes=need + need // 2, prefix_cache=False)
-    assert tiny.outs(tiny.run(crowded, PROMPTS, tiny.greedy(N))) == wanted
-    assert crowded.counters.preemptions > 0
-
-
-def test_handed_over(model: Model, wanted: list[list[int]]) -> None:
-    placed = tiny.engine(VERBS | {"place": "disaggregated"}, of=model)
-    assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(N))) == wanted
-    assert placed.counters.handoffs == len(PROMPTS)
-
-
-def test_from_a_shared_prefix(model: Model, wanted: list[list[int]]) -> None:
-    placed = tiny.engine(VERBS, of=model)
-    for prompt, out in [*zip(PROMPTS, wanted)] * 2:
-        request = Request(prompt, tiny.greedy(N))
-        placed.add(request)
-        while request.left is None:
-            placed.step()
-        assert request.out == out
-    assert placed.counters.prefix_hits > 0
-
-
-def test_samples_of_one_prompt(model: Model) -> None:
-    """Siblings share rows and bounds until they write; each draws what it draws alone in half steps."""
-    params = replace(tiny.greedy(N), temperature=0.9, seed=5)
-    first = Request(PROMPTS[0], params)
-    requests = [first, *(first.sibling(i) for i in (1, 2))]
-    engine = tiny.engine(VERBS, of=model, prefix_cache=False)
-    for request in requests:
-        engine.add(request)
-    tiny.finish(engine, requests)
-    with pytest.MonkeyPatch.context() as patch:
-        halved(patch)
-        for request in requests:
-            alone = tiny.engine(VERBS, of=model, prefix_cache=False)
-            assert tiny.outs(tiny.run(alone, [request.prompt], request.params)) == [request.out]
-    assert len({tuple(request.out) for request in requests}) == 3
-
-
-def test_mates_of_other_recipes_keep_every_bit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain rows, a slice of a prompt and rows that choose otherwise in one call: each is what it is alone."""
-    made = passes(monkeypatch)
-    others = [Dense(), Quest(page=8, budget=24, dense_layers=0), Quest(**KNOBS)]
-
-    def walks() -> list[Walk]:
-        return [started(model, attend) for attend in others]
-
-    apart, together = walks(), walks()
-    long = Walk(model, OTHER)
-    del made[:]
-    for at, token in enumerate(TOKENS[PROMPT:80]):
-        want = [walk.feed([token]) for walk in apart]
-        spans = [span(walk, [token]) for walk in together] + ([span(long, OTHER)] if at == 0 else [])
-        with torch.inference_mode():
-            hidden = forward(model, spans, Counters())
-            got = model.head(hidden.x[:3].clone())
-        for walk in together:
-            walk.commit([token], 1)
-        assert torch.equal(got, torch.cat(want))
-    assert all(each.whole for each in made) and {each.rows for each in made} == {1, 3, 3 + len(OTHER)}
-
-
-def span(walk: Walk, tokens: list[int]) -> Span:
-    walk.kv.reserve(len(tokens))
-    phase = walk.plain if walk.request.prefilling else walk.phase
-    start = walk.request.computed
-    return Span(walk.request, walk.kv, phase, tokens, range(start, start + len(tokens)))

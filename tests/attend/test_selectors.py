@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from phasewise.engine.engine import Engine
 from phasewise.kv.buffer import KVShape
 from phasewise.methods.attend.double_sparsity import DoubleSparsity
 from phasewise.methods.attend.infllm import InfLLM
@@ -19,24 +18,21 @@ from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
-from phasewise.ops import native
 from phasewise.request.counters import Counters
-from phasewise.request.request import Request
 from phasewise.verbs.host import Host
-from tests import double, oracle, tiny
+from tests import double, oracle, seeds, tiny
 from tests.attend.slow_select import Slow, SlowAgain, SlowBlocks, SlowSparF, SlowSparsity, SlowTokens
-from tests.kv.harness import Uneven, Walk, cuts, drafting, sliding
+from tests.kv.harness import Uneven, Walk, cuts, sliding
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8}
-PROMPT, TOKENS = 70, tiny.prompts(112)[0]
+PROMPT, TOKENS = 70, tiny.prompts(100)[0]
 OTHER = tiny.prompts(40, seed=9)[0]
 
 
 @pytest.fixture(autouse=True)
-def in_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows are chosen is a step function of scores, so their last bits must not matter."""
-    if "bfloat16" not in request.node.name:
-        double.everything(monkeypatch)
+    double.everything(monkeypatch)
 
 
 def bound(method: Any, model: Model | None = None) -> Any:
@@ -80,14 +76,17 @@ def fast(name: str, model: Model | None = None) -> Any:
     return bound(METHODS[name][0], model)
 
 
-@EACH
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [one for name in METHODS
+     for one in seeds.params([(name, case) for case in CASES], 1, "selectors", name, always=[(name, "plain")])],
+)  # fmt: skip
 def test_equals_the_method_by_the_book(name: str, case: str) -> None:
     """Single rows, slices, and a whole replay, against rows chosen one by one from scratch."""
     slow = METHODS[name][1]()
     truth = started(slow, case)
     want = torch.cat([truth.feed([token]) for token in TOKENS[PROMPT:]])
-    for sizes in ([1], [2, 7, 1], [60]):
+    for sizes in ([1], [2, 7, 1], [30]):
         one = started(fast(name), case)
         got = torch.cat([one.feed(piece) for piece in cuts(TOKENS[PROMPT:], sizes)])
         torch.testing.assert_close(got, want, **CLOSE)
@@ -95,10 +94,9 @@ def test_equals_the_method_by_the_book(name: str, case: str) -> None:
     assert (dense.feed(TOKENS[PROMPT:]) - want).abs().max() > 1e-2, "the choice matters, or the test tests little"
 
 
-@EACH
-@pytest.mark.parametrize("window", [17, 40])
-def test_windows_of_the_model(name: str, window: int) -> None:
-    model = sliding(window, 4, torch.float64)
+@pytest.mark.parametrize("name", seeds.params(METHODS, 2, "selectors under windows"))
+def test_windows_of_the_model(name: str) -> None:
+    model = sliding(17, 4, torch.float64)
     truth = started(METHODS[name][1](), model=model)
     want = torch.cat([truth.feed([token]) for token in TOKENS[PROMPT:]])
     for sizes in ([1], [6, 1, 13]):
@@ -107,8 +105,10 @@ def test_windows_of_the_model(name: str, window: int) -> None:
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-@EACH
-@pytest.mark.parametrize("case", ["plain", "streaming", "snapkv", "int8"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    seeds.params([(name, case) for name in METHODS for case in ("plain", "streaming")], 3, "selectors' trees"),
+)
 def test_draft_trees_equal_their_paths(name: str, case: str) -> None:
     """Two branches, nine deep: each node chooses among the rows of its own path; what is rejected leaves nothing."""
     tree, parents = TOKENS[PROMPT : PROMPT + 1], [-1]
@@ -140,16 +140,16 @@ def test_draft_trees_equal_their_paths(name: str, case: str) -> None:
 def test_what_is_kept_follows_forks(name: str) -> None:
     def begun() -> Walk:
         walk = started(METHODS[name][1]())
-        walk.feed(TOKENS[PROMPT:100])
+        walk.feed(TOKENS[PROMPT:90])
         return walk
 
     one = started(fast(name))
-    one.feed(TOKENS[PROMPT:100])
+    one.feed(TOKENS[PROMPT:90])
     twin = one.fork()
     assert one.kv.layers[2].derived and twin.kv.layers[2].derived
-    for walk, tokens in ((one, OTHER), (twin, TOKENS[100:])):
+    for walk, tokens in ((one, OTHER), (twin, TOKENS[90:])):
         truth = begun()
-        for piece in cuts(tokens[:20], [1, 1, 3]):
+        for piece in cuts(tokens[:10], [1, 1, 3]):
             torch.testing.assert_close(walk.feed(piece), truth.feed(piece), **CLOSE)
 
 
@@ -189,78 +189,7 @@ def test_what_is_kept_is_within_what_is_booked(name: str) -> None:
     assert runtime.beside(3, KVShape(2, 12, torch.float32), 8) == 0, "nothing is chosen in so few rows"
 
 
-KNOBS = {
-    "double_sparsity": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0",
-    "token_select": "token_select:k=6,first=2,local=4",
-    "token_select, again": "token_select:k=6,first=2,local=4,theta=0.1",
-    "instinfer": "instinfer:r=3,k=12",
-    "infllm": "infllm:block=4,init=1,window=4,topk=1,dense_len=0",
-}
-OTHERS = ["", "store int8", "evict snapkv:keep=0.3,window=6", "evict streaming:sinks=3,window=23"]
 PROMPTS, N = tiny.prompts(41, 7, 90, 60), 24
-_ALONE: dict[tuple[str, str], list[list[int]]] = {}
-
-
-def alone(name: str, other: str = "") -> list[list[int]]:
-    """Each prompt by itself, in one piece, with all the memory it wants; in double precision."""
-    if (name, other) not in _ALONE:
-        verbs = given(name, other)
-        _ALONE[name, other] = [
-            tiny.outs(tiny.run(tiny.engine(verbs, prefix_cache=False), [p], tiny.greedy(N)))[0] for p in PROMPTS
-        ]
-    return _ALONE[name, other]
-
-
-def given(name: str, other: str = "") -> dict[str, str]:
-    verbs = {"attend": KNOBS[name]}
-    if other:
-        verb, text = other.split(" ")
-        verbs[verb] = text
-    return verbs
-
-
-@EACH
-@pytest.mark.parametrize("other", OTHERS)
-def test_requests_are_their_own(name: str, other: str) -> None:
-    """Chunks and mates, scarce memory, prefix hits, hand-off and drafts, alone and over other methods."""
-    want = alone(name, other)
-    if not other:
-        assert want != tiny.outs(tiny.run(tiny.engine(prefix_cache=False), PROMPTS, tiny.greedy(N))), "it bites"
-    chunked = tiny.engine(given(name, other) | {"schedule": "sarathi:budget=3"}, prefix_cache=False)
-    assert tiny.outs(tiny.run(chunked, PROMPTS, tiny.greedy(N))) == want
-    scarce = tiny.engine(given(name, other), kv_bytes=tiny.engine(given(name, other)).store.cost(64 * 5))  # type: ignore[attr-defined]
-    assert isinstance(scarce, Engine)
-    assert tiny.outs(tiny.run(scarce, PROMPTS * 2, tiny.greedy(N))) == want * 2
-    apart = tiny.engine(given(name, other) | {"place": "disaggregated"})
-    assert tiny.outs(tiny.run(apart, PROMPTS, tiny.greedy(N))) == want
-    warm = tiny.engine(given(name, other))
-    for _ in range(2):
-        assert warm.counters.prefix_hits == 0
-        assert tiny.outs(served(warm)) == want
-    assert warm.counters.prefix_hits > 0
-    script = {tuple(prompt): out for prompt, out in zip(PROMPTS, want)}
-    drafted = drafting(given(name, other) | {"schedule": "sarathi:budget=40"}, script, prefix_cache=False)
-    assert tiny.outs(tiny.run(drafted, PROMPTS, tiny.greedy(N))) == want
-    assert drafted.counters.drafted > drafted.counters.accepted > 0
-
-
-def served(placed: Any) -> list[Request]:
-    """All prompts at once; what they have cached stays."""
-    requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS]
-    for request in requests:
-        placed.add(request)
-    while any(request.left is None for request in requests):
-        placed.step()
-    return requests
-
-
-@pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
-@EACH
-def test_batch_mates_change_nothing_in_bfloat16(name: str) -> None:
-    model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
-    verbs = given(name) | {"schedule": "prefill_first"}
-    by_itself = [tiny.outs(tiny.run(tiny.engine(verbs, of=model), [p], tiny.greedy(N)))[0] for p in PROMPTS]
-    assert tiny.outs(tiny.run(tiny.engine(verbs, of=model), PROMPTS, tiny.greedy(N))) == by_itself
 
 
 @EACH

@@ -65,6 +65,11 @@ class Walk:
     @torch.inference_mode()
     def try_(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Tensor:
         """Compute rows without committing them; with `parents`, a tree. -> logits [rows, V]."""
+        span = self.begin(tokens, parents)
+        return self.model.head(forward(self.model, [span], self.counters).x)
+
+    def begin(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Span:
+        """The next rows as a span, for a forward that the caller runs, perhaps with spans of others."""
         start = self.request.computed
         positions: Sequence[int] = range(start, start + len(tokens))
         sees = None
@@ -73,7 +78,7 @@ class Walk:
         phase = self.plain if self.request.prefilling else self.phase
         self.kv.reserve(len(tokens))
         self.span = Span(self.request, self.kv, phase, list(tokens), positions, sees)
-        return self.model.head(forward(self.model, [self.span], self.counters).x)
+        return self.span
 
     @torch.inference_mode()
     def commit(self, tokens: Sequence[int], keep: int | list[int]) -> None:
