@@ -99,7 +99,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = root / "tests" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for name in ("__init__.py", "conftest.py", "tiers.py"):
+    for name in ("__init__.py", "conftest.py", "seeds.py", "tiers.py"):
         shutil.copy(tiers.HERE / name, root / "tests" / name)
     shutil.copy(ROOT / "pyproject.toml", root)
     return root

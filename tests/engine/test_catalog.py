@@ -119,7 +119,7 @@ DRAFTS: Any = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(DRAFTS)
 def test_every_method_can_be_built_from_its_spelling(method: Any) -> None:
     text = catalog.spell("draft", method)

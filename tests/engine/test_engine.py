@@ -59,7 +59,7 @@ arrivals = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=7),
     st.sampled_from(SCHEDULES),
@@ -71,7 +71,7 @@ def test_random_load(load: list[Arrival], schedule: str, slabs: int, max_running
     run_load({"schedule": schedule}, load, kv_bytes=slabs * SLAB, max_running=max_running, prefix_cache=prefix_cache)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(arrivals, min_size=1, max_size=5),
     st.sampled_from(SCHEDULES),

@@ -9,7 +9,7 @@ import pytest
 from phasewise.engine.attempt import isolate
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import tiny
+from tests import seeds, tiny
 from tests.engine.engines import Boom, Faulty, alone, break_decode, method_options, sampled, step_all
 
 SCHEDULES = ("sarathi:budget=11", "prefill_first", "layered:rows_per_group=9")
@@ -32,8 +32,7 @@ def only_the_bad_one_failed(requests: list[Request], why: str) -> None:
             assert request.left.how == "finished" and request.out == alone(request)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("verb", ["rows", "propose", "accept"])
+@pytest.mark.parametrize(("verb", "schedule"), zip(["rows", "propose", "accept"], SCHEDULES))
 def test_a_decode_method_that_raises(verb: str, schedule: str) -> None:
     engine = tiny.engine({"schedule": schedule})
     break_decode(engine, [verb], {"bad"})
@@ -42,9 +41,8 @@ def test_a_decode_method_that_raises(verb: str, schedule: str) -> None:
     only_the_bad_one_failed(requests, f"Boom: {verb}")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_sampler_that_raises(schedule: str) -> None:
-    engine = tiny.engine({"schedule": schedule})
+def test_a_sampler_that_raises() -> None:
+    engine = tiny.engine({"schedule": SCHEDULES[0]})
     host = engine.parts.phases[0].decode.host
     sample = host.sample
 
@@ -60,9 +58,8 @@ def test_a_sampler_that_raises(schedule: str) -> None:
     assert requests[2].n_out == 3
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_attend_method_that_raises_in_the_middle_of_the_model(schedule: str) -> None:
-    engine = tiny.engine({"schedule": schedule})
+def test_an_attend_method_that_raises_in_the_middle_of_the_model() -> None:
+    engine = tiny.engine({"schedule": SCHEDULES[2]})
     for phase in engine.parts.phases:
         attend = phase.attend
 
@@ -77,9 +74,18 @@ def test_an_attend_method_that_raises_in_the_middle_of_the_model(schedule: str) 
     only_the_bad_one_failed(requests, "Boom: layer 2")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("options", [o for o in method_options("evict") if o["evict"] != "none"], ids=str)
-@pytest.mark.parametrize("verb", ["observe", "view", "due", "keep"])
+EVICTORS = [options for options in method_options("evict") if options["evict"] != "none"]
+HOOKS = ["observe", "view", "due", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "schedule"),
+    seeds.params(
+        [(HOOKS[i % 4], options, SCHEDULES[i % 3]) for i, options in enumerate(EVICTORS)], 2, "evictors that raise"
+    )
+    + [(hook, {"evict": "h2o:heavy=6,recent=4"}, SCHEDULES[0]) for hook in HOOKS],
+    ids=str,
+)
 def test_an_evictor_that_raises(verb: str, options: dict[str, str], schedule: str) -> None:
     """After a failed try, rows are seen again: that must not change what the others keep."""
     engine = tiny.engine(options | {"schedule": schedule})
@@ -95,8 +101,11 @@ def test_an_evictor_that_raises(verb: str, options: dict[str, str], schedule: st
             assert [request.out] == tiny.plain([request.prompt], request.params, options)
 
 
-@pytest.mark.parametrize("options", method_options("draft"), ids=str)
-@pytest.mark.parametrize("verb", ["size", "draft", "learn"])
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    seeds.params([(("size", "draft", "learn")[i % 3], each) for i, each in enumerate(method_options("draft"))], 6,
+                 "drafters that raise"), ids=str,
+)  # fmt: skip
 def test_a_drafter_that_raises(verb: str, options: dict[str, str]) -> None:
     engine = tiny.engine(options | {"verify": "match"})
     decode = engine.parts.phases[0].decode
@@ -166,8 +175,7 @@ def test_a_drawer_that_cannot_be_closed_gives_its_memory_back_all_the_same() -> 
     assert all(r.left.how == "finished" for r in requests)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize(("times", "schedule"), zip([1, 2, 5], SCHEDULES))
 def test_an_error_that_goes_away_costs_nobody_a_token(times: int, schedule: str) -> None:
     """Even a slice half-way through the layers is run again, whole, and gives the same tokens."""
     engine = tiny.engine({"schedule": schedule})
@@ -187,9 +195,8 @@ def test_an_error_that_goes_away_costs_nobody_a_token(times: int, schedule: str)
     only_the_bad_one_failed(requests, "")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_sibling_that_cannot_draw_does_not_take_its_parent_along(schedule: str) -> None:
-    engine = tiny.engine({"schedule": schedule})
+def test_a_sibling_that_cannot_draw_does_not_take_its_parent_along() -> None:
+    engine = tiny.engine({"schedule": SCHEDULES[0]})
     parent = Request(PROMPTS[0], sampled(5), id="parent")
     family = [parent, *(parent.sibling(i) for i in (1, 2))]
     break_decode(engine, ["accept"], {"parent.1"})

@@ -85,8 +85,9 @@ def written(
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
-@pytest.mark.parametrize("store", ["slab", "int8"])
-@pytest.mark.parametrize("spread", ["", "layers=pyramid", "heads=ada", "layers=pyramid,heads=ada"])
+@pytest.mark.parametrize(
+    ("store", "spread"), [("int8", ""), ("slab", "layers=pyramid,heads=ada"), ("int8", "heads=ada")]
+)
 def test_rows_with_gaps_are_read_as_the_open_path_reads_them(
     store: str, spread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,8 +110,7 @@ def test_rows_with_gaps_are_read_as_the_open_path_reads_them(
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("spread", ["layers=pyramid", "heads=ada"])
+@pytest.mark.parametrize(("spread", "asked"), [("layers=pyramid", False), ("heads=ada", False), ("heads=ada", True)])
 def test_who_looks_at_heads_of_unequal_length_halves_the_step(
     spread: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,8 +136,7 @@ def test_who_looks_at_heads_of_unequal_length_halves_the_step(
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
-@pytest.mark.parametrize("speedup", [1.5, 2.0])
-@pytest.mark.parametrize("weights", ["none", "random:3"])
+@pytest.mark.parametrize(("speedup", "weights"), [(1.5, "none"), (2.0, "random:3")])
 def test_a_walk_known_beforehand_is_walked_as_the_open_path_does(speedup: float, weights: str) -> None:
     """With low-rank weights beside the model's own, too."""
     model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]

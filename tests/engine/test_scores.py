@@ -15,7 +15,7 @@ from phasewise.errors import UserError
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import oracle, tiny
+from tests import oracle, seeds, tiny
 from tests.laws.engines import engines, preempt
 from tests.laws.settings import options
 
@@ -49,11 +49,13 @@ def outputs(request: Request) -> range:
     return range(request.prompt_len, request.known)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("verb,name", [("draft", name) for name in catalog.names("draft")]
-                         + [("verify", name) for name in catalog.names("verify")]
-                         + [("schedule", name) for name in catalog.names("schedule")]
-                         + [("place", name) for name in catalog.names("place")])  # fmt: skip
+EVERY = [(verb, name) for verb in ("draft", "verify", "schedule", "place") for name in catalog.names(verb)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "params"),
+    seeds.params([(*each, (SAMPLED, GREEDY)[i % 2]) for i, each in enumerate(EVERY)], 6, "scores"), ids=str,
+)  # fmt: skip
 def test_they_are_the_models_own(verb: str, name: str, params: Params) -> None:
     """Accepted guesses along chains and trees included; asking for them changes no token."""
     verbs, prompts = options(verb, name), tiny.prompts(*LENGTHS)

@@ -34,8 +34,9 @@ def test_one_prefill_serves_all() -> None:
     assert engine.counters.rows == 40 + 3 * 5
 
 
-@pytest.mark.parametrize("schedule", ["sarathi:budget=7", "prefill_first", "layered:rows_per_group=11"])
-@pytest.mark.parametrize("max_tokens", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("schedule", "max_tokens"), [("sarathi:budget=7", 1), ("prefill_first", 2), ("layered:rows_per_group=11", 6)]
+)
 def test_any_schedule_and_length(max_tokens: int, schedule: str) -> None:
     engine = tiny.engine({"schedule": schedule})
     requests = family(engine, params=sampled(max_tokens))
@@ -43,16 +44,15 @@ def test_any_schedule_and_length(max_tokens: int, schedule: str) -> None:
     all_as_if_alone(requests)
 
 
-@pytest.mark.parametrize("budget", [5, 8])
-def test_as_many_siblings_as_rows(budget: int) -> None:
+def test_as_many_siblings_as_rows() -> None:
     """The rows drawn from are then as many as those of the step, and not they."""
-    engine = tiny.engine({"schedule": f"sarathi:budget={budget}"})
-    requests = family(engine, n=budget)  # the last slice of the 40 tokens has as many rows
+    engine = tiny.engine({"schedule": "sarathi:budget=8"})
+    requests = family(engine, n=8)  # the last slice of the 40 tokens has as many rows
     step_all(engine, requests)
     all_as_if_alone(requests)
 
 
-@pytest.mark.parametrize("after", range(9))
+@pytest.mark.parametrize("after", [0, 2, 4, 7])
 def test_a_parent_cancelled_before_or_after_the_fork(after: int) -> None:
     engine = tiny.engine({"schedule": "sarathi:budget=10"})
     parent, *siblings = family(engine)
@@ -65,7 +65,7 @@ def test_a_parent_cancelled_before_or_after_the_fork(after: int) -> None:
     assert parent.left.how == "cancelled" and parent.out == alone(parent)[: parent.n_out]
 
 
-@pytest.mark.parametrize("after", range(9))
+@pytest.mark.parametrize("after", [0, 4, 5])
 def test_a_sibling_cancelled_before_or_after_the_fork(after: int) -> None:
     engine = tiny.engine({"schedule": "sarathi:budget=10"})
     parent, doomed, other = family(engine)
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_cached_but_for_its_last_row_forks_too() -> None:
     all_as_if_alone(requests)
 
 
-@pytest.mark.parametrize("max_running", [1, 2, 3])
+@pytest.mark.parametrize("max_running", [1, 3])
 def test_forks_keep_to_the_limit_of_running_requests(max_running: int) -> None:
     engine = tiny.engine(max_running=max_running)
     requests = family(engine, n=5)

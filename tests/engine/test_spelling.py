@@ -21,7 +21,7 @@ METHODS = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(METHODS)
 def test_every_method_comes_back_from_its_text(method: Spelled) -> None:
     assert read(str(method), "draft") == method

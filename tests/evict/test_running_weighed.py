@@ -20,7 +20,7 @@ from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.span import Span
-from tests import tiny
+from tests import seeds, tiny
 from tests.engine.engines import step_all
 from tests.evict.running import bound
 from tests.kv.harness import Walk
@@ -43,7 +43,7 @@ def by_hand(scores: list[float], recent: int, ages: list[int]) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("method", "recent"), [
     (H2O(heavy=ROWS - RECENT, recent=RECENT), RECENT), (H2O(heavy=ROWS - RECENT, recent=RECENT, mean=True), RECENT),
     (Tova(ROWS), 0),
@@ -95,20 +95,13 @@ METHODS: dict[str, Any] = {
     "tova": Tova(keep=40, lot=7),
     "keyformer": Keyformer(keep=40, recent=0.25, tau_step=0.05, lot=7),
     "keyformer longer than the prompt": Keyformer(keep=170, tau_step=0.05, lot=3),
-    "h2o mean": H2O(heavy=30, recent=10, mean=True, lot=7),
     "h2o mean ada in a pyramid": H2O(heavy=30, recent=10, mean=True, heads="ada", layers="pyramid", lot=7),
-    "keyformer mean": Keyformer(keep=40, recent=0.25, mean=True, heads="ada", lot=7),
-    "h2o pyramid": H2O(heavy=30, recent=10, layers="pyramid", beta=5, lot=7),
     "h2o steep pyramid": H2O(heavy=90, recent=10, layers="pyramid", lot=7),  # the first layer keeps the prompt
     "h2o ada": H2O(heavy=30, recent=10, heads="ada", lot=7),
     "h2o ada without recent rows": H2O(heavy=20, recent=0, heads="ada", least=0, lot=1),
-    "h2o ada in a pyramid": H2O(heavy=30, recent=10, heads="ada", layers="pyramid", beta=3, lot=7),
-    "h2o ada longer than the prompt": H2O(heavy=160, recent=10, heads="ada", lot=3),
     "tova pyramid": Tova(keep=40, layers="pyramid", beta=3, lot=7),
     "keyformer ada": Keyformer(keep=40, recent=0.25, tau_step=0.05, heads="ada", lot=7),
-    "keyformer pyramid": Keyformer(keep=40, recent=0.25, layers="pyramid", beta=3, lot=7),
 }
-EVERY = pytest.mark.parametrize("name", METHODS)
 
 
 def walked(name: str) -> tuple[Walk, Any]:
@@ -130,7 +123,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@EVERY
+@pytest.mark.parametrize("name", seeds.params(METHODS, 4, "weighed"))
 def test_whole_steps_leave_what_the_open_path_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores, and how many are gone, token after token, with several rows at once in between."""
     (one, runtime), (other, plain), made = walked(name), walked(name), passes(monkeypatch)
@@ -152,7 +145,7 @@ def test_whole_steps_leave_what_the_open_path_leaves(name: str, monkeypatch: pyt
         assert one.positions(1)[-len(piece) :] == other.positions(1)[-len(piece) :]
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["h2o", "tova pyramid", "keyformer ada"])
 def test_a_token_that_failed_leaves_no_trace(name: str) -> None:
     (one, runtime), (other, plain) = walked(name), walked(name)
     for at, token in enumerate(TOKENS):
@@ -167,7 +160,7 @@ def test_a_token_that_failed_leaves_no_trace(name: str) -> None:
         assert same(states(one, runtime), states(other, plain))
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["h2o ada", "tova", "keyformer"])
 def test_forks_share_no_scores(name: str) -> None:
     (one, runtime), (other, plain) = walked(name), walked(name)
     for token in TOKENS[:9]:
@@ -184,7 +177,7 @@ def test_forks_share_no_scores(name: str) -> None:
     assert same(states(one, runtime), states(other, plain))
 
 
-@pytest.mark.parametrize("name", ["keyformer", "h2o steep pyramid", "h2o ada", "h2o ada in a pyramid", "tova pyramid"])
+@pytest.mark.parametrize("name", ["keyformer", "h2o mean ada in a pyramid"])
 def test_scores_that_travel_go_on_where_they_land(name: str) -> None:
     """Plain tensors do, and their room is made again; it is booked."""
     (one, runtime), (other, plain) = walked(name), walked(name)
@@ -202,8 +195,7 @@ def test_scores_that_travel_go_on_where_they_land(name: str) -> None:
     assert taken <= sum(runtime.drawer(i, one.kv.layers[i].shape, room) for i, room in enumerate(rooms))
 
 
-@pytest.mark.parametrize("name", ["h2o steep pyramid", "h2o ada", "h2o mean ada in a pyramid",
-                                  "tova pyramid", "keyformer ada"])  # fmt: skip
+@pytest.mark.parametrize("name", ["h2o mean ada in a pyramid", "tova pyramid"])  # fmt: skip
 def test_what_scores_lie_in_is_booked(name: str) -> None:
     """Whatever is dropped, forks or is preempted, they are within the bytes booked for drawers."""
     model, method = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), METHODS[name]

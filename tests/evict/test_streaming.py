@@ -46,7 +46,7 @@ def test_one_layer_equals_a_fresh_forward_of_sinks_and_window(sinks: int) -> Non
     """With one layer, keys and values depend on the embeddings alone, so nothing of the dropped rows may remain."""
     model, tokens = tiny.model(layers=1), text(150)
     got = walk(model, tokens[:9], cuts(tokens[9:], [1, 3, 40, 1, 1, 7]), evict=streaming(sinks=sinks, window=13))
-    for t in range(len(tokens)):
+    for t in [*range(10, 20), *range(20, len(tokens), 9)]:
         want = oracle.logits(model, cached(tokens[: t + 1], sinks, 13))[-1]
         torch.testing.assert_close(got[t], want, **CLOSE)
 
@@ -62,7 +62,7 @@ def test_text_positions_fail_that_test_and_are_masks_only() -> None:
     torch.testing.assert_close(got, walk(tiny.model(), tokens, [], evict=truth), **CLOSE)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(1, 140), st.sampled_from(["cache", "text"]))
 def test_chunks_equal_single_steps(sizes: list[int], prompt: int, positions: str) -> None:
     """Prompt or not, in one span or many, before and after rows are really dropped."""
@@ -102,7 +102,7 @@ def test_a_models_own_window_counts_within_the_cache(window: int, sinks: int, re
     """Sliding-window models measure distance where rows seem to be: near sinks stay visible, far ones do not."""
     model, tokens = sliding(window, 1), text(80)
     got = walk(model, tokens[:5], cuts(tokens[5:], [1, 4]), evict=streaming(sinks=sinks, window=recent))
-    for t in range(len(tokens)):
+    for t in range(0, len(tokens), 4):
         want = oracle.logits(model, cached(tokens[: t + 1], sinks, recent))[-1]
         torch.testing.assert_close(got[t], want, **CLOSE)
 
@@ -140,17 +140,17 @@ class TwoForms:
 
 
 def test_the_two_forms_agree() -> None:
-    tokens = text(160)
+    tokens = text(80)
     forms = TwoForms(tiny.model(), 3, 21)
     walk(tiny.model(), tokens[:20], cuts(tokens[20:], [1]), evict=streaming(sinks=3, window=21), attend=forms)
-    assert forms.checked == 4 * (160 - 24)
+    assert forms.checked == 4 * (80 - 24)
 
 
 def test_memory_stays_constant() -> None:
     sinks, window = 4, 28
     one = Walk(tiny.model(), text(3), evict=streaming(sinks=sinks, window=window))
     rows, peak = [], 0
-    for token in text(500):
+    for token in text(300):
         one.feed([token])
         peak = max(peak, one.ledger.used)
         rows.append(one.kv.layers[0].n)
@@ -160,21 +160,21 @@ def test_memory_stays_constant() -> None:
     assert one.ledger.used <= fixed and peak <= 2 * fixed
     for layer in range(4):
         kept = one.positions(layer)
-        assert kept[:sinks] == list(range(sinks)) and kept[-1] == 499
-        assert kept[sinks:] == list(range(kept[sinks], 500)) and kept[sinks] <= 500 - window + 1
+        assert kept[:sinks] == list(range(sinks)) and kept[-1] == 299
+        assert kept[sinks:] == list(range(kept[sinks], 300)) and kept[sinks] <= 300 - window + 1
 
 
 def test_engine_memory_is_bounded() -> None:
     """What is allocated for an answer many times the window stays that of the window."""
     engine = tiny.engine({"evict": "streaming:sinks=4,window=40"}, prefix_cache=False)
-    request = tiny.Request(text(20), tiny.greedy(400))
+    request = tiny.Request(text(20), tiny.greedy(200))
     engine.add(request)
     live = []
     while request.left is None:
         engine.step()
         live.append(engine.kv_bytes)
     row = 4 * (2 * 2 * 12 * 4 + 8)  # layers; keys and values, KV heads, their size, float32; a position
-    assert max(live) <= 128 * row and len(request.out) == 400
+    assert max(live) <= 128 * row and len(request.out) == 200
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(4, 0), (-1, 1020)])
