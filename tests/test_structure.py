@@ -6,10 +6,9 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from phasewise import catalog
 from phasewise.verbs.attend import Attend
@@ -30,11 +29,11 @@ LONGEST = 60  # lines of a function
 OUTSIDE = ("methods", "cli", "serve", "bench", "train", "reproduce", "pocket")  # all else is the core
 
 
-def parsed(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """(path, tree) of every Python file below these folders of a tree."""
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            yield str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def parsed(root: Path) -> list[tuple[str, list[ast.AST]]]:
+    """(path, nodes) of every Python file of the package and of the scripts of a tree."""
+    paths = [path for folder in ("src", "scripts") for path in sorted((root / folder).rglob("*.py"))]
+    return [(str(path.relative_to(root)), list(ast.walk(ast.parse(path.read_text("utf-8"))))) for path in paths]
 
 
 def core(root: Path) -> Iterator[Path]:
@@ -47,8 +46,8 @@ def core(root: Path) -> Iterator[Path]:
 def too_large(root: Path) -> list[str]:
     """Functions that are too long."""
     found = []
-    for path, tree in parsed(root, "src", "scripts"):
-        for node in ast.walk(tree):
+    for path, nodes in parsed(root):
+        for node in nodes:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             where = f"{path}:{node.lineno} {node.name}"
@@ -89,8 +88,8 @@ def environment(root: Path) -> set[str]:
     """Files that look at the environment."""
     return {
         path
-        for path, tree in parsed(root, "src", "scripts")
-        for node in ast.walk(tree)
+        for path, nodes in parsed(root)
+        for node in nodes
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         or (isinstance(node, ast.alias) and node.name in ("environ", "environb", "getenv"))
     }
@@ -98,8 +97,7 @@ def environment(root: Path) -> set[str]:
 
 def rebound(root: Path) -> set[str]:
     """Files with a `global` statement."""
-    trees = parsed(root, "src", "scripts")
-    return {path for path, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Global)}
+    return {path for path, nodes in parsed(root) for node in nodes if isinstance(node, ast.Global)}
 
 
 def test_the_environment_switches_nothing_else() -> None:
@@ -242,9 +240,9 @@ def test_names_that_are_asked_for_are_found() -> None:
     assert optional(Some) == ["unit", "wire"]
 
 
-@pytest.mark.parametrize(("verb", "name", "method"), list(catalog.every()))
-def test_every_method_says_what_it_promises(verb: str, name: str, method: Any) -> None:
-    for field in Method.__annotations__:
-        assert hasattr(method, field), f"{verb}.{name} lacks {field}"
-    if verb in ("attend", "skip"):
-        assert set(method.phases) <= {"prefill", "decode"} and method.phases
+def test_every_method_says_what_it_promises() -> None:
+    for verb, name, method in catalog.every():
+        for field in Method.__annotations__:
+            assert hasattr(method, field), f"{verb}.{name} lacks {field}"
+        if verb in ("attend", "skip"):
+            assert set(method.phases) <= {"prefill", "decode"} and method.phases, name

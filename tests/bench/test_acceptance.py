@@ -101,6 +101,7 @@ def test_two_ways_to_the_best_of_two_distinct_guesses(sharp: float) -> None:
         assert acceptance.by_arrivals(p, q, 2) == pytest.approx(acceptance.best_two_distinct(p, q), abs=1e-9)
 
 
+@pytest.mark.thorough
 def test_distinct_guesses_on_average() -> None:
     """Each value is right on average over the guesses that are drawn for it: exact for two, near for three."""
     p, q = pair(2, vocab=6)
@@ -145,6 +146,7 @@ def test_two_distinct_guesses_by_enumeration() -> None:
         assert acceptance.two_distinct(p, q) == pytest.approx(want, abs=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("verify", "drawn", "n"),
     [

@@ -19,6 +19,8 @@ from tests.bench.test_acceptance import chances, transport
 from tests.speculation.markov import Tree
 from tests.verify.test_acceptance import accepted
 
+pytestmark = pytest.mark.thorough
+
 SMALL = {"vocab": 6, "layers": 1, "hidden": 32, "sharp": 2.0}
 LIMITS = Limits(64 << 20, 4, False)
 

@@ -77,6 +77,7 @@ def test_unknown_tests_are_named(name: str) -> None:
         Test.parse(name)
 
 
+@pytest.mark.thorough
 def test_a_process_of_its_own_reports_one_line_per_result() -> None:
     job = Job("phasewise", str(chat_checkpoint()), ["decode2", "prefill20"], "float32", new=4, prompt=6, threads=1)
     command = [sys.executable, "-m", "phasewise.bench.contender", job.text()]

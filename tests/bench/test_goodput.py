@@ -101,6 +101,7 @@ def test_targets_are_milliseconds() -> None:
     assert str(Target.parse("tight=500/60")) == "tight (TTFT 500 ms, TPOT 60 ms)"
 
 
+@pytest.mark.thorough
 def test_the_plot_is_an_image(tmp_path: Path) -> None:
     targets = [Target.parse("tight=500/60"), Target.parse("loose=900/90")]
     rows = []

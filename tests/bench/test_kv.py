@@ -141,6 +141,10 @@ def test_bytes_are_those_of_the_rows(verbs: dict[str, str], row: int, kept: int)
     assert found.layers == found.prompt_layers == LAYERS and found.sent == 0
 
 
+def test_neutral_knobs_cost_nothing() -> None:
+    assert counted({"evict": "snapkv:keep=1.0"}) == counted({})
+
+
 def test_a_window_holds_and_reads_itself() -> None:
     found = counted({"evict": "streaming:sinks=2,window=30"})
     assert ROW * 32 <= found.read < ROW * (32 + EVERY)  # rows lie idle until many are dropped at once
@@ -288,7 +292,7 @@ def measuring(*settings: str, tasks: tuple[str, ...] = ("copy", "code"), **more:
     return Measuring(llm(), "M", [Setting.parse(text) for text in settings], tasks, 2, **more)
 
 
-def test_all_are_measured_on_the_same_examples_and_go_on_where_they_were() -> None:
+def test_all_are_measured_on_the_same_examples_and_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     run = measuring("evict=snapkv:keep=0.25,window=4", GHOST)
     lines = list(run.run([], Bar.of))
     assert [(one["setting"], one["task"]) for one in lines] == [
@@ -308,7 +312,14 @@ def test_all_are_measured_on_the_same_examples_and_go_on_where_they_were() -> No
     assert measuring("store=int8").known(lines) == lines[:2]
     assert measuring(seed=1).known(lines) == [] == measuring(base={"store": "int8"}).known(lines)
 
+    # of another text, as the source of another Python's library is, examples are others whatever their seed
+    assert [line["text"] is None for line in lines[:4]] == [True, False] * 2  # copies are made here, code is not
+    assert run.known([{key: value for key, value in line.items() if key != "text"} for line in lines[:4]]) == []
+    monkeypatch.setattr(kv.index, "text", lambda task, prompts: None if task == "copy" else "another")
+    assert run.known(lines[:4]) == lines[:4:2]
 
+
+@pytest.mark.thorough
 def test_who_lacks_what_was_trained_is_refused_and_the_others_go_on() -> None:
     """The tiny model has no artefacts: every contender that needs some says which command trains them."""
     settings = [one for one in every() if any(catalog.method(verb, text.partition(":")[0]).needs in NEEDING
@@ -324,26 +335,6 @@ def test_who_lacks_what_was_trained_is_refused_and_the_others_go_on() -> None:
     assert all("pocket-draft" in lines[name]["refused"] for name in ("decode=c2c", "decode=kv_prediction"))
     assert list(lines)[-1] == "store=int8" and "value" in lines["store=int8"]
     assert all(f"Not run: `{name}`, copy" in section(list(lines.values()), "### M") for name in refused)
-
-
-def test_lines_of_another_text_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the source of another Python's library is: its examples are others, whatever their seed."""
-    run = measuring("store=int8")
-    lines = list(run.run([], Bar.of))
-    assert [line["text"] is None for line in lines] == [True, False] * 2  # copies are made here, code is not
-    old = [{key: value for key, value in line.items() if key != "text"} for line in lines]
-    assert run.known(old) == []
-    monkeypatch.setattr(kv.index, "text", lambda task, prompts: None if task == "copy" else "another")
-    assert run.known(lines) == lines[::2]
-    assert [(line["setting"], line["task"]) for line in run.run(lines, Bar.of)] == [
-        (DENSE, "code"), ("store=int8", "code"),
-    ]  # fmt: skip
-
-
-def test_neutral_knobs_cost_nothing() -> None:
-    lines = list(measuring("evict=snapkv:keep=1.0", tasks=("code",)).run([], Bar.of))
-    same = ("value", "values", "live", "read", "prompt_read")
-    assert [lines[1][key] for key in same] == [lines[0][key] for key in same]
 
 
 def test_dense_that_cannot_be_measured_ends_it() -> None:

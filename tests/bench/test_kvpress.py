@@ -12,6 +12,8 @@ from phasewise.llm import LLM
 from tests.bench.test_scripts import load
 from tests.serve.tiny_chat import chat_checkpoint
 
+pytestmark = pytest.mark.thorough
+
 ECHO = """#!{python}
 import json, sys
 asked = json.load(sys.stdin)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
 import pytest
 from aiohttp import web
 
@@ -16,7 +15,6 @@ from phasewise.bench.load import Progress, Result, measure
 from phasewise.bench.server import serving
 from phasewise.bench.workloads import Shot
 from phasewise.errors import UserError
-from tests.serve.tiny_chat import chat_checkpoint
 
 
 class Served:
@@ -153,15 +151,6 @@ def test_a_short_answer_is_a_failure() -> None:
 def test_no_server_is_the_users_error() -> None:
     with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
         measure("http://127.0.0.1:1", shots(1), lambda done: None)
-
-
-def test_a_real_server_is_started_measured_and_stopped() -> None:
-    with serving(["--model", str(chat_checkpoint()), "--kv-bytes", "64M"]) as url:
-        result = measure(url, shots(6, gap=0.02, new=5), lambda done: None)
-        assert [one.error for one in result.served] == [None] * 6
-        assert all(one.new_tokens == 5 for one in result.served)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
 
 
 def test_a_server_that_cannot_start_says_why() -> None:

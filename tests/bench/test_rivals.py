@@ -78,6 +78,7 @@ def test_failures_are_counted_and_a_dead_server_ends_it() -> None:
         list(Contest({"a": A, "b": B}, timed).run(1, lambda number: shots(number)[:1]))
 
 
+@pytest.mark.thorough
 def test_real_servers() -> None:
     with at(Server(wait=0.0)) as fast, at(Server(wait=0.2)) as slow:
         run = Contest({"slow": slow, "fast": fast}, lambda url, each: measure(url, each, lambda done: None))

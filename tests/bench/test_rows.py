@@ -62,7 +62,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 # ---- pass keys in English
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(500, 4000), chats=st.booleans())
 def test_a_pass_key_text_has_its_length_and_one_key(seed: int, length: int, chats: bool) -> None:
     ids, key = english.prompt(subject(chats), Random(seed), length)
@@ -90,11 +90,11 @@ def test_pass_key_texts_have_their_length_in_the_tokens_of_the_model(name: str) 
 
 def test_keys_lie_at_all_depths() -> None:
     depths = []
-    for seed in range(40):
+    for seed in range(15):
         ids, key = english.prompt(subject(), Random(seed), 600)
         body = subject().text.decode(ids).split("\n\n")[1]
         depths.append(body.index(key) / len(body))
-    assert min(depths) < 0.15 and max(depths) > 0.75 and 0.3 < sum(depths) / 40 < 0.7
+    assert min(depths) < 0.15 and max(depths) > 0.75 and 0.3 < sum(depths) / 15 < 0.7
 
 
 def test_a_text_too_short_for_the_question_is_refused() -> None:
@@ -126,6 +126,7 @@ def test_who_reads_the_key_scores_one_and_who_is_mute_zero() -> None:
 
 
 # ---- long texts
+@pytest.mark.thorough
 def test_prose_is_in_no_text_that_models_were_trained_on() -> None:
     def runs(text: str) -> set[tuple[str, ...]]:
         words = text.replace("#", " ").split()
@@ -144,17 +145,17 @@ def test_windows_are_scored_at_the_end_of_each_quarter() -> None:
         return [1.0, 2.0, 3.0, 6.0]
 
     asked = replace(subject(), losses=losses)
-    tokens, size, end = index.general("docs@2k", asked, 6, 0)
-    assert {len(ids) for ids, _ in seen} == {2048} and len({tuple(ids) for ids, _ in seen}) == 6
+    tokens, size, end = index.general("docs@2k", asked, 2, 0)
+    assert {len(ids) for ids, _ in seen} == {2048} and len({tuple(ids) for ids, _ in seen}) == 2
     assert [stretch.stop for stretch in seen[0][1]] == [512, 1024, 1536, 2048]
-    assert tokens.values == [3.0] * 6 and end.row.value == 6.0
+    assert tokens.values == [3.0] * 2 and end.row.value == 6.0
     assert (tokens.row.unit, size.row.unit, end.row.name) == ("nats/token", "bits/byte", "docs@2k, its end")
     assert 0.5 < size.row.value < 4.4  # 3 nats are 4.3 bits, over more than a byte per token
     first = list(seen)
-    index.general("docs@2k", asked, 6, 0)
-    assert seen[6:] == first
-    index.general("docs@2k", asked, 6, 1)
-    assert seen[12:] != first
+    index.general("docs@2k", asked, 2, 0)
+    assert seen[2:] == first
+    index.general("docs@2k", asked, 2, 1)
+    assert seen[4:] != first
 
 
 def test_the_loss_of_a_stretch_is_the_models_cross_entropy() -> None:
@@ -183,23 +184,20 @@ def test_choices_are_the_models_own_beside_a_text_that_is_not() -> None:
     assert not forced.scripts and not forced.nats and not forced.choices
 
 
-@pytest.mark.parametrize("verbs", [{}, {"draft": "prompt_lookup"}, {"schedule": "sarathi:budget=16"}])
-def test_an_exact_method_agrees_with_the_default(questions: Path, verbs: dict[str, str]) -> None:
-    rows = Judge(llm(), verbs).measure("agreement", 6, 0, quiet, questions)
-    assert (rows[0].value, rows[0].low, rows[0].n, rows[0].unit) == (1.0, 1.0, 6, "share")
+def test_an_exact_method_agrees_with_the_default(questions: Path) -> None:
+    rows = Judge(llm(), {"draft": "prompt_lookup"}).measure("agreement", 3, 0, quiet, questions)
+    assert (rows[0].value, rows[0].low, rows[0].n, rows[0].unit) == (1.0, 1.0, 3, "share")
     assert rows[1].value == rows[2].value  # the common beginning is all of the default's text
-    assert [row.name for row in rows[3:]] == (["tokens per pass", "drafts accepted"] if "draft" in verbs else [])
+    assert [row.name for row in rows[3:]] == ["tokens per pass", "drafts accepted"]
     for row in rows[3:]:
         assert row.value >= 1 if row.unit == "tokens" else 0 <= row.value <= 1
 
 
 def test_a_lossy_method_agrees_in_part_and_not_less_for_an_early_difference(questions: Path) -> None:
     judge = Judge(llm(), {"evict": "streaming:sinks=1,window=8"})
-    share, common, whole = judge.measure("agreement", 6, 0, quiet, questions)
+    share, common, whole = judge.measure("agreement", 3, 0, quiet, questions)
     assert 0 < share.value < 1 and 0 <= share.low <= share.high <= 1
     assert common.value < whole.value
-    again = Judge(llm(), {"evict": "streaming:sinks=1,window=8"}).measure("agreement", 6, 0, quiet, questions)
-    assert again == [share, common, whole]
 
 
 def test_agreement_counts_places_and_beginnings() -> None:
@@ -283,6 +281,7 @@ def test_a_row_beyond_the_context_is_refused_with_what_fits() -> None:
         index.fits("code@2k", 100)
 
 
+@pytest.mark.thorough
 def test_methods_that_carry_texts_beyond_the_context_are_measured_there() -> None:
     for verbs in ({"attend": "token_select:k=40,chunk=64,positions=list"}, {"evict": "streaming:window=252"}):
         judge = Judge(llm(), verbs)
@@ -307,6 +306,7 @@ def test_unknown_rows_and_missing_prompts_are_named() -> None:
         index.known(["agreement"], None)
 
 
+@pytest.mark.thorough
 def test_the_loss_on_long_windows_hangs_on_what_is_kept() -> None:
     plain, lossy = (
         Judge(llm(), verbs).measure("docs@2k", 1, 0, quiet)[0].value

@@ -45,17 +45,16 @@ def run(engine: Placed, drafter: Scripted, new: int, seed: int = 0, length: int 
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=lambda v: type(v).__name__)
-@pytest.mark.parametrize("accept", [0.0, 0.5, 0.8, 1.0])
-@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("accept", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("k", [1, 7])
 def test_passes_are_the_scripts(k: int, accept: float, verifier: object) -> None:
     drafter = Scripted(k, accept, tiny.VOCAB)
     engine = speculating(drafter, verifier)
-    for seed in range(3):
-        run(engine, drafter, 30, seed)
+    run(engine, drafter, 30, 0)
+    run(engine, drafter, 30, 1)
 
 
-@pytest.mark.parametrize("new", [2, 5, 20, 21, 22])
-@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize(("k", "new"), [(1, 2), (3, 5), (3, 6), (7, 22)])
 def test_perfect_and_useless_drafts_have_a_closed_form(k: int, new: int) -> None:
     """After the prompt's own token: k + 1 tokens a pass when all is right, one when nothing is."""
     perfect, useless = Scripted(k, 1.0, tiny.VOCAB), Scripted(k, 0.0, tiny.VOCAB)
@@ -81,8 +80,7 @@ def test_lengths_are_those_of_the_closed_form(accept: float) -> None:
     assert expected(accept, 3) == pytest.approx((1 - accept**4) / (1 - accept) if accept < 1 else 4)
 
 
-@pytest.mark.parametrize("accept", [0.0, 0.5, 0.8, 1.0])
-@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize(("k", "accept"), [(1, 0.5), (7, 0.8)])
 def test_a_short_run_has_little_luck(k: int, accept: float) -> None:
     """Independent draws would leave a mean deviation of 3 to 8 % in 48 passes."""
     deviations = []

@@ -25,6 +25,8 @@ from phasewise.request.trace import Trace
 from tests import tiny
 from tests.serve.tiny_chat import chat_checkpoint
 
+pytestmark = pytest.mark.thorough
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 

@@ -100,6 +100,7 @@ def test_the_table_has_a_row_per_setting_and_a_speed_of_one_for_the_default() ->
     assert rows[0][header.index("same tokens")] == "100%"
 
 
+@pytest.mark.thorough
 def test_by_default_everything_that_needs_nothing_is_tried() -> None:
     found = {(verb, name) for setting in untrained() for verb, name in setting.verbs.items()}
     assert ("evict", "streaming") in found and ("draft", "prompt_lookup") in found

@@ -107,8 +107,6 @@ def test_eval_measures_and_records(cli: Cli, tmp_path: Path) -> None:
     assert [(row["name"], row["n"], row["seed"]) for row in rows] == [("copy", 2, 1), ("code", 2, 1), ("code", 2, 1)]
     assert rows[0]["methods"] == {"draft": "prompt_lookup"} and rows[1]["value"] > 1.0
     assert "| copy |" in said.out
-    plain = cli("eval", "code", "--examples", 2, "--seed", 1, *MODEL)
-    assert plain.out.splitlines()[-1] == said.out.splitlines()[-1]  # drafting does not change the loss
 
 
 def test_eval_refuses_a_loss_that_there_is_not_and_keeps_what_it_has(cli: Cli, tmp_path: Path) -> None:
@@ -116,11 +114,9 @@ def test_eval_refuses_a_loss_that_there_is_not_and_keeps_what_it_has(cli: Cli, t
     said = cli("eval", "copy", "code", "--decode", "block_diffusion", "--out", out, *words)
     assert said.code != 0 and "left to right" in said.err and "Traceback" not in said.err
     assert "| copy |" in said.out and [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["copy"]
-    ordered = cli("eval", "code", "--decode", "block_diffusion:block=1,shift=true", *words)
-    plain = cli("eval", "code", *words)
-    assert ordered.code == plain.code == 0 and ordered.out.splitlines()[-1] == plain.out.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_eval_measures_what_suits_the_model_and_says_what_does_not_fit(cli: Cli, tmp_path: Path) -> None:
     out, questions = tmp_path / "rows.jsonl", tmp_path / "questions.jsonl"
     questions.write_text('{"turns": ["the quick brown fox"]}\n{"prompt": "the lazy dog"}\n')
@@ -143,6 +139,7 @@ def test_bench_offline_reports_and_records(cli: Cli, tmp_path: Path) -> None:
     assert "| TTFT |" in said.out and "3 requests (0 failed)" in said.out and "counters: " in said.out
 
 
+@pytest.mark.thorough
 def test_bench_load_starts_a_server_of_its_own(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ("bench", "load", "--requests", 3, "--workload", "fixed:prompt=12,new=4", "--rate", 50, "--out", out)

@@ -86,6 +86,7 @@ def test_a_fetch_that_fails_is_one_line(cli: Cli, tiny: Known, tmp_path: Path) -
 
 
 # ---- terms
+@pytest.mark.thorough
 def test_terms_are_shown_and_asked_for(cli: Cli, bound: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Typed("y\n"))
     said = cli("models", "fetch", "tiny")
@@ -104,6 +105,7 @@ def test_terms_that_are_not_accepted(cli: Cli, bound: Known, monkeypatch: pytest
     assert not shelf.place(bound).parent.exists()
 
 
+@pytest.mark.thorough
 def test_scripts_accept_beforehand(cli: Cli, bound: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     refused = cli("models", "fetch", "tiny")
@@ -144,6 +146,7 @@ def test_serve_fetches_its_default(
     assert "smollm2: downloading" in said.err and "pocket" not in said.err
 
 
+@pytest.mark.thorough
 def test_serve_takes_pocket_where_its_default_cannot_be_fetched(
     cli: Cli, served: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_serve_takes_pocket_where_its_default_cannot_be_fetched(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["--model", "--config"])
 def test_a_model_that_was_asked_for_is_not_replaced(
     cli: Cli, served: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str

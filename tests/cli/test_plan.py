@@ -22,7 +22,7 @@ LLAMA = {
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 FEW = (
-    "--requests 200 --workload fixed:prompt=512,new=16 --schedules sarathi:budget=256 --places colocated|disaggregated"
+    "--requests 120 --workload fixed:prompt=512,new=16 --schedules sarathi:budget=256 --places colocated|disaggregated"
 )
 
 
@@ -89,6 +89,7 @@ def test_a_plan_from_a_profile_divides_one_machine_and_says_how_it_was_measured(
     assert "semi_pd" in done.out and "disaggregated:prefill=1,decode=1" in done.out and ", 1 devices" in done.out
 
 
+@pytest.mark.thorough
 def test_as_many_as_the_rate_needs(cli: Cli, model: Path, tmp_path: Path) -> None:
     how = f"--device a100 --devices 3 --ttft 60 {FEW.replace('|disaggregated', '')} --config {tmp_path / 'p.toml'}"
     assert "chosen: 1 x colocated" in cli("plan", "--model", model, *how.split(), "--rate", 1).out

@@ -114,6 +114,7 @@ def test_ctrl_c_stops_an_answer_and_leaves_no_request(monkeypatch: pytest.Monkey
     assert cli("run", "one", "--max-tokens", 30, *MODEL).code == 130
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     command = [sys.executable, "-m", "phasewise", "run", "the fox", "--max-tokens", "1500", *MODEL]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)

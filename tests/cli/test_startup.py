@@ -9,6 +9,8 @@ import pytest
 
 import phasewise
 
+pytestmark = pytest.mark.thorough
+
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
             "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen",
             "convert kv_heads", "keys", "keys new", "report", "tune", "plan", "profile", "simulate"]  # fmt: skip

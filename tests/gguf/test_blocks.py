@@ -52,7 +52,7 @@ def test_random_bytes(name: str) -> None:
     same(values, theirs(which, raw))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.data())
 def test_any_bytes(name: str, data: st.DataObject) -> None:
     """Blocks of few different bytes: scales that are zero, infinite or no numbers, and every bit set or clear."""

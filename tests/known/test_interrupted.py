@@ -17,6 +17,8 @@ from phasewise.known.models import Known
 from tests.known.conftest import Place
 from tests.known.wheelhouse import fetching, house, model
 
+pytestmark = pytest.mark.thorough
+
 PATIENCE = 120.0
 
 

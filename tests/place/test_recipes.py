@@ -16,13 +16,14 @@ from phasewise.request.request import Request
 from tests import tiny
 from tests.laws.mixed import MATES, PARAMS, PROMPTS, REWRITES, SHAPES, alone, build, requests_of, serve
 from tests.laws.settings import options
+from tests.seeds import draw
 
 PLACES = (
     "colocated", "disaggregated", "disaggregated:transfer=push", "splitwise:prompt=1,token=2,threshold=60", "semi_pd",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", draw(__name__).sample(PLACES, 2))
 def test_recipes_in_every_placement(place: str) -> None:
     recipes = {"small": {"store": "int8"}, "blocks": options("decode", "block_diffusion"), **MATES}
     recipes["drafts"] = {"draft": "draft_model:model=tiny-draft,k=3"}
@@ -38,6 +39,7 @@ def test_recipes_in_every_placement(place: str) -> None:
             assert placed.counters.handoffs >= 4 and placed.counters.restarts == 0
 
 
+@pytest.mark.thorough
 def test_recipes_in_processes_of_their_own() -> None:
     """What crosses the line is text: it is the same after a journey as JSON."""
     draft = str(tiny.checkpoint(layers=2, seed=1))

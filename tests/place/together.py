@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 
 from phasewise.cluster.router import Router
 from phasewise.request.request import Request
 from tests import tiny
-from tests.engine.engines import alone, break_decode, sampled
+from tests.engine.engines import alone, break_decode, method_options, sampled
 from tests.place.links import engines
 
 Finish = Callable[[Router, Sequence[Request]], None]
+
+
+def methods_of(draw: Random, n: int) -> list[dict[str, str]]:
+    """The options of `n` methods that shape KV, select from it or decode otherwise."""
+    found = draw.sample(method_options("evict", "store", "attend", "skip", "draft", "decode"), n)
+    return [options | ({"verify": "match"} if "draft" in options else {}) for options in found]
 
 
 def siblings(placed: Router, prompt: Sequence[int], finish: Finish) -> list[Request]:

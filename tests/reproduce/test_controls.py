@@ -197,6 +197,7 @@ def test_random_lines_and_rows_are_as_many_as_loopserve_reads() -> None:
     assert run(entries, attend=RandomLines(LoopServe(alpha=1.0, budget=500))).outs == run(entries).outs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gates", ["reversed", "random"])
 def test_other_heads_are_as_many_as_rlkv_cuts(gates: Any) -> None:
     entries, method = lone(150, 60), RLKV(share=0.375, sinks=2, window=8, weights="random:1")
@@ -219,6 +220,7 @@ def test_random_picks_read_as_many_rows_as_tidal() -> None:
     assert run(entries, attend=RandomPicks(Tidal(k=500, dense=0, second=2))).outs == run(entries).outs
 
 
+@pytest.mark.thorough
 def test_shuffled_rows_take_as_many_bytes_as_zipcaches_but_others() -> None:
     entries, zipcache = lone(150, 30), ZipCache(gap=8, important=0.5)
     ranked, drawn = run(entries, store=zipcache), run(entries, store=Shuffled(zipcache))
@@ -229,6 +231,7 @@ def test_shuffled_rows_take_as_many_bytes_as_zipcaches_but_others() -> None:
     assert run(entries, store=Shuffled(alike)).outs == run(entries, store=alike).outs, "all in one class"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "control"),
     [(Kivi(2, 4, 16), Swapped(2, 4, 16)), (Gear(2, 4, 16, 2, 0.1), Elsewhere(2, 4, 16, 2, 0.1))],
@@ -298,6 +301,7 @@ def test_other_layers_are_as_many() -> None:
     assert other.outs != unified.outs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("steps", "same"), [(127, True), (1, False)])
 def test_coarse_is_the_coder_with_so_many_steps(steps: int, same: bool) -> None:
     entries = [Entry(prompt, 8) for prompt in tiny.prompts(40, 70)]

@@ -47,7 +47,7 @@ GUESSING = System(
     baseline=Setting(most=1),
     control=Setting({"draft": "prompt_lookup:min_match=4096"}, most=1),
     control_is="never guesses",
-    load=loads.answering("copy", n=3),
+    load=loads.answering("copy", n=1),
     exact=True,
     counters=(
         Counter("passes", "tokens - accepted guesses", lambda c: c.work.forwards,
@@ -77,14 +77,15 @@ def test_a_quick_run_never_holds(lab: Lab) -> None:
     assert verdict.word == "partly" and len(verdict.reasons) == 1 and "quick run" in verdict.reasons[0]
 
 
+@pytest.mark.thorough
 def test_other_tokens_than_the_baselines_are_seen(lab: Lab) -> None:
     lossy = replace(GUESSING, method=Setting({"skip": "unified:weights=none"}), counters=(), savings=GUESSING.savings)
     report = reproduce("guessing", lossy, lab)
     assert report.verdict.word == "not here" and "tokens of the baseline" in report.verdict.reasons[0]
 
 
-@pytest.mark.parametrize(("bound", "passed"), [(None, False), ("at most", True), ("at least", False)])
-def test_bounds(lab: Lab, bound: str | None, passed: bool) -> None:
+@pytest.mark.parametrize(("bound", "passed"), [("at most", True), ("at least", False)])
+def test_bounds(lab: Lab, bound: str, passed: bool) -> None:
     loose = replace(GUESSING.counters[0], predicted=lambda c: c.work.emitted, bound=bound)  # type: ignore[arg-type]
     report = reproduce("guessing", replace(GUESSING, counters=(loose,)), lab)
     (check,) = (c for c in report.checks if c.part == "counter")
@@ -129,6 +130,7 @@ def test_the_loss_on_code(lab: Lab) -> None:
     assert report.verdict.word == "holds"
 
 
+@pytest.mark.thorough
 def test_time_of_loads_and_of_resident_requests(clocked: Lab) -> None:
     timings = (
         Timing("a load", 0.0, loads.per_token),
@@ -145,6 +147,7 @@ def test_time_of_loads_and_of_resident_requests(clocked: Lab) -> None:
     assert verdicts == {"a load, method against baseline": True, "a resident, method against baseline": False}
 
 
+@pytest.mark.thorough
 def test_times_are_taken_later(clocked: Lab) -> None:
     """What was found before stays as it is, even if it could not be found again; times are taken anew."""
     system = replace(LOSSY, timings=(Timing("a resident", 1e9, tokens=64),))

@@ -81,7 +81,7 @@ def test_beside_decodes_fewer_experts_are_loaded_than_with_chunks(routed: Routed
 def test_a_chunk_uses_about_as_many_experts_as_independent_choices_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """E (1 - (1 - k / E)^T) of E experts for T rows that choose k each: why chunks save nothing."""
     routed = Routed(tiny.model(experts=8), monkeypatch)
-    for rows in (1, 2, 4, 8, 16):
+    for rows in (2, 8):
         n = 128 // rows
         loads, _ = routed.loads(f"sarathi:budget={rows}", tiny.prompts(128), [1])
         expected = 8 * (1 - (1 - 2 / 8) ** rows)

@@ -42,7 +42,7 @@ def test_steps_are_filled_to_the_budget_as_in_splitfuse() -> None:
 jobs_of = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 8), st.integers(0, 30)), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(jobs_of, st.integers(1, 40), st.data())
 def test_no_step_exceeds_the_budget_and_no_decode_waits(
     shapes: list[tuple[int, int, int]], budget: int, data: st.DataObject
@@ -145,7 +145,7 @@ def test_no_step_of_the_engine_exceeds_the_budget() -> None:
     assert max(seen) == 16
 
 
-@pytest.mark.parametrize("budget", [1, 3, 8, 64])
+@pytest.mark.parametrize("budget", [3, 64])
 def test_chunked_prompts_give_the_same_tokens(budget: int) -> None:
     given = tiny.prompts(37, 5, 61)
     expected = tiny.outs(tiny.run(tiny.engine({"schedule": "prefill_first"}), given))

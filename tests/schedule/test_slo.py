@@ -71,7 +71,7 @@ shapes_of = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes_of, st.integers(1, 40))
 def test_without_targets_it_is_sarathi(shapes: list[tuple[int, int, int, int]], budget: int) -> None:
     def run(policy: Any) -> list[list[tuple[str, Any]]]:
@@ -150,7 +150,7 @@ jobs_of = st.lists(
 costs: list[Callable[[int], float]] = [line, lambda n: 0.0, lambda n: 1.0, lambda n: 0.001 * n * n]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(jobs_of, st.integers(1, 40), st.sampled_from([0.01, 0.25, 1.0]), st.sampled_from(costs))
 def test_bounds_hold_for_any_targets(
     shapes: list[tuple[int, int, float, int, Any]], budget: int, share: float, cost: Callable[[int], float]
@@ -221,8 +221,10 @@ def test_bad_knobs_are_named(knobs: dict[str, Any]) -> None:
 
 
 # ---- in the engine
-@pytest.mark.parametrize("verbs", [{}, {"draft": "draft_model:model=tiny-draft,k=3"}, {"evict": "streaming:window=9"}])
-@pytest.mark.parametrize("pace", [0.0, 0.01, 3.0])
+@pytest.mark.parametrize(
+    ("verbs", "pace"),
+    [({}, 0.01), ({"draft": "draft_model:model=tiny-draft,k=3"}, 0.0), ({"evict": "streaming:window=9"}, 3.0)],
+)
 def test_tokens_do_not_depend_on_targets(verbs: dict[str, str], pace: float) -> None:
     """Whatever the clock says and whoever is late."""
     given = tiny.prompts(40, 3, 25, 61, 12)

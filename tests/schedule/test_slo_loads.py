@@ -43,7 +43,7 @@ def test_more_targets_are_met_than_by_those_who_do_not_look(load: str) -> None:
 
     def good(policy: Any) -> float:
         noise, share = random.Random(5), []
-        for seed in (1, 2):
+        for seed in (1,):
             jobs = arrivals(load, seed)
             simulate(policy, jobs, cost=lambda n: (0.015 + 0.0002 * n) * noise.lognormvariate(0, 0.15), steps=100_000)
             share += [met(job) for job in jobs if job.slo != SLO()]

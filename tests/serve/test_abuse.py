@@ -68,9 +68,9 @@ def garbled(rng: random.Random) -> tuple[str, bytes]:
     return path, bytes(raw)
 
 
-def test_200_garbage_requests(server: Server, llm: LLM) -> None:
+def test_garbage_requests(server: Server, llm: LLM) -> None:
     rng = random.Random(1)
-    requests = [garbled(rng) for _ in range(200)]
+    requests = [garbled(rng) for _ in range(60)]
     seen: dict[int, int] = {}
 
     async def garbage(client: httpx.AsyncClient, gate: asyncio.Semaphore, path: str, body: bytes) -> None:
@@ -93,7 +93,7 @@ def test_200_garbage_requests(server: Server, llm: LLM) -> None:
         return answer.choices[0].text
 
     assert asyncio.run(everything()) == llm.generate("the fox", Params(max_tokens=300, ignore_eos=True))[0].text
-    assert seen.get(200, 0) > 10 and seen.get(400, 0) > 50, f"the garbage is of one kind: {seen}"
+    assert seen.get(200, 0) > 3 and seen.get(400, 0) > 15, f"the garbage is of one kind: {seen}"
     assert server.health().status_code == 200
     server.settled()
     assert server.errors() == "", "nobody's garbage may fill the log"

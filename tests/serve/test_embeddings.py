@@ -29,8 +29,7 @@ def truth(tokens: Sequence[int], pooling: str, normalised: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("pooling", "normalised"), [("mean", True), ("last", False)])
 def test_rows_of_the_last_layer(client: openai.OpenAI, llm: LLM, pooling: str, normalised: bool) -> None:
     extra = {"pooling": pooling, "normalize": normalised}
     ids = [llm.tokenizer.encode(text) for text in TEXTS]

@@ -54,7 +54,7 @@ def wait_until_closed(server: Server) -> None:
 
 
 def test_the_printed_request_and_a_second_signal_that_cancels_at_once() -> None:
-    with Server(faults={"pause": 0.03, "patience": 1000}) as server:
+    with Server(faults={"pause": 0.01, "patience": 1000}) as server:
         done = subprocess.run(["bash", "-c", server.curl], capture_output=True, text=True, timeout=PATIENCE)
         if "command not found" not in done.stderr:
             assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
@@ -69,7 +69,7 @@ def test_the_printed_request_and_a_second_signal_that_cancels_at_once() -> None:
 
 
 def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
-    with Server(faults={"pause": 0.02}) as server:
+    with Server(faults={"pause": 0.005, "patience": 1.5}) as server:
         client = server.client()
         short = client.completions.create(**LONG, max_tokens=60, stream=True)
         long = client.completions.create(**LONG, max_tokens=2000, stream=True)
@@ -89,7 +89,7 @@ def test_sigterm_lets_short_requests_finish_and_cancels_long_ones() -> None:
 
 
 def test_a_request_that_cannot_be_computed_fails_alone() -> None:
-    with Server(faults={"poison": 100, "pause": 0.005, "break_at": 400}) as server:
+    with Server(faults={"poison": 100, "pause": 0.002, "break_at": 300}) as server:
         client = server.client()
         good = client.completions.create(**LONG, max_tokens=100, stream=True, temperature=0)
         first = next(iter(good)).choices[0].text
@@ -106,7 +106,7 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
 
 
 def engine_breaks(server: Server, client: openai.OpenAI) -> None:
-    """At its 400th step: those under way fail, the server says so, takes nothing new, and still ends well."""
+    """At its 300th step: those under way fail, the server says so, takes nothing new, and still ends well."""
     stream = client.completions.create(**LONG, max_tokens=1500, stream=True, temperature=0)  # draws might be poison
     with pytest.raises(openai.APIError, match="broken on purpose"):
         list(stream)

@@ -106,10 +106,10 @@ def test_what_is_too_long_is_refused_and_nothing_stays(server: Server) -> None:
 
 
 def test_a_client_that_leaves_takes_its_requests_along() -> None:
-    with Server(faults={"pause": 0.2}, limits={"max_running": 1}) as slow:
+    with Server(faults={"pause": 0.05}, limits={"max_running": 1}) as slow:
         body = {"text_1": "the", "text_2": ["a", "b", "c", "d"] * 30}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{slow.url}/v1/score", json=body, timeout=1.0)
+            httpx.post(f"{slow.url}/v1/score", json=body, timeout=0.3)
         deadline = time.monotonic() + PATIENCE
         while 'phasewise_http_errors_total{status="499"}' not in slow.metrics():
             assert time.monotonic() < deadline, "nobody has noticed"

@@ -12,6 +12,7 @@ import pytest
 from phasewise.bench.quality import ALL, TASKS, Row, Text, evaluate, mean, next_line, proportion, table
 from phasewise.errors import UserError
 from phasewise.known.corpus import sources
+from phasewise.load import model_path
 from phasewise.train.tasks import example
 from phasewise.train.tokenizer import write
 from tests.train import tiny
@@ -39,18 +40,19 @@ def test_a_model_that_knows_the_answers_scores_one_and_a_mute_one_zero(text: Tex
     assert mute.n == 100
 
 
-def test_prompts_and_answers_fit_the_context(text: Text) -> None:
+def test_prompts_and_answers_fit_the_context_in_pockets_tokens() -> None:
     lengths: list[int] = []
 
     def measure(prompts: list[list[int]], room: int) -> list[list[int]]:
         lengths.extend(len(prompt) + room for prompt in prompts)
         return [[] for _ in prompts]
 
-    evaluate(measure, lambda ids: 0.0, text, tasks=TASKS, examples=5)
-    assert len(lengths) == 5 * len(TASKS)
+    evaluate(measure, lambda ids: 0.0, Text.load(Path(model_path("pocket"))), tasks=TASKS, examples=2)
+    assert len(lengths) == 2 * len(TASKS)
     assert max(lengths) <= 2048
 
 
+@pytest.mark.thorough
 def test_next_line_accepts_the_true_line_only(text: Text) -> None:
     files = list(sources(held_out=True).values())
     everything = "\n".join(files)

@@ -53,6 +53,7 @@ def tune(twin: Dense, run: Run[LowRank], steps: Recipe, out: Path, saved: object
         return [row[:5] for row in csv.reader(file)]  # all but the speed
 
 
+@pytest.mark.thorough
 def test_the_loss_falls_and_the_base_stays_frozen(base: Path, tmp_path: Path) -> None:
     twin, tuned = run(base)
     before = {name: value.clone() for name, value in twin.state_dict().items()}
@@ -72,6 +73,7 @@ class _Interrupted(Exception):
     pass
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_repeats_the_uninterrupted_one(base: Path, tmp_path: Path) -> None:
     twin, straight = run(base)
     whole = tune(twin, straight, recipe(8), tmp_path / "whole")

@@ -77,6 +77,7 @@ def test_a_run_writes_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert again.read_bytes()[-64:] == path.read_bytes()[-64:]
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.lively(SHAPE, tmp_path / "model")
     monkeypatch.setattr(Job, "mixture", lambda self: tiny.mixture())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
+import inspect
+import textwrap
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -9,7 +13,6 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from phasewise.known.corpus import sources
 from phasewise.train.dense import Dense, Shape
 from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.pocket import export
@@ -35,14 +38,13 @@ def lively(shape: Shape, folder: Path) -> Path:
 
 @cache
 def texts() -> tuple[str, ...]:
-    library = sources(held_out=False)
-    return tuple(library[name] for name in ("bisect.py", "heapq.py", "textwrap.py"))
+    return tuple(inspect.getsource(module) for module in (bisect, heapq, textwrap))
 
 
 @cache
 def tokenizer() -> Tokenizer:
     rng = Random(0)
-    samples = ["\n".join(turn.prompt for turn in turns(task, rng, 100, False)) for task in TASKS for _ in range(30)]
+    samples = ["\n".join(turn.prompt for turn in turns(task, rng, 100, False)) for task in TASKS for _ in range(6)]
     return train_tokenizer([*texts(), *samples], SHAPE.vocab_size)
 
 

@@ -42,12 +42,10 @@ USE = {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}
 @pytest.mark.parametrize(
     ("text", "more", "blocks", "reason"),
     [
-        ("It rains.", {}, [{"type": "text", "text": "It rains."}], "end_turn"),
         ("It rains.", {"max_tokens": 3}, [{"type": "text", "text": "It "}], "max_tokens"),
         ("It rains. Yes.", {"stop_sequences": ["xyz", " Y"]}, [{"type": "text", "text": "It rains."}], "stop_sequence"),
         (f"Let me see.\n{CALL}", {"tools": [WEATHER, CLOCK]}, [{"type": "text", "text": "Let me see."}, USE],
          "tool_use"),
-        (f"{CALL}{CALL}", {"tools": [WEATHER]}, [USE, USE], "tool_use"),
         (CALL, {"tools": [WEATHER], "tool_choice": {"type": "none"}}, [{"type": "text", "text": CALL}], "end_turn"),
         (CALL, {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
          [USE], "tool_use"),

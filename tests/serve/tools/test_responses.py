@@ -46,11 +46,9 @@ USE = ("call", "weather", '{"city": "Oslo"}')
 @pytest.mark.parametrize(
     ("text", "more", "items", "status"),
     [
-        ("It rains.", {}, [("message", "It rains.")], "completed"),
         ("It rains.", {"max_output_tokens": 2}, [("message", "It")], "incomplete"),
         (f"Wait.\n{CALL}{CALL}", {"tools": [WEATHER, CLOCK]}, [("message", "Wait."), USE, USE], "completed"),
         (CALL, {"tools": [WEATHER], "tool_choice": "none"}, [("message", CALL)], "completed"),
-        (CALL, {"parallel_tool_calls": False, "tools": [WEATHER], "tool_choice": "required"}, [USE], "completed"),
         (CALL, {"tools": [CLOCK, WEATHER], "tool_choice": {"type": "function", "name": "weather"}}, [USE],
          "completed"),
         (CALL + CALL, {"tools": [WEATHER], "parallel_tool_calls": False}, [USE], "completed"),
