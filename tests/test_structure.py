@@ -182,7 +182,7 @@ PROTOCOLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 OF_OTHERS = {  # names that are asked of what is no method
     "pidfd_open": "what the system has", "sched_getaffinity": "what the system has", "malloc_trim": "what libc has",
-    "interface": "what a compiled library has", "__name__": "a type's name",
+    "__name__": "a type's name",
 }  # fmt: skip
 NOT_BY_NAME = {
     "tight": "asked by the laws, which are tests",

@@ -361,7 +361,7 @@ static void head_case(long outputs, long inputs, long rows, bool int8, double ca
 
 int main() {
   if (!supported()) return 77;
-  require(interface() == INTERFACE, "interface");
+  require(layout() && *layout(), "layout");
   use_pool((void*)threads::parallel, (void*)threads::index, (void*)threads::count, (void*)threads::barrier);
   const long sizes[][2] = {{64, 32}, {1, 1}, {7, 5}, {65, 33}, {130, 257}, {20, 1031}};
   for (auto [outputs, inputs] : sizes) {

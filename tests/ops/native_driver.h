@@ -18,7 +18,7 @@
 typedef std::vector<double> Doubles;
 
 extern "C" {
-int interface();
+const char* layout();
 int supported();
 void use_pool(void* parallel, void* thread, void* threads, void* barrier);
 int64_t words(int64_t inputs, int64_t each);

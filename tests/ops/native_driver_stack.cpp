@@ -232,7 +232,7 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
     tokens.push_back(i * 5 % vocab);
     for (long k = 0; k < HIDDEN; k++) want.push_back(0.5 * embeddings[tokens[i] * HIDDEN + k]);
   }
-  std::vector<std::vector<int64_t>> planes(readers.size());
+  std::vector<std::vector<Planes>> planes(readers.size());
   for (Block& block : blocks) {
     layers.push_back(block.words());
     for (Reader r : readers) slots.emplace_back(r.n, int8), slots.emplace_back(r.n, int8);
@@ -240,8 +240,8 @@ static void stack_case(std::vector<Block>& blocks, const std::vector<Reader>& re
   std::vector<Doubles> kept;
   for (size_t i = 0; i < slots.size(); i += 2) {
     Slots &k = slots[i], &v = slots[i + 1];
-    std::vector<int64_t>& plane = planes[i / 2 % readers.size()];
-    plane.insert(plane.end(), {k.data(), v.data(), k.n * DIM, k.of_scales(), v.of_scales(), k.n});
+    planes[i / 2 % readers.size()].push_back({(void*)k.data(), (void*)v.data(), k.n * DIM, (uint16_t*)k.of_scales(),
+                                              (uint16_t*)v.of_scales(), k.n});
     kept.push_back(k.plain()), kept.push_back(v.plain());
   }
   std::vector<StackSpan> spans;

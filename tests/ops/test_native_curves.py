@@ -16,6 +16,7 @@ from phasewise.model.mlp import ACTIVATION, MLP, MoE
 from phasewise.ops import native
 from phasewise.ops.linear import Linear
 from phasewise.ops.native import stack, weights
+from phasewise.ops.native.abi import PlanesStruct
 from phasewise.ops.native.stack import Stack, StackExperts, StackLayer, StackShape, StackSpan, Turns
 from phasewise.ops.native.weights import Packed
 from tests.ops.targets import EACH
@@ -47,8 +48,8 @@ def run(call: Stack, tokens: Sequence[int]) -> Tensor:
     """Every token by itself, all in one call. -> [T, d]"""
     count = len(tokens)
     x, rows = torch.empty((count, call.hidden), dtype=torch.bfloat16), torch.zeros((count, 2, 1, 1, DIM)).bfloat16()
-    planes = [array("q", (row[0].data_ptr(), row[1].data_ptr(), DIM, 0, 0, 0)) for row in rows]
-    spans = [StackSpan(1, 1, None, plane.buffer_info()[0]) for plane in planes]
+    planes = [PlanesStruct(k=row[0], v=row[1], head=DIM) for row in rows]
+    spans = [StackSpan(1, 1, None, plane.address) for plane in planes]
     call(array("q", [*tokens, *[0] * count]), Turns([]), spans, x)
     return x
 

@@ -4,8 +4,6 @@ every instruction set of this machine."""
 from __future__ import annotations
 
 import random
-import struct
-from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import fit, spans
+from phasewise.ops.native.abi import HeadStruct, PrefillCallStruct, SightStruct, Structures
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors, depths
 from tests.ops.targets import EACH, HERE, NATIVE, first, running
@@ -48,9 +47,9 @@ class Lying:
     sees: Tensor | None = None
     seats: Tensor | None = None
 
-    def lie(self) -> tuple[array[int], list[Tensor], list[Tensor]]:
-        """Words of Head for each, rows as they are kept, and what must outlive a call."""
-        n, words, kept, codec = self.n, array("q"), list[Tensor](), Int8().codec()
+    def lie(self) -> tuple[Structures[HeadStruct], list[Tensor], list[Tensor]]:
+        """Where each lies, rows as they are kept, and what must outlive a call."""
+        n, structs, kept, codec = self.n, list[HeadStruct](), list[Tensor](), Int8().codec()
         planes = list(codec.encode(self.k, self.v) if self.rounded else (self.k, self.v))
         for h, begin in enumerate(self.begins):
             lie = []
@@ -61,8 +60,10 @@ class Lying:
                 kept.append(room)
                 lie.append(room.data_ptr() + (4 - begin) * room.stride(0) * room.element_size())
             k, k_scale, v, v_scale = lie if self.rounded else (lie[0], 0, lie[1], 0)
-            words.extend((k, v, k_scale, v_scale, begin, self.windows[h], self.sinks[h]))
-        return words, planes, kept
+            struct = HeadStruct(k=k, v=v, k_scale=k_scale, v_scale=v_scale, begin=begin)
+            struct.window, struct.sinks = self.windows[h], self.sinks[h]
+            structs.append(struct)
+        return Structures(HeadStruct, structs), planes, kept
 
     def few(self) -> tuple[Few, object]:
         """And what it must not outlive."""
@@ -70,17 +71,19 @@ class Lying:
         seen = None if self.seats is None else Seen(0, seats=self.seats)
         scales = (planes[1], planes[3]) if self.rounded else None
         k, v = (planes[0], planes[2]) if self.rounded else (self.k, self.v)
-        return Few(self.q, k, v, self.sees, 0, scales, seen, heads=words.buffer_info()[0]), (words, planes, kept)
+        return Few(self.q, k, v, self.sees, 0, scales, seen, heads=words.address), (words, planes, kept)
 
     def slice(self, kernels: Any) -> Tensor:
         """As a slice of a prompt reads it."""
         (rows, heads_q, dim), (words, planes, kept) = self.q.shape, self.lie()
         out = torch.empty((rows, heads_q, dim), dtype=self.q.dtype)
-        call = array("q", (self.q.data_ptr(), 0, 0, out.data_ptr(), *self.q.stride()[:2], 0, dim, 0, dim))
-        call.extend((self.n, rows, heads_q, len(self.begins), dim, fit.KIND[self.q.dtype], 2))
-        call.frombytes(struct.pack("d", 0.2))
-        call.extend((*[int(self.rounded)] * 2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, words.buffer_info()[0]))
-        kernels.prefill(call.buffer_info()[0])
+        rounded = int(self.rounded)  # whether there are scales; where they are, the heads say
+        call = PrefillCallStruct(
+            q=self.q, out=out, q_row=self.q.stride(0), q_head=self.q.stride(1), k_row=dim, v_row=dim, n=self.n,
+            rows=rows, heads_q=heads_q, heads=len(self.begins), dim=dim, kind=fit.KIND[self.q.dtype], threads=2,
+            scale=0.2, k_scale=rounded, v_scale=rounded, sight=SightStruct(block=1), unequal=words,
+        )  # fmt: skip
+        kernels.prefill(call.address)
         assert planes and kept, "alive until now"
         return out
 

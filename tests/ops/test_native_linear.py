@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from phasewise.errors import UserError
 from phasewise.ops import linear, native
 from phasewise.ops.linear import Linear
-from phasewise.ops.native import weights
+from phasewise.ops.native import abi, weights
 from phasewise.ops.native.weights import Packed
 from tests.ops.targets import EACH
 
@@ -204,16 +206,30 @@ def test_which_form_a_layer_takes() -> None:
         Linear(half, precision="int7")
 
 
+def test_a_pointer_leads_to_data_and_keeps_it() -> None:
+    one = torch.tensor([7])  # it would pass for a number
+    noise = abi.NoiseStruct(seeds=one, layer=3)
+    assert (noise.seeds, noise.rows, noise.layer) == (one.data_ptr(), 0, 3)
+    calls = abi.Structures(abi.ReceivedCallStruct, [abi.ReceivedCallStruct(noise=noise, scale=0.5)])
+    assert (calls[0].noise, calls[0].scale) == (noise.address, 0.5)
+    kept, where = weakref.ref(one), one.data_ptr()
+    del one, noise
+    gc.collect()
+    assert kept() is not None and int(kept()[0]) == 7 and kept().data_ptr() == where
+    with pytest.raises(AttributeError, match="widow"):
+        abi.SightStruct(widow=1)  # type: ignore[call-arg]
+
+
 def test_a_library_of_other_sources_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = next((target for target in native.TARGETS if native.load(target)), None)
     if target is None:
         pytest.skip("no native kernels here")
-    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    monkeypatch.setitem(abi.STRUCTURES, "SightStruct", abi.NormStruct)
     with caplog.at_level(logging.WARNING):
         assert native.load(target) is None
-    assert "other sources" in caplog.text
+    assert "other sources (Sight)" in caplog.text
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

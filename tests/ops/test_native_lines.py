@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -61,8 +59,8 @@ def made(seed: int, shape: tuple[int, int, int], n: int, some: tuple[int, int], 
     among = Candidates(0, n - 1, 1, chosen, SHARE, False, 0, n, width=dim, largest=largest)
     keys, k_scale, values, v_scale = planes
     assert keys is not None
-    words = Ways.layer(index.vectors, index.sums, SCALE)
-    return Case(Ballot(q, keys, k_scale, among, known, words, index, values, v_scale, rest), k, v, index)
+    layer = Ways.layer(index.vectors, index.sums, SCALE)
+    return Case(Ballot(q, keys, k_scale, among, known, layer, values, v_scale, rest), k, v, index)
 
 
 def weights(case: Case) -> Tensor:
@@ -78,8 +76,8 @@ def weights(case: Case) -> Tensor:
 
 
 def check(case: Case, slots: Tensor) -> None:
-    _, _, _, among, _, _, index, _, _, rest = case.ballot
-    n, each = case.k.shape[1], weights(case)
+    among, rest = case.ballot.candidates, case.ballot.rest
+    n, each, index = case.k.shape[1], weights(case), case.index
     votes = each.sum(1)
     assert rest is not None and slots.shape == (len(case.k), 1, among.chosen + 1)
     for head, own in enumerate(slots[:, 0].tolist()):
@@ -90,7 +88,7 @@ def check(case: Case, slots: Tensor) -> None:
     held = each.gather(2, slots.long().expand(-1, each.shape[1], -1)).sum(-1).flatten()
     torch.testing.assert_close(rest.held.double(), held, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(rest.mean, case.v.float().mean(1), atol=1e-5, rtol=1e-4)
-    assert isinstance(index, _Index) and index.sums is not None
+    assert index.sums is not None
     assert torch.equal(index.lines[..., :n], case.k.mT) and bool(index.lines[..., n:].isnan().all())
     torch.testing.assert_close(index.sums, case.v[:, :-1].float().sum(1), atol=1e-4, rtol=1e-4)
 
@@ -151,10 +149,9 @@ def test_the_rest_is_joined_with_what_is_listed(shape: tuple[int, int, int]) -> 
     assert not torch.equal(joined, exact)
 
 
-def test_a_layers_words_are_those_of_the_kernel() -> None:
-    """In the order of LayerChoice, the scale at the end."""
+def test_a_layer_that_chooses_says_where_its_vectors_lie() -> None:
     index = made(0, (2, 1, 16), 10, (3, 4)).index
     assert index.sums is not None
-    words = Ways.layer(index.vectors, index.sums, 0.5)
-    want = (1, index.lines.data_ptr(), 0, index.lines.stride(0), 0, 0, 0, index.lines.stride(1), index.sums.data_ptr())
-    assert words[:-1] == array("q", want) and struct.unpack("d", words[-1:].tobytes()) == (0.5,)
+    layer = Ways.layer(index.vectors, index.sums, 0.5)
+    assert (layer.low, layer.high, layer.sums) == (index.lines.data_ptr(), 0, index.sums.data_ptr())
+    assert (layer.way, layer.head, layer.line, layer.scale) == (1, index.lines.stride(0), index.lines.stride(1), 0.5)

@@ -17,6 +17,7 @@ from phasewise.kv.pages import By, PageKeys
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import listed, stack, weights
+from phasewise.ops.native.abi import LayerChoiceStruct, PlanesStruct, Structures
 from phasewise.ops.native.choice import ALL, CHOSEN, PROMISE, Candidates, Chosen, Ways
 from phasewise.ops.native.listed import Listed, Pages
 from phasewise.ops.native.stack import Halves, Rows, Stack, StackLayer, StackShape, StackSpan, Turns
@@ -69,27 +70,28 @@ class Held:
     chosen: int
     dense: int
     keys: list[PageKeys] = field(default_factory=list)
-    words: array[int] = field(default_factory=lambda: array("q"))
-    ways: array[int] = field(default_factory=lambda: array("q"))
+    planes: Structures[PlanesStruct] = field(default_factory=lambda: Structures(PlanesStruct, []))
+    ways: Structures[LayerChoiceStruct] = field(default_factory=lambda: Structures(LayerChoiceStruct, []))
 
     @property
     def pages(self) -> int:
         return self.n // self.size
 
     def span(self, choosing: bool, sealed: int) -> StackSpan:
-        planes, table = array("q"), array("q")
+        planes, table = list[PlanesStruct](), list[LayerChoiceStruct]()
         for layer, (kv, keys) in enumerate(zip(self.kvs, self.keys)):
             buffer = kv.slabs[0].buffer
+            lies = PlanesStruct(head=buffer.cap * kv.shape.dim)
             if len(buffer.addresses) == 2:
-                planes.extend((*buffer.addresses, buffer.cap * kv.shape.dim, 0, 0, 0))
+                lies.k, lies.v = buffer.addresses
             else:
-                k, k_scale, v, v_scale = buffer.addresses
-                planes.extend((k, v, buffer.cap * kv.shape.dim, k_scale, v_scale, buffer.cap))
-            ways = Ways.layer(keys.vectors, keys.sums, 0.0)
-            table.extend((ALL if layer < self.dense else CHOSEN, *ways[1:]))
-        self.words, self.ways = planes, table
-        start = self.words.buffer_info()[0]
-        whole = StackSpan(self.n + 1, 1, None, start)
+                lies.k, lies.k_scale, lies.v, lies.v_scale = buffer.addresses
+                lies.scale_head = buffer.cap
+            planes.append(lies)
+            table.append(Ways.layer(keys.vectors, keys.sums, 0.0))
+            table[-1].way = ALL if layer < self.dense else CHOSEN
+        self.planes, self.ways = Structures(PlanesStruct, planes), Structures(LayerChoiceStruct, table)
+        whole = StackSpan(self.n + 1, 1, None, self.planes.address)
         if not choosing:
             return whole
         among = Candidates(0, self.pages, self.size, self.chosen, PROMISE, False, 0, self.pages, step=self.size)

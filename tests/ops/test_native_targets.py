@@ -25,5 +25,5 @@ def test_loading_runs_nothing_of_it(target: str) -> None:
         pytest.skip(f"the {target} kernels were not built")
     with native.file(target).open("rb") as file:
         symbols = [symbol.name for symbol in ELFFile(file).get_section_by_name(".symtab").iter_symbols()]
-    assert "interface" in symbols
+    assert "layout" in symbols
     assert [name for name in symbols if name.startswith("_GLOBAL__sub_I")] == []

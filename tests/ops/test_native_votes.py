@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +13,7 @@ from torch import Tensor
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.native import choice
+from phasewise.ops.native.abi import LayerChoiceStruct
 from phasewise.ops.native.choice import CHOSEN, MOST_VOTING, PEAK, PROMISE, SHARE, Ballot, Candidates, choose
 from tests.ops.targets import EACH
 
@@ -31,16 +30,13 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     patch.undo()
 
 
-def words(
+def layer(
     vectors: Tensor | None, scale: float, channels: Tensor | None = None, turn: Tensor | None = None
-) -> array[int]:
-    found = array("q", (CHOSEN, 0 if vectors is None else vectors.data_ptr(), 0))
-    found.append(0 if vectors is None else vectors.stride(0))
-    found.append(0 if channels is None else channels.data_ptr())
-    found.extend((0, 0) if turn is None else (turn.data_ptr(), turn.shape[1]))
-    found.extend((1, 0))
-    found.frombytes(struct.pack("d", scale))
-    return found
+) -> LayerChoiceStruct:
+    head, turned = 0 if vectors is None else vectors.stride(0), 0 if turn is None else turn.shape[1]
+    return LayerChoiceStruct(
+        way=CHOSEN, low=vectors, head=head, channels=channels, turn=turn, turned=turned, line=1, scale=scale
+    )
 
 
 def votes(q: Tensor, vectors: Tensor, among: Candidates, scale: float) -> Tensor:
@@ -94,7 +90,7 @@ def test_the_rows_of_most_votes(rule: str, heads: int, group: int, dim: int, n: 
     for joint in (False, True):
         among = Candidates(3, n - 3 - 5, 1, n // 5, RULES[rule], joint, 3, n - 5, at=3, width=dim)
         for keys, scale in ((k, None), (planes[0], planes[1])):
-            ballots.append(Ballot(q, keys, scale, among, among.end, words(None, 0.3)))
+            ballots.append(Ballot(q, keys, scale, among, among.end, layer(None, 0.3)))
             stand = k if scale is None else codec.decode(planes, torch.bfloat16)[0]
             wanted.append((votes(q[0], stand, among, 0.3), among))
     assert all(choice.takes(ballot) for ballot in ballots)
@@ -118,7 +114,7 @@ def test_channels_are_taken_and_kept() -> None:
     among = Candidates(0, n - 1, 1, 77, SHARE, False, 0, n - 1, width=width)
     stands = torch.full((heads, n + 9, width), float("nan"), dtype=torch.bfloat16)
     stands[:, :600] = true[:, :600]
-    (slots,) = choose([Ballot(q, k, None, among, 600, words(stands, 0.125, channels))])
+    (slots,) = choose([Ballot(q, k, None, among, 600, layer(stands, 0.125, channels))])
     assert torch.equal(stands[:, : n - 1], true[:, : n - 1]) and bool(stands[:, n - 1 :].isnan().all())
     rows = q[0].view(heads, group, dim).gather(2, channels.long()[:, None].expand(-1, group, -1)).flatten(0, 1)
     check(slots, votes(rows, true, among, 0.125), among, n)
@@ -151,7 +147,7 @@ def test_blocks_of_the_best_means(
     windows = [k[:, i * stride : (i + parts) * stride].float() for i in range(end)]
     true = torch.stack([window.mean(1) for window in windows], 1).bfloat16()
     stands = torch.empty(heads, end, dim, dtype=torch.bfloat16)
-    (slots,) = choose([Ballot(q, k, None, among, 0, words(stands, 0.5))])
+    (slots,) = choose([Ballot(q, k, None, among, 0, layer(stands, 0.5))])
     torch.testing.assert_close(stands, true, atol=1e-2, rtol=1e-2)
     check(slots, votes(q[0], stands, among, 0.5), among, n)
 
@@ -171,7 +167,7 @@ def test_queries_are_turned(size: int) -> None:
     moved = (near * turn[0] + near.roll(size // 2, -1) * turn[1]).bfloat16()
     rows = torch.cat((moved, q[..., size:]), -1)[0]
     among = Candidates(0, n - 1, 1, 30, SHARE, False, 0, n - 1, width=dim)
-    (slots,) = choose([Ballot(q, k, None, among, n - 1, words(None, 0.5, turn=turn))])
+    (slots,) = choose([Ballot(q, k, None, among, n - 1, layer(None, 0.5, turn=turn))])
     check(slots, votes(rows, k, among, 0.5), among, n)
 
 
@@ -179,10 +175,10 @@ def test_queries_are_turned(size: int) -> None:
 def test_of_equal_votes_the_earlier_and_what_is_no_number_is_read() -> None:
     q, k = torch.ones(1, 2, 16).bfloat16(), torch.ones(1, 100, 16).bfloat16()
     among = Candidates(2, 90, 1, 7, SHARE, False, 2, 92, at=2, width=16)
-    (slots,) = choose([Ballot(q, k, None, among, 92, words(None, 1.0))])
+    (slots,) = choose([Ballot(q, k, None, among, 92, layer(None, 1.0))])
     assert slots[0, 0].tolist() == [*range(9), *range(92, 100)]
     k[0, 50] = float("nan")
-    (slots,) = choose([Ballot(q, k, None, among._replace(rule=PROMISE), 92, words(None, 1.0))])
+    (slots,) = choose([Ballot(q, k, None, among._replace(rule=PROMISE), 92, layer(None, 1.0))])
     assert slots[0, 0].tolist() == [*range(8), 50, *range(92, 100)]
 
 
@@ -198,7 +194,7 @@ def test_votes_too_small_for_a_float_are_ranked(joint: bool, size: int) -> None:
     q = torch.ones(1, heads * 3, 16) * 2
     vectors = k[:, :-1:size].bfloat16().contiguous()
     among = Candidates(0, units, size, chosen, SHARE, joint, 0, units, step=size, width=16)
-    (slots,) = choose([Ballot(q.bfloat16(), k.bfloat16(), None, among, units, words(vectors, 1.0))])
+    (slots,) = choose([Ballot(q.bfloat16(), k.bfloat16(), None, among, units, layer(vectors, 1.0))])
     best = order.argsort()[:chosen].sort().values.tolist()
     want = [unit * size + i for unit in best for i in range(size)] + [units * size]
     assert slots[:, 0].tolist() == [want] * heads
@@ -208,7 +204,7 @@ def test_votes_too_small_for_a_float_are_ranked(joint: bool, size: int) -> None:
 def test_more_voters_than_there_is_room_for_are_refused() -> None:
     k, among = torch.zeros(2, 40, 16).bfloat16(), Candidates(0, 39, 1, 5, SHARE, False, 0, 39, width=16)
     for queries, fits in ((2 * MOST_VOTING, True), (2 * MOST_VOTING + 2, False)):
-        ballot = Ballot(torch.zeros(1, queries, 16).bfloat16(), k, None, among, 39, words(None, 1.0))
+        ballot = Ballot(torch.zeros(1, queries, 16).bfloat16(), k, None, among, 39, layer(None, 1.0))
         assert choice.takes(ballot) is fits
         assert not choice.takes(ballot._replace(candidates=among._replace(joint=True)))
         if fits:

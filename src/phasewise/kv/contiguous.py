@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Sequence
 
 from torch import Tensor
@@ -10,9 +9,10 @@ from torch import Tensor
 from phasewise.kv.blocks import SIDES, BlockCut
 from phasewise.kv.buffer import Raw, entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.packed import SLOTS, WORDS, LayerMarks, ahead, alike, seal_full, seals, words
+from phasewise.kv.packed import LayerMarks, ahead, alike, seal_full, seals, sides_struct
 from phasewise.kv.unequal import Narrow, Unequal, by_head, lined, unequal
 from phasewise.kv.vectors import VectorTable
+from phasewise.ops.native.abi import PlacesStruct, PlanesStruct, SidesStruct, Structures
 from phasewise.ops.native.sealing import Seals
 
 
@@ -22,7 +22,7 @@ class ContiguousView:
     hold unequally many: then `unequal` says where they lie, and `address` nothing.
 
     `n`: committed rows, of the longest head. `gaps`: they need not be those of positions 0 .. n-1, as some were given
-    up; which they are may differ by layer and head. `address`: of int64 [layers, 6], as StackSpan takes it.
+    up; which they are may differ by layer and head. `address`: of Planes (kernels.h) [layers].
     `row_bytes`: what a row takes in all layers. `tables`: of vectors beside them, by whoever asked for them; `biases`:
     of what is added to scores of slot 0, likewise.
     """
@@ -38,25 +38,28 @@ class ContiguousView:
         self.gaps = any(slab.positions is not None for slab in self._slabs)
         self._line: tuple[Narrow, int] | None = None
         self._narrow: tuple[Narrow, Unequal] | None = None
-        self._places: array[int] | None = None
+        self._places: Structures[PlacesStruct] | None = None
         self._positions: list[list[memoryview]] | None = None  # of slabs, by head: these write one fastest
         dim = layers[0].shape.dim
         self.row_bytes = sum(entry_bytes(layer.codec, layer.shape) * layer.shape.heads for layer in layers)
         rounded = scaled(layers[0].codec)
-        self._planes = array("q")
+        planes = list[PlanesStruct]()
         for slab in self._slabs if self.unequal is None else ():
             cap, addresses = slab.buffer.cap, slab.buffer.addresses
+            lies = PlanesStruct(head=cap * dim)
             if rounded:
-                k, k_scale, v, v_scale = addresses
-                self._planes.extend((k, v, cap * dim, k_scale, v_scale, cap))
+                lies.k, lies.k_scale, lies.v, lies.v_scale = addresses
+                lies.scale_head = cap
             else:
                 gone = slab.base * dim * layers[0].shape.dtype.itemsize  # slot 0 would be so far before
-                self._planes.extend((*(address - gone for address in addresses), cap * dim, 0, 0, 0))
-        self.address = self._planes.buffer_info()[0]
+                lies.k, lies.v = (address - gone for address in addresses)
+            planes.append(lies)
+        self._planes = Structures(PlanesStruct, planes)
+        self.address = self._planes.address
         self._sealed = [(layer.sealed, layer.slabs[0].buffer.planes, layer.slabs[0].base) for layer in layers
                         if layer.sealed is not None and layer.sealed.active]  # fmt: skip
         self._seals: Sequence[Seals | None] = ()  # made when first asked for
-        self._sides = array("q", [word for sealed, _, _ in self._sealed for word in words(sealed)])
+        self._sides = [sides_struct(sealed) for sealed, _, _ in self._sealed]
 
     @classmethod
     def of(cls, layers: Sequence[LayerKV]) -> ContiguousView | None:
@@ -81,12 +84,12 @@ class ContiguousView:
         """Of the blocks, if rows are sealed."""
         return self._sealed[0][0].codec.cuts if self._sealed else None
 
-    def sides(self, upto: Sequence[int]) -> array[int]:
+    def sides(self, upto: Sequence[int]) -> Structures[SidesStruct]:
         """Where the first `upto` [keys, values] rows lie packed in each layer, as StackSpan takes it; sealed now, or
         `ahead`."""
-        found = self._sides[:]
-        for slot, rows in zip(SLOTS, upto):
-            found[slot::WORDS] = array("q", [rows]) * len(self.layers)
+        found = Structures(SidesStruct, self._sides)
+        for layer in found:
+            layer.keys.slots, layer.values.slots = upto
         return found
 
     def ahead(self, upto: Sequence[int]) -> None:
@@ -126,12 +129,13 @@ class ContiguousView:
     def places(self) -> int:
         """The address of where the positions of committed rows are, by layer and head (Places in kernels.h)."""
         if self._places is None:
-            self._places = array("q")
+            places = list[PlacesStruct]()
             for slab, place in (each for layer in self.layers for each in by_head(layer)):
                 at, begin = slab.positions, self.n - slab.base - slab.n
                 row = 0 if at is None else at[min(place, slab.said - 1)].data_ptr() - begin * at.itemsize
-                self._places.extend((row, begin))
-        return self._places.buffer_info()[0]
+                places.append(PlacesStruct(at=row, first=begin))
+            self._places = Structures(PlacesStruct, places)
+        return self._places.address
 
     def advance(self, positions: range) -> None:
         """Rows of these positions that were written behind them are committed, in all layers."""

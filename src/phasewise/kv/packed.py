@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from phasewise.ops.native.abi import SidesStruct
 from phasewise.ops.native.sealing import Sealing, Seals, fits
 from phasewise.ops.native.spans import Rest, Side, opens
 
@@ -222,13 +223,11 @@ def alike(layers: Sequence[Sealed]) -> bool:
     return all(each.active and each.packings is not None and each.counts == layers[0].counts for each in layers)
 
 
-WORDS, SLOTS = 48, (5, 29)  # of a layer in a table; which of them say how many rows are sealed
-
-
-def words(sealed: Sealed) -> list[int]:
-    """What is sealed now, as native steps take it (Sides)."""
+def sides_struct(sealed: Sealed) -> SidesStruct:
+    """What is sealed now, as native steps take it."""
     assert sealed.packings is not None
-    found = list[int]()
-    for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.codec.cuts)):
-        found += packing.side(sealed.lying(side), sealed.rows(side), cut.rows).words
-    return found
+    keys, values = (
+        packing.side(sealed.lying(side), sealed.rows(side), cut.rows).struct
+        for side, (packing, cut) in enumerate(zip(sealed.packings, sealed.codec.cuts))
+    )
+    return SidesStruct(keys=keys, values=values)

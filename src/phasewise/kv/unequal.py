@@ -3,7 +3,6 @@ the longest, their rows ending at the same slot, and the first ones were not the
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 
 from phasewise.kv.buffer import entry_bytes, scaled
 from phasewise.kv.layer_kv import LayerKV, Slab
+from phasewise.ops.native.abi import HeadStruct, Structures
 from phasewise.ops.native.spans import BLOCK
 
 
@@ -34,10 +34,10 @@ class Unequal:
     Rows of one step make all heads longer by as many, so this holds until rows are given up or buffers move.
     """
 
-    __slots__ = ("_ends", "_words", "address", "missing")
+    __slots__ = ("_ends", "_structs", "address", "missing")
 
     def __init__(self, layers: Sequence[LayerKV], longest: int, narrow: Narrow | None = None) -> None:
-        self._words, self.missing = array("q"), 0
+        structs, self.missing = list[HeadStruct](), 0
         self._ends = Counter[int]()  # of the sinks of narrow heads: the bytes of a row of theirs
         for i, layer in enumerate(layers):
             each = entry_bytes(layer.codec, layer.shape)
@@ -47,8 +47,11 @@ class Unequal:
                 if narrow is not None and narrow.among(i, head):
                     window, sinks = narrow.window, narrow.sinks
                     self._ends[begin + sinks] += each
-                self._words.extend((*_addresses(layer, slab, place, begin), begin, window, sinks))
-        self.address = self._words.buffer_info()[0]
+                struct = HeadStruct(begin=begin, window=window, sinks=sinks)
+                struct.k, struct.v, struct.k_scale, struct.v_scale = _addresses(layer, slab, place, begin)
+                structs.append(struct)
+        self._structs = Structures(HeadStruct, structs)
+        self.address = self._structs.address
 
     def unseen(self, start: int) -> int:
         """Bytes that narrow heads hold between their sinks and a window from slot `start` on, in whole blocks: these

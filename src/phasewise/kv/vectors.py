@@ -3,7 +3,6 @@ that of all layers."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.ops.native.choice import ALL, WAY_WORDS, Ways
+from phasewise.ops.native.abi import LayerChoiceStruct, Structures
+from phasewise.ops.native.choice import ALL, Ways
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
@@ -80,26 +80,27 @@ class Kept:
 class VectorTable:
     """Where a native step finds the vectors beside a request's layers, and what reading them costs.
 
-    `words`: of LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` of a row,
+    `structs`: LayerChoice (kernels.h) [layers], with a scale of products (0: the layer's own). `row_bytes` of a row,
     `made_bytes` of what is read of one to make a vector, `each` of a vector, `sums` of all: in all layers that have
     some. `slot`: bytes of a row of one head. `count`: of how many keys, or runs, all of them know the vector.
     """
 
-    __slots__ = ("count", "each", "kept", "made_bytes", "row_bytes", "slot", "sums", "words")
+    __slots__ = ("count", "each", "kept", "made_bytes", "row_bytes", "slot", "structs", "sums")
 
     def __init__(self, layers: Sequence[LayerKV], kept: Sequence[Standing | None], scale: float) -> None:
-        self.kept, self.words = kept, array("q")
+        self.kept, structs = kept, list[LayerChoiceStruct]()
         self.row_bytes = self.made_bytes = self.each = self.sums = self.slot = 0
         for layer, own in zip(layers, kept):
             if own is None:
-                self.words.extend((ALL, *[0] * (WAY_WORDS - 1)))
+                structs.append(LayerChoiceStruct(way=ALL))
                 continue
-            self.words += Ways.layer(own.vectors, own.sums, scale)
+            structs.append(Ways.layer(own.vectors, own.sums, scale))
             self.slot = entry_bytes(layer.codec, layer.shape)
             self.row_bytes += self.slot * layer.shape.heads
             self.made_bytes += (self.slot // 2 if own.sums is None else self.slot) * layer.shape.heads
             self.each += own.vectors[:, :, :1].nbytes
             self.sums += 0 if own.sums is None else own.sums.nbytes
+        self.structs = Structures(LayerChoiceStruct, structs)
         self.count = min((own.upto for own in kept if own is not None), default=0)
 
     @classmethod

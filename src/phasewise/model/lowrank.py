@@ -5,7 +5,6 @@ The rows of everybody else in the batch are computed as if there were none.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from phasewise.model.config import ModelConfig
 from phasewise.ops.linear import Linear
+from phasewise.ops.native.abi import LowRankStruct, Structures
+from phasewise.ops.native.weights import Packed
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 
@@ -43,24 +44,32 @@ class Delta:
             name: tuple(Linear(tensors[f"{name}.{part}"].to(device, dtype).contiguous()) for part in "ab")
             for name in sorted(names)
         }
-        self._tables: dict[tuple[int, ...], array[int] | None] = {}
+        self._tables: dict[tuple[int, ...], Structures[LowRankStruct] | None] = {}
 
-    def table(self, layers: Sequence[int]) -> array[int] | None:
-        """Of these layers and their four linears, where native steps find both halves (LowRank of kernels.h) or 0, 0;
-        None where they are not packed for those."""
+    def table(self, layers: Sequence[int]) -> Structures[LowRankStruct] | None:
+        """Where native steps find both halves of these layers' four linears (LowRank of kernels.h [layers, 4]); None
+        where they are not packed for those."""
         key = tuple(layers)
         if key not in self._tables:
             pairs = [self._pairs.get(f"{layer}.{name}") for layer in key for name in LINEARS]
             packed = [None if pair is None else [half.native for half in pair] for pair in pairs]
-            words = [0 if half is None else half.address for pair in packed for half in pair or (None, None)]
-            native = all(half is not None for pair in packed if pair is not None for half in pair)
-            self._tables[key] = array("q", words) if native else None
+            structs = [_struct(pair) for pair in packed]
+            native = [struct for struct in structs if struct is not None]
+            self._tables[key] = Structures(LowRankStruct, native) if len(native) == len(structs) else None
         return self._tables[key]
 
     def __call__(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
         """What is added to a linear layer's output, [T, in] -> [T, out]; None = nothing there."""
         pair = self._pairs.get(f"{layer}.{linear}")
         return None if pair is None else pair[1](pair[0](x))
+
+
+def _struct(halves: Sequence[Packed | None] | None) -> LowRankStruct | None:
+    """Both halves of a linear layer's weights, null where there are none; None where they are not packed."""
+    if halves is None:
+        return LowRankStruct()
+    down, up = halves
+    return None if down is None or up is None else LowRankStruct(down=down.address, up=up.address)
 
 
 class Deltas:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phasewise.kv.pages import By, PageKeys
 from phasewise.kv.vectors import Kept, Standing, VectorTable
-from phasewise.ops.native.choice import CHANNELS, PROMISE, TURN, WAY_WORDS, Ballot, Candidates, Chosen, Rest, Ways
+from phasewise.ops.native.choice import PROMISE, Ballot, Candidates, Chosen, Rest, Ways
 from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class PageChoice:
         read = candidates.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + pages * table.each
         if known < pages:
             read += (flat.n - known * self.page) * table.made_bytes
-        ways = Ways(table.words, kept=table)
+        ways = Ways(table.structs, kept=table)
         return whole._replace(choice=Chosen(candidates, known, ways, read, partial(table.made, pages)))
 
     def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
@@ -135,7 +135,7 @@ class VectorChoice:
             self._make(table, flat.layers, layers, lasting)
             table.made(known := lasting)
         beside = array("q", bytes(8 * len(layers) * flat.layers[0].shape.heads)) if candidates.group else None
-        ways = Ways(table.words, kept=(table, self._turn(table, layers, flat.n)), beside=beside, slot=table.slot)
+        ways = Ways(table.structs, kept=(table, self._turn(table, layers, flat.n)), beside=beside, slot=table.slot)
         done = partial(self._done, table, lasting if self.make is None else known)
         return whole._replace(choice=Chosen(candidates, known, ways, read, done))
 
@@ -151,18 +151,19 @@ class VectorChoice:
     def ballot(self, read: Read, kept: Standing) -> Ballot:
         """The same for one single row at one layer of a step in halves."""
         part, layer = read.part, read.layer
-        n, channels, turn, rest = part.size[1], None, None, None
-        words = Ways.layer(kept.vectors, kept.sums, read.scale if self.scaled else 1.0)
+        n, rest = part.size[1], None
+        struct = Ways.layer(kept.vectors, kept.sums, read.scale if self.scaled else 1.0)
         if self.channels is not None:
             channels = self.channels[layer] if part.heads is None else self.channels[layer][part.heads]
-            words[CHANNELS] = channels.data_ptr()
+            struct.point("channels", channels)
         if self.turned is not None and (turn := self.turned(layer, n - 1)) is not None:
-            words[TURN : TURN + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
+            struct.point("turn", turn)
+            struct.turned = turn.shape[1]
         if kept.sums is not None:
             rest = Rest(kept.sums.new_empty(read.q.shape[1]), torch.empty_like(kept.sums))
         k, scale, v, v_scale = part.planes if len(part.planes) == 4 else (part.planes[0], None, part.planes[-1], None)
         among = self._among(n, read.q.shape[2])
-        return Ballot(read.q, k, scale, among, kept.upto, words, (kept, channels, turn), v, v_scale, rest)
+        return Ballot(read.q, k, scale, among, kept.upto, struct, v, v_scale, rest)
 
     def _table(self, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
         def none(i: int, keys: Tensor) -> Standing | None:
@@ -175,7 +176,7 @@ class VectorChoice:
         table = VectorTable.of(flat, self, self.key, none, self.lasting, 0.0 if self.scaled else 1.0)
         if table is not None and table is not before and self.channels is not None:
             for at, layer in enumerate(layers):
-                table.words[at * WAY_WORDS + CHANNELS] = self.channels[layer].data_ptr()
+                table.structs.point(at, "channels", self.channels[layer])
         return table
 
     def _make(self, table: VectorTable, rows: Sequence[LayerKV], layers: Sequence[int], upto: int) -> None:
@@ -185,12 +186,12 @@ class VectorChoice:
                 own.add(self.make(layer, cache.read()[0].keys(own.upto, upto), own.upto))
 
     def _turn(self, table: VectorTable, layers: Sequence[int], position: int) -> list[Tensor]:
-        """By what the queries at a position are turned, into the table's words."""
+        """By what the queries at a position are turned, into the table."""
         if self.turned is None:
             return []
         found = [self.turned(layer, position) for layer in layers]
         for at, turn in enumerate(found):
             if turn is not None:
-                start = at * WAY_WORDS + TURN
-                table.words[start : start + 2] = array("q", (turn.data_ptr(), turn.shape[1]))
+                struct = table.structs[at]
+                struct.turn, struct.turned = turn.data_ptr(), turn.shape[1]
         return [turn for turn in found if turn is not None]

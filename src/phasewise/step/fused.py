@@ -95,7 +95,7 @@ def _natively(span: Span, windows: Sequence[int], stack: Stack) -> StackSpan | N
     own = None if sees is None else sees.contiguous()
     whole = StackSpan(end, span.rows, own, flat.address, seats=seats, block=span.block)
     if tuned is not None:
-        whole = whole._replace(tuned=tuned.buffer_info()[0])
+        whole = whole._replace(tuned=tuned.address)
     if flat.unequal is not None:
         whole = whole._replace(planes=0, unequal=flat.unequal.address, missing=flat.unequal.missing)
     if phase.weighs is not None and not any(w < end for w in windows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.ops.native.choice import AGAIN, ALL, GIVEN, PEAK, PICKS, SHARE, WAY_WORDS, Candidates, Chosen, Ways
+from phasewise.ops.native.abi import LayerChoiceStruct, Structures
+from phasewise.ops.native.choice import AGAIN, ALL, GIVEN, PEAK, PICKS, SHARE, Candidates, Chosen, Ways
 from phasewise.ops.native.stack import StackSpan
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class PickedChoice:
         candidates = Candidates(0, n - 1, 1, self.k, PEAK, False, 0, n, width=flat.layers[0].shape.dim)
         row, picks, less = flat.row_bytes // len(layers), ways.count(PICKS), ways.count(AGAIN)
         read = (len(layers) - less) * n * row + picks * n * row // 2 + less * candidates.listed(n) * row
-        words = array("q", [word for way in ways for word in (way, *[0] * (WAY_WORDS - 1))])
+        structs = Structures(LayerChoiceStruct, [LayerChoiceStruct(way=way) for way in ways])
         lists = torch.empty((flat.layers[0].shape.heads, candidates.listed(n)), dtype=torch.int32)
-        handed = Ways(words, lists=lists.data_ptr(), kept=lists)
+        handed = Ways(structs, lists=lists)
         return whole._replace(choice=Chosen(candidates, n, handed, read))
 
     def _ways(self, layers: Sequence[int]) -> list[int]:
@@ -74,9 +74,7 @@ class GivenChoice:
         n, shape = flat.n + 1, flat.layers[0].shape
         queries = torch.empty((len(flat.layers), self.heads, shape.dim), dtype=torch.bfloat16)
         candidates = Candidates(0, given.own, 1, given.lists[0].shape[1], SHARE, False, 0, 0)
-        words = array("q")
-        for each in given.lists:
-            words.extend((GIVEN, each.data_ptr(), *[0] * (WAY_WORDS - 2)))
+        structs = Structures(LayerChoiceStruct, [LayerChoiceStruct(way=GIVEN, low=each) for each in given.lists])
         read, done = candidates.listed(n) * flat.row_bytes, partial(self.heard, span, queries)
-        ways = Ways(words, queries.data_ptr(), kept=(given, queries))
+        ways = Ways(structs, queries)
         return whole._replace(choice=Chosen(candidates, 0, ways, read, done))

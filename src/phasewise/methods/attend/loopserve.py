@@ -8,8 +8,6 @@ up: what an early question did not need, a later one finds.
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +22,8 @@ from phasewise.methods.attend._lines import Lines, attend, cover, masses, sample
 from phasewise.methods.attend._select import NEVER, single, tally
 from phasewise.model.config import ModelConfig
 from phasewise.ops import attention as ops
-from phasewise.ops.native.choice import CHOSEN, SHARE, WAY_WORDS, Ballot, Candidates, choose, takes
+from phasewise.ops.native.abi import LayerChoiceStruct
+from phasewise.ops.native.choice import CHOSEN, SHARE, Ballot, Candidates, choose, takes
 from phasewise.request.request import Request
 from phasewise.step.choice import furthest
 from phasewise.step.lists import Given, GivenChoice
@@ -261,10 +260,9 @@ class Looping:
         by_head = queries.view(len(queries), heads, -1, queries.shape[2]).transpose(0, 1)  # [h, w, G, D]
         planes = [plane[:, :n] for plane in part.planes[:2]]
         k, scale = planes if len(part.planes) == 4 else (planes[0], None)
-        words = array("q", (CHOSEN, *[0] * (WAY_WORDS - 2)))
-        words.frombytes(struct.pack("d", read.scale))
+        layer = LayerChoiceStruct(way=CHOSEN, scale=read.scale)
         among = Candidates(0, n, 1, count, SHARE, False, 0, n, width=queries.shape[2])
-        ballot = Ballot(by_head.reshape(1, -1, queries.shape[2]), k, scale, among, n, words)
+        ballot = Ballot(by_head.reshape(1, -1, queries.shape[2]), k, scale, among, n, layer)
         capped = read.step.model.config.attention[read.layer].softcap is not None
         if not self.ranks or capped or part.packed is not None or not takes(ballot):
             return None

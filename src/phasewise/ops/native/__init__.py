@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from phasewise.errors import UserError, near
+from phasewise.ops.native import abi
 
 log = logging.getLogger(__name__)
 
 TARGETS = ("amx", "avx512_fma", "avx512", "avx2", "neon_dot", "neon")  # best first
 CHOICE = "PHASEWISE_KERNELS"  # in the environment: the target to take, or "none"
-INTERFACE = 38  # as in kernels.h: a library built from older sources is not called
 SIGNATURES = {
     "words": 2,
     "linear_pack": 3,
@@ -94,8 +94,8 @@ def load(target: str) -> ctypes.CDLL | None:
     except OSError as error:
         log.warning("%s does not load: %s", path.name, error)
         return None
-    if not hasattr(kernels, "interface") or kernels.interface() != INTERFACE:
-        log.warning("%s was built from other sources and is left alone: install phasewise again", path.name)
+    if wrong := _differences(kernels):
+        log.warning("%s was built from other sources (%s) and is not used: install phasewise again", path.name, wrong)
         return None
     if not kernels.supported():
         return None
@@ -104,6 +104,14 @@ def load(target: str) -> ctypes.CDLL | None:
         function.argtypes = [ctypes.c_int64] * count
         function.restype = ctypes.c_int64 if name in COUNTS else None
     return kernels
+
+
+def _differences(kernels: ctypes.CDLL) -> str:
+    """Functions that a library lacks, or structures that lie otherwise in it; empty where it fits."""
+    if missing := [name for name in ("layout", *SIGNATURES) if not hasattr(kernels, name)]:
+        return "it lacks " + ", ".join(missing)
+    kernels.layout.restype = ctypes.c_char_p
+    return ", ".join(abi.mismatch(kernels.layout().decode()))
 
 
 def file(target: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
+from phasewise.ops.native.abi import ChoiceStruct, LayerChoiceStruct, Structures, VotesCallStruct, VotesSpanStruct
 
-ALL, CHOSEN, PICKS, AGAIN, GIVEN = range(5)  # Way (kernels.h): of a layer, the first of its WAY_WORDS (LayerChoice)
-WAY_WORDS, CHANNELS, TURN = 10, 4, 5
+ALL, CHOSEN, PICKS, AGAIN, GIVEN = range(5)  # Way (kernels.h)
 PROMISE, SHARE, PEAK = range(3)  # Rule
 MOST_VOTING = 1024  # queries that have a say in a list, as in votes.cpp
 
@@ -62,35 +61,40 @@ class Candidates(NamedTuple):
         pieces = (lasting - known, 0 if self.largest else self.end - max(known, lasting))
         return sum((count + self.parts - 1) * self.step for count in pieces if count > 0)
 
-    def words(self, known: int, ways: int, *more: int) -> array[int]:
-        """Choice: `known` vectors are there; `ways` is the address of the layers' words, and `more` those that Ways has
-        beside them, or nothing."""
-        queries, lists, beside = more or (0, 0, 0)
-        words = (*self[:11], known, self.step, self.parts, self.width, ways, queries, lists, self.largest, self.group)
-        return array("q", (*words, beside))
+    def struct(self, known: int, layers: Structures[LayerChoiceStruct] | LayerChoiceStruct) -> ChoiceStruct:
+        """Choice: `known` vectors are there; `layers` say how each of them chooses."""
+        return ChoiceStruct(
+            first=self.first, units=self.units, size=self.size, chosen=self.chosen, rule=self.rule, joint=self.joint,
+            begin=self.begin, end=self.end, at=self.at, each=self.each, before=self.before, known=known,
+            step=self.step, parts=self.parts, width=self.width, layers=layers, largest=self.largest, group=self.group,
+        )  # fmt: skip
 
 
 class Ways(NamedTuple):
-    """`words` of LayerChoice for every layer of a stack. `queries`: the address of bfloat16 [layers, Hq, D], where
-    those of layers that list something are put; or 0. `lists`: that of int32 [H, slots that are read], for lists that
-    layers take over from each other, which may run in calls of their own; or 0. `beside` [layers, H]: how many slots
-    are fetched in groups beside those listed, each of `slot` bytes; or None. `kept` lives as long."""
+    """The choices of all layers of a stack.
 
-    words: array[int]
-    queries: int = 0
-    lists: int = 0
+    layers: how each of them chooses.
+    queries: bfloat16 [layers, Hq, D], to which the queries of layers that list something are written; or None.
+    lists: int32 [H, slots that are read], lists that layers take over from each other, which may run in calls of their
+        own; or None.
+    beside: int64 [layers, H], how many slots are fetched in groups beside those listed, each of `slot` bytes; or None.
+    kept: what has to live as long.
+    """
+
+    layers: Structures[LayerChoiceStruct]
+    queries: Tensor | None = None
+    lists: Tensor | None = None
     kept: object = None
     beside: array[int] | None = None
     slot: int = 0
 
     @staticmethod
-    def layer(vectors: Tensor, sums: Tensor | None, scale: float) -> array[int]:
+    def layer(vectors: Tensor, sums: Tensor | None, scale: float) -> LayerChoiceStruct:
         """Of one that chooses by vectors [1 | 2, H, .., width]; `scale` of products (0: the layer's own)."""
-        low, more = vectors.data_ptr(), vectors.stride(0) * vectors.itemsize
-        words = array("q", (CHOSEN, low, low + more if len(vectors) == 2 else 0, vectors.stride(1), 0, 0, 0))
-        words.extend((vectors.stride(3), 0 if sums is None else sums.data_ptr()))
-        words.frombytes(struct.pack("d", scale))
-        return words
+        return LayerChoiceStruct(
+            way=CHOSEN, low=vectors[0], high=vectors[1] if len(vectors) == 2 else None, head=vectors.stride(1),
+            line=vectors.stride(3), sums=sums, scale=scale,
+        )  # fmt: skip
 
 
 class Chosen:
@@ -98,14 +102,16 @@ class Chosen:
     layers, but for what is fetched beside the lists. `done`: what is to be done after the step, which has added the
     vectors that were missing."""
 
-    __slots__ = ("_done", "_ways", "_words", "address", "bytes")
+    __slots__ = ("_done", "_struct", "_ways", "address", "bytes")
 
     def __init__(
         self, candidates: Candidates, known: int, ways: Ways, read: int, done: Callable[[], None] | None = None
     ) -> None:
-        beside = 0 if ways.beside is None else ways.beside.buffer_info()[0]
-        self._words = candidates.words(known, ways.words.buffer_info()[0], ways.queries, ways.lists, beside)
-        self._ways, self.address, self.bytes, self._done = ways, self._words.buffer_info()[0], read, done
+        self._struct = candidates.struct(known, ways.layers)
+        for name, data in (("queries", ways.queries), ("lists", ways.lists), ("beside", ways.beside)):
+            if data is not None:
+                self._struct.point(name, data)
+        self._ways, self.address, self.bytes, self._done = ways, self._struct.address, read, done
 
     def done(self) -> int:
         """To be called after the step. -> bytes that were fetched beside what is listed"""
@@ -129,16 +135,14 @@ class Rest(NamedTuple):
 
 class Ballot(NamedTuple):
     """One row q bfloat16 [1, Hq, D] at the last of n slots of keys k [H, n, D], bfloat16 or int8 with scales [H, n],
-    and the words of its layer (LayerChoice), of which `kept` must outlive the call. With `sums` among these, values as
-    keys, and where their Rest is put."""
+    and how its layer chooses. With `sums` in this, values as keys, and where their Rest is put."""
 
     q: Tensor
     k: Tensor
     scale: Tensor | None
     candidates: Candidates
     known: int
-    layer: array[int]
-    kept: object = None
+    layer: LayerChoiceStruct
     v: Tensor | None = None
     v_scale: Tensor | None = None
     rest: Rest | None = None
@@ -158,18 +162,30 @@ def choose(ballots: Sequence[Ballot]) -> list[Tensor]:
     kernels = library()
     assert kernels is not None
     heads_q, dim = ballots[0].q.shape[1:]
-    heads, out, words, kept = ballots[0].k.shape[0], list[Tensor](), array("q"), list[object]()
-    for q, k, scale, candidates, known, layer, _, v, v_scale, rest in ballots:
-        q = q.contiguous()
-        choice = candidates.words(known, layer.buffer_info()[0])
-        out.append(torch.empty((heads, 1, candidates.listed(k.shape[1])), dtype=torch.int32))
-        kept += (q, choice)
-        words.extend((choice.buffer_info()[0], q.data_ptr(), k.data_ptr(), *k.stride()[:2]))
-        words.extend((0, 0) if scale is None else (scale.data_ptr(), scale.stride(0)))
-        words.extend((k.shape[1], out[-1].data_ptr()))
-        words.extend((0, 0, 0) if v is None else (v.data_ptr(), *v.stride()[:2]))
-        words.extend((0, 0) if v_scale is None else (v_scale.data_ptr(), v_scale.stride(0)))
-        words.extend((0, 0) if rest is None else (rest.held.data_ptr(), rest.mean.data_ptr()))
-    call = array("q", (words.buffer_info()[0], len(ballots), heads_q, heads, dim, torch.get_num_threads()))
-    kernels.choose_slots(call.buffer_info()[0])
+    heads = ballots[0].k.shape[0]
+    sizes = [(heads, 1, one.candidates.listed(one.k.shape[1])) for one in ballots]
+    out = [torch.empty(size, dtype=torch.int32) for size in sizes]
+    call = VotesCallStruct(
+        spans=Structures(VotesSpanStruct, [_struct(one, slots) for one, slots in zip(ballots, out)]),
+        count=len(ballots), heads_q=heads_q, heads=heads, dim=dim, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    kernels.choose_slots(call.address)
     return out
+
+
+def _struct(ballot: Ballot, slots: Tensor) -> VotesSpanStruct:
+    """The list goes to `slots`."""
+    q, k, scale, candidates, known, layer, v, v_scale, rest = ballot
+    struct = VotesSpanStruct(
+        choice=candidates.struct(known, layer), q=q.contiguous(), k=k, k_head=k.stride(0), k_row=k.stride(1),
+        n=k.shape[1], slots=slots,
+    )  # fmt: skip
+    if scale is not None:
+        struct.k_scale, struct.k_scale_head = scale.data_ptr(), scale.stride(0)
+    if v is not None:
+        struct.v, struct.v_head, struct.v_row = v.data_ptr(), v.stride(0), v.stride(1)
+    if v_scale is not None:
+        struct.v_scale, struct.v_scale_head = v_scale.data_ptr(), v_scale.stride(0)
+    if rest is not None:
+        struct.held, struct.rest = rest.held.data_ptr(), rest.mean.data_ptr()
+    return struct

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.abi import HeadCallStruct, NormStruct
 from phasewise.ops.native.weights import Packed
 
 
@@ -25,9 +25,7 @@ class Head:
     def __init__(self, weights: Packed, norm: Tensor, eps: float, cap: float | None = None) -> None:
         kernels = library()
         assert kernels is not None
-        self.weights, self._norm = weights, norm.float().contiguous()
-        fixed = struct.pack("=qqdd", weights.address, self._norm.data_ptr(), eps, cap or 0.0)
-        self._fixed = struct.unpack("=4q", fixed)
+        self.weights, self._norm, self._cap = weights, NormStruct(weight=norm.float().contiguous(), eps=eps), cap or 0.0
         self._run = kernels.head
         self._last: _Ready | None = None
 
@@ -53,25 +51,28 @@ class Head:
         last = self._last
         if last is not None and last.rows is x:
             return last
-        self._last = ready = _Ready(x if x.stride(1) == 1 else x.contiguous(), self.weights, self._fixed)
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        count, width = rows.shape
+        assert rows.dtype == torch.bfloat16 and width == self.weights.inputs
+        call = HeadCallStruct(
+            weights=self.weights.address, norm=self._norm, cap=self._cap, x=rows.data_ptr(), x_row=rows.stride(0),
+            rows=count, int8=self.weights.int8, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self._last = ready = _Ready(rows, call)
         return ready
 
     def _call(self, ready: _Ready, logits: int, best: int, masks: int = 0) -> None:
         call = ready.call
-        call[-3], call[-2], call[-1] = logits, best, masks
+        call.logits, call.best, call.masks = logits, best, masks
         self._run(ready.address)
 
 
 class _Ready:
-    """A call for rows whose numbers are contiguous, but for its last three words; and room for the largest logits."""
+    """A call for rows whose numbers are contiguous, but for where the results go; and room for the largest logits."""
 
     __slots__ = ("address", "best", "best_at", "call", "rows")
 
-    def __init__(self, rows: Tensor, weights: Packed, fixed: tuple[int, ...]) -> None:
-        count, width = rows.shape
-        assert rows.dtype == torch.bfloat16 and width == weights.inputs
-        self.rows, self.best = rows, array("q", bytes(8 * count))
+    def __init__(self, rows: Tensor, call: HeadCallStruct) -> None:
+        self.rows, self.call, self.address = rows, call, call.address
+        self.best = array("q", bytes(8 * rows.shape[0]))
         self.best_at = self.best.buffer_info()[0]
-        threads = torch.get_num_threads()
-        self.call = array("q", (*fixed, rows.data_ptr(), rows.stride(0), count, weights.int8, threads, 0, 0, 0))
-        self.address = self.call.buffer_info()[0]

@@ -1,9 +1,7 @@
 // The plain C interface: every argument is a data pointer, or a structure of 64-bit words passed by its address.
-// Strides count elements.
+// Strides count elements. abi.py declares the same structures for Python, and layout.cpp tells it how they lie here.
 #pragma once
 #include <stdint.h>
-
-constexpr int INTERFACE = 38;  // counted up, here and in __init__.py, whenever an argument changes
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -367,11 +365,18 @@ struct VotesCall {
   int64_t count, heads_q, heads, dim, threads;
 };
 
-struct StackSpan {  // as in Span; `planes` [layers, 6]: where its keys and values are, see fill_spans
+struct Planes {  // where a span's keys and values [heads, slots, dim] lie in one layer
+  const void *k, *v;
+  int64_t head;                       // numbers between two heads
+  const uint16_t *k_scale, *v_scale;  // as in a Span
+  int64_t scale_head;
+};
+
+struct StackSpan {  // as in Span
   int64_t n, rows;
   const uint8_t* sees;
   int64_t common;
-  const int64_t* planes;
+  const Planes* planes;  // [layers]
   int64_t done;  // whether what its rows read stands in `read` already
   int64_t window, sinks;  // as in Sight; with a window, no layer has one that hides anything of the span
   int64_t near, beyond;   // rows seated from slot `beyond` on read sinks as if at place `near` of the turns; or near -1

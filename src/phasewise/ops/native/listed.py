@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
+from phasewise.ops.native.abi import ListedCallStruct, ListedStruct, PagesCallStruct, PagesStruct, Structures
 from phasewise.ops.native.choice import Rest
 
 
@@ -53,22 +52,29 @@ def attend(spans: Sequence[Listed], scale: float) -> list[Tensor]:
     kernels = library()
     assert kernels is not None
     heads_q, dim = spans[0].q.shape[1:]
-    out, words, kept = list[Tensor](), array("q"), list[Tensor]()
-    for q, k, v, slots, scales, rest in spans:
-        if q.stride()[1:] != (dim, 1):
-            q = q.contiguous()
-        slots = slots.contiguous()
-        kept += (q, slots)  # copies must outlive the call
-        out.append(torch.empty((q.shape[0], heads_q, dim), dtype=q.dtype))
-        words.extend((q.data_ptr(), k.data_ptr(), v.data_ptr(), out[-1].data_ptr(), q.stride(0)))
-        words.extend((*k.stride()[:2], *v.stride()[:2], q.shape[0], slots.shape[2], slots.data_ptr()))
-        words.extend((0, 0, 0, 0) if scales is None else [x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
-        words.extend((0, 0) if rest is None else (rest.held.data_ptr(), rest.mean.data_ptr()))
-    call = array("q", (words.buffer_info()[0], len(spans), heads_q, spans[0].k.shape[0], dim))
-    call.extend((fit.KIND[spans[0].q.dtype], torch.get_num_threads()))
-    call.frombytes(struct.pack("d", scale))
-    kernels.attend_listed(call.buffer_info()[0])
+    out = [torch.empty((one.q.shape[0], heads_q, dim), dtype=one.q.dtype) for one in spans]
+    structs = Structures(ListedStruct, [_struct(one, into) for one, into in zip(spans, out)])
+    call = ListedCallStruct(
+        spans=structs, count=len(spans), heads_q=heads_q, heads=spans[0].k.shape[0], dim=dim,
+        kind=fit.KIND[spans[0].q.dtype], threads=torch.get_num_threads(), scale=scale,
+    )  # fmt: skip
+    kernels.attend_listed(call.address)
     return out
+
+
+def _struct(one: Listed, out: Tensor) -> ListedStruct:
+    q, k, v, slots, scales, rest = one
+    q = q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
+    struct = ListedStruct(
+        q=q, k=k, v=v, out=out, q_row=q.stride(0), k_head=k.stride(0), k_row=k.stride(1), v_head=v.stride(0),
+        v_row=v.stride(1), rows=q.shape[0], count=slots.shape[2], slots=slots.contiguous(),
+    )  # fmt: skip
+    if scales is not None:
+        struct.k_scale, struct.v_scale = (x.data_ptr() for x in scales)
+        struct.k_scale_head, struct.v_scale_head = (x.stride(0) for x in scales)
+    if rest is not None:
+        struct.held, struct.rest = rest.held.data_ptr(), rest.mean.data_ptr()
+    return struct
 
 
 def takes(pages: Pages) -> bool:
@@ -87,19 +93,23 @@ def choose(spans: Sequence[Pages]) -> list[Tensor]:
     kernels = library()
     assert kernels is not None
     heads_q, dim = spans[0].q.shape[1:]
-    heads, out, words, kept = spans[0].low.shape[0], list[Tensor](), array("q"), list[Tensor]()
+    heads = spans[0].low.shape[0]
+    out, structs = list[Tensor](), list[PagesStruct]()
     for q, low, high, size, chosen, own, n in spans:
-        q, low = q.contiguous(), _lined(low)
-        kept += (q, low)
-        if high is not None:
-            kept.append(high := _lined(high))
+        low, high = _lined(low), None if high is None else _lined(high)
         out.append(torch.empty((heads, 1, chosen * size + n - own), dtype=torch.int32))
-        words.extend((q.data_ptr(), low.data_ptr(), 0 if high is None else high.data_ptr(), low.stride(0)))
-        words.append(0 if high is None else high.stride(0))
-        words.extend((low.shape[1], size, chosen, own, n, out[-1].data_ptr()))
-    call = array("q", (words.buffer_info()[0], len(spans), heads_q, heads, dim))
-    call.extend((fit.KIND[spans[0].q.dtype], torch.get_num_threads()))
-    kernels.choose_pages(call.buffer_info()[0])
+        structs.append(
+            PagesStruct(
+                q=q.contiguous(), low=low, high=high, low_head=low.stride(0),
+                high_head=0 if high is None else high.stride(0), pages=low.shape[1], size=size, chosen=chosen, own=own,
+                n=n, slots=out[-1],
+            )
+        )  # fmt: skip
+    call = PagesCallStruct(
+        spans=Structures(PagesStruct, structs), count=len(spans), heads_q=heads_q, heads=heads, dim=dim,
+        kind=fit.KIND[spans[0].q.dtype], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    kernels.choose_pages(call.address)
     return out
 
 

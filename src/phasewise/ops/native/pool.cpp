@@ -80,8 +80,6 @@ void* scratch(Place place, long bytes) {
   return room.data;
 }
 
-API int interface() { return INTERFACE; }
-
 #if MATRIX_UNIT
 // Whether there is AMX for bfloat16 and bytes, and the kernel lets this process use its tiles.
 static bool has_matrix_unit() {

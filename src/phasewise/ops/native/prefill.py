@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
-
 import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
-from phasewise.ops.native.spans import NO_SIGHT, Seen
+from phasewise.ops.native.abi import PrefillCallStruct
+from phasewise.ops.native.spans import Seen
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> bool:
@@ -66,18 +64,21 @@ def _prefill(
     heads, n, _ = k.shape
     of_scores, softcap = scale if isinstance(scale, tuple) else (scale, 0.0)
     out = torch.empty((rows, heads_q, dim), dtype=q.dtype)
-    call = array("q", (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()))
-    call.extend((*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], n, rows, heads_q, heads, dim))
-    call.extend((fit.KIND[q.dtype], torch.get_num_threads()))
-    call.frombytes(struct.pack("d", of_scores))
-    call.extend((0, 0, 0, 0) if scales is None else [x.data_ptr() for x in scales] + [x.stride(0) for x in scales])
-    call.frombytes(struct.pack("d", softcap))
-    call.extend(NO_SIGHT if seen is None else seen.words)
-    if mask is not None and mask.stride(2) != 1:
-        mask = mask.contiguous()
-    apart = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
-    call.extend((0, 0, 0) if mask is None else (mask.data_ptr(), apart, mask.stride(1)))
     lse = torch.empty((rows, heads_q)) if with_lse else None
-    call.extend((0 if lse is None else lse.data_ptr(), 0))
-    kernels.prefill(call.buffer_info()[0])
+    call = PrefillCallStruct(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), q_row=q.stride(0), q_head=q.stride(1),
+        k_head=k.stride(0), k_row=k.stride(1), v_head=v.stride(0), v_row=v.stride(1), n=n, rows=rows, heads_q=heads_q,
+        heads=heads, dim=dim, kind=fit.KIND[q.dtype], threads=torch.get_num_threads(), scale=of_scores,
+        softcap=softcap, lse=0 if lse is None else lse.data_ptr(),
+    )  # fmt: skip
+    if scales is not None:
+        call.k_scale, call.v_scale = (x.data_ptr() for x in scales)
+        call.k_scale_head, call.v_scale_head = (x.stride(0) for x in scales)
+    if seen is not None:
+        call.sight = seen.struct
+    if mask is not None:
+        mask = mask if mask.stride(2) == 1 else mask.contiguous()
+        call.sees, call.sees_row = mask.data_ptr(), mask.stride(1)
+        call.sees_head = 0 if mask.shape[0] == 1 else mask.stride(0)
+    kernels.prefill(call.address)
     return out, lse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
+from phasewise.ops.native.abi import NoiseStruct, ReceivedCallStruct
 
 
 class Scoring(NamedTuple):
@@ -36,12 +36,14 @@ class Shaping(NamedTuple):
     layer: int
 
     @property
-    def words(self) -> array[int]:
-        """As the kernel takes it (Noise)."""
-        assert self.seeds is not None
+    def noise(self) -> NoiseStruct | None:
+        """The noise as the kernel takes it; None where there is none."""
+        if self.seeds is None:
+            return None
         apart = self.keys.stride(0) if self.keys.shape[0] > 1 else 0
-        first = (self.seeds.data_ptr(), self.rows.data_ptr(), self.keys.data_ptr())
-        return array("q", (*first, apart, self.heads.data_ptr(), self.layer))
+        return NoiseStruct(
+            seeds=self.seeds, rows=self.rows, keys=self.keys, keys_head=apart, heads=self.heads, layer=self.layer
+        )  # fmt: skip
 
 
 def fits(q: Tensor, k: Tensor) -> bool:
@@ -62,14 +64,13 @@ def received(
     assert kernels is not None
     rows, heads_q, dim = q.shape
     heads, n, _ = k.shape
-    out, upto = torch.empty((heads, n)), array("q", ends)
-    call = array("q", (q.data_ptr(), k.data_ptr(), out.data_ptr(), upto.buffer_info()[0]))
-    call.extend((*q.stride()[:2], *k.stride()[:2], n, rows, heads_q, heads, dim))
-    call.extend((fit.KIND[q.dtype], torch.get_num_threads(), how.window or 0))
-    call.frombytes(struct.pack("2d", how.scale, how.softcap or 0.0))
     assert lse is None or shaping is None
-    call.append(0 if lse is None else lse.data_ptr())
-    noise = None if shaping is None or shaping.seeds is None else shaping.words
-    call.extend((0 if noise is None else noise.buffer_info()[0], 0 if shaping is None else shaping.inverse.data_ptr()))
-    kernels.received(call.buffer_info()[0])
+    out = torch.empty((heads, n))
+    call = ReceivedCallStruct(
+        q=q, k=k, out=out, ends=array("q", ends), q_row=q.stride(0), q_head=q.stride(1), k_head=k.stride(0),
+        k_row=k.stride(1), n=n, rows=rows, heads_q=heads_q, heads=heads, dim=dim, kind=fit.KIND[q.dtype],
+        threads=torch.get_num_threads(), window=how.window or 0, scale=how.scale, softcap=how.softcap or 0.0,
+        lse=lse, noise=None if shaping is None else shaping.noise, inverse=None if shaping is None else shaping.inverse,
+    )  # fmt: skip
+    kernels.received(call.address)
     return out

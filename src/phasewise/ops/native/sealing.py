@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.abi import SealCallStruct, SealedStruct, SealStruct, Structures
 
 
 class Sealing(NamedTuple):
@@ -33,21 +33,30 @@ def fits(rows: Tensor) -> bool:
 class Seals:
     """Many layers' blocks of one shape, all of whose rows fit (`fits`), as the kernel takes them."""
 
-    __slots__ = ("_like", "_words")
+    __slots__ = ("_call", "_seals")
 
     def __init__(self, blocks: Sequence[Sealing], by_channel: bool, bits: int, group: int) -> None:
-        self._words = words = array("q")
-        for rows, levels, step, low, start, each, base in blocks:
-            words.extend((rows.data_ptr() - base * rows.stride(1) * rows.itemsize, rows.stride(0)))
-            words.extend(x.data_ptr() + start * x.stride(1) * x.itemsize for x in (levels, step, low))
-            words.extend((levels.stride(0), step.stride(0), 0, each, bits, group, *(0,) * 15))
-        self._like = len(blocks), blocks[0].rows.shape[0], blocks[0].rows.shape[2], by_channel
+        self._seals = Structures(SealStruct, [_seal(block, bits, group) for block in blocks])
+        heads, _, dim = blocks[0].rows.shape
+        self._call = SealCallStruct(seals=self._seals, count=len(blocks), heads=heads, dim=dim, by_channel=by_channel)
 
     def __call__(self, slots: int, first: int = 0, block: int = 0) -> None:
         """Fill planes with so many slots from slot `first` on, which fill whole blocks, bit for bit as torch does; from
         block `block` behind the start on."""
-        kernels = library()
+        kernels, call = library(), self._call
         assert kernels is not None
-        where, threads = self._words.buffer_info()[0], torch.get_num_threads()
-        call = array("q", (where, *self._like, threads, slots, first, block))
-        kernels.seal(call.buffer_info()[0])
+        call.threads, call.slots, call.rows, call.blocks = torch.get_num_threads(), slots, first, block
+        kernels.seal(call.address)
+
+
+def _seal(block: Sealing, bits: int, group: int) -> SealStruct:
+    rows, levels, step, low, start, each, base = block
+    first, *to = (
+        x.data_ptr() + at * x.stride(1) * x.itemsize
+        for x, at in ((rows, -base), (levels, start), (step, start), (low, start))
+    )
+    sealed = SealedStruct(
+        levels=to[0], step=to[1], low=to[2], levels_head=levels.stride(0), ends_head=step.stride(0), rows=each,
+        bits=bits, group=group,
+    )  # fmt: skip
+    return SealStruct(rows=first, row_head=rows.stride(0), to=sealed)

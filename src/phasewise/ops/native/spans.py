@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phasewise.ops.native import fit, library
+from phasewise.ops.native.abi import (
+    AttentionCallStruct,
+    CommonStruct,
+    SealedStruct,
+    SidesStruct,
+    SightStruct,
+    SpanStruct,
+    Structures,
+)
 
 
 class Seen(NamedTuple):
@@ -31,13 +39,10 @@ class Seen(NamedTuple):
     bias: Tensor | None = None
 
     @property
-    def words(self) -> tuple[int, int, int, int, int, int]:
-        """As the kernels take it (Sight)."""
-        far, seats, bias = (0 if x is None else x.data_ptr() for x in (self.far, self.seats, self.bias))
-        return self.window, self.sinks, far, seats, self.block, bias
-
-
-NO_SIGHT = (0,) * 6  # words where rows see all before them
+    def struct(self) -> SightStruct:
+        return SightStruct(
+            window=self.window, sinks=self.sinks, far=self.far, seats=self.seats, block=self.block, bias=self.bias
+        )  # fmt: skip
 
 
 class Rest(NamedTuple):
@@ -74,19 +79,25 @@ class Side(NamedTuple):
     rest: Rest | None = None
 
     @property
-    def words(self) -> tuple[int, ...]:
-        """As the kernels take it (Sealed)."""
-        addresses = (x.data_ptr() for x in (self.levels, self.step, self.low))
-        words = *addresses, self.levels.stride(0), self.step.stride(0), self.slots, self.rows, self.bits, self.group
-        rest = (0,) * 6 if self.rest is None else (*(x.data_ptr() for x in self.rest[:5]), self.rest.bits)
-        return *words, *_pair(self.thin, 2), *_pair(self.apart, 1), *rest
-
-
-def _pair(planes: Sequence[Tensor], strides: int) -> tuple[int, ...]:
-    """Where two planes lie, numbers between two heads of so many of them, and how many numbers a line has."""
-    if not planes:
-        return (0,) * (3 + strides)
-    return *(x.data_ptr() for x in planes), *(x.stride(0) for x in planes[:strides]), planes[0].shape[-1]
+    def struct(self) -> SealedStruct:
+        struct = SealedStruct(
+            levels=self.levels, step=self.step, low=self.low, levels_head=self.levels.stride(0),
+            ends_head=self.step.stride(0), slots=self.slots, rows=self.rows, bits=self.bits, group=self.group,
+        )  # fmt: skip
+        if self.thin:
+            for name, plane in zip(("left", "right"), self.thin):
+                struct.point(name, plane)
+            struct.left_head, struct.right_head = (plane.stride(0) for plane in self.thin)
+            struct.rank = self.thin[0].shape[-1]
+        if self.apart:
+            for name, plane in zip(("apart", "places"), self.apart):
+                struct.point(name, plane)
+            struct.apart_head, struct.aparts = self.apart[0].stride(0), self.apart[0].shape[-1]
+        if self.rest is not None:
+            for name, plane in zip(("upper", "scale", "rest", "rest_step", "rest_low"), self.rest[:5]):
+                struct.point(name, plane)
+            struct.rest_bits = self.rest.bits
+        return struct
 
 
 def opens(bits: int, group: int, rows: int, dim: int, rank: int = 0, apart: int = 0) -> bool:
@@ -159,18 +170,19 @@ def starts(commons: Sequence[Common], spans: int) -> list[int]:
 class Table:
     """Commons as the kernels take them: `count` structures at `address` (0: there are none), alive with the object."""
 
-    __slots__ = ("_kept", "address", "count")
+    __slots__ = ("_structs", "address", "count")
 
     def __init__(self, commons: Sequence[Common]) -> None:
         self.address, self.count = 0, len(commons)
-        if not commons:
-            return
-        self._kept = [array("q", common.members) for common in commons]
-        words = array("q")
-        for members, common in zip(self._kept, commons):
-            words.extend((members.buffer_info()[0], len(members), common.start, common.stop, common.level))
-        self._kept.append(words)
-        self.address = words.buffer_info()[0]
+        if commons:
+            self._structs = Structures(CommonStruct, [_common(common) for common in commons])
+            self.address = self._structs.address
+
+
+def _common(common: Common) -> CommonStruct:
+    struct = CommonStruct(spans=array("q", common.members), count=len(common.members), level=common.level)
+    struct.from_, struct.to = common.start, common.stop
+    return struct
 
 
 def fits(few: Few) -> bool:
@@ -198,36 +210,43 @@ def attend(
     total = sum(span.q.shape[0] for span in spans)
     out = torch.empty((total, heads_q, dim), dtype=kind)
     lse = torch.empty((total, heads_q)) if with_lse else None
-    out_at, lse_at = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-    out_row, lse_row = heads_q * dim * kind.itemsize, 0 if lse is None else heads_q * 4
-    words: list[int] = []
-    kept: list[Any] = []  # copies that must outlive the call
-    for (q, k, v, sees, start, scales, seen, sealed, heads), reach in zip(spans, reaches(commons, len(spans))):
-        if q.stride()[1:] != (dim, 1):
-            q = q.contiguous()
-            kept.append(q)
-        if sees is not None:
-            sees = sees.contiguous()
-            kept.append(sees)
-        rows = q.shape[0]
-        of_k, of_v = (x.data_ptr() - start * x.stride(1) * x.itemsize for x in (k, v))  # where slot 0 would be
-        words += (q.data_ptr(), of_k, of_v, out_at, lse_at)
-        words += (q.stride(0), *k.stride()[:2], *v.stride()[:2], start + k.shape[1], rows)
-        words += (0 if sees is None else sees.data_ptr(), reach)
-        of_scales = [x.data_ptr() - start * x.itemsize for x in scales or ()] + [x.stride(0) for x in scales or ()]
-        words += of_scales or (0, 0, 0, 0)
-        words += NO_SIGHT if seen is None else seen.words
-        words.append(0 if sees is None else sees.shape[1] - rows)
-        sides = array("q", () if sealed is None else (*sealed[0].words, *sealed[1].words))
-        kept.append(sides)
-        words += (sides.buffer_info()[0] if sides else 0, heads, 0)  # nobody asks for weights
-        out_at += rows * out_row
-        lse_at += rows * lse_row
-    table, shared = array("q", words), Table(commons)
-    call = array("q", [table.buffer_info()[0], len(spans), heads_q, spans[0].k.shape[0], dim])
-    call.extend([fit.KIND[kind], window or 0, torch.get_num_threads()])
-    call.frombytes(struct.pack("d", scale))
-    call.extend([shared.address, shared.count])
-    call.frombytes(struct.pack("d", softcap or 0.0))
-    kernels.attend(call.buffer_info()[0])
+    structs, at = list[SpanStruct](), 0
+    for few, reach in zip(spans, reaches(commons, len(spans))):
+        rows = few.q.shape[0]
+        own = slice(at, at + rows)
+        structs.append(_span(few, reach, out[own], None if lse is None else lse[own]))
+        at += rows
+    shared = Table(commons)
+    call = AttentionCallStruct(
+        spans=Structures(SpanStruct, structs), count=len(spans), heads_q=heads_q, heads=spans[0].k.shape[0], dim=dim,
+        kind=fit.KIND[kind], window=window or 0, threads=torch.get_num_threads(), scale=scale, commons=shared.address,
+        common_count=shared.count, softcap=softcap or 0.0,
+    )  # fmt: skip
+    kernels.attend(call.address)
     return out, lse
+
+
+def _span(few: Few, common: int, out: Tensor, lse: Tensor | None) -> SpanStruct:
+    """Its first `common` slots are read in common; results go to `out` and `lse`."""
+    q, k, v, sees, start, scales, seen, sealed, heads = few
+    rows = q.shape[0]
+    q = q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
+    sees = None if sees is None else sees.contiguous()
+    struct = SpanStruct(
+        q=q, k=_first(k, start), v=_first(v, start), out=out, lse=lse, q_row=q.stride(0), k_head=k.stride(0),
+        k_row=k.stride(1), v_head=v.stride(0), v_row=v.stride(1), n=start + k.shape[1], rows=rows, sees=sees,
+        common=common, first=0 if sees is None else sees.shape[1] - rows, heads=heads,
+    )  # fmt: skip
+    if scales is not None:
+        struct.k_scale, struct.v_scale = (x.data_ptr() - start * x.itemsize for x in scales)
+        struct.k_scale_head, struct.v_scale_head = (x.stride(0) for x in scales)
+    if seen is not None:
+        struct.sight = seen.struct
+    if sealed is not None:
+        struct.point("sealed", SidesStruct(keys=sealed[0].struct, values=sealed[1].struct))
+    return struct
+
+
+def _first(rows: Tensor, start: int) -> int:
+    """Where slot 0 would lie of rows [H, N, D] that begin with slot `start`."""
+    return rows.data_ptr() - start * rows.stride(1) * rows.itemsize

@@ -198,26 +198,25 @@ static void run_second_half(const Stage& stage, long index) {
   add_product(stage, index, 3, layer.down, room.gated, layer.after_mlp);
 }
 
-// Spans of the call's layers: where the queries lie, and the planes of that layer: addresses of keys and values,
-// numbers between two heads, addresses of their scales (null: they are bfloat16), scales between two heads.
+// Spans of the call's layers: where the queries lie, and the planes of that layer.
 static void fill_spans(const StackCall& call, const Room& room) {
-  static const int64_t nowhere[6] = {};
+  static const Planes nowhere = {};
   long wide = (call.heads_q + 2 * call.heads) * call.dim;
   for (long i = 0; i < layer_count(call); i++) {
     long row = 0;
     for (long b = 0; b < call.span_count; b++) {
       Span& span = room.spans[i * call.span_count + b];
       const StackSpan& own = call.spans[b];
-      const int64_t* planes = own.unequal ? nowhere : own.planes + (first_layer(call) + i) * 6;
+      const Planes& planes = own.unequal ? nowhere : own.planes[first_layer(call) + i];
       span = {};
       span.n = own.n;
       bool elsewhere = is_slice(own) || own.done || lists(own, first_layer(call) + i);  // its rows are read
       span.rows = elsewhere ? 0 : own.rows;
       span.sees = own.sees, span.common = own.common;
-      span.k = (void*)planes[0], span.v = (void*)planes[1];
-      span.k_head = span.v_head = planes[2], span.k_row = span.v_row = call.dim;
-      span.k_scale = (bf16*)planes[3], span.v_scale = (bf16*)planes[4];
-      span.k_scale_head = span.v_scale_head = planes[5];
+      span.k = planes.k, span.v = planes.v;
+      span.k_head = span.v_head = planes.head, span.k_row = span.v_row = call.dim;
+      span.k_scale = planes.k_scale, span.v_scale = planes.v_scale;
+      span.k_scale_head = span.v_scale_head = planes.scale_head;
       span.q = room.qkv + row * wide, span.q_row = wide;
       span.out = room.read + row * call.heads_q * call.dim;
       void* far = own.near < 0 ? nullptr : room.far + row * call.heads_q * call.dim;

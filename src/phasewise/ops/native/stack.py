@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.abi import (
+    EmbeddingsStruct,
+    ExpertsStruct,
+    LayerStruct,
+    NormStruct,
+    SidesStruct,
+    StackCallStruct,
+    StackSpanStruct,
+    Structures,
+    TunedStruct,
+    TurnStruct,
+    address,
+)
 from phasewise.ops.native.choice import Chosen
 from phasewise.ops.native.spans import Common, Table, reaches
 from phasewise.ops.native.weighed import Weighs
 from phasewise.ops.native.weights import Packed
 
-PER_CALL = struct.Struct("=14q")  # the end of StackCall
 SLICE = 64  # a span of more rows is a slice of a prompt, unless it is a tree (LONG in stack.cpp)
 
 
@@ -68,27 +80,23 @@ class StackShape:
 class Turns:
     """Rotations as the kernels take them: bfloat16 cos and signed sin [P, 1, R] of each, alive with the object."""
 
-    __slots__ = ("_kept", "_words", "address")
+    __slots__ = ("_structs", "address")
 
     def __init__(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._kept = tables
-        self._words = array("q")
-        for cos, sin in tables:
-            self._words.extend((cos.data_ptr(), sin.data_ptr(), cos.shape[-1]))
-        self.address = self._words.buffer_info()[0]
+        self._structs = Structures(TurnStruct, [TurnStruct(cos=c, sin=s, size=c.shape[-1]) for c, s in tables])
+        self.address = self._structs.address
 
 
 class StackSpan(NamedTuple):
     """`rows` rows that end at slot `n`; `sees` as in Few, `block` as in Seen.
 
-    `planes` is the address of int64 [layers, 6]: addresses of the keys and the values [H, cap, D], cap * D, then 0, 0,
-    0; or, where these are int8, the addresses of their scales bfloat16 [H, cap], and cap.
+    `planes`: where its keys and values lie in every layer (Planes [layers] in kernels.h), by address.
 
     With a `window`, rows see so many slots and the first `sinks` (see Seen), counted from `seats` where given. Rows
     seated from slot `beyond` on read the sinks as if they stood at place `near` of the turns; -1: all read them alike.
-    With a `choice`, which no layer's window or cap may meet, its row reads less. `sealed` are the words of a Sides
-    (kernels.h) for every layer, where its first slots lie packed, and `size` the bytes of all it then reads. If these
-    are others for each of its rows, `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
+    With a `choice`, which no layer's window or cap may meet, its row reads less. `sealed` says for every layer where
+    its first slots lie packed, and `size` the bytes of all it then reads. If these are others for each of its rows,
+    `pieces` are its rows. `unequal`, instead of `planes`, is the address of Head
     (kernels.h) [layers, H], where heads hold unequally many rows, of which `missing` bytes are less than n of each, or
     where some see windows (`narrow`); such a span has neither window nor choice. With a `weighed` its
     only row, of plain KV, does not see all, and says what it attends to. All these are members of no common. `tuned`:
@@ -107,7 +115,7 @@ class StackSpan(NamedTuple):
     seats: array[int] | None = None
     block: int = 1
     choice: Chosen | None = None
-    sealed: array[int] | None = None
+    sealed: Structures[SidesStruct] | None = None
     size: int = 0
     pieces: tuple[StackSpan, ...] = ()
     unequal: int = 0
@@ -128,32 +136,33 @@ class StackSpan(NamedTuple):
         start = self.n - self.rows + 1 - self.window  # of the first row's window
         return self.n - max(0, start - self.sinks) if self.window else self.n
 
-    @property
-    def words(self) -> tuple[int, ...]:
-        seats = 0 if self.seats is None else self.seats.buffer_info()[0]
-        first = 0 if self.sees is None else self.sees.shape[1] - self.rows
-        choice = 0 if self.choice is None else self.choice.address
-        sealed = 0 if self.sealed is None else self.sealed.buffer_info()[0]
-        tally = 0 if self.weighed is None else self.weighed.room.address
-        return (self.window, self.sinks, self.near, self.beyond, seats, self.block, first, choice, sealed, self.unequal,
-                tally, self.bias)  # fmt: skip
-
-
-WORDS = 18  # of a span in the call
-DONE = 5  # which of them says so
+    def fill(self, to: StackSpanStruct, common: int) -> None:
+        """Write this span, whose first `common` slots are read in common, to a structure that is all 0."""
+        to.n, to.rows, to.common, to.planes, to.block, to.near = (
+            self.n, self.rows, common, self.planes, self.block, self.near
+        )  # fmt: skip
+        if self.sees is not None:
+            to.sees, to.first = self.sees.data_ptr(), self.sees.shape[1] - self.rows
+        if self.window:
+            to.window, to.sinks, to.beyond = self.window, self.sinks, self.beyond
+        if self.seats is not None:
+            to.seats = self.seats.buffer_info()[0]
+        if self.choice is not None:
+            to.choice = self.choice.address
+        if self.sealed is not None:
+            to.sealed = self.sealed.address
+        if self.weighed is not None:
+            to.tally = self.weighed.room.address
+        to.unequal, to.bias = self.unequal, self.bias
 
 
 class _Ready:
-    """A call for rows in the same memory as in the last one, but for its last words (PER_CALL)."""
+    """A call for rows in the same memory as in the last one, but for what is another in every call."""
 
-    __slots__ = ("address", "call", "rows", "tail")
+    __slots__ = ("address", "call", "rows")
 
-    def __init__(self, rows: Tensor, fixed: Sequence[int]) -> None:
-        self.rows = rows
-        self.call = array("q", (*fixed, rows.data_ptr(), rows.shape[0], torch.get_num_threads()))
-        self.tail = 8 * len(self.call)
-        self.call.frombytes(bytes(PER_CALL.size))
-        self.address = self.call.buffer_info()[0]
+    def __init__(self, rows: Tensor, call: StackCallStruct) -> None:
+        self.rows, self.call, self.address = rows, call, call.address
 
 
 class Stack:
@@ -174,22 +183,17 @@ class Stack:
         self._kept: list[object] = [layers, table]
         counts = [len(layer.mlp.products) if isinstance(layer.mlp, StackExperts) else 0 for layer in layers]
         self._loads = torch.zeros((len(layers), max(counts)), dtype=torch.uint8) if any(counts) else None
-        words = array("q")
-        for i, layer in enumerate(layers):
-            words.extend(self._layer(layer, i))
-        self._layers, self.hidden, self.count = words, shape.hidden, len(layers)
+        self._layers = Structures(LayerStruct, [self._layer(layer, i) for i, layer in enumerate(layers)])
+        self.hidden, self.count = shape.hidden, len(layers)
         self.reading = sum(layer.attention is not None for layer in layers)
         self._made = layers, shape, table, scale
         self.heads = shape.heads_q, shape.heads, shape.dim
         if isinstance(table, Tensor):
-            self._table = array("q", (0, self._keep(table.contiguous()), 0, table.shape[0]))
+            self._table = EmbeddingsStruct(plain=table.contiguous(), vocab=table.shape[0], scale=scale)
         else:
-            self._table = array("q", (table.address, 0, table.int8, table.outputs))
-        self._table.frombytes(struct.pack("d", scale))
-        self._fixed = (
-            words.buffer_info()[0], self._table.buffer_info()[0], len(layers),
-            shape.hidden, shape.heads_q, shape.heads, shape.dim,
-        )  # fmt: skip
+            self._table = EmbeddingsStruct(
+                packed=table.address, int8=table.int8, vocab=table.outputs, scale=scale
+            )  # fmt: skip
         self._run = kernels.stack
         self._last: _Ready | None = None
 
@@ -202,32 +206,36 @@ class Stack:
         ]
         return Stack(kept, shape, table, scale)
 
-    def _layer(self, layer: StackLayer, index: int) -> array[int]:
-        words = array("q")
-        for norm in (*layer.norms, layer.heads_norm):
-            words.append(0 if norm is None else self._keep(norm.weight.float().contiguous()))
-            words.frombytes(struct.pack("d", 0.0 if norm is None else norm.eps))
-        words.append(layer.whole)
-        attention, mlp = layer.attention or (), layer.mlp or ()
-        words.extend([product.address for product in attention] or (0, 0))
-        if isinstance(mlp, StackExperts):
-            words.extend((0, 0, self._experts(mlp, index)))
-            mlp = mlp.products[0]
-        else:
-            words.extend((*([product.address for product in mlp] or (0, 0)), 0))
-        rounded = any(product.int8 for product in (*attention, *mlp))
-        words.extend((rounded, ACTIVATIONS.index(layer.activation)))
-        words.extend((-1 if layer.turn is None else layer.turn, layer.window or 0))
-        words.frombytes(struct.pack("2d", layer.scale, layer.softcap or 0.0))
-        return words
+    def _layer(self, layer: StackLayer, index: int) -> LayerStruct:
+        norms = [
+            NormStruct() if norm is None else NormStruct(weight=norm.weight.float().contiguous(), eps=norm.eps)
+            for norm in (*layer.norms, layer.heads_norm)
+        ]
+        made = LayerStruct(
+            before_attention=norms[0], after_attention=norms[1], before_mlp=norms[2], after_mlp=norms[3],
+            heads=norms[4], whole=layer.whole, activation=ACTIVATIONS.index(layer.activation),
+            turn=-1 if layer.turn is None else layer.turn, window=layer.window or 0, scale=layer.scale,
+            softcap=layer.softcap or 0.0,
+        )  # fmt: skip
+        products = list(layer.attention or ())
+        if layer.attention is not None:
+            made.qkv, made.o = (product.address for product in layer.attention)
+        if isinstance(layer.mlp, StackExperts):
+            made.point("experts", self._experts(layer.mlp, index))
+            products += layer.mlp.products[0]
+        elif layer.mlp is not None:
+            made.gate_up, made.down = (product.address for product in layer.mlp)
+            products += layer.mlp
+        made.int8 = any(product.int8 for product in products)
+        return made
 
-    def _experts(self, experts: StackExperts, index: int) -> int:
+    def _experts(self, experts: StackExperts, index: int) -> ExpertsStruct:
         assert self._loads is not None
         products = array("q", [product.address for both in experts.products for product in both])
-        words = array("q", (experts.router.address, products.buffer_info()[0], len(experts.products), experts.top))
-        words.extend((experts.renormalise, self._loads[index].data_ptr()))
-        self._kept += [products, words]
-        return words.buffer_info()[0]
+        return ExpertsStruct(
+            router=experts.router.address, products=products, count=len(experts.products), top=experts.top,
+            renormalise=experts.renormalise, loads=self._loads[index],
+        )  # fmt: skip
 
     def loaded(self) -> int:
         """How many experts' weights were read since it was last asked, each counted once per layer."""
@@ -236,10 +244,6 @@ class Stack:
         count = int(self._loads.sum())
         self._loads.zero_()
         return count
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
 
     def __call__(
         self, numbers: array[int], turns: Turns, spans: Sequence[StackSpan], x: Tensor,
@@ -253,17 +257,25 @@ class Stack:
         """
         Halves(self, numbers, turns, spans, Rows(x), commons).upto(2 * self.count)
 
-    def run(self, x: Tensor, *rest: int) -> bool:
-        """The kernel, with the last words of its StackCall (PER_CALL). -> whether it has done it."""
+    def call(self, x: Tensor) -> StackCallStruct:
+        """The call that writes x; what was set in it for the last one is to be set anew."""
         ready = self._last
         if ready is None or ready.rows is not x:
-            self._last = ready = _Ready(x, self._fixed)
-        PER_CALL.pack_into(ready.call, ready.tail, *rest)
-        return not self._run(ready.address)
+            heads_q, heads, dim = self.heads
+            call = StackCallStruct(
+                layers=self._layers, embeddings=self._table, count=self.count, hidden=self.hidden, heads_q=heads_q,
+                heads=heads, dim=dim, x=x.data_ptr(), rows=x.shape[0], threads=torch.get_num_threads(),
+            )  # fmt: skip
+            self._last = ready = _Ready(x, call)
+        return ready.call
+
+    def run(self, call: StackCallStruct) -> bool:
+        """The kernel. -> whether it has done what is asked."""
+        return not self._run(call.address)
 
     @property
     def vocab(self) -> int:
-        return self._table[3]
+        return self._table.vocab
 
 
 class Rows(NamedTuple):
@@ -295,12 +307,12 @@ class Halves:
         self._tuned = _tuned(spans)
         self._rows, self._embedded, self._at = rows, False, 0
         self._spans = spans  # whose seats the table has the addresses of
-        self._places, self._table = list[int](), array("q")  # of each span, its first line of the table
-        for span, reach in zip(spans, reaches(commons, len(spans))):
-            self._places.append(len(self._table) // WORDS)
-            for one in span.pieces or (span,):
-                sees = 0 if one.sees is None else one.sees.data_ptr()
-                self._table.extend((one.n, one.rows, sees, reach, one.planes, 0, *one.words))
+        pieces = [span.pieces or (span,) for span in spans]
+        self._places = list(accumulate(map(len, pieces), initial=0))  # of each span, its first one of the table
+        self._table = Structures.zeros(StackSpanStruct, self._places.pop())
+        for some, place, reach in zip(pieces, self._places, reaches(commons, len(spans))):
+            for i, one in enumerate(some, place):
+                one.fill(self._table[i], reach)
         self._shared = Table([c._replace(members=tuple(self._places[m] for m in c.members)) for c in commons])
 
     @property
@@ -317,36 +329,38 @@ class Halves:
 
     def done(self, span: int) -> None:
         """Until the next stop."""
-        self._table[WORDS * self._places[span] + DONE] = 1
+        self._table[self._places[span]].done = 1
 
     def upto(self, half: int) -> None:
         """Run the halves before `half` that have not run. Raises IndexError for a token that has no embedding."""
         if half == self._at:
             return
         tokens, words = self._numbers.buffer_info()
-        given = self._at > 0 or self._embedded
-        room = [0 if each is None else each.data_ptr() for each in self._rows[1:]]
-        count = len(self._table) // WORDS
-        tuned = self._tuned.buffer_info()[0], len(self._tuned) // 3
-        ran = self._stack.run(
-            self.x, self._turns.address, 0 if given else tokens, tokens + 4 * words, self._table.buffer_info()[0],
-            count, self._shared.address, self._shared.count, self._at, half, *room, *tuned,
-        )  # fmt: skip
+        call, (_, qkv, read, far) = self._stack.call(self.x), self._rows
+        call.turns, call.positions = self._turns.address, tokens + 4 * words
+        call.tokens = 0 if self._at > 0 or self._embedded else tokens
+        call.spans, call.span_count = self._table.address, len(self._table)
+        call.commons, call.common_count = self._shared.address, self._shared.count
+        call.from_, call.to = self._at, half
+        call.qkv, call.read, call.far = address(qkv), address(read), address(far)
+        call.tuned, call.tuned_count = self._tuned.address, len(self._tuned)
+        ran = self._stack.run(call)
         if not ran:
             wrong = self._numbers[: words // 2].tolist()
             raise IndexError(f"tokens {wrong} are not all among the {self._stack.vocab} of the model")
         self._at = half
-        if room[0]:
-            self._table[DONE::WORDS] = array("q", bytes(8 * count))
+        if qkv is not None:
+            for span in self._table:
+                span.done = 0
 
 
-def _tuned(spans: Sequence[StackSpan]) -> array[int]:
-    """Which rows run with which low-rank weights (Tuned)."""
-    found, at = array("q"), 0
+def _tuned(spans: Sequence[StackSpan]) -> Structures[TunedStruct]:
+    """Rows that run with low-rank weights; neighbours that share them are one item."""
+    found, at = list[TunedStruct](), 0
     for span in spans:
-        if span.tuned and found and found[-2:].tolist() == [at, span.tuned]:
-            found[-2] += span.rows
+        if span.tuned and found and (found[-1].to, found[-1].layers) == (at, span.tuned):
+            found[-1].to += span.rows
         elif span.tuned:
-            found.extend((at, at + span.rows, span.tuned))
+            found.append(TunedStruct(from_=at, to=at + span.rows, layers=span.tuned))
         at += span.rows
-    return found
+    return Structures(TunedStruct, found)

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phasewise.ops.native import library
+from phasewise.ops.native.abi import ChainStruct, SuffixesStruct
 
 FIRST = 256  # tokens that there is room for at first
-OF_STATE, OF_EDGE = 5, 4  # numbers, as in kernels.h
+OF_STATE = ("link", "length", "end", "first", "followers")  # columns of numbers, as in kernels.h
+OF_EDGE = ("from_", "token", "target", "next")
 STATES, EDGES = 2, 3  # of a token, at most; two and four more
 
 
@@ -24,43 +26,46 @@ class Odds:
         """`most` tokens at a time."""
         self.only, self.latest = array("d", only), array("d", latest)
         self.tokens, self.likely = array("q", bytes(8 * most)), array("d", bytes(8 * most))
-        tables = (self.only.buffer_info()[0], self.latest.buffer_info()[0], len(only), len(latest))
-        self._words = array("q", (0, 0, 0, *tables, self.tokens.buffer_info()[0], self.likely.buffer_info()[0]))
-        self._numbers = memoryview(self._words).cast("B").cast("d")
+        self._chain = ChainStruct(
+            only=self.only, latest=self.latest, onlys=len(only), latests=len(latest), tokens=self.tokens,
+            likely=self.likely,
+        )  # fmt: skip
 
     def ask(self, most: int, shortest: int, least: float) -> int:
         """-> the address of a Chain (kernels.h)"""
         assert most <= len(self.tokens)
-        self._words[0], self._words[1], self._numbers[2] = most, shortest, least
-        return self._words.buffer_info()[0]
+        self._chain.most, self._chain.shortest, self._chain.least = most, shortest, least
+        return self._chain.address
 
 
 class Automaton:
     """What `methods/draft/_automaton.py` has, of tokens from 0 to 2^31 - 1. Needs kernels."""
 
-    __slots__ = ("_edges", "_room", "_states", "_table", "_words")
+    __slots__ = ("_edges", "_room", "_states", "_struct", "_table")
 
     def __init__(self) -> None:
         self._room = 0
-        self._states = np.zeros((OF_STATE, 1), dtype=np.int32)  # the state of no token
+        self._states = np.zeros((len(OF_STATE), 1), dtype=np.int32)  # the state of no token
         self._states[:, 0] = -1, 0, -1, -1, 0
-        self._edges = np.zeros((OF_EDGE, 0), dtype=np.int32)
-        self._words = array("q", (*[0] * (OF_STATE + OF_EDGE + 2), 1, 0, 0, 0))
+        self._edges = np.zeros((len(OF_EDGE), 0), dtype=np.int32)
+        self._struct = SuffixesStruct(states=1)
         self._grow(FIRST)
 
     @property
     def n(self) -> int:
         """Tokens of the text."""
-        return self._words[-1]
+        return self._struct.n
 
     @property
     def match(self) -> int:
         """Length of the longest suffix of the text that has ended before."""
-        return int(self._kernels().suffixes_match(self._words.buffer_info()[0]))
+        return int(self._kernels().suffixes_match(self._struct.address))
 
     def fork(self) -> Automaton:
         twin = Automaton.__new__(Automaton)
-        twin._room, twin._words = self._room, array("q", self._words)
+        of = self._struct
+        twin._room = self._room
+        twin._struct = SuffixesStruct(states=of.states, edges=of.edges, last=of.last, n=of.n)
         twin._states, twin._edges, twin._table = self._states.copy(), self._edges.copy(), self._table.copy()
         twin._point()
         return twin
@@ -70,22 +75,20 @@ class Automaton:
         if self.n + len(tokens) > self._room:
             self._grow(max(2 * self._room, self.n + len(tokens)))
         more = array("q", tokens)
-        self._kernels().suffixes_read(self._words.buffer_info()[0], more.buffer_info()[0], len(more))
+        self._kernels().suffixes_read(self._struct.address, more.buffer_info()[0], len(more))
 
     def chain(self, most: int, shortest: int, least: float, odds: Odds) -> tuple[list[int], list[float]]:
         """At most `most` tokens that go on, each the latest of those that followed the longest match of at least
         `shortest`, as long as all of them together are as likely as `least`; and how likely each is."""
         ask = odds.ask(most, shortest, least)
-        count = self._kernels().suffixes_chain(self._words.buffer_info()[0], ask)
+        count = self._kernels().suffixes_chain(self._struct.address, ask)
         return odds.tokens[:count].tolist(), odds.likely[:count].tolist()
 
     def places(self, shortest: int, most: int) -> list[int]:
         """At most `most` positions right after places where a suffix of at least `shortest` tokens ended: longest
         suffix first, then latest; per suffix one for each token that has followed it."""
         found = array("q", bytes(8 * most))
-        count = self._kernels().suffixes_places(
-            self._words.buffer_info()[0], shortest, most, found.buffer_info()[0]
-        )  # fmt: skip
+        count = self._kernels().suffixes_places(self._struct.address, shortest, most, found.buffer_info()[0])
         return found[:count].tolist()
 
     @staticmethod
@@ -101,13 +104,14 @@ class Automaton:
         self._edges = _wider(self._edges, EDGES * room + 4)
         self._table = np.zeros(1 << (2 * self._edges.shape[1]).bit_length(), dtype=np.int32)
         self._point()
-        self._kernels().suffixes_place(self._words.buffer_info()[0])
+        self._kernels().suffixes_place(self._struct.address)
 
     def _point(self) -> None:
-        """Tell the words where everything lies."""
-        places = [row.ctypes.data for columns in (self._states, self._edges) for row in columns]
-        words = array("q", (*places, self._table.ctypes.data, len(self._table) - 1))
-        self._words[: len(words)] = words
+        """Tell the structure where everything lies."""
+        for names, columns in ((OF_STATE, self._states), (OF_EDGE, self._edges)):
+            for name, column in zip(names, columns):
+                setattr(self._struct, name, column.ctypes.data)
+        self._struct.table, self._struct.mask = self._table.ctypes.data, len(self._table) - 1
 
 
 def _wider(columns: NDArray[np.int32], width: int) -> NDArray[np.int32]:

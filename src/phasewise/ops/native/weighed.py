@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.abi import LineStruct, RetireCallStruct, Structures, TallyStruct, TemperedStruct
 
 MOST_SHARING = 16  # query heads of a KV head whose row can be weighed (QUERIES)
 ROOM = 64  # slots that room is made for at once
-TEMPERED = struct.Struct("=3qdq")  # Tempered (kernels.h)
-LINE = 24  # bytes of a Line
 
 
 class Doubt(NamedTuple):
@@ -39,7 +37,7 @@ class Weighed:
     these h after the other, and `weights` so many such lines of each as heads `share` it.
     """
 
-    __slots__ = ("_kept", "_tempered", "_words", "address", "begins", "gone", "lines", "room", "rooms", "share",
+    __slots__ = ("_tallies", "_tempered", "address", "begins", "gone", "lines", "room", "rooms", "share",
                  "weights")  # fmt: skip
 
     def __init__(self, layers: int, kept: int, heads: tuple[int, int], slots: int, begins: Sequence[int] = ()) -> None:
@@ -50,23 +48,39 @@ class Weighed:
         *starts, size = accumulate(self.rooms, initial=0)
         self.gone, self.weights = torch.zeros(size, dtype=torch.uint8), torch.empty(size * self.share)
         widest = max(sum(self.rooms[row : row + kept]) for row in range(0, len(self.rooms), kept))
-        self._kept = torch.empty(widest * self.share * (heads[1] // heads[0]))
-        self.lines = array("q", chain.from_iterable(zip(starts, self.begins, self.rooms)))  # Line (kernels.h)
-        planes = self.share, *(plane.data_ptr() for plane in (self.gone, self.weights, self._kept))
-        self._words, self._tempered = array("q"), array("q", (0,) * 5)
-        for layer in range(layers):
-            self._words.extend((self.lines.buffer_info()[0] + layer * kept * LINE, *planes, 0, layer))
-        self.address = self._words.buffer_info()[0]
+        scores = torch.empty(widest * self.share * (heads[1] // heads[0]))
+        places = zip(starts, self.begins, self.rooms)
+        self.lines = Structures(LineStruct, [LineStruct(from_=at, begin=b, length=n) for at, b, n in places])
+        self._tempered: TemperedStruct | None = None  # what the tallies point to
+        self._tallies = Structures(
+            TallyStruct,
+            [
+                TallyStruct(
+                    lines=self.lines[layer * kept].address, heads=self.share, gone=self.gone, weights=self.weights,
+                    scores=scores, layer=layer,
+                )
+                for layer in range(layers)
+            ],
+        )  # fmt: skip
+        self.address = self._tallies.address
         if not begins:
             self.gone, self.weights = self.gone.view(layers, kept, -1), self.weights.view(layers, heads[0], -1)
 
     def temper(self, doubt: Doubt | None, row: int, places: int) -> None:
         """For the next row, at position `row`; the address of Places (kernels.h) of all layers."""
-        at = 0 if doubt is None else self._tempered.buffer_info()[0]
-        if self._words[5] != at:
-            self._words[5::7] = array("q", [at]) * (len(self._words) // 7)
-        if doubt is not None:
-            TEMPERED.pack_into(self._tempered, 0, doubt.seed is not None, doubt.seed or 0, row, doubt.inverse, places)
+        if doubt is None:
+            self._point(None)
+            return
+        tempered = self._tempered or TemperedStruct()
+        self._point(tempered)
+        tempered.noisy, tempered.seed = doubt.seed is not None, doubt.seed or 0
+        tempered.row, tempered.inverse, tempered.places = row, doubt.inverse, places
+
+    def _point(self, tempered: TemperedStruct | None) -> None:
+        if tempered is not self._tempered:
+            self._tempered = tempered
+            for tally in self._tallies:
+                tally.tempered = 0 if tempered is None else tempered.address
 
 
 class Weighs(NamedTuple):
@@ -98,15 +112,18 @@ class Retiring:
 
     def __init__(self, scores: Tensor, weighed: Weighed, how: Ranking) -> None:
         most = array("q", how.most if isinstance(how.most, Sequence) else [how.most] * len(weighed.rooms))
-        lines, planes = weighed.lines.buffer_info()[0], (scores, weighed.gone, weighed.weights)
-        words = lines, len(most), weighed.share, most.buffer_info()[0], *(plane.data_ptr() for plane in planes)
         self._kept, self._recent = (scores, weighed, most), how.recent
-        self._call = array("q", (*words, how.shared, how.sums, 0, 0, 0, 0, 0))
+        self._call = RetireCallStruct(
+            lines=weighed.lines, count=len(most), heads=weighed.share, most=most, scores=scores, gone=weighed.gone,
+            weights=weighed.weights, together=how.shared, sums=how.sums,
+        )  # fmt: skip
 
     def __call__(self, n: int, row: int = 0, places: int = 0) -> None:
         """The row at position `row` has weighed `n` slots, its own the last of them. With the address of their Places
         (kernels.h) scores count by how many rows could have given some."""
         kernels = library()
         assert kernels is not None
-        self._call[9:] = array("q", (n, max(0, n - self._recent), torch.get_num_threads(), places, row))
-        kernels.retire(self._call.buffer_info()[0])
+        call = self._call
+        call.n, call.older, call.threads = n, max(0, n - self._recent), torch.get_num_threads()
+        call.places, call.row = places, row
+        kernels.retire(call.address)

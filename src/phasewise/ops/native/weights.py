@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from phasewise.ops.native import library
+from phasewise.ops.native.abi import LinearCallStruct, RowsStruct, WeightsStruct
 from phasewise.ops.native.room import room
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
@@ -27,7 +27,7 @@ class Packed:
     """
 
     __slots__ = (
-        "_bias", "_column", "_kept", "_multiply", "_rows", "_words", "address", "inputs", "int8", "nbytes", "outputs"
+        "_bias", "_column", "_kept", "_multiply", "_rows", "_struct", "address", "inputs", "int8", "nbytes", "outputs"
     )  # fmt: skip
 
     def __init__(
@@ -45,10 +45,10 @@ class Packed:
         self._kept = (packed, *scales)
         self.nbytes = self.outputs * (self.inputs + 4 if int8 else self.inputs * 2)
         self.nbytes += 0 if bias is None else bias.nbytes
-        self._words = array("q", [packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()])
-        self._words.extend([s.data_ptr() for s in scales] or [0, 0])
-        self._words.extend([self.outputs, self.inputs])
-        self.address = self._words.buffer_info()[0]
+        self._struct = WeightsStruct(packed=packed, bias=self._bias, outputs=self.outputs, inputs=self.inputs)
+        for name, values in zip(("scale", "sums"), scales):
+            self._struct.point(name, values)
+        self.address = self._struct.address
         self._multiply = kernels.linear8 if int8 else kernels.linear
         self._rows = kernels.linear8_rows if int8 else kernels.linear_rows
         step = max(SLICE // (self.inputs * weight.element_size()) // WIDTH, 1) * WIDTH
@@ -64,13 +64,14 @@ class Packed:
         assert kernels is not None
         packed, *scales = self._kept
         at = packed.data_ptr() + start * self._column
-        panels = array("q", [at, 0, *([s.data_ptr() + start * 4 for s in scales] or [0, 0]), len(rows), self.inputs])
-        target = panels.buffer_info()[0]
+        target = WeightsStruct(packed=at, outputs=len(rows), inputs=self.inputs)
+        for name, values in zip(("scale", "sums"), scales):
+            target.point(name, values[start:])
         if self.int8:
-            source = array("q", [rows.data_ptr(), self.inputs, KIND[rows.dtype]])
-            kernels.linear8_pack(source.buffer_info()[0], target, threads)
+            source = RowsStruct(data=rows, stride=self.inputs, kind=KIND[rows.dtype])
+            kernels.linear8_pack(source.address, target.address, threads)
         else:
-            kernels.linear_pack(rows.data_ptr(), target, threads)
+            kernels.linear_pack(rows.data_ptr(), target.address, threads)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """`add` [T, out] is summed into the result within the same kernel."""
@@ -78,14 +79,13 @@ class Packed:
         y = torch.empty((rows, outputs), dtype=x.dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        call = [self.address, x.data_ptr(), x.stride(0), kind]
-        if add is None:
-            call += [0, 0, 0]
-        else:
+        call = LinearCallStruct(weights=self.address, rows=rows, threads=torch.get_num_threads())
+        call.x = RowsStruct(data=x.data_ptr(), stride=x.stride(0), kind=kind)
+        call.y = RowsStruct(data=y.data_ptr(), stride=outputs, kind=kind)
+        if add is not None:
             add = add if add.stride(1) == 1 else add.contiguous()
-            call += [add.data_ptr(), add.stride(0), KIND[add.dtype]]
-        words = array("q", [*call, y.data_ptr(), outputs, kind, rows, torch.get_num_threads(), 0, 0])
-        self._multiply(words.buffer_info()[0])
+            call.add = RowsStruct(data=add.data_ptr(), stride=add.stride(0), kind=KIND[add.dtype])
+        self._multiply(call.address)
         return y
 
     def rows(self, which: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class Packed:
         out = torch.empty((count, self.inputs), dtype=torch.bfloat16)
         to = out.data_ptr()
         if self.int8:
-            rows = array("q", (to, self.inputs, KIND[out.dtype]))
-            to = rows.buffer_info()[0]
+            rows = RowsStruct(data=to, stride=self.inputs, kind=KIND[out.dtype])
+            to = rows.address
         if self._rows(self.address, index.data_ptr(), count, to, torch.get_num_threads()):
             raise IndexError(f"rows {which.tolist()} are not all among the {self.outputs} of the weight")
         return out
