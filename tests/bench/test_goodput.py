@@ -102,7 +102,7 @@ def test_targets_are_milliseconds() -> None:
 
 
 @pytest.mark.thorough
-def test_the_plot_is_an_image(tmp_path: Path) -> None:
+def test_every_workload_and_target_has_its_image(tmp_path: Path) -> None:
     targets = [Target.parse("tight=500/60"), Target.parse("loose=900/90")]
     rows = []
     for workload in ("lognormal", "trace:path=a.csv"):
@@ -111,4 +111,8 @@ def test_the_plot_is_an_image(tmp_path: Path) -> None:
                 about = {"workload": workload, "targets": {t.name: str(t) for t in targets}}
                 rows.append(Point(name, rate, [served(0.3 * rate)]).row(targets) | about)
     draw(tmp_path / "new" / "plot.png", rows)
-    assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    written = sorted((tmp_path / "new").iterdir())
+    assert [path.stem for path in written] == [
+        f"plot-{kind}-{t}" for kind in ("lognormal", "trace") for t in ("loose", "tight")
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)

@@ -41,7 +41,8 @@ def test_tables_lines_csv_plot_and_page(cli: Cli, tmp_path: Path) -> None:
     assert [(row["task"], row["setting"]) for row in rows] == [(t, s) for t in ("copy", "code") for s in settings]
     assert all(float(row["live"]) > 0 and row["model"] == name for row in rows)
     assert [row["front"] for row in rows if row["setting"] == "dense"] != [] and any("live" in r["front"] for r in rows)
-    assert out["t.png"].read_bytes().startswith(b"\x89PNG")
+    for stem in ("t-copy-live", "t-copy-read", "t-code-live", "t-code-read"):
+        assert out["t.png"].with_stem(stem).read_bytes().startswith(b"\x89PNG")
     page = out["t.md"].read_text()
     assert page.startswith("# KV methods") and page.count("| `dense` |") == 2 and str(tmp_path) not in page
     assert (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phasewise.bench import report
+from phasewise.bench import figures, report
 from phasewise.bench.bound import Found
 from phasewise.bench.report import unique
 from phasewise.verbs.draft import Drawn
@@ -51,30 +51,18 @@ def table(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
 
 def draw(image: Path, found: Sequence[Total], title: str) -> None:
     """Acceptance by number of guesses: a line per rule, and a dashed one for the best possible of its guesses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7.0, 4.2))
-    ways = unique(one.drawn for one in found)
-    for drawn, verify in unique((one.drawn, one.verify) for one in found):
-        own = [one for one in found if (one.drawn, one.verify) == (drawn, verify)]
-        x, color = [one.guesses for one in own], f"C{ways.index(drawn)}"
-        mark = "s" if verify == "k_seq" else "o"
-        panel.plot(x, [one.accepted for one in own], marker=mark, markersize=4, color=color,
-                   label=f"{drawn}, {verify}")  # fmt: skip
-        panel.plot(x, [one.best for one in own], linestyle="--", linewidth=1, color=color)
-    panel.set_xticks(unique(one.guesses for one in found))
-    panel.set_xlabel("guesses for a token (dashed: the best possible)")
-    panel.set_ylabel("share accepted")
-    panel.grid(alpha=0.25)
-    panel.legend(fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
-    pyplot.close(figure)
+    ends = []
+    with figures.figure(image, f"{title}: share of guesses accepted (dashed: the best possible)", 4.0) as axes:
+        rules = unique((one.drawn, one.verify) for one in found)[: figures.MOST]
+        for (drawn, verify), colour in zip(rules, figures.COLOURS):
+            own = [one for one in found if (one.drawn, one.verify) == (drawn, verify)]
+            x = [one.guesses for one in own]
+            axes.plot(x, [one.accepted for one in own], marker="o", markersize=4, color=colour)
+            axes.plot(x, [one.best for one in own], linestyle="--", linewidth=1, color=colour)
+            ends.append((f"{drawn}, {verify}", colour, float(x[-1]), own[-1].accepted))
+        axes.set_xticks(unique(one.guesses for one in found))
+        axes.set_xlabel("guesses for a token")
+        figures.end_labels(axes, ends)
 
 
 def section(found: Sequence[Total], about: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from phasewise.bench import report
+from phasewise.bench import figures, report
 from phasewise.bench.drafting import PLAIN, Heat, loops
 from phasewise.bench.report import unique
 
@@ -117,38 +117,24 @@ def lengths(heats: Sequence[Heat]) -> list[str]:
 
 
 def draw(image: Path, found: Sequence[Result], title: str) -> None:
-    """A panel per batch: a row per drafter, a dot per task, a bar for all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """A figure per batch: a row per drafter with a bar for all tasks and a dot per task, at most seven of them."""
     batches = unique(one.batch for one in found)
     names = [row[0] for row in reversed(speeds(found, batches[0])[1])]
-    size = (2.4 + 4.0 * len(batches), 1.6 + 0.32 * len(names))
-    figure, panels = pyplot.subplots(1, len(batches), figsize=size, squeeze=False, sharey=True)
-    for panel, batch in zip(panels[0], batches, strict=True):
+    for batch in batches:
         mine = [one for one in found if one.batch == batch and one.setting in names]
         whole = [one for one in mine if one.task == ALL]
-        panel.barh(
-            [names.index(one.setting) for one in whole], [one.speed for one in whole], height=0.5, color="#cfd8e6"
-        )
-        for i, task in enumerate(task for task in unique(one.task for one in mine) if task != ALL):
-            dots = [one for one in mine if one.task == task]
-            panel.plot([one.speed for one in dots], [names.index(one.setting) for one in dots], "o", markersize=4,
-                       color=f"C{i}", label=task)  # fmt: skip
-        panel.axvline(1.0, color="#555555", linestyle=":", linewidth=1)
-        panel.set_yticks(range(len(names)), names, fontsize=8)
-        panel.set_title(f"{batch} at once", fontsize=9)
-        panel.set_xlabel("times as fast as plain decoding")
-        panel.grid(alpha=0.25, axis="x")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.suptitle(title, fontsize=10)
-    figure.legend(handles, labels, loc="lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
-    pyplot.close(figure)
+        tasks = [task for task in unique(one.task for one in mine) if task != ALL][: figures.MOST - 1]
+        name = f"{title}, {batch} at once: times as fast as plain decoding"
+        with figures.figure(figures.beside(image, batch), name, 1.4 + 0.28 * len(names)) as axes:
+            axes.barh([names.index(one.setting) for one in whole], [one.speed for one in whole], height=0.5,
+                      color="#dddddd")  # fmt: skip
+            for task, colour in zip(tasks, figures.COLOURS):
+                dots = [one for one in mine if one.task == task]
+                axes.plot([one.speed for one in dots], [names.index(one.setting) for one in dots], "o", markersize=4,
+                          color=colour, label=task)  # fmt: skip
+            axes.axvline(1.0, color=figures.GREY, linestyle=":", linewidth=1)
+            axes.set_yticks(range(len(names)), names, fontsize=8)
+            axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 
 
 def section(heats: Sequence[Heat], found: Sequence[Result], about: str, notes: Sequence[str]) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phasewise.bench import report, stats
+from phasewise.bench import figures, report, stats
 from phasewise.bench.kv import DENSE, number
 from phasewise.bench.quality import PERCENT
 
 HEADER = ["system", "quality", "less dense", "live KV", "of dense", "read/token", "of dense", "front"]
 COSTS = ("live", "read")
+MOST = 0.95  # of dense's bytes: more is no saving
+SAID = {"live": "held", "read": "read per token"}
 Line = Mapping[str, Any]
 
 
@@ -50,6 +51,12 @@ class Point:
         if not own or len(own) != len(base):
             return None
         return (stats.shares if self.line["unit"] == "exact" else stats.means)(own, base)
+
+    @property
+    def loses(self) -> bool:
+        """Whether a loss is certain: the whole interval of the paired difference lies on the worse side."""
+        less = self.less
+        return less is not None and (less.high < 0 if self.percent else less.low > 0)
 
     def share(self, cost: str) -> float | None:
         """Of dense's bytes."""
@@ -147,52 +154,37 @@ def write_csv(path: Path, lines: Sequence[Line]) -> None:
     report.write_csv(path, rows)
 
 
-def draw(image: Path, lines: Sequence[Line], about: str) -> None:
-    """A column of panels per task, quality over live bytes above, over read bytes below; a method's ladder is a line,
-    the front is stepped."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    by = points(lines)
-    families = report.unique(point.family for some in by.values() for point in some)
-    wide = 1.2 + 3.6 * len(by)
-    figure, panels = pyplot.subplots(len(COSTS), len(by), figsize=(wide, 7.2), squeeze=False)
-    for column, (task, some) in enumerate(by.items()):
-        for panel, cost in zip((row[column] for row in panels), COSTS, strict=True):
-            _panel(panel, [point for point in some if point.share(cost) is not None], cost, families)
-            panel.set_title(title(task, some), fontsize=9)
-            panel.set_xlabel(f"{cost} KV bytes, of dense's")
-    handles = {label: handle for row in panels for panel in row
-               for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}  # fmt: skip
-    figure.suptitle(about, fontsize=10)
-    columns = max(1, int(wide / 2.2))  # inches of a name
-    rows = math.ceil(len(handles) / columns)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.025 + 0.025 * rows, 1, 1))
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
-    pyplot.close(figure)
+def draw(image: Path, lines: Sequence[Line], about: str) -> list[Path]:
+    """A figure per task and kind of bytes: the fewest bytes at which each family of methods still answers as dense."""
+    written = []
+    for task, some in points(lines).items():
+        for cost in COSTS:
+            path = figures.beside(image, task, cost)
+            figures.bars(path, fewest(some, cost), f"{about}, {task}: fewest bytes {SAID[cost]} without a certain loss")
+            written.append(path)
+    return written
 
 
-def _panel(panel: Any, some: Sequence[Point], cost: str, families: Sequence[str]) -> None:
-    marks = "osD^vPX*<>hp"
-    for family in report.unique(point.family for point in some):
-        own = sorted((point for point in some if point.family == family), key=lambda point: point.share(cost) or 0)
-        at = families.index(family)
-        wide = [[abs(point.line["value"] - point.line["low"]) for point in own],
-                [abs(point.line["high"] - point.line["value"]) for point in own]]  # fmt: skip
-        x, y = [point.share(cost) for point in own], [point.line["value"] for point in own]
-        wide = [[each if math.isfinite(each) else 0.0 for each in side] for side in wide]
-        panel.errorbar(x, y, yerr=wide, marker=marks[at % len(marks)], color=f"C{at % 10}", markersize=5,
-                       linewidth=1, elinewidth=0.6, alpha=0.85, label=family)  # fmt: skip
-    best = sorted((point.share(cost) or 0, point.line["value"]) for point in some if cost in point.fronts)
-    panel.step([x for x, _ in best], [y for _, y in best], where="post", color="#444444", linewidth=1.2, linestyle="--",
-               label="front")  # fmt: skip
-    panel.set_xlim(left=0)
-    panel.set_ylabel("right" if some and some[0].percent else "nats (down is better)")
-    panel.grid(alpha=0.25)
+def fewest(some: Sequence[Point], cost: str) -> list[figures.Bar]:
+    """A bar per family of methods: its fewest bytes without a certain loss, shortest first.
+
+    After them, in grey, the best budget of each family that loses at every one. Families that save nothing are left
+    out.
+    """
+    found: list[tuple[bool, float, figures.Bar]] = []
+    for family in report.unique(point.family for point in some if point.setting != DENSE):
+        own = [(share, point) for point in some if point.family == family and (share := point.share(cost)) is not None]
+        kept = [(share, point) for share, point in own if not point.loses]
+        if not own:
+            continue
+        share, point = min(kept, key=lambda one: one[0]) if kept else max(own, key=lambda one: one[1].better)
+        if share > MOST:
+            continue
+        text = f"{share:.0%}"
+        if not kept and point.less is not None:
+            text += f", loses {point.less.text(point.percent).partition(' (')[0].lstrip('+-')}"
+        found.append((not kept, share, figures.Bar(point.setting, share, text, bool(kept))))
+    return [bar for _, _, bar in sorted(found, key=lambda one: one[:2])]
 
 
 # ---- the page

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phasewise.bench import figures
 from phasewise.bench.latency import Served, percentile
 from phasewise.errors import UserError
 from phasewise.request.params import SLO
@@ -146,36 +147,26 @@ def table(points: Sequence[Point], targets: Sequence[Target]) -> tuple[list[str]
 
 
 def draw(image: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Share within the targets over the rate: a panel per workload and target, a line per contender, 90 % dotted.
+    """A figure per workload and target: the share within the targets over the rate, a line per contender, 90 % dotted.
 
     `rows` are those of the JSON lines that `phasewise bench goodput --out` writes.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    targets = list(dict.fromkeys(name for row in rows for name in row["targets"]))
-    size = (5.2 * len(targets), 3.4 * len(workloads) + 0.6)
-    figure, panels = pyplot.subplots(len(workloads), len(targets), figsize=size, squeeze=False, sharey=True)
-    for line, workload in zip(panels, workloads, strict=True):
-        for panel, target in zip(line, targets, strict=True):
-            for contender in dict.fromkeys(row["contender"] for row in rows):
-                mine = [r for r in rows if (r["workload"], r["contender"]) == (workload, contender)]
-                mine.sort(key=lambda row: float(row["rate"]))
-                shares = [row[f"share_{target}"] for row in mine]
-                panel.plot([row["rate"] for row in mine], shares, marker="o", markersize=3.5, label=contender)
-            panel.axhline(SHARE, color="#999999", linestyle=":", linewidth=1)
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))[: figures.MOST]
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        for target in dict.fromkeys(name for row in rows for name in row["targets"]):
             about = next(row["targets"][target] for row in rows if target in row["targets"])
-            panel.set_title(f"{workload.partition(':')[0]}, {target}: {about}", fontsize=9)
-            panel.set_xlabel("requests/s")
-            panel.set_ylim(-0.03, 1.03)
-            panel.grid(alpha=0.25)
-        line[0].set_ylabel("share within both targets")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
-    pyplot.close(figure)
+            kind, ends = workload.partition(":")[0], []
+            title = f"{kind}, {target}: share of requests within {about}"
+            with figures.figure(figures.beside(image, kind, target), title, 3.6) as axes:
+                for contender, colour in zip(contenders, figures.COLOURS):
+                    mine = [r for r in rows if (r["workload"], r["contender"]) == (workload, contender)]
+                    mine.sort(key=lambda row: float(row["rate"]))
+                    if not mine:
+                        continue
+                    shares = [row[f"share_{target}"] for row in mine]
+                    axes.plot([row["rate"] for row in mine], shares, marker="o", markersize=4, color=colour)
+                    ends.append((contender, colour, mine[-1]["rate"], shares[-1]))
+                axes.axhline(SHARE, color=figures.GREY, linestyle=":", linewidth=1)
+                axes.set_xlabel("requests/s")
+                axes.set_ylim(-0.03, 1.03)
+                figures.end_labels(axes, ends)

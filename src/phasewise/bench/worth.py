@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phasewise.bench import report
+from phasewise.bench import figures, report
 from phasewise.bench.rounds import Ratio, ratio
 from phasewise.bench.savers import DENSE, Turn
 from phasewise.model.model import Model
@@ -102,36 +102,21 @@ def write_csv(path: Path, turns: Sequence[Turn], found: Sequence[Worth], about: 
 
 
 def draw(image: Path, found: Sequence[Worth], title: str) -> None:
-    """A panel per batch: a dot and its range for every setting's gain, an upright stroke for what the bytes promise."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    batches = list(dict.fromkeys(worth.batch for worth in found))
-    names = list(dict.fromkeys(worth.setting for worth in found if worth.setting != DENSE))
-    size = (2.2 + 3.4 * len(batches), 1.4 + 0.3 * len(names))
-    figure, panels = pyplot.subplots(1, len(batches), figsize=size, squeeze=False, sharey=True)
-    for panel, batch in zip(panels[0], batches, strict=True):
+    """A figure per batch: every setting's gain and its range, and a stroke where the bytes it saves would have it."""
+    for batch in dict.fromkeys(worth.batch for worth in found):
         mine = [worth for worth in found if worth.batch == batch and worth.setting != DENSE]
-        at = [len(names) - names.index(worth.setting) for worth in mine]
-        middle = [worth.gain.median for worth in mine]
-        spread = [[w.gain.median - w.gain.low for w in mine], [w.gain.high - w.gain.median for w in mine]]
-        panel.errorbar(middle, at, xerr=spread, fmt="o", markersize=4, capsize=2, label="gain and its range")
-        says = [(worth.promised, y) for worth, y in zip(mine, at) if worth.promised is not None]
-        panel.plot([x for x, _ in says], [y for _, y in says], "|", markersize=11, color="C3", label="bytes promise")
-        panel.axvline(1.0, color="#999999", linestyle=":", linewidth=1)
-        panel.set_yticks([len(names) - i for i in range(len(names))], names, fontsize=8)
-        panel.set_title(f"{batch} at once", fontsize=9)
-        panel.set_xlabel("times as fast as dense")
-        panel.grid(alpha=0.25)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.suptitle(title, fontsize=10)
-    figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
-    pyplot.close(figure)
+        mine.sort(key=lambda worth: worth.gain.median)
+        with figures.figure(figures.beside(image, batch), f"{title}, {batch} at once", 1.2 + 0.24 * len(mine)) as axes:
+            for at, worth in enumerate(mine):
+                gain, colour = worth.gain, figures.COLOURS[0]
+                axes.plot([gain.low, gain.high], [at, at], color=colour, linewidth=1)
+                axes.plot([gain.median], [at], "o", markersize=5, color=colour)
+                if worth.promised is not None:
+                    axes.plot([worth.promised], [at], "|", markersize=11, color=figures.COLOURS[1])
+            axes.axvline(1.0, color=figures.GREY, linestyle=":", linewidth=1)
+            axes.set_yticks(range(len(mine)), [worth.setting for worth in mine], fontsize=8)
+            axes.set_xlabel("times as fast as dense: measured (blue), promised by bytes (orange)")
+            axes.grid(alpha=0.25, axis="x")
 
 
 # ---- the page

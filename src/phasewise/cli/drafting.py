@@ -60,7 +60,7 @@ class Written:
     """Where results go besides the terminal."""
 
     csv: Annotated[Path | None, typer.Option(help="Write every result into this file.")] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw the speeds into this image.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw figures beside this image's name: one per batch.")] = None
     write: Annotated[
         Path | None, typer.Option(help="Put the tables into a page, such as docs/results/speculation.md.")
     ] = None

@@ -32,7 +32,7 @@ def goodput(
     slo: Annotated[
         list[str] | None, typer.Option(metavar="NAME=TTFT/TPOT", help="Targets in milliseconds; may be repeated.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw everything that is in --out.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw all of --out: a figure per workload and target.")] = None,
     load: Rates = RATES,
     asked: Asked = ASKED,
     engine: EngineOptions = DEFAULTS,

@@ -86,7 +86,9 @@ class Written:
     out: Annotated[Path | None, typer.Option(help="JSON lines: each measurement as soon as it is done.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out holds already.")] = False
     csv: Annotated[Path | None, typer.Option(help="Write a line per measurement into this file.")] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw quality over bytes into this image.")] = None
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw figures beside this image's name: one per row and kind of bytes.")
+    ] = None
     write: Annotated[Path | None, typer.Option(help="Put the tables into a page, such as docs/results/kv.md.")] = None
     section: Annotated[
         str | None,

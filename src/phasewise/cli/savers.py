@@ -48,7 +48,7 @@ class Written:
     """Where results go besides the terminal."""
 
     csv: Annotated[Path | None, typer.Option(help="Write every turn into this file, as they come.")] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw the gains into this image.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw figures beside this image's name: one per batch.")] = None
     write: Annotated[
         Path | None, typer.Option(help="Put the tables into this page, such as docs/results/savers.md.")
     ] = None
