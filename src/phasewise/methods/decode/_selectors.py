@@ -21,6 +21,8 @@ class Masked:
     entropy: Sequence[float]  # nats; empty unless the selector `reads` it
     quota: int  # rows the static schedule would make final now
     cells: Sequence[int]  # where in the block the rows stand, increasing
+    gap: Sequence[float] = ()  # each row's largest logit less its second largest; empty unless the selector `reads` it
+    progress: float = 0.0  # share of the block's denoising steps that are done, in [0, 1]
 
 
 class Selector(Protocol):
@@ -28,7 +30,7 @@ class Selector(Protocol):
 
     Rows come in order of position; ties go to the lower one. At least one is chosen, so that a block of m masks is done
     after at most m steps. The choice depends on `masked` alone. A selector that wants more than confidences has an
-    attribute `reads: tuple[str, ...]` that names it: "entropy".
+    attribute `reads: tuple[str, ...]` that names it: "entropy", "gap".
     """
 
     def __call__(self, masked: Masked) -> list[int]:

@@ -111,11 +111,12 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Drawn:
-    """What the model says at the wanted rows, in order: candidates, confidences and entropies."""
+    """What the model says at the wanted rows, in order: candidates, confidences, entropies and gaps of logits."""
 
     tokens: list[int]
     confidence: list[float]
     entropy: list[float]
+    gap: list[float]
 
 
 class _BlockDiffusion:
@@ -131,7 +132,7 @@ class _BlockDiffusion:
         self.steps = knobs.steps or knobs.block
         self.shift = knobs.shift
         self.fuse = knobs.fuse and not knobs.shift  # a shifted block needs the last row of the one before
-        self.entropy = reads(select, "entropy")
+        self.entropy, self.gap = reads(select, "entropy"), reads(select, "gap")
 
     # ---- which rows
     def rows(self, request: Request) -> int:
@@ -201,16 +202,18 @@ class _BlockDiffusion:
 
     def _draw(self, wanted: _Wanted, hidden: Hidden) -> _Drawn:
         if not wanted.rows:
-            return _Drawn([], [], [])
+            return _Drawn([], [], [], [])
         logits = self.host.model.head(hidden.x[torch.tensor(wanted.rows, device=hidden.x.device)])
         self.host.counters.head_rows += len(wanted.rows)
         if self.unit > 1 or not self.shift:  # plain decoding has no mask
             logits[:, self.mask] = float("-inf")
-        probs = logits.softmax(-1, dtype=torch.float64)  # before the sampler, which may write into the logits
+        # before the sampler, which may write into the logits
+        probs = logits.softmax(-1, dtype=torch.float64)
+        gap = (-logits.topk(2).values.diff()[:, 0]).tolist() if self.gap else []
         tokens = wanted.draw(self.host.sample(logits, wanted.contexts))
         confidence = probs.gather(1, torch.tensor(tokens, device=probs.device)[:, None])[:, 0].tolist()
         entropy = torch.special.entr(probs).sum(-1).tolist() if self.entropy else []
-        return _Drawn(tokens, confidence, entropy)
+        return _Drawn(tokens, confidence, entropy, gap)
 
     def _outcome(self, span: Span, drawn: _Drawn, mine: slice) -> Outcome:
         canvas: _Canvas | None = span.note
@@ -220,7 +223,8 @@ class _BlockDiffusion:
         cells, holes, tokens = list(canvas.cells), canvas.masked, drawn.tokens[mine]
         odds, confidence = dict(canvas.odds), drawn.confidence[mine]
         share = quota(self.unit, self.steps, canvas.step)
-        for i in self.select(Masked(confidence, drawn.entropy[mine], share, holes)):
+        progress = min(1.0, canvas.step / self.steps)
+        for i in self.select(Masked(confidence, drawn.entropy[mine], share, holes, drawn.gap[mine], progress)):
             cells[holes[i]], odds[holes[i]] = tokens[i], confidence[i]
         request = span.request
         if None in cells:
