@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.methods.decode._selectors import Masked, quota
+from tests import tiny
 
 CONFIDENT = Masked([0.2, 0.95, 0.5, 0.95, 0.91], [1.5, 0.2, 0.9, 0.2, 0.3], 2, [0, 1, 2, 3, 4])
 
@@ -99,7 +101,8 @@ def test_every_selector_makes_progress(
     confidence: list[float], share: int, threshold: float, data: st.DataObject
 ) -> None:
     entropies = data.draw(st.lists(st.floats(0, 8), min_size=len(confidence), max_size=len(confidence)))
-    masked = Masked(confidence, entropies, share, range(len(confidence)))
+    gaps = data.draw(st.lists(st.floats(0, 30), min_size=len(confidence), max_size=len(confidence)))
+    masked = Masked(confidence, entropies, share, range(len(confidence)), gaps, data.draw(st.floats(0, 1)))
     for name in catalog.names("decode.selector"):
         selector = catalog.build("decode.selector", name)
         for select in (selector, *([replace(selector, threshold=threshold)] if name in ("dynamic", "entropy") else [])):
@@ -113,3 +116,29 @@ def test_every_selector_makes_progress(
 def test_wrong_knobs_are_named(text: str) -> None:
     with pytest.raises(UserError, match=text.partition(":")[2].partition("=")[0]):
         catalog.build("decode.selector", text)
+
+
+def test_prophet_finishes_all_once_the_mean_gap_reaches_the_thirds_threshold() -> None:
+    def at(progress: float, *gaps: float) -> list[int]:
+        odds = [0.5, 0.9, 0.7]
+        return chosen("prophet:early=6,middle=4,late=2", Masked(odds, [], 1, [0, 1, 2], gaps, progress))
+
+    assert at(0.0, 6, 6, 6) == [0, 1, 2] and at(0.0, 5, 6, 6) == [1]  # the mean of 5.67 is short of 6
+    assert at(0.34, 1, 1, 10) == [0, 1, 2] and at(0.34, 1, 1, 9) == [1]
+    assert at(0.67, 2, 2, 2) == [0, 1, 2] and at(1.0, 1, 2, 2) == [1]
+    with pytest.raises(UserError, match="middle=9"):
+        chosen("prophet:early=8,middle=9")
+
+
+def test_selectors_are_told_gaps_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a real block: gaps are those of the two best logits, and steps are counted from 0 to the last."""
+    seen: list[Masked] = []
+    prophet = catalog.method("decode.selector", "prophet")
+    monkeypatch.setattr(prophet, "__call__", lambda self, masked: seen.append(masked) or [0])
+    tiny.run(tiny.engine({"decode": "block_diffusion:block=4,selector=prophet"}), tiny.prompts(8), tiny.greedy(4))
+    assert [masked.progress for masked in seen] == [0.0, 0.25, 0.5, 0.75]
+    assert [len(masked.gap) for masked in seen] == [4, 3, 2, 1] and all(gap >= 0 for gap in seen[0].gap)
+    for masked in seen:  # p1 / p2 = e^gap, so a candidate's odds are at least e^gap / (e^gap + V - 1)
+        for odds, gap in zip(masked.confidence, masked.gap):
+            assert odds >= math.exp(gap) / (math.exp(gap) + tiny.VOCAB - 1) - 1e-6
+            assert odds <= math.exp(gap) / (math.exp(gap) + 1) + 1e-6
