@@ -21,9 +21,11 @@ from torch import Tensor
 from phasewise.bench.report import json_lines
 from phasewise.known.corpus import sources
 from phasewise.load import files_of, load_model
-from phasewise.methods.attend.zero_tuning import share
+from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_lse
+from phasewise.step.reference import first_weight
+from phasewise.step.span import Span
 from phasewise.train.artefacts.attend_zero_tuning import logits_of
 
 FROM = 32  # the first row that counts
@@ -36,11 +38,14 @@ class Watch:
         self.drawn: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
         out = []
         for read, (rows, lse) in zip(reads, attend_lse(reads)):
             late = read.q_positions >= FROM
-            self.drawn[read.layer] = self.drawn.get(read.layer, 0) + share(read, lse)[late].sum(0)
+            self.drawn[read.layer] = self.drawn.get(read.layer, 0) + first_weight(read, lse)[late].sum(0)
             self.rows[read.layer] = self.rows.get(read.layer, 0) + int(late.sum())
             out.append(rows)
         return out

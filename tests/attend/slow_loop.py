@@ -11,6 +11,7 @@ from torch import Tensor
 from phasewise.methods.attend.loopserve import LoopServe
 from phasewise.ops import attention as ops
 from phasewise.step.read import Read
+from tests.asking import Asking
 
 
 def greedy(mass: list[list[float]], at: list[int], alpha: float) -> tuple[list[int], list[int]]:
@@ -38,7 +39,7 @@ def greedy(mass: list[list[float]], at: list[int], alpha: float) -> tuple[list[i
     return columns, diagonals
 
 
-class SlowLoop:
+class SlowLoop(Asking):
     """What each row reads is noted in `selected`: (layer, head, position) -> positions."""
 
     def __init__(self, knobs: LoopServe) -> None:

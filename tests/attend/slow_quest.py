@@ -9,9 +9,10 @@ from torch import Tensor
 
 from phasewise.ops import attention as ops
 from phasewise.step.read import Read
+from tests.asking import Asking
 
 
-class SlowQuest:
+class SlowQuest(Asking):
     """What each row selects is appended to `selected`: (layer, head, position) -> positions read."""
 
     def __init__(self, page: int, budget: int, dense_layers: int) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from phasewise.ops import attention as ops
 from phasewise.step.read import Read
+from tests.asking import Asking
 
 
-class Slow:
+class Slow(Asking):
     """What each row reads is noted in `selected`: (layer, head, position) -> positions. A subclass says `always`,
     `choose`, and perhaps `finish`."""
 

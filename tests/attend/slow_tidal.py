@@ -9,9 +9,10 @@ from torch import Tensor
 
 from phasewise.ops import attention as ops
 from phasewise.step.read import Read
+from tests.asking import Asking
 
 
-class SlowTidal:
+class SlowTidal(Asking):
     """Without correction. `picks`: (layer, head, position) -> what the last layer that picks chose for that row; of
     rows that share a position, the last one's."""
 

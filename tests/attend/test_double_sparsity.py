@@ -19,6 +19,7 @@ from phasewise.train.artefacts import Job, names, trainer
 from phasewise.train.artefacts.attend_double_sparsity import heaviness, measure
 from phasewise.verbs.host import Host
 from tests import tiny
+from tests.asking import Asking
 from tests.kv.harness import Walk, cuts
 
 PROMPT, TOKENS = 70, tiny.prompts(130)[0]
@@ -120,7 +121,7 @@ def test_calibration_measures_rotated_rows() -> None:
     rows = tiny.prompts(30, 17)
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    class Watching:
+    class Watching(Asking):
         def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
             for read in reads:
                 seen.setdefault(read.layer, []).append((read.q.clone(), read.part.k.clone()))

@@ -20,6 +20,8 @@ from phasewise.ops.native.spans import Common
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.fused import _commons
+from phasewise.step.plan import SharedPrefix
+from phasewise.step.shared import in_common
 from phasewise.verbs.place import Placed
 from tests import oracle, tiny
 
@@ -52,7 +54,7 @@ def branch(names: str) -> list[Node]:
 
 def found(method: Hydragen, *paths: str) -> list[Common]:
     spans: list[Any] = [SimpleNamespace(kv=SimpleNamespace(nodes=branch(path))) for path in paths]
-    return sorted(method.commons(spans))
+    return sorted(in_common(spans, SharedPrefix(method.sharers, method.rows)))
 
 
 def test_levels_follow_the_tree() -> None:
@@ -117,7 +119,7 @@ def test_whole_steps_share_by_method_and_not_under_a_window() -> None:
     paths: list[Any] = [SimpleNamespace(nodes=branch(path), flat=flat) for path in names]
     one, other = Hydragen(), Hydragen(rows=128)
     spans: list[Any] = [
-        SimpleNamespace(kv=kv, phase=SimpleNamespace(attend=attend), walk=None, rows=rows, sees=sees)
+        SimpleNamespace(kv=kv, plan=attend.plan(None), walk=None, rows=rows, sees=sees)
         for kv, attend, (rows, sees) in zip(
             paths, (one, other, Dense(), other, one, one, one),
             [*[(1, None)] * 4, (64, None), (65, None), (65, torch.ones(65, 65).bool())],

@@ -103,7 +103,7 @@ def test_the_mean_of_values_stands_for_what_is_left_out() -> None:
         for mean in (True, False):
             read = _read(q, k, v)
             method = InstInfer(r=4.0, k=12.0, mean=mean).bind(Host(tiny.model(), None, Counters(), None, None))  # type: ignore[arg-type]
-            (out,) = method([read])
+            (out,) = method.attend([read])
             assert out is not None
             errors.append(float((out - read.attend()).pow(2).sum()))
         worse += errors[1] > errors[0]

@@ -21,6 +21,7 @@ from phasewise.request.counters import Counters
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 from tests import oracle, seeds, tiny
+from tests.asking import Asking
 from tests.kv.harness import Masked, Uneven, Walk, cuts, sliding, walk
 from tests.merged import merged
 
@@ -46,7 +47,7 @@ def sees(block: int, window: int, sinks: int, q: int, k: int) -> bool:
     return j < sinks or i - j < window or i - j in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
-class Slow:
+class Slow(Asking):
     """Every row asks of every row."""
 
     def __init__(self, **knobs: int) -> None:

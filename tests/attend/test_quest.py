@@ -23,6 +23,7 @@ from phasewise.model.model import Model
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 from tests import double, oracle, seeds, tiny
+from tests.asking import Asking
 from tests.attend.slow_quest import SlowQuest
 from tests.kv.harness import Uneven, Walk, cuts, sliding
 
@@ -78,7 +79,7 @@ def test_no_key_scores_above_its_pages_bound(seed: int, page: int, n: int, steps
         torch.testing.assert_close(got, scores, atol=1e-5, rtol=1e-5)
 
 
-class TopK:
+class TopK(Asking):
     """Exact top-k: a row reads itself and the `k - 1` rows with the largest scores over the group."""
 
     def __init__(self, k: int, dense_layers: int) -> None:
@@ -238,8 +239,8 @@ def test_rows_outside_the_choice_are_not_even_decoded() -> None:
     class Watched(Quest):
         whole: list[bool] = []
 
-        def __call__(self, reads: Any) -> list[Tensor]:
-            out = super().__call__(reads)
+        def attend(self, reads: Any) -> list[Tensor | None]:
+            out = super().attend(reads)
             self.whole.extend(read.part._whole is not None for read in reads if read.layer >= KNOBS["dense_layers"])
             return out
 

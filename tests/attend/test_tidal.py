@@ -18,6 +18,7 @@ from phasewise.model.model import Model
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
 from tests import oracle, seeds, tiny
+from tests.asking import Asking
 from tests.attend.slow_tidal import SlowTidal
 from tests.kv.harness import Uneven, Walk, cuts, drafting, sliding
 
@@ -135,12 +136,12 @@ def test_rows_that_were_not_picked_are_not_even_decoded() -> None:
     """The fast path touches the picked rows alone, in whatever form they are stored."""
     whole: list[bool] = []
 
-    class Watched:
+    class Watched(Asking):
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
         def __call__(self, reads: Any) -> Any:
-            out = self.inner(reads)
+            out = self.inner.attend(reads)
             whole.extend(read.part._whole is not None for read in reads if read.layer in (1, 3))
             return out
 

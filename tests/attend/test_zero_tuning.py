@@ -31,10 +31,13 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.inside import Inside
 from phasewise.step.phase import Phase
+from phasewise.step.plan import AttentionPlan
 from phasewise.step.read import Read
+from phasewise.step.reference import attend
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from tests import double, seeds, tiny
+from tests.asking import Asking
 from tests.kv.harness import Uneven, Walk, cuts, sliding
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -43,7 +46,7 @@ OTHER = tiny.prompts(40, seed=9)[0]
 LIFT = torch.tensor([[2.0, 0.0, -1.0, 0.5], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 3.0, 0.0, -2.0]])
 
 
-class Explicit:
+class Explicit(Asking):
     """ln gamma added to the logit of position 0, before a softmax over what is visible."""
 
     def __init__(self, lift: Tensor) -> None:
@@ -110,7 +113,7 @@ def test_weights_are_the_closed_form(n: int, rows: int) -> None:
     for seed in range(5):
         read = read_of(n, rows, seed)
         lift = torch.tensor([[math.log(3.0), math.log(0.2), 0.0, math.log(50.0)]])
-        (got,) = Tuned(lift)([read])
+        (got,) = attend(AttentionPlan(bias=lift), [read])
         assert got is not None
         a = read.attend()  # [R, Hq, D], whose numbers are weights
         first = a[..., :1]
@@ -126,14 +129,26 @@ def test_weights_are_the_closed_form(n: int, rows: int) -> None:
                                        atol=1e-6, rtol=0)  # fmt: skip
 
 
+def tuned(read: Read, gamma: float) -> Tensor | None:
+    (out,) = attend(AttentionPlan(bias=torch.full((1, 4), math.log(gamma))), [read])
+    return out
+
+
 def test_entropy_moves_to_the_side_that_theory_says() -> None:
     """It falls as gamma grows exactly where the first weight is above 1 / (1 + e^H), H being that of the rest."""
     fell = rose = 0
     for seed in range(40):
         read = read_of(11, 1, seed)
         for gamma in (0.05, 0.3, 1.0, 3.0, 40.0):
-            (low,), (high,) = (Tuned(torch.full((1, 4), math.log(g)))([read]) for g in (gamma * 0.98, gamma * 1.02))
-            (here,) = Tuned(torch.full((1, 4), math.log(gamma)))([read]) if gamma != 1 else [read.attend()]
+            (low,), (high,) = (
+                attend(AttentionPlan(bias=torch.full((1, 4), math.log(g))), [read])
+                for g in (gamma * 0.98, gamma * 1.02)
+            )
+            (here,) = (
+                attend(AttentionPlan(bias=torch.full((1, 4), math.log(gamma))), [read])
+                if gamma != 1
+                else [read.attend()]
+            )
             assert low is not None and high is not None and here is not None
             for head in range(4):
                 weights = here[0, head].double()

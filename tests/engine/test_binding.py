@@ -21,7 +21,8 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.options import defaults, parse, spell
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
-from phasewise.step.read import Read, View
+from phasewise.step.plan import AttentionPlan, Custom
+from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
@@ -48,19 +49,14 @@ class _Window:
     observes = 0
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.viewed = inner, 0
+        self.inner = inner
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        assert self.viewed >= len(reads), "what it reads it has looked at before, as the evict method"
-        self.viewed = 0
+    def plan(self, span: Span) -> AttentionPlan:
+        """Of both slots, so it is asked once."""
+        return replace(self.inner.plan(span), keys=Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
         return [read.attend() for read in reads]
-
-    def observe(self, read: Read) -> None:
-        self.viewed += 1
-
-    def view(self, read: Read) -> View | None:
-        view: View | None = self.inner.view(read)
-        return view
 
     def due(self, request: Request) -> bool:
         return bool(self.inner.due(request))

@@ -105,14 +105,14 @@ def test_bytes_read_where_some_heads_see_windows(evict: str) -> None:
     model, prompt = loaded(), 100
     config, text = model.config, tiny.prompts(200)[0]
     engine: Any = tiny.engine({"evict": evict, "schedule": "prefill_first"}, of=model, prefix_cache=False)
-    sight, heads = engine.parts.phases[-1].sight, config.layers * config.kv_heads
+    sight, heads = engine.parts.phases[-1].evict.window, config.layers * config.kv_heads
     narrow, each = sum(map(sum, sight.heads)), 2 * config.head_dim * 2
     request = Request(text[:prompt], tiny.greedy(80))
     engine.add(request)
     while request.n_out < 1:
         engine.step()
     for at in range(prompt, prompt + 79):
-        before, size = engine.counters.kv_bytes_read, sight.sinks + sight.window - 1
+        before, size = engine.counters.kv_bytes_read, sight.rows - 1
         first = max(prompt, size + EVERY)  # so many have left the window when they are first dropped
         held = at if at < first else size + (at - first) % EVERY
         engine.step()

@@ -37,9 +37,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     steps, whole = engine.counters.forwards, sum(each.whole for each in made)
     method, phase = catalog.method(verb, name), engine.parts.phases[-1]
     acts = set(getattr(method, "phases", ("prefill", "decode")))
-    looks = (verb == "evict" and name != DEFAULTS[verb] and phase.sight is None) or (
-        verb == "attend" and not getattr(method, "everything", False) and phase.choice is None and phase.bias is None
-    )
+    looks = (verb == "evict" and name != DEFAULTS[verb] and not hasattr(phase.evict, "window")) or name == "power"
     if hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
         looked = verb == "evict" or "evict" in getattr(method, "slots", ())  # at the prompt: its step is halved
         assert len(made) == 1 and whole == (not looked)  # the prompt alone is native
@@ -117,7 +115,7 @@ def test_who_looks_at_heads_of_unequal_length_halves_the_step(
     """But not where all that is wanted is what the row attends to, which kernels find on their way. Nothing more is
     given up after the prompt, so that no rounding decides which rows stay."""
     if asked:
-        monkeypatch.setattr(Running, "weighs", lambda self, span: None)
+        monkeypatch.setattr(Running, "weigh", lambda self, span: None)
     model, text = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16), tiny.prompts(160)[0]
     stack, made, method = model.stack, passes(monkeypatch), f"h2o:heavy=20.0,recent=20.0,lot=4096,{spread}"
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from phasewise.request.request import Request
+from phasewise.step.plan import AttentionPlan, Record
 from phasewise.step.read import Read, View
+from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.kv.harness import Walk
@@ -77,10 +79,10 @@ class Slow:
 
     observes = 0
 
-    def observe(self, read: Read) -> None:
-        pass
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(record=Record(self.take))
 
-    def view(self, read: Read) -> View | None:
+    def take(self, read: Read) -> View | None:
         heads, length = read.part.size[0], read.span.request.prompt_len
         at = read.q_positions.tolist()
         if read.span.request.prefilling:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.methods.evict._windows import EVERY, Window
+from phasewise.methods.evict._windows import EVERY
 from phasewise.methods.evict.rlkv import RLKV, Cut
 from phasewise.model import artefacts
 from phasewise.model.model import Model
 from phasewise.request.counters import Counters
+from phasewise.step.plan import Window
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
 from tests.kv.harness import Masked, Walk, cuts
@@ -30,7 +31,7 @@ SOME = torch.tensor([[True, False], [False, False], [True, True], [False, True]]
 
 
 def cutting(cut: Tensor = SOME) -> Any:
-    return Cut(cut, Window("rlkv", SINKS, WINDOW))
+    return Cut(cut, Window(SINKS, WINDOW))
 
 
 def started(evict: Any, **more: Any) -> Walk:

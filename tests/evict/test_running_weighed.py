@@ -67,7 +67,7 @@ def test_scores_after_a_token_are_those_by_hand(method: Any, recent: int, seed: 
     flat = SimpleNamespace(places=places.buffer_info()[0])
     span = cast(Span, SimpleNamespace(request=request, trail=None, positions=range(PROMPT, PROMPT + 1), walk=None,
                                       kv=SimpleNamespace(flat=lambda walk: flat)))  # fmt: skip
-    told = runtime.weighs(span)
+    told = runtime.weigh(span)
     assert torch.equal(told.room.gone[:, :, :n].bool(), state == GONE) and told.n == n
     weights = torch.randint(0, 4, (config.layers, config.kv_heads, n + 1)) / 4
     told.room.weights[:, :, : n + 1] = weights

@@ -17,6 +17,7 @@ from phasewise.ops import attention as ops
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
+from tests.asking import Asking
 from tests.kv.harness import Masked, Walk, cuts, sliding, walk
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -107,7 +108,7 @@ def test_a_models_own_window_counts_within_the_cache(window: int, sinks: int, re
         torch.testing.assert_close(got[t], want, **CLOSE)
 
 
-class TwoForms:
+class TwoForms(Asking):
     """Attends as the library does, and checks it against the two forms that the method is described by."""
 
     def __init__(self, model: Model, sinks: int, window: int) -> None:
@@ -188,7 +189,7 @@ def test_steps_without_eviction_build_no_mask() -> None:
     """The plain single row stays free of masks while everything is in sight."""
     seen: list[Any] = []
 
-    class Look:
+    class Look(Asking):
         def __call__(self, reads: list[Read]) -> list[torch.Tensor]:
             seen.extend((read.view, read.mask()) for read in reads)
             return [read.attend() for read in reads]

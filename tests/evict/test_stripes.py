@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phasewise.kv.unequal import Narrow
-from phasewise.methods.evict._stripes import Stripes
-from phasewise.methods.evict._windows import EVERY, Window
-from phasewise.ops.native.stack import StackSpan
+from phasewise.methods.evict._windows import EVERY, Dropping
 from phasewise.request.request import Request
-from phasewise.step.sight import Sight
+from phasewise.step.lower import seen_slots
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
 from tests import tiny
 from tests.kv.harness import Walk, cuts
@@ -30,40 +29,25 @@ class Striped:
     observes = 0
 
     def __init__(self, window: Window) -> None:
-        self.window, self.due = window, window.due
+        self.dropping = Dropping("test", window)
+        self.due = self.dropping.due
 
-    def looks(self, span: Span) -> bool:
-        return False
-
-    def observe(self, read: Any) -> None:
-        """Needs no scores."""
-
-    def view(self, read: Any) -> None:
+    def plan(self, span: Span) -> AttentionPlan:
         """Of no matter: nobody asks for logits."""
+        return EVERYTHING
 
     def keep(self, request: Request, layer: int) -> torch.Tensor | None:
-        return self.window.keep(request, layer) if NARROW[layer][0] else None
+        return self.dropping.keep(request, layer) if NARROW[layer][0] else None
 
     def places(self, layer: int, shape: Any) -> int:
         return int(NARROW[layer][0])
 
 
-def told(one: Walk, sight: Stripes, rows: int, monkeypatch: pytest.MonkeyPatch) -> Narrow | None:
+def told(one: Walk, window: Window, rows: int) -> Narrow | None:
     """What native steps are told of the next rows."""
-    found: list[Narrow] = []
-
-    def over(self: Sight, narrow: Narrow, span: Span, flat: Any, whole: StackSpan) -> StackSpan:
-        found.append(narrow)
-        return whole
-
-    monkeypatch.setattr(Sight, "over", over)
     at, flat = one.request.computed, one.kv.flat(None)
     assert flat is not None
-    span = Span(one.request, one.kv, one.phase, [0] * rows, range(at, at + rows))
-    whole = StackSpan(flat.n + rows, rows, None, 0, seats=array("q"))
-    answer = sight.natively(span, flat, whole)
-    assert (answer is not None) == bool(found)
-    return found[0] if found else None
+    return seen_slots(window, Span(one.request, one.kv, one.phase, [0] * rows, range(at, at + rows)), flat)
 
 
 def shown(narrow: Narrow, held: list[int], at: int, row: int) -> set[int]:
@@ -80,25 +64,24 @@ def shown(narrow: Narrow, held: list[int], at: int, row: int) -> set[int]:
 def test_they_show_what_the_mask_shows(
     sinks: int, window: int, stride: int, block: int, sizes: list[int], rows: int
 ) -> None:
-    of, text = Window("test", sinks, window, stride, block), tiny.prompts(170, seed=3)[0]
-    sight, one = Stripes(of, NARROW), Walk(MODEL, text, evict=Striped(of))
-    with pytest.MonkeyPatch.context() as patch:
-        for piece in cuts(text, sizes):
-            one.feed(piece)
-            at = one.request.computed
-            for many in {1, rows}:
-                narrow = told(one, sight, many, patch)
-                assert narrow is not None or many > 1, "a single row is always told"
-                for row in range(many if narrow is not None else 0):
-                    held = one.positions(0)
-                    want = {p for p in range(at + row + 1) if bool(of.seen(torch.tensor(at + row), torch.tensor(p)))}
-                    assert shown(narrow, held, at, row) == want and one.positions(2) == held  # type: ignore[arg-type]
+    of, text = Window(sinks, window, stride, block, heads=NARROW), tiny.prompts(170, seed=3)[0]
+    one = Walk(MODEL, text, evict=Striped(of))
+    for piece in cuts(text, sizes):
+        one.feed(piece)
+        at = one.request.computed
+        for many in {1, rows}:
+            narrow = told(one, of, many)
+            assert narrow is not None or many > 1, "a single row is always told"
+            for row in range(many if narrow is not None else 0):
+                held = one.positions(0)
+                want = {p for p in range(at + row + 1) if bool(of.seen(torch.tensor(at + row), torch.tensor(p)))}
+                assert shown(narrow, held, at, row) == want and one.positions(2) == held  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("stride", "block"), [(3, 16), (4, 1)])
 def test_few_rows_wait(stride: int, block: int) -> None:
     """Rows are dropped in lots, but for those that one which stays has followed."""
-    of, text = Window("test", 4, 20, stride, block), tiny.prompts(300, seed=4)[0]
+    of, text = Window(4, 20, stride, block), tiny.prompts(300, seed=4)[0]
     one, lots = Walk(MODEL, text, evict=Striped(of)), 0
     for token in text:
         before = one.kv.layers[0].n
@@ -113,19 +96,19 @@ def test_few_rows_wait(stride: int, block: int) -> None:
     assert lots <= runs * (1 + (stride - 1) * block / EVERY) + 1
 
 
-def test_rows_that_lie_otherwise_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_lie_otherwise_are_not_told() -> None:
     """Layers that gave up different rows, and rows in front of a hole that the window does not explain."""
-    of, text = Window("test", 2, 10, 2, 8), tiny.prompts(60, seed=5)[0]
+    of, text = Window(2, 10, 2, 8, heads=NARROW), tiny.prompts(60, seed=5)[0]
 
     def fed() -> Walk:
         one = Walk(MODEL, text, evict=Striped(of))
         one.feed(text)
         return one
 
-    assert told(fed(), Stripes(of, NARROW), 1, monkeypatch) is not None
-    assert told(fed(), Stripes(of, ((True, True),) * 3), 1, monkeypatch) is None, "layer 1 holds everything"
+    assert told(fed(), of, 1) is not None
+    assert told(fed(), replace(of, heads=((True, True),) * 3), 1) is None, "layer 1 holds everything"
     one = fed()
     near = torch.arange(one.kv.layers[0].n - 1)
     for layer in (0, 2):
         one.kv.keep(layer, near)
-    assert told(one, Stripes(of, NARROW), 1, monkeypatch) is None, "the last row is missing"
+    assert told(one, of, 1) is None, "the last row is missing"

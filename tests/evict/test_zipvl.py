@@ -19,6 +19,7 @@ from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
+from tests.asking import Asking
 from tests.kv.harness import Walk, cuts, mixed, sliding
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -29,7 +30,7 @@ def zipped(model: Model | None = None, **knobs: Any) -> Zipped:
     return ZipVL(**(KNOBS | knobs)).bind(Host(model or tiny.model(), None, None, None, None))  # type: ignore[arg-type]
 
 
-class Slow:
+class Slow(Asking):
     """The method in Python: whole attention matrices, tokens chosen one by one, attention masked to them.
 
     `chosen`: by layer, filled in as the prompt runs.

@@ -32,6 +32,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Record
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span, ancestors, depths
 from phasewise.verbs.draft import Draft
@@ -143,7 +144,10 @@ class Recorder:
         self.rows = rows
         self.seen: dict[int, Tensor] = {}
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
         for read in reads:
             logits = ops.scores(read.q, read.part.k, read.scale).flatten(0, 1)  # [hq, R, N]
             mask = read.part.positions[:, None] <= read.q_positions[:, None]  # [1, R, N]
@@ -164,8 +168,8 @@ class Masked:
     def __init__(self, sees: Callable[[int, int, int, int], bool]) -> None:
         self.sees = sees
 
-    def observe(self, read: Read) -> None:
-        pass
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(record=Record(self.view))
 
     def view(self, read: Read) -> View:
         heads = read.part.size[0]
@@ -188,11 +192,8 @@ class Uneven:
     def __init__(self, stay: Sequence[Sequence[Sequence[int]]]) -> None:
         self.stay = stay
 
-    def observe(self, read: Any) -> None:
-        pass
-
-    def view(self, read: Any) -> None:
-        return None
+    def plan(self, span: Span) -> AttentionPlan:
+        return EVERYTHING
 
     def due(self, request: Request) -> bool:
         return not request.prefilling and "uneven" not in request.state

@@ -11,12 +11,13 @@ from torch import Tensor
 from phasewise.kv.blocks import SIDES, Blocks
 from phasewise.kv.buffer import KVShape
 from phasewise.step.read import Read
+from tests.asking import Asking
 
 Rounder = Callable[[int, Tensor], Tensor]
 """(side, rows [block, D] of one head) -> what they come back as."""
 
 
-class Slowly:
+class Slowly(Asking):
     """attend, over rows kept as they are: what a row past the prompt reads is rounded block by block and head by head,
     as far as `cuts` say for the rows that it sees."""
 

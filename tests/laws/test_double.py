@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from phasewise.engine.engine import Engine
-from phasewise.methods.attend.hydragen import Hydragen
 from phasewise.methods.sample.standard import Standard
 from phasewise.request.request import Request
+from phasewise.step import shared
 from phasewise.verbs.sample import Context, Dist, Sample
 from tests import double, tiny
 from tests.laws.compare import build
@@ -104,16 +104,16 @@ def test_three_levels_read_once_for_all_give_the_logits_of_reading_alone(monkeyp
     tails = tiny.prompts(5, 17, 3, 8, 20, seed=1)
     sharing = [text, text[:96], *([*text[:at], *tail] for at, tail in zip((96, 96, 64, 64, 32), tails))]
     dense, want, _ = run({}, sharing)
-    deepest, found = [-1], Hydragen.commons
+    deepest, found = [-1], shared.in_common
 
-    def commons(self: Hydragen, spans: Any) -> Any:
-        made = found(self, spans)
+    def commons(spans: Any, how: Any) -> Any:
+        made = found(spans, how)
         deepest[0] = max([deepest[0], *(common.level for common in made)])
         return made
 
-    monkeypatch.setattr(Hydragen, "commons", commons)
-    shared, got, _ = run({"attend": "hydragen:rows=32"}, sharing)
-    assert deepest[0] == 2 and shared.counters.kv_bytes_read < dense.counters.kv_bytes_read
+    monkeypatch.setattr("phasewise.step.reference.in_common", commons)
+    party, got, _ = run({"attend": "hydragen:rows=32"}, sharing)
+    assert deepest[0] == 2 and party.counters.kv_bytes_read < dense.counters.kv_bytes_read
     same(got, want)
 
 

@@ -14,6 +14,7 @@ from phasewise.recipes import ENGINE_WIDE
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Phase
+from phasewise.step.plan import AttentionPlan
 from tests import tiny
 from tests.engine.engines import Faulty, step_all
 from tests.laws import axes
@@ -219,11 +220,15 @@ def test_a_phase_is_found_by_its_own_predicate() -> None:
     seen: dict[str, list[int]] = {}
 
     def watched(name: str, phase: Phase, holds: Any) -> Phase:
-        def attend(reads: Any) -> Any:
-            seen.setdefault(name, []).append(reads[0].span.request.n_out)
-            return phase.attend(reads)
+        class Attend:
+            everything = True
 
-        return Phase(name, phase.decode, attend, phase.evict, phase.skip, holds)
+            @staticmethod
+            def plan(span: Any) -> AttentionPlan:
+                seen.setdefault(name, []).append(span.request.n_out)
+                return phase.attend.plan(span)
+
+        return Phase(name, phase.decode, Attend(), phase.evict, phase.skip, holds)
 
     runtime.phases = [
         watched("prompt", first, first.holds),

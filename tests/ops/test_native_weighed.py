@@ -17,6 +17,7 @@ from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.ops.native.weighed import Doubt, Weighed, Weighs
 from phasewise.step.phase import Phase
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import Shaped, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
@@ -39,10 +40,12 @@ class Watches:
 
     def __init__(self, model: Model, gone: Tensor, natively: bool, doubt: Doubt | None = None) -> None:
         self.gone, self.got = gone, list[Tensor]()  # bool [layers, h, n]; [layers, H, n + 1] of each row
-        self.layers, self.looks = list[Tensor](), cast(Callable[[Span], bool], lambda span: True)
+        self.layers, self.acts = list[Tensor](), cast(Callable[[Span], bool], lambda span: True)
         self.heads, self.doubt = (model.config.kv_heads, model.config.heads), doubt
-        if natively:
-            self.weighs = self._weighs
+        self.record = Record(self.view, self._weighs if natively else None)
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(record=self.record) if self.acts(span) else EVERYTHING
 
     def _weighs(self, span: Span) -> Weighs:
         n = span.kv.layers[0].n
@@ -62,9 +65,6 @@ class Watches:
     def _now(self, n: int) -> Tensor:
         more = n - self.gone.shape[2]
         return torch.nn.functional.pad(self.gone, (0, more))
-
-    def observe(self, read: Read) -> None:
-        pass
 
     def view(self, read: Read) -> View:
         sees = ~torch.nn.functional.pad(self._now(read.part.n)[read.layer], (0, 1))
@@ -172,9 +172,7 @@ def test_rows_and_weights_depend_on_no_mates(codec: str) -> None:
     hidden, results = gone(model, 90, model.config.kv_heads), []
     for runner, rows in zip(runners, ({1: [7], 0: [5]}, {0: [5]}, {1: [7]}), strict=True):
         watches = runner.evict = Watches(model, hidden, True)
-        watches.looks = lambda span: span.positions[0] == 90
-        weighs: Callable[[Span], Any] = watches._weighs
-        watches.weighs = lambda span, weighs=weighs, looks=watches.looks: weighs(span) if looks(span) else None
+        watches.acts = lambda span: span.positions[0] == 90
         results.append((runner.step(rows), watches.got))
     (both, (weights,)), (one, (same,)), (other, none) = results
     assert torch.equal(both[0], one[0]) and torch.equal(weights, same)
@@ -188,10 +186,11 @@ class Unequal:
 
     def __init__(self, model: Model, gone: list[list[Tensor]], natively: bool, doubt: Doubt | None = None) -> None:
         self.gone, self.natively, self.doubt = gone, natively, doubt
-        self.heads, self.looks = (model.config.kv_heads, model.config.heads), cast(Any, lambda span: True)
+        self.heads = (model.config.kv_heads, model.config.heads)
         self.rows, self.got = 0, list[list[Tensor]]()  # of each row, layer by layer and head by head
-        if natively:
-            self.weighs = self._weighs
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(record=Record(self.view, self._weighs if self.natively else None))
 
     def _weighs(self, span: Span) -> Weighs:
         counts = [len(own) + self.rows for layer in self.gone for own in layer]
@@ -210,9 +209,6 @@ class Unequal:
             self.rows += 1
 
         return Weighs(room, n, told, self.doubt)
-
-    def observe(self, read: Read) -> None:
-        pass
 
     def view(self, read: Read) -> View:
         heads = list(range(read.part.size[0])) if read.part.heads is None else read.part.heads.tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -17,9 +16,11 @@ from phasewise.model.thinned import Route, Thinned
 from phasewise.ops import native
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
-from phasewise.speculation import tails
 from phasewise.speculation.companion import Growth
 from phasewise.speculation.tails import Tails
+from phasewise.step import reference
+from phasewise.step.plan import AttentionPlan
+from phasewise.step.reference import attend
 from phasewise.verbs.draft import Draft
 from tests import oracle, tiny
 from tests.engine.engines import Boom, step_all
@@ -111,16 +112,15 @@ def break_after(monkeypatch: pytest.MonkeyPatch, calls: int, layer: int = 2) -> 
     """Rows of tails raise for the request "bad" in this layer, from some pass on."""
     left = [calls]
 
-    def broken(self: Any, reads: list[Any], its: Any) -> list[Any]:
-        if reads[0].layer == layer and any(read.span.request.id == "bad" for read in reads):
+    def broken(plan: AttentionPlan, reads: list[Any]) -> Any:
+        tail = any(read.span.request.id == "bad" and read.span.phase.decode is None for read in reads)
+        if reads[0].layer == layer and tail:
             left[0] -= 1
             if left[0] < 0:
                 raise Boom("in a tail")
-        answers: list[Any] = its(self, reads)
-        return answers
+        return attend(plan, reads)
 
-    for attend in (tails._Everything, tails._Before):
-        monkeypatch.setattr(attend, "__call__", partialmethod(broken, its=attend.__call__))
+    monkeypatch.setattr(reference, "attend", broken)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 8])

@@ -14,12 +14,13 @@ from phasewise.ops import native
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_lse
 from tests import tiny
+from tests.asking import Asking
 from tests.kv.harness import Walk
 
 TOKENS = tiny.prompts(130)[0]
 
 
-class Checked:
+class Checked(Asking):
     """Dense attention by `attend_lse`, each time held against the plain twin; all that came out is kept."""
 
     def __init__(self, close: float) -> None:

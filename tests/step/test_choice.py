@@ -14,6 +14,7 @@ from phasewise.ops import native
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Pages
 from phasewise.step.choice import PageChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -31,8 +32,10 @@ CHOICE = PageChoice(page=5, most=23, dense_layers=2, by="means")
 class Asked:
     """Single rows read the pages whose means score best; every layer has to ask."""
 
-    def looks(self, span: Span) -> bool:
-        return CHOICE.acts(span)
+    choice: PageChoice | None = None
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self, self.choice)) if span.last >= CHOICE.most else EVERYTHING
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return [None if read.layer < CHOICE.dense_layers else self.one(read) for read in reads]

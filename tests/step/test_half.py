@@ -23,6 +23,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Hidden, Phase
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Record
 from phasewise.step.read import Read, View
 from phasewise.step.reads import attend_all
 from phasewise.step.span import Span, ancestors, depths
@@ -40,24 +41,27 @@ class Reads:
     def __init__(self) -> None:
         self.seen: list[tuple[int, Tensor]] = []
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         self.seen += [(read.layer, read.q.clone()) for read in reads]
         return [*attend_all(reads)]
 
 
 class Declines(Reads):
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return [None] * len(reads)
 
 
 class Sometimes(Reads):
     """Looks at spans of one row, and answers in odd layers."""
 
-    def looks(self, span: Span) -> bool:
-        return span.rows == 1
+    def plan(self, span: Span) -> AttentionPlan:
+        return super().plan(span) if span.rows == 1 else EVERYTHING
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return super().__call__(reads) if reads[0].layer % 2 else [None] * len(reads)
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
+        return super().attend(reads) if reads[0].layer % 2 else [None] * len(reads)
 
 
 class Observes:
@@ -69,10 +73,11 @@ class Observes:
         self.seen: list[tuple[int, Tensor]] = []
         self.hides = hides
 
-    def observe(self, read: Read) -> None:
-        self.seen.append((read.layer, read.q.clone()))
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(record=Record(self.take))
 
-    def view(self, read: Read) -> View | None:
+    def take(self, read: Read) -> View | None:
+        self.seen.append((read.layer, read.q.clone()))
         rows, slots = read.q.shape[0], read.part.size[1]
         return View(torch.ones(1, rows, slots, dtype=torch.bool)) if self.hides and rows == 1 else None
 

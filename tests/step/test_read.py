@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phasewise.methods.attend.dense import Dense
 from phasewise.methods.attend.quest import Quest
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.model.model import Model
 from phasewise.step.read import Read
+from phasewise.step.reads import attend_all
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 from tests import tiny
+from tests.asking import Asking
 from tests.kv.harness import Masked, Walk, cuts, mixed, sliding
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -102,7 +103,7 @@ def test_rows_of_a_prompt_that_leave_a_layer_out_need_no_mask(
         assert (got - want).abs().max() < 0.2 * want.abs().max()
 
 
-class Look:
+class Look(Asking):
     """Dense attention that keeps its reads."""
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class Look:
 
     def __call__(self, reads: list[Read]) -> list[Tensor]:
         self.reads.extend((read.part.plain, read.mask()) for read in reads)
-        return Dense()(reads)
+        return attend_all(reads)
 
 
 def masks(model: Model, prompt: list[int], tokens: list[int], parents: list[int] | None = None) -> list[Tensor | None]:
@@ -150,7 +151,7 @@ def test_masks_are_positions_and_structure(prompt: int, rows: int, window: int, 
                 assert (want == [True] * len(want)) if mask is None else mask[0, r].tolist() == want
 
 
-class Chosen:
+class Chosen(Asking):
     """Attends to a random choice of entries, by mask and by rows, and to the same by hand."""
 
     def __init__(self, share: float) -> None:

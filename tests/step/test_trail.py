@@ -16,6 +16,7 @@ from phasewise.model.model import Model
 from phasewise.ops import attention as ops
 from phasewise.ops import native
 from phasewise.request.request import Request
+from phasewise.step.plan import AttentionPlan, Record
 from phasewise.step.probe import logits, probe, received
 from phasewise.step.read import FEW, Read
 from phasewise.step.span import Span
@@ -36,11 +37,8 @@ class Watching:
         self.look, self.trail = look, Trail("watching")
         self.stayed = self.trail.stayed
 
-    def observe(self, read: Read) -> None:
-        self.look(read)
-
-    def view(self, read: Read) -> None:
-        return None
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(record=Record(self.look))
 
     def due(self, request: Request) -> bool:
         return False

@@ -24,6 +24,7 @@ from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
 from tests import double, oracle, tiny
+from tests.asking import Asking
 from tests.kv.harness import Recorder, Walk, cuts, sliding
 
 GAP, HIGH, LOW, UPPER = 8, 4, 2, 4
@@ -169,7 +170,7 @@ def test_probes_are_drawn_once_each_and_depend_on_the_request_alone() -> None:
 
 
 # ---- what rows read, number by number
-class Slow:
+class Slow(Asking):
     """attend, over rows kept as they are, decoded row by row: attention matrices, classes and levels in Python."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from phasewise.cli.app import main
-from phasewise.methods.evict._windows import Window
 from phasewise.methods.evict.rlkv import RLKV, Cut
 from phasewise.model.model import Model
+from phasewise.step.plan import Window
 from phasewise.train import dense
 from phasewise.train.artefacts import Job, evict_rlkv
 from phasewise.train.artefacts.evict_rlkv import Asked, Gates, Policy, Questions, lead, nearby, policy_loss, reward
@@ -29,7 +29,7 @@ from tests.kv.harness import Walk
 from tests.train import test_twin as twins
 from tests.train import tiny
 
-NEAR = Window("rlkv", 2, 6)
+NEAR = Window(2, 6)
 STAGE = Stage(1.0, 200, 700, code=0.0, long=1.0, copies=0.0)
 
 
@@ -146,7 +146,7 @@ def test_questions_are_a_function_of_the_step_and_longer_than_the_window() -> No
     made = Questions(tiny.mixture(), NEAR)
     one, again, other = made.step(3, STAGE), Questions(tiny.mixture(), NEAR).step(3, STAGE), made.step(4, STAGE)
     assert torch.equal(one.questions.prompts.ids, again.questions.prompts.ids) and one.seed == again.seed != other.seed
-    assert int(one.questions.real.sum(1).min()) > NEAR.sinks + NEAR.window
+    assert int(one.questions.real.sum(1).min()) > NEAR.rows
     assert one.questions.replies.ids.shape[1] < evict_rlkv.LONGEST and len(one.questions.real) > 1
 
 

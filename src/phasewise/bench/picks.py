@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from phasewise.model.model import Model
+from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_all
+from phasewise.step.span import Span
 from phasewise.train.artefacts.attend_zero_tuning import logits_of
 
 
@@ -22,7 +24,10 @@ class Recorder:
         self.k, self.rows = k, rows
         self.picked: dict[int, list[Tensor]] = {}
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
         for read in reads:
             self.picked.setdefault(read.layer, []).append(self._picks(read))
         return attend_all(reads)

@@ -103,7 +103,7 @@ def _hinders(phase: Phase, own: bool) -> tuple[str, str] | None:
         return "skip", "lets single rows pass layers by"
     if phase.evict is not None and not own:
         return "evict", "gives single rows up"
-    if not getattr(phase.attend, "everything", False) or hasattr(phase.attend, "commons"):
+    if not getattr(phase.attend, "everything", False) or getattr(phase.attend, "shares_reads", False):
         return "attend", "chooses among rows, or reads those of several requests at once, whose form changes"
     return None
 

@@ -28,8 +28,9 @@ from phasewise.methods.store._approximated import Approximated
 from phasewise.methods.store._grouped import Grouped
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
+from phasewise.step.plan import EVERYTHING, AttentionPlan
 from phasewise.step.probe import Shaped
-from phasewise.step.read import Read, View
+from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, headroom
@@ -119,11 +120,8 @@ class _RandomRows:
     def __init__(self, knobs: RandomRows, layers: int) -> None:
         self.knobs, self.layers = knobs, layers
 
-    def observe(self, read: Read) -> None:
-        """Looks at nothing."""
-
-    def view(self, read: Read) -> View | None:
-        return None
+    def plan(self, span: Span) -> AttentionPlan:
+        return EVERYTHING
 
     def due(self, request: Request) -> bool:
         return not request.prefilling and "random_rows" not in request.state

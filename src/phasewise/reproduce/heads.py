@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from phasewise.methods.evict._windows import Window
 from phasewise.methods.evict.rlkv import RLKV, Cut
 from phasewise.reproduce.controls import Control, drawn
+from phasewise.step.plan import Window
 from phasewise.verbs.host import Host
 
 
@@ -28,4 +28,4 @@ class OtherHeads(Control):
         else:
             gates = -host.artefact(self.of.artefact(config), self.of.weights)["gates"]
         cut = self.of.cut(gates).to(host.model.device)
-        return Cut(cut, Window("rlkv", self.of.sinks, self.of.window)) if bool(cut.any()) else None
+        return Cut(cut, Window(self.of.sinks, self.of.window)) if bool(cut.any()) else None

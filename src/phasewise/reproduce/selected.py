@@ -16,7 +16,7 @@ from phasewise.methods.attend.tidal import Picker, Tidal
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.ops.native.choice import Rest
 from phasewise.reproduce.controls import Control, drawn
-from phasewise.step.choice import furthest
+from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -31,7 +31,10 @@ class RandomPages(Control):
     dense_layers: int
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
         return [self._one(read) for read in reads]
 
     def _one(self, read: Read) -> Tensor:
@@ -80,7 +83,7 @@ class RandomPicks(Control):
 class _RandomPicks(Picker):
     def __init__(self, knobs: Tidal, choosing: tuple[int, ...]) -> None:
         super().__init__(knobs, choosing)
-        self.choice = None  # kernels draw nothing
+        self._plan = AttentionPlan(Custom(self.attend))  # kernels draw nothing
 
     def weights(self, read: Read) -> Tensor:
         heads, n = read.part.size
@@ -99,7 +102,10 @@ class RandomTokens(Control):
     dense_layers: int
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
         return [self._one(read) for read in reads]
 
     def _one(self, read: Read) -> Tensor:
@@ -129,10 +135,7 @@ class RandomKept(Control):
 class _RandomKept(_InstInfer):
     def __init__(self, knobs: InstInfer, host: Host) -> None:
         super().__init__(knobs, host)
-        self.choice = None  # type: ignore[assignment]  # kernels draw nothing
-
-    def looks(self, span: Span) -> bool:
-        return share(self.knobs.k, furthest(span) + 1) <= furthest(span)
+        self._plan = AttentionPlan(Custom(self.attend))  # kernels draw nothing
 
     def _ranked(self, read: Read, votes: Tensor) -> Tensor:
         return torch.rand(votes.shape, generator=drawn(read.span.request.prompt_len, read.part.n, read.layer))
@@ -157,6 +160,6 @@ class RandomBlocks(InfLLM):
         """Kernels draw nothing."""
 
     def _votes(self, read: Read, means: Tensor) -> Tensor:
-        heads, blocks = len(means), furthest(read.span) // self.block + 1
+        heads, blocks = len(means), read.span.last // self.block + 1
         rows = [torch.rand(heads, blocks, generator=drawn(read.layer, at)) for at in read.q_positions.tolist()]
         return torch.stack(rows, 1)

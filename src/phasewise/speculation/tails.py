@@ -13,6 +13,7 @@ from phasewise.speculation.companion import Growth
 from phasewise.speculation.grown import Grown
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 
@@ -122,15 +123,19 @@ class _Everything:
 
     everything = True
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return [None] * len(reads)
+    def plan(self, span: Span) -> AttentionPlan:
+        return EVERYTHING
 
 
 class _Before:
     """Rows of a replay, whose span's note is where it starts, read nothing of what is there from that position on but
     each other."""
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    @staticmethod
+    def attend(reads: Sequence[Read]) -> list[Tensor]:
         return [read.attend(_before(read, read.span.note)) for read in reads]
 
 

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 class Choice(Protocol):
     """What a whole step has to know of rows that choose."""
 
-    def acts(self, span: Span) -> bool:
-        """Whether a row of the span may read less than it sees."""
-        ...
-
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
         """`whole`, one `simple` row that reads everything, as it is with this choice; None where a native step does not
         make it."""
@@ -40,12 +36,6 @@ def simple(span: Span, flat: ContiguousView, whole: StackSpan) -> bool:
     """Whether it is one row that sees all before it, none missing, in slots of their positions."""
     plain = span.rows == 1 and whole.sees is None and flat.unequal is None
     return plain and not flat.gaps and flat.n == span.positions[0]
-
-
-def furthest(span: Span) -> int:
-    """The largest position of its rows."""
-    positions = span.positions
-    return positions[-1] if isinstance(positions, range) else max(positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +52,6 @@ class PageChoice:
     most: int
     dense_layers: int
     by: By = "bounds"
-
-    def acts(self, span: Span) -> bool:
-        return furthest(span) >= self.most
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
         """None where the budget has no room for page keys."""
@@ -115,7 +102,7 @@ class VectorChoice:
     told: Callable[[int], None] | None = None
 
     def acts(self, span: Span) -> bool:
-        return furthest(span) + 1 >= self.least
+        return span.last + 1 >= self.least
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
         """None where the budget has no room for vectors, or some layers know more than others."""

@@ -1,4 +1,4 @@
-"""One pass of a model over the ragged rows of many spans; every span meets its own phase's methods."""
+"""One pass of a model over the ragged rows of many spans; every span's rows read what its own plan says."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torch import Tensor
 
 from phasewise.kv.buffer import entry_bytes
 from phasewise.model.lowrank import Delta, Deltas
-from phasewise.ops.native.stack import StackSpan
 from phasewise.request.counters import Counters
+from phasewise.step import reference
 from phasewise.step.batch import Batch
 from phasewise.step.forms import Group, groups, parts
-from phasewise.step.fused import NativeStep, Scratch, natively
+from phasewise.step.fused import NativeStep, Scratch
 from phasewise.step.inside import Inside
 from phasewise.step.late import Late
-from phasewise.step.phase import Hidden, Phase
+from phasewise.step.lower import Lowered, lower_all
+from phasewise.step.phase import Hidden
+from phasewise.step.plan import AttentionPlan
 from phasewise.step.read import Read
 from phasewise.step.reads import answered, put, queries_of
 from phasewise.step.span import Span
@@ -52,10 +54,9 @@ class Step:
 
     def _use(self, entries: list[_Entry], rotary: Any) -> None:
         self.rotary = rotary
-        groups: dict[tuple[int, int], tuple[Phase, list[_Entry]]] = {}  # phases that read alike read together
+        groups: dict[int, tuple[AttentionPlan, list[_Entry]]] = {}  # spans of one plan are read together
         for entry in entries:
-            phase = entry.span.phase
-            groups.setdefault((id(phase.attend), id(phase.evict)), (phase, []))[1].append(entry)
+            groups.setdefault(id(entry.span.plan), (entry.span.plan, []))[1].append(entry)
         self._groups = list(groups.values())
         tuned = [entry for entry in entries if entry.span.phase.delta is not None]
         self.deltas = self._deltas(tuned, whole=len(tuned) == len(entries)) if tuned else None
@@ -73,11 +74,11 @@ class Step:
 
     # ---- what the model's layers call
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]; every span's rows go through its phase's attend method."""
+        """q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]; every span's rows read what its plan says."""
         out = torch.empty_like(q)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
         form, width = None, 0  # of the last entry's rows: their codec, and the bytes of one
-        for phase, entries in self._groups:
+        for plan, entries in self._groups:
             reads: list[Read] = []
             for entry in entries:
                 cache = entry.span.kv.layers[layer]
@@ -86,11 +87,9 @@ class Step:
                 self.counters.kv_bytes_written += (entry.at.stop - entry.at.start) * width
                 cache.append(k[:, entry.at], v[:, entry.at], entry.positions, entry.ids)
                 reads.extend(self._reads(layer, entry, q[entry.at]))
-            if phase.evict is not None:
-                for read in reads:
-                    phase.evict.observe(read)
-                    read.view = phase.evict.view(read)
-            for read, result in zip(reads, answered(reads, phase.attend(reads))):
+            for read in reads:
+                reference.look(read.span.plan, read)
+            for read, result in zip(reads, answered(reads, reference.attend(plan, reads))):
                 put(out, read, result, k.shape[0])
         return out
 
@@ -225,16 +224,17 @@ def forward(
             if span.request.prefilling:
                 counters.prompt_rows += span.rows
     batch, room, taps = Batch(spans, model.device), room or Scratch(), taps or set()
-    parts = natively(model, spans)
-    fit = [part for part in parts if part is not None]
-    if len(fit) == len(parts):
+    found = lower_all(model, spans)
+    fit = [each for each in found if isinstance(each, Lowered)]
+    if len(fit) == len(found):
         return NativeStep(model, counters, room, taps).run(batch, fit)
     if fit:
-        return _apart(batch, fit, [part is None for part in parts], NativeStep(model, counters, room, taps))
+        opened = [not isinstance(each, Lowered) for each in found]
+        return _apart(batch, fit, opened, NativeStep(model, counters, room, taps))
     return Step(model, batch, counters, taps).run()
 
 
-def _apart(batch: Batch, parts: Sequence[StackSpan], opened: Sequence[bool], step: NativeStep) -> Hidden:
+def _apart(batch: Batch, lowered: Sequence[Lowered], opened: Sequence[bool], step: NativeStep) -> Hidden:
     """Spans of the open path beside native ones. In 16 bits the two ways round differently, and which way a request
     goes must not depend on its mates: so each goes its own, which takes a second forward."""
     model, counters = step.model, step.counters
@@ -243,7 +243,7 @@ def _apart(batch: Batch, parts: Sequence[StackSpan], opened: Sequence[bool], ste
     places: dict[int, tuple[int, slice]] = {}
     for way, spans in enumerate(groups):
         own = Batch(spans, model.device)
-        results.append(step.run(own, parts) if way == 0 else Step(model, own, counters, step.taps).run())
+        results.append(step.run(own, lowered) if way == 0 else Step(model, own, counters, step.taps).run())
         places |= {id(span): (way, span.slice) for span in spans}
     counters.forwards += 1
     start = 0

@@ -1,7 +1,7 @@
-"""Native steps in halves of layers: methods look between a layer's queries and its attention.
+"""Native steps in halves of layers: plans that kernels do not take are executed between queries and attention.
 
-All rows of a step go through the halves together, so weights are read once; who looks at nothing has the attention that
-a whole step would give it, bit for bit.
+All rows of a step go through the halves together, so weights are read once; the other spans have the attention that a
+whole step would give them, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from phasewise.ops.native.stack import Halves
+from phasewise.step import reference
 from phasewise.step.inside import Inside
-from phasewise.step.phase import Phase
+from phasewise.step.plan import AttentionPlan
 from phasewise.step.read import Read
 from phasewise.step.reads import answered, put, queries_of
 
@@ -23,22 +24,23 @@ if TYPE_CHECKING:
     from phasewise.step.batch import Batch
     from phasewise.step.span import Span
 
-Group = tuple[Phase, list[int]]  # spans by number whose phases read alike
+Group = tuple[AttentionPlan, list[int]]  # spans of one plan, by number
 
 
 def run_halves(
-    model: Model, batch: Batch, halves: Halves, looking: Sequence[int], counters: Counters, taps: set[int]
+    model: Model, batch: Batch, halves: Halves, by_layer: Sequence[int], counters: Counters, taps: set[int]
 ) -> dict[int, Tensor]:
-    """Run all layers of the spans' walk; spans `looking` are asked in each. -> the rows after every layer of `taps`"""
+    """Run all layers of the spans' walk; the plans of spans `by_layer` are executed in each. -> the rows after every
+    layer of `taps`"""
     walk = batch.spans[0].walk
     layers = range(model.config.layers) if walk is None else walk
-    inside, groups, kept = Inside(model, counters), _groups(batch, looking), dict[int, Tensor]()
+    inside, groups, kept = Inside(model, counters), _groups(batch, by_layer), dict[int, Tensor]()
     early = [tap for tap in taps if tap < layers[0]]
     if early or any(span.hidden is not None for span in batch.spans):
         halves.enter(_entering(model, batch))
         kept = {tap: halves.x.clone() for tap in early}
     for at, layer in enumerate(layers):
-        if looking:
+        if by_layer:
             halves.upto(2 * at + 1)
             for i in _look(batch, groups, layer, inside, halves):
                 halves.done(i)
@@ -60,31 +62,30 @@ def _entering(model: Model, batch: Batch) -> Tensor:
     return x
 
 
-def _groups(batch: Batch, looking: Sequence[int]) -> list[Group]:
-    groups: dict[tuple[int, int], Group] = {}
-    for i in looking:
-        phase = batch.spans[i].phase
-        groups.setdefault((id(phase.attend), id(phase.evict)), (phase, []))[1].append(i)
+def _groups(batch: Batch, by_layer: Sequence[int]) -> list[Group]:
+    groups: dict[int, Group] = {}
+    for i in by_layer:
+        plan = batch.spans[i].plan
+        groups.setdefault(id(plan), (plan, []))[1].append(i)
     return list(groups.values())
 
 
 def _look(batch: Batch, groups: Sequence[Group], layer: int, inside: Inside, halves: Halves) -> list[int]:
-    """Ask the methods of one layer. -> the spans whose rows have been read; the others' attention is still to come"""
+    """Execute the plans at one layer. -> the spans whose rows have been read; the others' attention is still to come"""
     queries, out = halves.between
     done: list[int] = []
-    for phase, members in groups:
-        dense, asked = getattr(phase.attend, "everything", False), dict[int, list[Read]]()
+    for plan, members in groups:
+        asked = dict[int, list[Read]]()
         for i in members:
             reads = _reads(batch.spans[i], layer, inside, queries)
-            if phase.evict is not None:
-                for read in reads:
-                    phase.evict.observe(read)
-                    read.view = phase.evict.view(read)
-            if dense and not any(_own(read) for read in reads):
+            for read in reads:
+                reference.look(plan, read)
+            if plan.reads_all and not any(_own(read) for read in reads):
                 _count(reads)
             else:
                 asked[i] = reads
-        answers = iter(phase.attend([read for reads in asked.values() for read in reads]) if asked else ())
+        every = [read for reads in asked.values() for read in reads]
+        answers = iter(reference.attend(plan, every) if every else ())
         for i, reads in asked.items():
             mine = [next(answers) for _ in reads]
             if not any(answer is not None or _own(read) for read, answer in zip(reads, mine)):

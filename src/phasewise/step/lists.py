@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 class PickedChoice:
     """Layers before the first of `picking` read everything; these do too, and pick for every KV head the `k` rows
     before the own one with the largest weight (over the query heads that share it); a layer behind reads what was
-    picked last, and the own row. `acts` says of which spans."""
+    picked last, and the own row."""
 
     k: int
     picking: Collection[int]
-    acts: Callable[[Span], bool]
 
     def natively(self, span: Span, flat: ContiguousView, whole: StackSpan) -> StackSpan | None:
         n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
@@ -61,7 +60,6 @@ class GivenChoice:
     """Rows read what was chosen in an earlier step. `given(span)`: what that is; None: the method has to be asked. It
     hears the queries of every layer after the step, `heard(span, queries)`, bfloat16 [layers, Hq, D]."""
 
-    acts: Callable[[Span], bool]
     given: Callable[[Span], Given | None]
     heard: Callable[[Span, Tensor], None]
     heads: int  # of queries

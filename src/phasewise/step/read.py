@@ -178,7 +178,7 @@ class Read:
         """The log-sum-exp of the scores of many rows that read all they see, float32 [R, hq], if a kernel has it with
         their attention, which need not be computed again then."""
         spec = self.step.model.config.attention[self.layer]
-        if self.q.shape[0] <= FEW or self.view is not None or not self.span.phase.reads_all(self.span):
+        if self.q.shape[0] <= FEW or self.view is not None or not self.span.plan.reads_all:
             return None
         kv = self._as_it_lies() if self._causal(spec.softcap, spec.window) else None
         if kv is None:

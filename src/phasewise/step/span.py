@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phasewise.kv.cache import KV
     from phasewise.request.request import Request
     from phasewise.step.phase import Phase
+    from phasewise.step.plan import AttentionPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +53,25 @@ class Span:
     trail: dict[str, Any] | None = None  # what methods make of its rows, until it is known which stay (step/trail.py)
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
+    _plan: AttentionPlan | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rows = len(self.tokens)
         if self.hidden is None:
             self.hidden = self.given
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """What its rows may read, as its phase's methods say."""
+        if self._plan is None:
+            self._plan = self.phase.plan(self)
+        return self._plan
+
+    @property
+    def last(self) -> int:
+        """The largest position of its rows."""
+        positions = self.positions
+        return positions[-1] if isinstance(positions, range) else max(positions)
 
     @property
     def walk(self) -> tuple[int, ...] | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 if TYPE_CHECKING:
-    from phasewise.step.read import Read
+    from phasewise.step.plan import AttentionPlan
+    from phasewise.step.span import Span
 
 
 class Attend(Protocol):
@@ -18,17 +16,9 @@ class Attend(Protocol):
     acts in the others.
 
     Optional:
-        everything: bool  -- it always reads exactly all that is visible, so whole steps may run without asking it
+        everything: bool  -- its plans never choose: rows read all that they see, with the scores that they have
+        shares_reads: bool  -- it reads what several requests hold in common once for all
         recalls: bool  -- of the method: it need not see a prompt's first rows, so they may be given (`Decode.given`)
-        commons(spans: Sequence[Span]) -> Sequence[Common]  -- beside `everything`: what spans read once for all
-        looks(span: Span) -> bool  -- whether it may choose anything for this span; if not, its step need not be halved.
-            It must depend on the span and its request alone
-        choice: Choice  -- what `__call__` does, said as data (`step/choice.py`, `step/lists.py`): whole steps then run
-            without asking it for single rows, while draft trees, replays and what else is not as simple still ask. Both
-            must choose alike, over what lies beside the rows by the same name, and `looks` say what `choice.acts` does
-        bias: FirstBias  -- what `__call__` does, where that is a number added to the scores of the first token
-            (`step/bias.py`): whole steps then run without asking it, for rows of any kind; it is still asked where an
-            evict method acts, or heads keep unequally many rows
         beside(layer: int, shape: KVShape, end: int) -> int  -- the bytes at most that it keeps (`Part.derived`) beside
             a request's rows of this layer while their positions lie below `end`: booked in the KV budget with the rows
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told which rows of a span are committed, as an evict
@@ -43,7 +33,10 @@ class Attend(Protocol):
             before it once they stay: these are computed again (`again`), or choose; None: there is none
     """
 
-    def __call__(self, reads: Sequence[Read]) -> Sequence[Tensor | None]:
-        """One output [R, hq, D] per read; a row's result depends on that row and its committed prefix alone. None: what
-        attention over all that is visible gives. Queries are overwritten after the call."""
+    def plan(self, span: Span) -> AttentionPlan:
+        """What the rows of a span may read in every layer (`step/plan.py`).
+
+        It depends on the span and its request alone. Return one object for as long as the plan is the same: spans of
+        one plan are read together, and what kernels need of it is prepared once.
+        """
         ...

@@ -10,7 +10,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
-    from phasewise.step.read import Read, View
+    from phasewise.step.plan import AttentionPlan
+    from phasewise.step.span import Span
 
 
 class Evict(Protocol):
@@ -20,21 +21,10 @@ class Evict(Protocol):
     ("prefill",)`: later rows then read what it has left as they would any KV, in native steps where the model has them.
 
     Optional:
-        looks(span: Span) -> bool  -- whether `observe` and `view` have anything to do for this span; if not, they are
-            not asked, and its step need not be halved. It must depend on the span and its request alone
         most(total: int) -> int  -- how many rows it ever leaves of a text of `total` tokens, where that is known: a
             request then needs no memory for all of them, and its prompt comes in pieces
-        sight: Sight | None  -- what `view` comes to, as data (step/sight.py), of a method whose `observe` has nothing
-            to do: native steps then see that much and ask nobody, as long as all heads that it narrows keep the first
-            rows and then consecutive ones, and, if it narrows all alike, the same. `view` is still asked elsewhere
-        weighs(span: Span) -> Weighs | None  -- for a span with a single row of a text, what `view` comes to as data:
-            room in which the method says which of the cached rows it does not see, and the step what it attends to,
-            its own row being the last; whom to tell when that is there; and, where it would have that from other scores
-            than the row's attention, how they are doubted (ops/native/weighed.py). It is then not asked within the
-            step. Native steps ask, where nobody else looks inside; None: this one cannot be done so. Of a span of
-            several rows over sealed blocks the last is meant
         stayed(span: Span, keep: int | Sequence[int]) -> None  -- told, as its rows are committed and before `due`,
-            which of a span stay: the first so many, or a path. Rows that were observed and are not told of must leave
+            which of a span stay: the first so many, or a path. Rows that were recorded and are not told of must leave
             no trace; those of a step that failed come again (`step/trail.py` keeps a state along those that stay)
         saliency(request: Request, layer: int, start: int, stop: int) -> Tensor  -- of a method that comes with a store
             whose codec ranks rows (`kv/blocks.py: Marked`): how much the committed rows start .. stop - 1 matter,
@@ -49,15 +39,12 @@ class Evict(Protocol):
 
     observes: int  # how many of the last prompt rows it must see the queries of (they are never taken from a prefix)
 
-    def observe(self, read: Read) -> None:
-        """Called for every read while the method is attached; may keep copies of queries in the request's drawer.
+    def plan(self, span: Span) -> AttentionPlan:
+        """What the rows of a span still see, and the attention weights that are wanted of them (`step/plan.py`).
 
-        A step that failed is tried again, so the same rows may come twice: tell them by their positions.
+        A window says what rows see before others are really dropped, so that a chunk equals single steps; a record
+        takes weights. It depends on the span and its request alone, and is one object for as long as it is the same.
         """
-        ...
-
-    def view(self, read: Read) -> View | None:
-        """What a row may still see before the rows are really dropped, so that a chunk equals single steps."""
         ...
 
     def due(self, request: Request) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from phasewise.methods.attend._select import IN_TEXT, best
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
-from phasewise.step.choice import furthest
 from phasewise.step.read import Read
 
 ENTRIES = 1 << 20  # rows of keys that are gathered at a time
@@ -115,7 +114,7 @@ class Chunks:
     def __call__(self, read: Read) -> Tensor | None:
         """[R, hq, D]; None: the rows read everything."""
         late = read.layer < self.dense
-        if not self.acts(furthest(read.span) + 1) or (late and self.close is None):
+        if not self.acts(read.span.last + 1) or (late and self.close is None):
             return None
         spec = read.step.model.config.attention[read.layer]
         part, span = read.part, read.span

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from phasewise.step.read import Read
-from phasewise.step.reads import attend_all
+from phasewise.step.plan import EVERYTHING, AttentionPlan
+from phasewise.step.span import Span
 
 
 @dataclass(frozen=True)
@@ -23,5 +20,5 @@ class Dense:
     everything: ClassVar[bool] = True
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor]:
-        return attend_all(reads)
+    def plan(self, span: Span) -> AttentionPlan:
+        return EVERYTHING

@@ -20,6 +20,7 @@ from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.ops.native.choice import SHARE, Candidates
 from phasewise.step.choice import VectorChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -89,6 +90,7 @@ class _DoubleSparsity:
         self.choice = VectorChoice(
             (self.name, 0), self._candidates, knobs.k + 1, lambda rows: rows, knobs.dense_layers, channels=labels
         )
+        self._plan = AttentionPlan(Custom(self.attend, self.choice))
 
     def _candidates(self, n: int) -> Candidates:
         return Candidates(0, n - 1, 1, self.knobs.k - 1, SHARE, False, 0, n - 1, width=self.count)
@@ -98,10 +100,10 @@ class _DoubleSparsity:
             return 0
         return end * shape.heads * self.count * shape.dtype.itemsize
 
-    def looks(self, span: Span) -> bool:
-        return self.choice.acts(span)
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.choice.acts(span) else EVERYTHING
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return elect(reads, self, (0, 1, self.knobs.k), self.knobs.dense_layers)
 
     # ---- how rows are ranked

@@ -27,7 +27,8 @@ from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.ops.native.choice import SHARE, Candidates
-from phasewise.step.choice import VectorChoice, furthest
+from phasewise.step.choice import VectorChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -124,8 +125,12 @@ class InfLLM:
             return 0
         return self.windows(end) * shape.heads * shape.dim * shape.dtype.itemsize
 
-    def looks(self, span: Span) -> bool:
-        return self.acts(furthest(span) + 1)
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.acts(span.last + 1) else EVERYTHING
+
+    @cached_property
+    def _plan(self) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend, self.choice))
 
     @cached_property
     def choice(self) -> VectorChoice | None:
@@ -140,11 +145,11 @@ class InfLLM:
             at=4 * init, each=4, before=1, step=self.stride, parts=2,
         )  # fmt: skip
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
         alone: dict[int, Read] = {}
         for i, read in enumerate(reads):
-            if not self.looks(read.span):
+            if not self.acts(read.span.last + 1):
                 continue
             if single(read):
                 alone[i] = read
@@ -204,7 +209,7 @@ class InfLLM:
     def _votes(self, read: Read, means: Tensor) -> Tensor:
         """The score of every block from the means [h, W, D] of complete windows, logarithms [h, R, B]."""
         logits = grouped(read.q, len(means)) * read.scale @ means.float().mT[:, None]  # [h, G, R, W]
-        return self.pooled(logits, None, read.q_positions, furthest(read.span))
+        return self.pooled(logits, None, read.q_positions, read.span.last)
 
     def pooled(self, logits: Tensor, filled: Tensor | None, at: Tensor, last: int) -> Tensor:
         """Logits of windows [h, G, R, W], of which those `filled` [1 | h, R, W] are of any row, to the scores that rows
@@ -221,7 +226,7 @@ class InfLLM:
         """Whether the rows simply go on behind all before them, of which each sees all."""
         part, window = read.part, read.step.model.config.attention[read.layer].window
         whole = read.span.sees is None and not read.late and part.ids is None and read.view is None
-        near = window is None or furthest(read.span) < window
+        near = window is None or read.span.last < window
         return whole and near and part.plain and part.n == read.span.positions[0]
 
     def _means(self, read: Read) -> Tensor:
@@ -270,7 +275,7 @@ class InfLLM:
             seen[:, :, slots] &= (delta == 0)[:, None]
         products = grouped(read.q, heads) * read.scale @ part.k.float().mT[:, None]  # [h, G, R, N]
         quarter = (part.positions // self.stride)[:, None].expand(-1, len(read.q), -1)  # [1 | h, R, N]
-        count = furthest(read.span) // self.stride + 1
+        count = read.span.last // self.stride + 1
         wide = quarter[:, None].expand_as(products)
         sums = products.new_zeros((*products.shape[:3], count))
         sums = sums.scatter_add_(3, wide, products.masked_fill(~seen[:, None], 0.0))
@@ -279,17 +284,11 @@ class InfLLM:
         rows.scatter_add_(2, quarter.expand(apart, -1, -1), seen.expand(apart, -1, -1).to(products.dtype))
         total, filled = sums[..., :-1] + sums[..., 1:], rows[..., :-1] + rows[..., 1:]
         means = total / filled[:, None].clamp_min(1)
-        return self.pooled(means, filled > 0, read.q_positions, furthest(read.span))
+        return self.pooled(means, filled > 0, read.q_positions, read.span.last)
 
 
 class _Tuned:
     """The same with weights that were trained for it, with which all rows run, those that read everything as well."""
 
     def __init__(self, knobs: InfLLM, delta: Delta) -> None:
-        self.knobs, self.delta, self.choice, self.beside = knobs, delta, knobs.choice, knobs.beside
-
-    def looks(self, span: Span) -> bool:
-        return self.knobs.looks(span)
-
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return self.knobs(reads)
+        self.delta, self.plan, self.beside = delta, knobs.plan, knobs.beside

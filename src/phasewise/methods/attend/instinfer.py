@@ -22,6 +22,7 @@ from phasewise.methods._amounts import check_amount
 from phasewise.methods.attend._select import NEVER, Sorted, best, counted, grouped, listing, share, single
 from phasewise.ops.native.choice import SHARE, Ballot, Candidates, Rest, takes
 from phasewise.step.choice import VectorChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -93,6 +94,7 @@ class _InstInfer:
         self.choice = VectorChoice(
             ("instinfer", 0), self._candidates, fewest(knobs.k), lambda rows: rows, none=self._none, told=self._told
         )
+        self._plan = AttentionPlan(Custom(self.attend, self.choice))
 
     def _candidates(self, n: int) -> Candidates:
         chosen = share(self.knobs.k, n) - 1  # its own has a share, too
@@ -109,10 +111,10 @@ class _InstInfer:
             return 0
         return end * shape.heads * shape.dim * shape.dtype.itemsize + shape.heads * shape.dim * 8
 
-    def looks(self, span: Span) -> bool:
-        return self.choice.acts(span)
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.choice.acts(span) else EVERYTHING
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
         alone: dict[int, tuple[Read, _Index]] = {}
         for i, read in enumerate(reads):

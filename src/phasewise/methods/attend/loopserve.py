@@ -25,8 +25,8 @@ from phasewise.ops import attention as ops
 from phasewise.ops.native.abi import LayerChoiceStruct
 from phasewise.ops.native.choice import CHOSEN, SHARE, Ballot, Candidates, choose, takes
 from phasewise.request.request import Request
-from phasewise.step.choice import furthest
 from phasewise.step.lists import Given, GivenChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -108,7 +108,8 @@ class Looping:
 
     def __init__(self, knobs: LoopServe, config: ModelConfig) -> None:
         self.knobs, self.heads = knobs, config.heads
-        self.choice = GivenChoice(self._decodes, self._given, self._heard, config.heads)
+        self._prompts = AttentionPlan(Custom(self.attend))
+        self._tokens = AttentionPlan(Custom(self.attend, GivenChoice(self._given, self._heard, config.heads)))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Queries twice, for what whole steps have left lies by itself."""
@@ -118,8 +119,11 @@ class Looping:
         queries = knobs.voters * (2 * self.heads * shape.dim * shape.dtype.itemsize + 8)
         return queries + min(knobs.budget, room.end) * shape.heads * 4
 
-    def looks(self, span: Span) -> bool:
-        return self.knobs.chooses(self.knobs.border(span.request.prompt_len, span.request.limit)) or self._lined(span)
+    def plan(self, span: Span) -> AttentionPlan:
+        request = span.request
+        if not self.knobs.chooses(self.knobs.border(request.prompt_len, request.limit)) and not self._lined(span):
+            return EVERYTHING
+        return self._tokens if span.positions[0] >= request.prompt_len else self._prompts
 
     def until(self, request: Request) -> int | None:
         """Rows behind the next border may be read by what those before it choose, once they are known to stay."""
@@ -133,13 +137,13 @@ class Looping:
         prefilling = span.positions[0] < span.request.prompt_len
         return prefilling and self.knobs.alpha < 1 and self.knobs.chooses(span.positions[-1] + 1)
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
         found: dict[int, dict[int, Tensor]] = {}
         ballots: list[Asked] = []
         for i, read in enumerate(reads):
             note = self._note(read)
-            if furthest(read.span) >= read.span.request.prompt_len:
+            if read.span.last >= read.span.request.prompt_len:
                 found[i] = self._choices(read, note, ballots)
             elif self._lined(read.span) and read.rows is None:
                 out[i] = attend(read, self.lines(read), self.knobs.block)
@@ -159,9 +163,6 @@ class Looping:
         return out
 
     # ---- whole steps
-    def _decodes(self, span: Span) -> bool:
-        return span.positions[0] >= span.request.prompt_len
-
     def _given(self, span: Span) -> Given | None:
         """What was chosen for a row, if that is so in all layers."""
         request, state = span.request, span.request.state.get(NAME, {})

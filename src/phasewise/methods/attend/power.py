@@ -21,7 +21,7 @@ from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
-from phasewise.step.choice import furthest
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -103,15 +103,19 @@ class Power:
 class _Power:
     def __init__(self, knobs: Power, delta: Delta | None) -> None:
         self.knobs, self.clear, self.delta = knobs, knobs.clear, delta
+        self._plan = AttentionPlan(Custom(self.attend))
 
-    def looks(self, span: Span) -> bool:
-        return furthest(span) >= self.clear
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self._hides(span) else EVERYTHING
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def _hides(self, span: Span) -> bool:
+        return span.last >= self.clear
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
         lists: dict[int, Tensor] = {}
         for i, read in enumerate(reads):
-            if not self.looks(read.span):
+            if not self._hides(read.span):
                 continue
             if single(read):
                 lists[i] = self._listing(read).expand(read.part.size[0], -1, -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from phasewise.kv.promises import chosen, promises, split
 from phasewise.ops.native import listed
 from phasewise.ops.native.listed import Pages
 from phasewise.step.choice import PageChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -59,9 +61,12 @@ class Quest:
         """Rows that one query row reads per KV head, at most."""
         return max(self.budget, 3 * self.page)
 
-    @property
-    def choice(self) -> PageChoice:
-        return PageChoice(self.page, self.most, self.dense_layers)
+    @cached_property
+    def _plan(self) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend, PageChoice(self.page, self.most, self.dense_layers)))
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if span.last >= self.most else EVERYTHING
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         """Two keys per head of every page, and for each group of heads the pages' numbers and rows."""
@@ -69,10 +74,7 @@ class Quest:
             return 0
         return end // self.page * shape.heads * (2 * shape.dim * shape.dtype.itemsize + 16)
 
-    def looks(self, span: Span) -> bool:
-        return span.positions[-1] >= self.most
-
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
         steps: dict[int, PageKeys | _Bounds] = {}  # of single rows that see all before them, none missing
         for i, read in enumerate(reads):

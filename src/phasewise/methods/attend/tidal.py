@@ -17,6 +17,7 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.step.lists import PickedChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
 from phasewise.step.span import Span
@@ -102,13 +103,14 @@ class Picker:
         self.choosing = choosing
         self.again = self._again if knobs.every else None
         self.until = self._until if knobs.every else None
-        self.choice: PickedChoice | None = PickedChoice(knobs.k, choosing, self.looks)
+        self._plan = AttentionPlan(Custom(self.attend, PickedChoice(knobs.k, choosing)))
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self._acts(span) else EVERYTHING
 
     # ---- which rows read less
-    def looks(self, span: Span) -> bool:
-        positions = span.positions
-        last = positions[-1] if isinstance(positions, range) else max(positions)
-        return last >= self._first(span.request)
+    def _acts(self, span: Span) -> bool:
+        return span.last >= self._first(span.request)
 
     def _first(self, request: Request) -> int:
         """The first position whose row may read less: not that of a row which comes with those computed again."""
@@ -135,7 +137,7 @@ class Picker:
         return border if border - 1 > self.k else None
 
     # ---- attention
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         layer = reads[0].layer
         out: list[Tensor | None] = [None] * len(reads)
         if layer < self.dense:
@@ -174,7 +176,7 @@ class Picker:
         if key not in read.step.notes:
             least = self._first(span.request)
             positions = torch.tensor(list(span.positions), device=read.q.device)
-            read.step.notes[key] = positions >= least if self.looks(span) else None
+            read.step.notes[key] = positions >= least if self._acts(span) else None
         found: Tensor | None = read.step.notes[key]
         return found
 

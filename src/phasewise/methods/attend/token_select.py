@@ -23,6 +23,7 @@ from phasewise.model.model import Model
 from phasewise.ops.native.choice import SHARE, Candidates
 from phasewise.request.counters import Counters
 from phasewise.step.choice import VectorChoice
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import ENDLESS, Host
@@ -109,6 +110,7 @@ class _TokenSelect:
             (self.name, 0), self._candidates, self.most + 1, lambda rows: rows, knobs.dense_layers, scaled=False,
             make=self._make, turned=Turning(model, knobs.local), told=self._told,
         )  # fmt: skip
+        self._plan = AttentionPlan(Custom(self.attend, self.choice))
 
     def _candidates(self, n: int) -> Candidates:
         first, own = self.knobs.first, n - self.knobs.local
@@ -119,14 +121,17 @@ class _TokenSelect:
             return 0
         return end * shape.heads * shape.dim * shape.dtype.itemsize
 
-    def looks(self, span: Span) -> bool:
-        return self.choice.acts(span)
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.acts(span) else EVERYTHING
+
+    def acts(self, span: Span) -> bool:
+        return span.last + 1 > self.most
 
     def _told(self, layers: int) -> None:
         """A whole step is over in which a row chose in so many layers."""
         self.counters.choices += layers
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         if reads[0].layer >= self.knobs.dense_layers:
             for read in {id(read.span): read for read in reads if read.part.size[1] > self.most}.values():
                 read.step.count("choices", read.q.shape[0])
@@ -169,19 +174,20 @@ class _Again:
 
     def __init__(self, made: _TokenSelect) -> None:
         knobs = made.knobs
-        self.made, self.looks, self.beside = made, made.looks, made.beside
+        self.made, self.acts, self.beside = made, made.acts, made.beside
         rows = knobs.first, knobs.local, made.most
         self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers, made.reader)
-        self.stayed = self.reuse.stayed
+        self.stayed, self.attend = self.reuse.stayed, self.reuse
+        self._plan = AttentionPlan(Custom(self.attend))
+
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.acts(span) else EVERYTHING
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """A list, and the query that made it."""
         if layer < self.made.knobs.dense_layers or room.end <= self.made.most:
             return 0
         return self.made.model.config.heads * shape.dim * shape.dtype.itemsize + self.made.most * shape.heads * 4
-
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return self.reuse(reads)
 
 
 class _Chunked:
@@ -194,10 +200,14 @@ class _Chunked:
         self.made, self.tokens, self.beside = made, tokens, made.beside
         sizes = Sizes(knobs.first, knobs.k, knobs.local, knobs.chunk)
         self.chunks = Chunks(sizes, made.close, made.turned, made.stand, made.ranked, knobs.dense_layers)
-        self.choice = None if made.close else getattr(tokens, "choice", None)
+        self._plan = AttentionPlan(Custom(self.attend))
 
-    def looks(self, span: Span) -> bool:
-        return self.chunks.acts(span.request.prompt_len) if self._prompts(span) else self.tokens.looks(span)
+    def plan(self, span: Span) -> AttentionPlan:
+        if self._prompts(span):
+            return self._plan if self.chunks.acts(span.request.prompt_len) else EVERYTHING
+        if self.made.close is None:
+            return self.tokens.plan(span)
+        return self._plan if self.tokens.acts(span) else EVERYTHING
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         return self.tokens.drawer(layer, shape, room) if isinstance(self.tokens, _Again) else 0
@@ -211,7 +221,7 @@ class _Chunked:
         sizes = self.chunks.sizes
         return ENDLESS if self.made.close and sizes.before + sizes.chunk <= context else context
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         late = self.made.close is not None and reads[0].layer < self.made.knobs.dense_layers
         prompts = {i: read for i, read in enumerate(reads) if self._prompts(read.span)}
         others = {i: read for i, read in enumerate(reads) if i not in prompts}
@@ -222,7 +232,7 @@ class _Chunked:
         if others and late:
             out |= {i: self._last(read) for i, read in others.items()}
         elif others:
-            out |= zip(others, self.tokens([*others.values()]))
+            out |= zip(others, self.tokens.attend([*others.values()]))
         return [out[i] for i in range(len(reads))]
 
     def _last(self, read: Read) -> Tensor | None:

@@ -8,7 +8,6 @@ kernel adds ln gamma to the score of that token, it costs a dot product per row 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,9 +18,8 @@ from phasewise.errors import UserError
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
-from phasewise.step.bias import FirstBias
-from phasewise.step.read import Read
-from phasewise.step.reads import attend_lse
+from phasewise.step.plan import AttentionPlan
+from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 MOST = 1e6  # of a factor, either way: float32 holds what comes of it
@@ -42,8 +40,8 @@ class ZeroTuning:
     and by 0.108 of 2.532 on SmolLM2; of new replies by 0.32, while source loses (`phasewise reproduce zero_tuning`).
     What was chosen for these two models ships with them.
 
-    In bfloat16 steps are whole: kernels add ln gamma to the scores of that token on their way (`FirstBias`), and read
-    what dense attention reads. Where an evict method acts, or heads keep unequally many rows, steps go in
+    In bfloat16 steps are whole: kernels add ln gamma to the scores of that token on their way (the plan's `bias`), and
+    read what dense attention reads. Where an evict method acts, or heads keep unequally many rows, steps go in
     halves of layers, and in float32 layer by layer: the outputs of dense attention are then corrected by their
     log-sum-exp, for which the first row is read once more. Left out: gammas that differ by head or task, the choice by
     the entropy of outputs alone.
@@ -93,51 +91,7 @@ class Tuned:
 
     def __init__(self, lift: Tensor) -> None:
         self.lift = lift.float()
-        self.bias = FirstBias(self.lift)
-        self.more = self.lift.expm1()  # gamma - 1
-        self.touched = self.lift.any(1).tolist()
+        self._plan = AttentionPlan(bias=self.lift)
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        if not self.touched[reads[0].layer]:
-            return [None] * len(reads)
-        able = [i for i, read in enumerate(reads) if bool(_held(read).any())]
-        out: list[Tensor | None] = [None] * len(reads)
-        if able:
-            for i, (rows, lse) in zip(able, attend_lse([reads[i] for i in able])):
-                out[i] = self._tuned(reads[i], rows, lse)
-        return out
-
-    def _tuned(self, read: Read, out: Tensor, lse: Tensor) -> Tensor:
-        """(out + (gamma - 1) a0 v0) / (1 + (gamma - 1) a0), where a0 is the weight that slot 0 has."""
-        more, heads = self.more[read.layer], read.part.size[0]
-        if read.part.heads is not None:
-            more = more.view(-1, len(more) // read.span.kv.layers[read.layer].shape.heads)[read.part.heads].flatten()
-        read.count(1)  # the first row once more
-        extra = more * share(read, lse)  # [R, hq]
-        first = read.part.between(0, 1)[1][:, 0].float()  # [h, D]
-        every = first.repeat_interleave(extra.shape[1] // heads, 0)
-        return ((out.float() + extra[..., None] * every) / (1 + extra)[..., None]).to(out.dtype)
-
-
-def share(read: Read, lse: Tensor) -> Tensor:
-    """The weight of position 0 in dense attention with this log-sum-exp, [R, hq]: 0 for who does not see it."""
-    weight = (read.score(0) - lse).exp().clamp_max(1.0)
-    seen = _held(read)[None] & _visible(read)  # [R | 1, 1 | h]
-    heads = read.part.size[0]
-    return weight * seen.expand(-1, heads).repeat_interleave(weight.shape[1] // heads, 1)
-
-
-def _held(read: Read) -> Tensor:
-    """Whether the first slot is that of position 0, bool [1 | h]."""
-    if read.part.plain and read.part.n:
-        return torch.ones(1, dtype=torch.bool, device=read.q.device)
-    return read.part.positions[:, 0] == 0
-
-
-def _visible(read: Read) -> Tensor:
-    """Whether a row sees the first slot, bool [R | 1, 1 | h]."""
-    window = read.step.model.config.attention[read.layer].window
-    mask = None if window is None and read.view is None and read.span.sees is None else read.mask()
-    if mask is None:
-        return torch.ones(1, 1, dtype=torch.bool, device=read.q.device)
-    return mask[:, :, 0].T
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan

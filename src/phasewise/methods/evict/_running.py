@@ -26,6 +26,7 @@ from phasewise.methods.evict._allot import UNIFORM, Spread, allot
 from phasewise.methods.evict._piece import GONE, Ahead, Piece
 from phasewise.ops.native.weighed import Ranking, Weighs
 from phasewise.request.request import Request
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import Shaped, logits, probe
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span
@@ -80,6 +81,7 @@ class Running:
         self.trail = Trail(way.name)
         self.piece = f"{way.name}.piece"  # the drawer of a Piece
         self.weighable = way.shaped is None or way.shaped.row is not None
+        self._plan = AttentionPlan(record=Record(self.take, self.weigh))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Scores; and, for tokens that are weighed, which of them are gone, and what a token attends to."""
@@ -89,18 +91,18 @@ class Running:
         slack = ROUND if self.way.spread.heads == "ada" else 0  # other layers may need some more to work in
         return room.rows * (5 * kept + 4 * shape.heads) + (room.rows + slack) * 4 * queries
 
-    def looks(self, span: Span) -> bool:
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.acts(span) else EVERYTHING
+
+    def acts(self, span: Span) -> bool:
+        """Whether rows of this span are scored, or some that they see may have been given up."""
         request = span.request
         if request.limit <= self.budget(request.prompt_len).rows:
             return False
         return self.way.sums or not request.prefilling or span.positions[-1] >= request.prompt_len - 1
 
-    def observe(self, read: Read) -> None:
-        """All is done in `view`, which knows what rows see."""
-
-    def view(self, read: Read) -> View | None:
-        if not self.looks(read.span):
-            return None
+    def take(self, read: Read) -> View | None:
+        """Score the slots that a read's rows look at. -> what is left to each row, if that is not all"""
         if not read.span.request.prefilling:
             if read.span.trail is not None:
                 read.span.trail.pop(self.piece, None)
@@ -185,8 +187,8 @@ class Running:
         return scores / (at + 1 - positions).clamp_min(1) if self.way.mean else scores
 
     # ---- a single row, in a native step that finds the weights on its way
-    def weighs(self, span: Span) -> Weighs | None:
-        """As the verb has it."""
+    def weigh(self, span: Span) -> Weighs | None:
+        """The room in which a native step weighs a span's only row; None: it is taken layer by layer."""
         if not self.weighable or span.request.prefilling:
             return None
         own = self._piece(span.request)
@@ -206,7 +208,7 @@ class Running:
     def _gather(self, span: Span) -> Piece | None:
         """One that its scores lie in from now on."""
         request, kv = span.request, span.request.kv
-        if kv is None or not self.looks(span):
+        if kv is None or not self.acts(span):
             return None
         states = self.trail.layers(request)
         if any(layer not in states for layer in range(self.layers)):

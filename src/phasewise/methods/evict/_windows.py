@@ -1,9 +1,4 @@
-"""What evict methods of sinks and a window share: who sees what, from positions, and which rows may go.
-
-A row at position t sees the first `sinks` positions and the last `window` ones, its own included; with a `stride`, also
-every stride-th block of `block` positions, counted from the first one: a block that has left the window without being
-one of those never comes back.
-"""
+"""Evict methods of sinks and a window: which rows may go, from positions (`step/plan.py` says what rows see)."""
 
 from __future__ import annotations
 
@@ -15,59 +10,34 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.request.request import Request
-from phasewise.step.span import Span
+from phasewise.step.plan import Window
 
 EVERY = 32  # rows that may lie idle before they are dropped: dropping moves the window, so it is done in lots
 
 
+def check(name: str, sinks: int, size: int) -> None:
+    if sinks < 0 or size < 1:
+        raise UserError(f"{name}: sinks={sinks} must be at least 0, window={size} at least 1")
+
+
 @dataclass(frozen=True)
-class Window:
-    """`name`: of the drawer that says which rows a request has dropped."""
+class Dropping:
+    """Gives up the rows that no later row sees through a window. `name`: of the drawer that says which are dropped."""
 
     name: str
-    sinks: int
-    window: int
-    stride: int = 0  # 0: no blocks
-    block: int = 1
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.window < 1:
-            raise UserError(f"{self.name}: sinks={self.sinks} must be at least 0, window={self.window} at least 1")
-
-    @property
-    def rows(self) -> int:
-        """As many rows are seen whole, however they lie."""
-        return self.sinks + self.window
-
-    def hides(self, span: Span) -> bool:
-        """Whether a row of the span does not see all before it."""
-        return max(span.positions) >= self.rows
-
-    def seen(self, at: Tensor, rows: Tensor) -> Tensor:
-        """Whether the position `at` sees that of `rows`, which is not behind it; bool, broadcast."""
-        return self.stays(rows) | (rows > at - self.window)
-
-    def stays(self, rows: Tensor) -> Tensor:
-        """Whether those at these positions are seen from anywhere."""
-        stays = rows < self.sinks
-        return stays | (rows // self.block % self.stride == 0) if self.stride else stays
-
-    def staying(self, position: int) -> int:
-        """The first position from this one on that is seen from anywhere; of a window with a stride."""
-        apart = self.block * self.stride
-        here = position < self.sinks or position % apart < self.block
-        return position if here else -(-position // apart) * apart
+    window: Window
 
     def due(self, request: Request) -> bool:
         """Whether enough rows have left the window since some were dropped; with a stride, also once some are followed
         by one that stays."""
-        first, since = self._first(request), int(request.state.get(self.name, self.sinks))
-        if not self.stride:
+        window = self.window
+        first, since = self._first(request), int(request.state.get(self.name, window.sinks))
+        if not window.stride:
             return first - since >= EVERY
         idle = first - since - self._striped(first) + self._striped(since)
-        at = since % (self.block * self.stride)
-        leaves = since + max(0, self.block - at)  # the first that does not stay
-        return idle >= EVERY or (idle > 0 and self.staying(leaves) < first)
+        at = since % (window.block * window.stride)
+        leaves = since + max(0, window.block - at)  # the first that does not stay
+        return idle >= EVERY or (idle > 0 and window.staying(leaves) < first)
 
     def keep(self, request: Request, layer: int) -> Tensor | None:
         """The slots of the layer's rows that rows to come may see; they are noted as all that is left."""
@@ -84,13 +54,13 @@ class Window:
     def drop(self, request: Request, rows: Tensor) -> Tensor:
         """Of rows at positions [N], the slots that rows to come may see; they are noted as all that is left."""
         first = request.state[self.name] = self._first(request)
-        return torch.nonzero(self.stays(rows) | (rows >= first))[:, 0]
+        return torch.nonzero(self.window.stays(rows) | (rows >= first))[:, 0]
 
     def _striped(self, position: int) -> int:
         """How many positions before this one lie in blocks that stay."""
-        whole, rest = divmod(position, self.block * self.stride)
-        return whole * self.block + min(rest, self.block)
+        whole, rest = divmod(position, self.window.block * self.window.stride)
+        return whole * self.window.block + min(rest, self.window.block)
 
     def _first(self, request: Request) -> int:
         """The first position of the window of the next row."""
-        return request.computed - self.window + 1
+        return request.computed - self.window.size + 1

@@ -26,7 +26,7 @@ class H2O:
     queries; `mean` divides a score by how many could have seen the row. Budgets are means: with layers "pyramid" early
     layers keep more heavy rows, with heads "ada" the heads of a layer compete for them when the prompt is complete, and
     then keep what they got. A prompt's scores are a second product of all its queries and keys, and later rows read
-    keys twice but where native steps find a token's weights on their way (docs/methods.md, `weighs`). A prompt's rows
+    keys twice but where native steps find a token's weights on their way (docs/methods.md, `weigh`). A prompt's rows
     are of use to nobody else, as all its queries must be seen. `lot` rows are dropped together, which changes no token.
     """
 

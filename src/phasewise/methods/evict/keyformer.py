@@ -41,7 +41,7 @@ class Keyformer:
     `tau_step` 0, this is `h2o`; `layers`, `heads`, `beta`, `least`, `mean` and `lot` are as there. The price
     is a random number for every query row, key and query head, in every layer, and for a prompt a second product of its
     queries and keys; later rows read keys once where native steps tell what a token attends to (docs/methods.md,
-    `weighs`). A prompt's rows are of use to nobody else.
+    `weigh`). A prompt's rows are of use to nobody else.
     """
 
     keep: float = 0.6

@@ -8,21 +8,20 @@ were trained under this very mask, low-rank ones beside the model's own, with wh
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
-from phasewise.methods.evict._stripes import Stripes
-from phasewise.methods.evict._windows import Window
+from phasewise.methods.evict._windows import Dropping
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.request.request import Request
-from phasewise.step.read import Read, View
-from phasewise.step.sight import Sight
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
+from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 RANK = 16  # of the low-rank weights of every linear layer
@@ -66,7 +65,7 @@ class LongGen:
 
     @property
     def seen(self) -> Window:
-        return Window("longgen", self.sinks, self.window, self.stride, self.block)
+        return Window(self.sinks, self.window, self.stride, self.block)
 
     def narrow(self, config: ModelConfig) -> tuple[int, ...]:
         """The layers that do not keep everything, increasing; none where the window holds the model's whole context."""
@@ -88,30 +87,26 @@ class LongGen:
         if not narrow:
             return None  # everything is seen: that is the model itself
         heads = tuple((layer in narrow,) * config.kv_heads for layer in range(config.layers))
-        sight = Stripes(self.seen, heads) if self.stride else Sight(self.sinks, self.window, heads=heads)
+        window = replace(self.seen, heads=heads)
         if self.weights == "none":
-            return _LongGen(self.seen, narrow, sight, None)
+            return _LongGen(window, narrow, None)
         tensors = host.artefact(self.artefact(config), self.weights)
-        return _LongGen(self.seen, narrow, sight, Delta(tensors, host.model.dtype, host.model.device))
+        return _LongGen(window, narrow, Delta(tensors, host.model.dtype, host.model.device))
 
 
 class _LongGen:
     observes = 0
 
-    def __init__(self, window: Window, narrow: Collection[int], sight: Sight | Stripes, delta: Delta | None) -> None:
-        self.window, self.narrow, self.delta, self.sight = window, frozenset(narrow), delta, sight
-        self.looks, self.due = window.hides, window.due
+    def __init__(self, window: Window, narrow: Collection[int], delta: Delta | None) -> None:
+        self.window, self.narrow, self.delta = window, frozenset(narrow), delta
+        self._plan, self.dropping = AttentionPlan(window=window), Dropping("longgen", window)
+        self.due = self.dropping.due
 
-    def observe(self, read: Read) -> None:
-        """Needs no scores."""
-
-    def view(self, read: Read) -> View | None:
-        if read.layer not in self.narrow or not self.looks(read.span):
-            return None
-        return View(self.window.seen(read.q_positions[:, None], read.part.positions[:, None]))  # [1 | h, R, N]
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.window.hides(span) else EVERYTHING
 
     def keep(self, request: Request, layer: int) -> Tensor | None:
-        return self.window.keep(request, layer) if layer in self.narrow else None
+        return self.dropping.keep(request, layer) if layer in self.narrow else None
 
     def places(self, layer: int, shape: KVShape) -> int:
         return int(layer in self.narrow)

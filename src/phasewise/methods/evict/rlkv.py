@@ -6,7 +6,7 @@ rows of a text (and up to 31 that lie idle), while the others hold all. Which he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
-from phasewise.methods.evict._windows import Window
+from phasewise.methods.evict._windows import Dropping, check
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
-from phasewise.step.read import Read, View
-from phasewise.step.sight import Sight
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
@@ -53,7 +52,7 @@ class RLKV:
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise UserError(f"rlkv: share={self.share} must lie in [0, 1]: of all KV heads, those that are cut")
-        Window("rlkv", self.sinks, self.window)  # raises UserError
+        check("rlkv", self.sinks, self.window)
 
     def artefact(self, config: ModelConfig) -> Artefact:
         """A gate by layer and KV head: the higher, the more answers hang on all its rows."""
@@ -71,7 +70,7 @@ class RLKV:
         if self.share == 0:
             return None
         gates = host.artefact(self.artefact(host.model.config), self.weights)["gates"]
-        return Cut(self.cut(gates).to(host.model.device), Window("rlkv", self.sinks, self.window))
+        return Cut(self.cut(gates).to(host.model.device), Window(self.sinks, self.window))
 
 
 class Cut:
@@ -79,33 +78,16 @@ class Cut:
 
     observes = 0
 
-    def __init__(self, cut: Tensor, near: Window) -> None:
-        self.cut, self.near = cut, near
-        self.some = cut.any(1).tolist()
-        self.sight = Sight(near.sinks, near.window, heads=tuple(map(tuple, cut.tolist())), prompts=False)
+    def __init__(self, cut: Tensor, window: Window) -> None:
+        self.cut, self.some = cut, cut.any(1).tolist()
+        self.window = replace(window, heads=tuple(map(tuple, cut.tolist())), prompts=False)
+        self._plan, self.dropping = AttentionPlan(window=self.window), Dropping("rlkv", self.window)
 
-    def looks(self, span: Span) -> bool:
-        positions = span.positions
-        last = positions[-1] if isinstance(positions, range) else max(positions)
-        return last >= max(span.request.prompt_len, self.near.rows) and any(self.some)
-
-    def observe(self, read: Read) -> None:
-        """Needs no scores."""
-
-    def view(self, read: Read) -> View | None:
-        if not (self.some[read.layer] and self.looks(read.span)):
-            return None
-        part, at = read.part, read.q_positions
-        cut = self.cut[read.layer] if part.heads is None else self.cut[read.layer][part.heads]
-        if not bool(cut.any()):
-            return None
-        mask = self.near.seen(at[:, None], part.positions[:, None]) | (at < read.span.request.prompt_len)[:, None]
-        if bool(mask.all()):
-            return None
-        return View(mask if bool(cut.all()) else mask | ~cut[:, None, None])
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if any(self.some) and self.window.hides(span) else EVERYTHING
 
     def due(self, request: Request) -> bool:
-        return not request.prefilling and self.near.due(request)
+        return not request.prefilling and self.dropping.due(request)
 
     def keep(self, request: Request, layer: int) -> Tensor | list[Tensor] | None:
         assert request.kv is not None
@@ -116,7 +98,7 @@ class Cut:
             mine = range(heads) if part.heads is None else part.heads.tolist()
             positions = part.positions.expand(heads, -1)
             for head, own in zip(mine, positions):
-                near = self.near.drop(request, own)  # noted for all layers, whether they have such heads or not
+                near = self.dropping.drop(request, own)  # noted for all layers, whether they have such heads or not
                 stay[head] = near if cut[head] else torch.arange(rows, device=own.device)
         if not stay or not any(cut):
             return None

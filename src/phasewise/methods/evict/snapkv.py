@@ -18,7 +18,8 @@ from phasewise.kv.drawers import Room
 from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread, allot
 from phasewise.request.request import Request
-from phasewise.step.read import Read, View
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
+from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
 from phasewise.verbs.host import Host
@@ -88,24 +89,21 @@ class _SnapKV:
         self.observes = knobs.window
         self.trail = Trail("snapkv")
         self.stayed = self.trail.stayed
+        self._plan = AttentionPlan(record=Record(self._vote))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Votes."""
         return 4 * shape.heads * room.rows if room.prompt and self.capacity(room.rows) < room.rows else 0
 
-    def looks(self, span: Span) -> bool:
+    def plan(self, span: Span) -> AttentionPlan:
         request, length = span.request, span.request.prompt_len
-        return request.prefilling and span.positions[-1] >= length - self.observes and self.capacity(length) < length
+        votes = span.positions[-1] >= length - self.observes and self.capacity(length) < length
+        return self._plan if request.prefilling and votes else EVERYTHING
 
-    def observe(self, read: Read) -> None:
-        if not self.looks(read.span):
-            return
+    def _vote(self, read: Read) -> None:
         length, positions = read.span.request.prompt_len, read.q_positions
         before, upto = int((positions < length - self.observes).sum()), int((positions < length).sum())
         self.trail.add(read, range(before, upto))
-
-    def view(self, read: Read) -> View | None:
-        return None
 
     def due(self, request: Request) -> bool:
         return not request.prefilling and bool(self.trail.layers(request))

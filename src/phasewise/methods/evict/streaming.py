@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-
-from phasewise.methods.evict._windows import EVERY, Window
-from phasewise.step.read import Read, View
-from phasewise.step.sight import Sight
+from phasewise.methods.evict._windows import EVERY, Dropping, check
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
+from phasewise.step.span import Span
 from phasewise.verbs.host import ENDLESS, Host
 
 
@@ -40,7 +38,7 @@ class Streaming:
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"window": 508}, {"window": 252}, {"window": 124})
 
     def __post_init__(self) -> None:
-        Window("streaming", self.sinks, self.window)  # raises UserError
+        check("streaming", self.sinks, self.window)
 
     def bind(self, host: Host) -> _Streaming:
         return _Streaming(self)
@@ -50,24 +48,13 @@ class _Streaming:
     observes = 0
 
     def __init__(self, knobs: Streaming) -> None:
-        self.window = Window("streaming", knobs.sinks, knobs.window)
         self.shifts = knobs.positions == "cache" and knobs.sinks > 0
-        self.sight = Sight(knobs.sinks, knobs.window, self.shifts)
-        self.due, self.keep, self.places = self.window.due, self.window.keep, self.window.places
+        self.window = Window(knobs.sinks, knobs.window, rebased=self.shifts)
+        self._plan, dropping = AttentionPlan(window=self.window), Dropping("streaming", self.window)
+        self.due, self.keep, self.places = dropping.due, dropping.keep, dropping.places
 
-    def observe(self, read: Read) -> None:
-        """Needs no scores."""
-
-    def view(self, read: Read) -> View | None:
-        if not self.window.hides(read.span):
-            return None
-        at = read.q_positions[:, None]  # [R, 1]
-        rows = read.part.positions[:, None]  # [1 | h, 1, N]
-        mask = self.window.seen(at, rows)  # [1 | h, R, N]
-        if not self.shifts:
-            return View(mask)
-        beyond = (at[:, 0] - (self.window.rows - 1)).clamp_min(0)  # [R]: rows given up before this one
-        return View(mask, (torch.nonzero(rows[0, 0] < self.window.sinks)[:, 0], beyond))
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.window.hides(span) else EVERYTHING
 
     def most(self, total: int) -> int:
         return self.window.rows + EVERY

@@ -24,7 +24,7 @@ class Tova:
 
     `keep` up to 1 is a share of the prompt, above 1 a number of rows; with layers "pyramid" it is a mean, and early
     layers keep more. Keys are read twice but where native steps find a token's weights on their way (docs/methods.md,
-    `weighs`). `lot` rows are dropped together, which changes no token. Left out: heads of different rows, which is the
+    `weigh`). `lot` rows are dropped together, which changes no token. Left out: heads of different rows, which is the
     method's own choice.
     """
 

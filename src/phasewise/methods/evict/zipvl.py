@@ -21,8 +21,9 @@ from phasewise.kv.drawers import Room
 from phasewise.model.config import AttentionSpec
 from phasewise.ops.attention import attention, causal
 from phasewise.request.request import Request
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
 from phasewise.step.probe import received
-from phasewise.step.read import Read, View
+from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
@@ -73,24 +74,28 @@ class Zipped:
 
     def __init__(self, knobs: ZipVL, attention: tuple[AttentionSpec, ...]) -> None:
         self.knobs, self.attention = knobs, attention
+        self._plan = AttentionPlan(Custom(self.attend))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Slots."""
         return 8 * room.rows if room.prompt and self.knobs.tau < 1 else 0
 
     # ---- attend
-    def looks(self, span: Span) -> bool:
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.acts(span) else EVERYTHING
+
+    def acts(self, span: Span) -> bool:
         length = span.request.prompt_len
         return self.knobs.tau < 1 and span.request.prefilling and length > self.knobs.window and self._is_whole(span)
 
     def _is_whole(self, span: Span) -> bool:
         return span.positions[0] == 0 and span.rows == span.request.prompt_len
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         return [self._one(read) for read in reads]
 
     def _one(self, read: Read) -> Tensor | None:
-        if not self.looks(read.span) or read.rows is not None:
+        if not self.acts(read.span) or read.rows is not None:
             return None
         drawer: dict[int, Tensor] = read.span.request.state.setdefault("zipvl", {})
         drawer.pop(read.layer, None)  # of a step that failed
@@ -134,13 +139,7 @@ class Zipped:
         drawn = Random(f"{self.knobs.seed} {n} {layer}").sample(range(older), min(self.knobs.probes, older))
         return torch.tensor([*sorted(drawn), *range(older, n)])
 
-    # ---- evict
-    def observe(self, read: Read) -> None:
-        """What stays has been chosen when the rows were read."""
-
-    def view(self, read: Read) -> View | None:
-        return None
-
+    # ---- evict: what stays has been chosen when the rows were read
     def due(self, request: Request) -> bool:
         return not request.prefilling and bool(request.state.get("zipvl"))
 

@@ -22,8 +22,9 @@ from phasewise.kv.drawers import Room
 from phasewise.model.config import ModelConfig
 from phasewise.request.request import Request
 from phasewise.step.late import Late
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import probe
-from phasewise.step.read import Read, View
+from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
@@ -106,10 +107,11 @@ class Lazy:
     def __init__(self, knobs: LazyLLM, config: ModelConfig, dtype: torch.dtype) -> None:
         self.knobs, self.row_bytes = knobs, config.hidden * dtype.itemsize + 8
         self.shares = knobs.shares(config.layers)
+        self._plan = AttentionPlan(record=Record(self.look))
 
-    # ---- attend
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return [None] * len(reads)
+    # ---- attend and evict
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if span.request.prefilling or self.knobs.revive else EVERYTHING
 
     # ---- skip
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
@@ -144,10 +146,11 @@ class Lazy:
         walk.late = walk.late._replace(x=x)
 
     # ---- evict: nothing is given up, but these are asked before rows are read and when they stay
-    def observe(self, read: Read) -> None:
+    def look(self, read: Read) -> None:
+        """Find which tokens go on after a layer, by what the read's last row attends to."""
         share, walk = self.shares.get(read.layer), self._walk(read.span)
         prompt = read.span.request.prefilling
-        if share is None or not (prompt or self.knobs.revive):
+        if share is None:
             return
         known, slots = read.span.positions[-1] + 1, read.part.size[1]
         best = self.best(read, min(going(share, known), slots))
@@ -171,9 +174,6 @@ class Lazy:
     def scores(self, read: Read) -> Tensor:
         """The weights of the read's last row, averaged over its heads, float32 [N]."""
         return probe(read, [read.q.shape[0] - 1])[:, :, 0].mean((0, 1))
-
-    def view(self, read: Read) -> View | None:
-        return None
 
     def due(self, request: Request) -> bool:
         return False

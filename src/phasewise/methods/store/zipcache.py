@@ -25,8 +25,9 @@ from phasewise.methods.store._classed import Classed
 from phasewise.model.config import ModelConfig
 from phasewise.ops.native.weighed import Weighed, Weighs
 from phasewise.request.request import Request
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.probe import probe, received
-from phasewise.step.read import Read, View
+from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
 from phasewise.verbs.host import Host
@@ -108,11 +109,15 @@ class Saliency:
     def __init__(self, knobs: ZipCache, config: ModelConfig) -> None:
         self.knobs, self.attention, self.heads = knobs, config.attention, (config.kv_heads, config.heads)
         self.trail = Trail(SUMS)
+        self._plan = AttentionPlan(record=Record(self.take, self.weigh))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         return 0 if self.knobs.raw else 4 * max(room.rows, self.knobs.gap)
 
-    def looks(self, span: Span) -> bool:
+    def plan(self, span: Span) -> AttentionPlan:
+        return self._plan if self.acts(span) else EVERYTHING
+
+    def acts(self, span: Span) -> bool:
         return bool(not self.knobs.raw and self._asked(span))
 
     def _asked(self, span: Span) -> list[int]:
@@ -123,10 +128,10 @@ class Saliency:
             return [position - first for position in every[mine]]
         return [row for row, position in enumerate(span.positions) if (position + 1) % self.knobs.gap == 0]
 
-    def observe(self, read: Read) -> None:
+    def take(self, read: Read) -> None:
+        """Note what the rows of a read that are asked attend to."""
         span = read.span
-        if self.knobs.raw or not (rows := self._asked(span)):
-            return
+        rows = self._asked(span)
         assert read.rows is None, "all rows run this layer"
         if not span.request.prefilling:
             self._note(read, rows)
@@ -136,10 +141,10 @@ class Saliency:
             state[:, : before.shape[1]] += before
         self.trail.note(read, [span.rows - 1], state[:, None])
 
-    def weighs(self, span: Span) -> Weighs | None:
+    def weigh(self, span: Span) -> Weighs | None:
         """As `_note` has it, of the last row of a block, which ends its step: native steps find its weights."""
         last = span.rows - 1
-        if span.request.prefilling or span.sees is not None or not self.looks(span) or self._asked(span) != [last]:
+        if span.request.prefilling or span.sees is not None or not self.acts(span) or self._asked(span) != [last]:
             return None
         n = span.positions[-1]
         room = Weighed(len(span.kv.layers), 1, self.heads, n + 1)
@@ -194,9 +199,6 @@ class Saliency:
         return seeing.clamp(min=1)
 
     # ---- what an evict method is asked
-    def view(self, read: Read) -> View | None:
-        return None
-
     def due(self, request: Request) -> bool:
         return False
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from phasewise.bench.stats import means
 from phasewise.methods.attend.power import Power
-from phasewise.methods.evict._windows import Window
 from phasewise.reproduce import loads
 from phasewise.reproduce.answers import losses
 from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
+from phasewise.step.plan import Window
 
 NEW = 40
 METHOD = Power()
@@ -51,7 +51,7 @@ def hears(lab: Lab) -> Tried:
     blocks = torch.arange(lab.model("pocket").config.max_positions // METHOD.block)
     own = Power(1, METHOD.window, METHOD.sinks).seen(blocks[:, None], blocks[None]).tril().float()
     degree = int(own.sum(1).max())
-    window = Window("same", 0, degree).seen(blocks[:, None], blocks[None]).tril().float()
+    window = Window(0, degree).seen(blocks[:, None], blocks[None]).tril().float()
     ours, theirs = depth(own), depth(window)
     return Tried(ours < theirs, f"{ours}, with a window of as many blocks ({degree}) {theirs}")
 

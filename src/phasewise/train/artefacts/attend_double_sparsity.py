@@ -25,6 +25,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
+from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.train.artefacts import Job
@@ -76,7 +77,10 @@ class _Seen:
         self.totals: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
 
-    def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
+    def plan(self, span: Span) -> AttentionPlan:
+        return AttentionPlan(Custom(self.attend))
+
+    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
         for read in reads:
             k = read.part.keys(read.part.n, read.part.size[1])  # [H, R, D], of the rows themselves
             total = heaviness(read.q, k)

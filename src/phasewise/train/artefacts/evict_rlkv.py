@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from phasewise.methods.evict._windows import Window
 from phasewise.methods.evict.rlkv import RLKV
+from phasewise.step.plan import Window
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block, Dense
 from phasewise.train.device import halved
@@ -66,7 +66,7 @@ class Questions:
     """About texts that are longer than the window: a function of the mixture's seed and the step."""
 
     def __init__(self, mixture: Mixture, near: Window, longest: int = LONGEST) -> None:
-        self.mixture, self.least, self.longest = mixture, near.sinks + near.window + 1, longest
+        self.mixture, self.least, self.longest = mixture, near.rows + 1, longest
 
     def step(self, step: int, stage: Stage) -> Asked:
         rng, left = Random(f"{self.mixture.seed} questions {step}"), stage.step_tokens
@@ -133,7 +133,7 @@ def nearby(near: Window, past: Past, positions: Tensor) -> Tensor:
     slots = torch.arange(past.real.shape[1], device=positions.device).expand(rows, -1)
     keys = torch.cat((slots, positions), 1)[:, None]  # [rows, 1, past + n]
     at = positions[:, :, None]
-    seen = (keys < near.sinks) | (keys > at - near.window)
+    seen = (keys < near.sinks) | (keys > at - near.size)
     own = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril_().expand(rows, -1, -1)
     return seen & torch.cat((past.real[:, None].expand(-1, length, -1), own), 2)
 
@@ -177,7 +177,7 @@ def train(method: RLKV, job: Job) -> Path:
     sampled, and the mean gate) and the artefact."""
     base, twin = job.base()
     made, tokens = method.artefact(base.config), job.tokens or TOKENS
-    near = Window("rlkv", RLKV.sinks, RLKV.window)
+    near = Window(RLKV.sinks, RLKV.window)
     torch.manual_seed(job.seed)
     run = start(Gates(base.config.layers, base.config.kv_heads))
     if job.resume:
