@@ -116,5 +116,4 @@ class _ExpectedAttention:
         turned = queries.transpose(0, 1) @ turn  # [Hq, n, D]
         each = turned @ keys.repeat_interleave(len(turned) // heads, 0).mT * self.model.config.attention[layer].scale
         logits = each.mean(1) + 0.5 * each.var(1, correction=0)  # log E exp of a Gaussian
-        shares: Tensor = logits.softmax(-1).view(heads, -1, keys.shape[1]).mean(1)
-        return shares * torch.linalg.vector_norm(values, dim=-1)
+        return logits.softmax(-1).view(heads, -1, keys.shape[1]).mean(1) * values.square().sum(-1).sqrt()
