@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import Any
@@ -16,6 +17,14 @@ NAME = "PHASEWISE_DRAWS"
 def today() -> str:
     """The seed of this run: what `--draws` or the environment says, else the date."""
     return os.environ.get(NAME) or date.today().isoformat()
+
+
+def turn() -> int:
+    """The seed of this run as a number. Those of two days are as far apart as the days."""
+    try:
+        return date.fromisoformat(today()).toordinal()
+    except ValueError:
+        return zlib.crc32(today().encode())
 
 
 def draw(*names: object) -> random.Random:

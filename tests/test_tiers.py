@@ -8,26 +8,27 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from phasewise import catalog
 from tests import tiers
-from tests.laws import test_methods
+from tests.laws import axes, golden
 from tests.ops import targets
 
 ROOT = tiers.HERE.parent
 LISTED = [entry for entries in tiers.THOROUGH.values() for entry in entries]
 FILES = sorted(tiers.file(path) for path in tiers.HERE.rglob("test_*.py"))
 QUICK = {  # files of which nothing is thorough: laws, a real client over HTTP, processes that are killed
-    "laws/test_declarations.py", "laws/test_methods.py", "laws/test_neutral.py", "laws/test_parts.py",
+    "laws/test_declarations.py", "laws/test_golden.py", "laws/test_parts.py",
     "laws/test_sure.py", "serve/clients/test_openai.py", "serve/test_chat.py", "serve/test_errors.py",
     "store/test_packed.py", "kv/test_blocks.py", "speculation/test_greedy.py",
 }  # fmt: skip
 
 
+@cache
 def of(file: str) -> set[str]:
     tree = ast.parse((tiers.HERE / file).read_text(encoding="utf-8"))
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -57,17 +58,16 @@ def test_every_folder_is_tested_quickly_too() -> None:
 
 
 def test_every_method_is_under_every_law_quickly() -> None:
-    laws = {name: test.cases[0] for name, test in vars(test_methods).items() if hasattr(test, "cases")}
-    met = defaultdict[tuple[str, str], set[str]](set)
-    for name, rows in laws.items():
-        if not tiers.thorough("laws/test_methods.py", name):
-            for verb, method, _ in rows(False):
-                met[verb, method].add(name)
-    assert set(met) == {(verb, name) for verb, name, _ in catalog.every()}
-    assert len(met) > 60
-    one_of = {"test_exact_methods_give_greedys_tokens", "test_lossy_methods_bite_where_they_are_tested"}
-    for method, names in met.items():
-        assert names >= set(laws) - one_of and len(names & one_of) == 1, method
+    every = {(verb, name) for verb, name, _ in catalog.every()}
+    assert len(every) > 60 and every == {(verb, name) for verb, name, _ in axes.singles()}
+    assert {f"{verb}.{name}" for verb, name in every} <= golden.cases().keys()
+    for file, test in (
+        ("laws/test_methods.py", "test_tokens_are_a_requests_own"),
+        ("laws/test_methods.py", "test_neutral_equals_dense"),
+        ("laws/test_golden.py", "test_a_method_gives_what_it_gave"),
+        ("laws/test_golden.py", "test_lossy_methods_bite_where_they_are_tested"),
+    ):  # fmt: skip
+        assert test in of(file) and not tiers.thorough(file, test)
 
 
 def test_the_machines_own_kernels_are_tested_quickly() -> None:

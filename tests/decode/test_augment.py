@@ -77,34 +77,6 @@ def test_tokens_are_those_of_rows_kept_by_hand() -> None:
     assert got != tiny.plain(PROMPTS, tiny.greedy(N))
 
 
-@pytest.mark.parametrize("more", [{"schedule": "sarathi:budget=3"}, {"schedule": "layered:rows_per_group=4"},
-                                  {"schedule": "splitfuse:budget=17"}, {"place": "disaggregated"},
-                                  {"place": "splitwise"},
-                                  {"place": "disaggregated:transfer=push"}], ids=str)  # fmt: skip
-def test_chunks_layers_and_hand_offs(more: dict[str, str]) -> None:
-    placed = tiny.engine(VERBS | more)
-    assert tiny.outs(tiny.run(placed, PROMPTS, tiny.greedy(N))) == by_hand(PROMPTS)
-    if "place" in more:
-        assert placed.counters.handoffs
-
-
-@pytest.mark.parametrize("store", ["int8", "kivi:bits=4,group=4,residual=8", "gear:bits=4,block=8,rank=2"])
-def test_stores_and_preemption_at_every_step(store: str) -> None:
-    """The same tokens as alone, whoever is preempted when: with latents made, in the KV or not yet there."""
-    verbs = VERBS | {"store": store}
-    alone = [tiny.outs(tiny.run(tiny.engine(verbs), [prompt], tiny.greedy(N)))[0] for prompt in PROMPTS[:2]]
-    for step in range(2, 12):
-        engine = built(verbs | {"schedule": "sarathi:budget=24"})
-        requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS[:2]]
-        for request in requests:
-            engine.add(request)
-        for _ in range(step):
-            engine.step()
-        engine.room.preempt(requests[1])
-        tiny.finish(engine, requests)
-        assert tiny.outs(requests) == alone, step
-
-
 def test_no_latents_is_the_base() -> None:
     engine = built({"decode": "augment:latents=0"})
     assert tiny.outs(tiny.run(engine, PROMPTS, tiny.greedy(N))) == tiny.plain(PROMPTS, tiny.greedy(N))

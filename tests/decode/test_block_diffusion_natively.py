@@ -68,7 +68,7 @@ def test_no_further_from_float32_than_the_open_path(block: int, shift: bool, evi
 SHORT = tiny.prompts(19, 24, 7, 16)  # with their answers, no span of theirs is a slice: one kernel reads them all
 
 
-@pytest.mark.parametrize("block", [4, 8, 24])
+@pytest.mark.parametrize("block", [4, 24])
 @pytest.mark.parametrize("how", ["mates", "prefixes", "preemption", "hand-off"])
 def test_not_a_bit_depends_on_anything_else(how: str, block: int) -> None:
     model, verbs = load(torch.bfloat16), {"decode": f"block_diffusion:block={block},steps=4,selector=static"}

@@ -30,7 +30,6 @@ from phasewise.request.request import Request
 from tests import oracle, tiny
 from tests.skip.test_unified import ByHand
 
-CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 KNOBS = "c2c:sharer=tiny-draft,weights=random:0,piece=16"
 VERBS = {"decode": KNOBS}
 N = 12
@@ -169,21 +168,6 @@ def test_both_read_the_prompt_once(length: int) -> None:
 
 
 # ---- who else is there
-@pytest.mark.parametrize("more", [{}, {"store": "int8"}, {"attend": "hydragen"}, {"attend": "quest:page=4,budget=16"},
-                                  {"schedule": "layered:rows_per_group=8"}, {"schedule": "sarathi:budget=3"},
-                                  {"store": "kivi:bits=4,group=4,residual=8"}], ids=str)  # fmt: skip
-def test_chunks_mates_and_preemption(more: dict[str, str]) -> None:
-    texts = tiny.prompts(90, 70, 33, seed=2)
-    own = {k: v for k, v in more.items() if k != "schedule"}
-    alone = [serve(built(VERBS | own), text).out for text in texts]
-    engine = built(VERBS | more)
-    requests = [Request(text, tiny.greedy(N)) for text in texts]
-    tiny.disturb(engine, requests)
-    tiny.finish(engine, requests)
-    assert tiny.outs(requests) == alone
-    assert engine.counters.preemptions and all(r.recalled == r.prompt_len - 1 for r in requests)
-
-
 def test_where_there_is_little_room_requests_make_way() -> None:
     texts = tiny.prompts(90, 70, 100, 80, seed=2)
     alone = [serve(built(), text).out for text in texts]
@@ -248,24 +232,6 @@ def test_a_request_that_is_dropped_on_the_way_leaves_nothing() -> None:
             engine.step()
         engine.cancel(request)
         assert engine.kv_bytes == 0
-
-
-def test_siblings() -> None:
-    sampled = Params(max_tokens=N, ignore_eos=True, temperature=0.8, seed=3)
-    one, engine = Request(TEXT, sampled), built()
-    every = [one, *(one.sibling(i) for i in range(1, 3))]
-    for request in every:
-        engine.add(request)
-    tiny.finish(engine, every)
-    assert [request.out for request in every] == [serve(built(), TEXT, request.params).out for request in every]
-    assert engine.counters.recalled == len(TEXT) - 1
-
-
-@pytest.mark.parametrize("place", ["disaggregated", "splitwise"])
-def test_with_hand_off_rows_are_fused_where_they_are_computed(place: str) -> None:
-    placed = tiny.engine(VERBS | {"place": place})
-    request = serve(placed, TEXT)
-    assert request.out == serve(built(), TEXT).out and request.recalled == len(TEXT) - 1
 
 
 @pytest.mark.parametrize(("verbs", "again"), [(VERBS, False), ({}, True)], ids=["c2c", "plain"])

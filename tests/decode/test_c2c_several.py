@@ -25,6 +25,7 @@ from phasewise.request.request import Request
 from phasewise.train.artefacts import Job, decode_c2c
 from tests import oracle, tiny
 from tests.decode.test_c2c import TEXT, N, built, fused, serve
+from tests.laws import scenario
 from tests.skip.test_unified import ByHand
 
 MODES = ("parallel", "sequential")
@@ -160,16 +161,8 @@ def test_a_sharer_whose_gates_are_closed_changes_nothing(several: str, tmp_path:
 
 # ---- who else is there
 @pytest.mark.parametrize("several", MODES)
-@pytest.mark.parametrize("more", [{}, {"schedule": "sarathi:budget=3"}, {"store": "int8"}], ids=str)
-def test_chunks_mates_and_preemption(more: dict[str, str], several: str) -> None:
-    texts, verbs = tiny.prompts(90, 70, 33, seed=2), {"decode": knobs(names(), several)}
-    own = {k: v for k, v in more.items() if k != "schedule"}
-    alone = [serve(built(verbs | own), text).out for text in texts]
-    engine = built(verbs | more)
-    requests = [Request(text, tiny.greedy(N)) for text in texts]
-    tiny.disturb(engine, requests)
-    tiny.finish(engine, requests)
-    assert tiny.outs(requests) == alone and engine.counters.preemptions
+def test_tokens_are_a_requests_own(several: str) -> None:
+    scenario.check({"decode": knobs(names(), several)}, "sarathi:budget=9")
 
 
 def test_each_sharer_reads_the_prompt_once_and_gives_its_room_back() -> None:
@@ -185,21 +178,6 @@ def test_each_sharer_reads_the_prompt_once_and_gives_its_room_back() -> None:
     assert request.kv is not None and engine.kv_bytes == request.kv.bytes and not request.state
     engine.cancel(request)
     assert engine.kv_bytes == 0
-
-
-def test_where_there_is_little_room_requests_make_way() -> None:
-    texts, verbs = tiny.prompts(90, 70, 100, 80, seed=2), {"decode": knobs(names())}
-    alone = [serve(built(verbs), text).out for text in texts]
-    runtime = built(verbs).recipes[""]
-    room = int(2.2 * runtime.need(112 + runtime.margin))
-    engine = built(verbs | {"schedule": "sarathi:budget=24"}, kv_bytes=room)
-    assert tiny.outs(tiny.run(engine, texts, tiny.greedy(N))) == alone
-
-
-def test_with_hand_off_rows_are_fused_where_they_are_computed() -> None:
-    verbs = {"decode": knobs(names())}
-    request = serve(tiny.engine(verbs | {"place": "disaggregated"}), TEXT)
-    assert request.out == serve(built(verbs), TEXT).out and request.recalled == len(TEXT) - 1
 
 
 def test_controls_fuse_as_much_and_something_else() -> None:

@@ -61,14 +61,6 @@ def test_shaped_logits_on_paper() -> None:
     torch.testing.assert_close(shaped.softmax(-1), want / want.sum())
 
 
-def test_a_request_is_its_own_in_any_company() -> None:
-    prompts = tiny.prompts(41, 7, 90, 1, 32)
-    params = [Params(max_tokens=4 + 3 * i, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
-    want = [alone(p, q) for p, q in zip(prompts, params)]
-    for schedule in ("sarathi", "sarathi:budget=5", "prefill_first"):
-        assert tiny.outs(tiny.run(engine(schedule=schedule), prompts, params)) == want
-
-
 def test_the_amateur_reads_every_row_once_and_in_the_same_slices() -> None:
     placed = engine(schedule="sarathi:budget=16", prefix_cache=False)
     amateur = placed.recipes[""].companions[0]

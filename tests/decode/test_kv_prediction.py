@@ -225,21 +225,6 @@ def test_predicted_keys_are_normalised_as_the_models_own(monkeypatch: pytest.Mon
 
 
 # ---- who else is there
-@pytest.mark.parametrize("more", [{}, {"store": "int8"}, {"attend": "hydragen"}, {"attend": "quest:page=4,budget=16"},
-                                  {"schedule": "layered:rows_per_group=8"}, {"schedule": "sarathi:budget=3"},
-                                  {"store": "kivi:bits=4,group=4,residual=8"}], ids=str)  # fmt: skip
-def test_mates_schedulers_and_preemption(more: dict[str, str]) -> None:
-    texts = tiny.prompts(90, 70, 33, seed=2)
-    own = {k: v for k, v in more.items() if k != "schedule"}
-    alone = [serve(built(VERBS | own), text).out for text in texts]
-    engine = built(VERBS | more)
-    requests = [Request(text, tiny.greedy(N)) for text in texts]
-    tiny.disturb(engine, requests)
-    tiny.finish(engine, requests)
-    assert tiny.outs(requests) == alone
-    assert engine.counters.preemptions == 4 and all(request.recalled for request in requests)
-
-
 def test_where_there_is_little_room_requests_make_way() -> None:
     texts = tiny.prompts(90, 70, 100, 80, seed=2)
     alone = [serve(built(), text).out for text in texts]
@@ -266,24 +251,6 @@ def test_what_the_auxiliary_held_is_given_back_before_the_first_token() -> None:
     assert request.n_out == 1 and request.kv is not None
     assert engine.kv_bytes == request.kv.bytes and not request.state
     engine.cancel(request)
-
-
-def test_siblings() -> None:
-    sampled = Params(max_tokens=N, ignore_eos=True, temperature=0.8, seed=3)
-    one, engine = Request(TEXT, sampled), built()
-    every = [one, *(one.sibling(i) for i in range(1, 3))]
-    for request in every:
-        engine.add(request)
-    tiny.finish(engine, every)
-    assert [request.out for request in every] == [serve(built(), TEXT, request.params).out for request in every]
-    assert engine.counters.recalled == len(TEXT) - 1
-
-
-def test_with_hand_off_prompts_are_predicted_where_they_would_be_computed() -> None:
-    placed = tiny.engine(VERBS | {"place": "disaggregated"})
-    request = serve(placed, TEXT)
-    assert request.out == serve(built(), TEXT).out and request.recalled == len(TEXT) - 1
-    assert placed.counters.handoffs == 1 and placed.counters.rows == N
 
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")

@@ -96,20 +96,6 @@ def test_drafts_change_no_greedy_token_and_some_are_accepted(name: str, draft: s
     assert engine.counters.drafted >= engine.counters.accepted > 0
 
 
-@pytest.mark.parametrize("more", [{"schedule": "sarathi:budget=3"}, {"store": "int8"},
-                                  {"schedule": "layered:rows_per_group=8"},
-                                  {"store": "kivi:bits=4,group=4,residual=8"}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("draft", ["chain", "tree", "second model"])
-@every
-def test_chunks_mates_and_preemption(name: str, draft: str, more: dict[str, str]) -> None:
-    own = {verb: text for verb, text in more.items() if verb != "schedule"}
-    engine = built(verbs(name, draft, **more))
-    requests = asking(engine, name, TEXTS)
-    tiny.disturb(engine, requests)
-    assert finish(engine, requests) == alone(verbs(name, **own), name)
-    assert engine.counters.preemptions and engine.counters.drafted
-
-
 @pytest.mark.parametrize("draft", ["chain", "second model"])
 @every
 def test_sampled_tokens_are_a_seeds_own(name: str, draft: str) -> None:
@@ -123,33 +109,6 @@ def test_sampled_tokens_are_a_seeds_own(name: str, draft: str) -> None:
 
 
 @every
-def test_siblings(name: str) -> None:
-    engine = built(verbs(name, "tree", "match"))
-    (one,) = asking(engine, name, TEXTS[:1], SAMPLED)
-    family = [one, *(one.sibling(i) for i in (1, 2))]
-    for request in family:
-        engine.add(request)
-    outs = finish(engine, family)
-    for request, out in zip(family, outs):
-        other = built(verbs(name))
-        (lone,) = asking(other, name, TEXTS[:1], SAMPLED)
-        lone = Request(lone.prompt, replace(request.params, ask=lone.params.ask))
-        other.add(lone)
-        assert finish(other, [lone]) == [out]
-
-
-@pytest.mark.parametrize("place", ["disaggregated", "splitwise"])
-@every
-def test_hand_offs(name: str, place: str) -> None:
-    placed = tiny.engine(verbs(name, "second model", place=place))
-    requests = asking(placed, name, TEXTS)
-    for request in requests:
-        placed.add(request)
-    assert finish(placed, requests) == alone(verbs(name), name)
-    assert placed.counters.handoffs and placed.counters.accepted
-
-
-@every
 def test_where_there_is_little_room_requests_make_way(name: str) -> None:
     runtime = built(verbs(name, "second model")).recipes[""]
     engine = built(verbs(name, "second model", schedule="sarathi:budget=24"), prefix_cache=False,
@@ -160,20 +119,6 @@ def test_where_there_is_little_room_requests_make_way(name: str) -> None:
     outs, want = finish(engine, requests), alone(verbs(name), name)
     for request, out, plain in zip(requests, outs, want):
         assert out == plain or not (name == "augment" or request.recalled), "what was left made way"
-
-
-@every
-def test_contrastive_decoding_follows_as_well(name: str) -> None:
-    neutral, at_work = (
-        {"decode": f"{FIRST[name]},then=(contrastive:amateur=tiny-draft,{knobs})"}
-        for knobs in ("alpha=0,beta=0", "alpha=0.1,beta=0.5")
-    )
-    plain, want = alone(verbs(name), name), alone(at_work, name)
-    assert alone(neutral, name) == plain != want
-    engine = built({**at_work, "schedule": "sarathi:budget=17"})
-    requests = asking(engine, name, TEXTS)
-    tiny.disturb(engine, requests)
-    assert finish(engine, requests) == want
 
 
 # ---- latents, behind which tokens stand further on

@@ -246,9 +246,9 @@ def test_repetitive_text_is_guessed_better_with_every_round() -> None:
 def test_tokens_are_those_of_plain_decoding(mode: str) -> None:
     """Greedy ones and, under both verifiers, drawn ones; with a table that all share, too, which remembers."""
     prompts = tiny.prompts(20, 33)
-    for params in (tiny.greedy(30), Params(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)):
+    for params in (tiny.greedy(20), Params(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)):
         want = tiny.plain(prompts, params)
-        for scope, verify in (("engine", "rejection"), ("engine", "match"), ("request", "rejection")):
+        for scope, verify in (("engine", "match"), ("request", "rejection")):
             draft = f"aded:mode={mode},rounds=30,store=random:3,scope={scope}"
             placed = tiny.engine({"draft": draft, "verify": verify})
             assert tiny.outs(tiny.run(placed, prompts, params)) == want

@@ -66,22 +66,6 @@ def test_rejected_rows_are_rolled_back() -> None:
     assert placed.counters.accepted < placed.counters.drafted
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_drafts_do_not_depend_on_batch_mates(branches: int) -> None:
-    """Law 7, with sampling and the lossless but draft-dependent `rejection`: same drafts, same tokens."""
-    verbs = {"draft": f"draft_model:model=tiny-draft,branches={branches}"}
-    params = sampled(20, repetition_penalty=1.1)
-    alone = []
-    drafted = 0
-    for prompt, param in zip(PROMPTS, params):
-        placed = tiny.engine(verbs)
-        alone += tiny.outs(tiny.run(placed, [prompt], param))
-        drafted += placed.counters.drafted
-    together = tiny.engine({**verbs, "schedule": "sarathi:budget=11"})
-    assert tiny.outs(tiny.run(together, PROMPTS, params)) == alone
-    assert together.counters.drafted == drafted
-
-
 @pytest.mark.parametrize("drawn", ["point", "iid", "without_replacement", "top_plus_one"])
 def test_match_gives_plain_samples(drawn: str) -> None:
     """However the guesses were drawn, `match` gives the tokens of plain sampled decoding."""

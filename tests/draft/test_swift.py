@@ -339,14 +339,6 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         assert ratio != "0" or placed.counters.accepted == placed.counters.drafted == 16
 
 
-def test_scarce_memory_changes_no_token() -> None:
-    want = plain(30) * 2
-    slab = engine().recipes[""].need(1)
-    placed = engine("swift:window=6,enough=1", kv_bytes=4 * slab, schedule="splitfuse:budget=9")
-    assert tiny.outs(tiny.run(placed, PROMPTS * 2, tiny.greedy(30))) == want
-    assert placed.counters.preemptions > 0
-
-
 def test_lossy_verifiers_are_refused() -> None:
     with pytest.raises(UserError, match="swift learns from all requests, and under the verifier top_beta"):
         engine(verify="top_beta")

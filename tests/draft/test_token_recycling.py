@@ -135,7 +135,7 @@ def test_one_pass_of_the_head_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shared_table_changes_no_token() -> None:
     """Neither greedy ones nor, under both verifiers, drawn ones; what one request said is guessed for the next."""
     prompts = tiny.prompts(20, 33)
-    for params in (tiny.greedy(30), Params(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)):
+    for params in (tiny.greedy(16), Params(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)):
         want = tiny.plain(prompts, params)
         for verify in ("rejection", "match"):
             placed = tiny.engine({"draft": "token_recycling:scope=engine", "verify": verify})

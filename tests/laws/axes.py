@@ -186,20 +186,16 @@ def neutrals(full: bool) -> list[Row]:
 Single = tuple[str, str, str]  # verb, name, schedule
 
 
-def singles(law: int, laws: int, full: bool, wanted: Callable[[str, str], bool]) -> list[Single]:
-    """Every wanted method under one scheduler, another one for each of the `laws` laws: over all of them every method
-    meets every scheduler, and so does every law. In full, under all of them. A scheduler runs under itself."""
+def singles(others: bool = False) -> list[Single]:
+    """Every method under one scheduler, in turn; or under all `others`. A scheduler runs under itself."""
     every = schedulers()
-    turns = -(-len(every) // laws)  # schedulers per case, were there more of them than laws
     found: list[Single] = []
     for i, (verb, name) in enumerate(discovered()):
-        if verb == "schedule":
-            mine = [spell(verb, name, tight(verb, name))]
-        elif full:
-            mine = every
-        else:
-            mine = [every[(i + law * turns + j) % len(every)] for j in range(turns)]
-        found += [(verb, name, schedule) for schedule in dict.fromkeys(mine) if wanted(verb, name)]
+        if verb != "schedule":
+            mine = every[i % len(every)]
+            found += [(verb, name, schedule) for schedule in every if (schedule != mine) == others]
+        elif not others:
+            found.append((verb, name, spell(verb, name, tight(verb, name))))
     return found
 
 
@@ -210,14 +206,21 @@ def turns(ones: Sequence[T], others: Sequence[U], full: bool, each: int = 1) -> 
 
 
 # ---- cases of a test
-def over(rows: Callable[[bool], Sequence[Any]], name: Callable[[Any], str]) -> Callable[[Test], Test]:
-    """The test's argument `case` takes each of these rows: `rows(full)`, `full` as told on the command line."""
+def over(rows: Callable[[bool], Sequence[Any]], name: Callable[[Any], str], most: int = 0) -> Callable[[Test], Test]:
+    """The test's argument `case` takes each of these rows: `rows(full)`, `full` as told on the command line. Unless it
+    is, at most so many of them: others every day."""
 
     def mark(test: Test) -> Test:
-        test.cases = rows, name  # type: ignore[attr-defined]
+        test.cases = rows, name, most  # type: ignore[attr-defined]
         return test
 
     return mark
+
+
+def sampled(rows: Sequence[T], most: int, seed: int) -> Sequence[T]:
+    """At most so many of the rows, from all over them. Seeds one after the other take all rows in turn."""
+    stride = -(-len(rows) // most)
+    return rows[seed % stride :: stride] if stride else rows
 
 
 def meetings(rows: Sequence[Row]) -> set[frozenset[str]]:

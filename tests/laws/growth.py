@@ -1,16 +1,17 @@
-"""How many cases the laws would have with more methods: dummies are registered, and the same rows are counted."""
+"""What the laws would cost with more methods: dummies are registered, and the same cases are counted."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
 from phasewise import catalog
-from tests.laws import axes, test_methods
+from tests.laws import axes, golden, test_compositions, test_methods, test_neutral
 from tests.laws.dummies import register
-from tests.laws.settings import discovered
 
 # Of a hundred published systems, about so many are of each verb.
 SHARES = {
@@ -34,26 +35,51 @@ class Exact(Dummy):
     guarantee: ClassVar[str] = "exact"
 
 
-@dataclass(frozen=True)
-class Count:
-    single: int  # a law and a method
-    together: int  # rows of compositions and of neutral settings
+# Core-seconds of a case, rounded up from what `scripts/law_growth.py --measure` says.
+SECONDS = {
+    "golden float32": 0.2, "golden bfloat16": 0.06, "scenario": 0.3, "neutral": 0.06, "composition": 0.25,
+}  # fmt: skip
 
 
-def grow(patch: pytest.MonkeyPatch, dummies: int) -> set[str]:
-    """Register so many, each time of the verb that lacks most of its share; half of them exact. -> their verbs"""
+def seconds(cases: Counter[str]) -> float:
+    """Core-seconds of so many cases by kind."""
+    return sum(SECONDS[kind] * n for kind, n in cases.items())
+
+
+def grow(patch: pytest.MonkeyPatch, dummies: int, more: Sequence[str] = ()) -> set[str]:
+    """Register so many, each time of the verb that lacks most of its share, half of them exact, and one `more` of each
+    of these verbs. Returns the verbs that have any."""
     have = {verb: len(catalog.names(verb)) for verb in SHARES}
     made: dict[tuple[str, str], type[Any]] = {}
     for i in range(dummies):
         verb = min(SHARES, key=lambda verb: have[verb] / SHARES[verb])
         have[verb] += 1
         made[verb, f"made{i:03}"] = Exact if i % 2 or verb in ("place", "schedule") else Dummy
-    register(patch, made)
+    register(patch, made | {(verb, "more"): Dummy for verb in more})
     return {verb for verb, _ in made}
 
 
-def count(full: bool = False) -> Count:
-    laws = test_methods.LAWS
-    single = sum(len(axes.singles(i, len(laws), full, lambda verb, name: True)) for i in range(len(laws)))
-    single += len(discovered())  # neutral alone
-    return Count(single, len(axes.compositions(full)) + len(axes.neutrals(full)))
+def quick() -> Counter[str]:
+    """Cases by kind, those of `SECONDS`, that a run of the quick tier has of the laws over the catalogue."""
+    traces, methods = golden.cases(), axes.singles()
+    found = {"golden float32": len(traces) - held(traces), "golden bfloat16": len(traces)}
+    return Counter(found | {"scenario": len(methods), "neutral": len(methods)})
+
+
+def rest() -> Counter[str]:
+    """The same of the thorough tier."""
+    found = Counter({"golden float32": held(golden.cases())})
+    for kind, test in (
+        ("scenario", test_methods.test_tokens_are_a_requests_own_under_other_schedulers),
+        ("scenario", test_methods.test_tokens_are_a_requests_own_in_what_a_method_holds),
+        ("neutral", test_neutral.test_neutral_methods_together_equal_dense),
+        ("composition", test_compositions.test_methods_together_give_what_the_lossy_ones_give_alone),
+    ):
+        rows, _, most = test.cases  # type: ignore[attr-defined]
+        found[kind] += len(axes.sampled(rows(False), most, 0))
+    return found
+
+
+def held(traces: Collection[str]) -> int:
+    """How many of them are of parts, and of wrappers over what they hold."""
+    return sum(":" in name for name in traces)

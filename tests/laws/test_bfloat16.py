@@ -13,6 +13,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step import fused
 from tests import tiny
+from tests.laws import axes
 from tests.watched import passes
 
 LENGTHS = (33, 5, 64, 17, 50)
@@ -26,47 +27,46 @@ def model(experts: int) -> Model:
     return Model.load(tiny.checkpoint(hidden=64, experts=experts), dtype=torch.bfloat16)
 
 
+METHODS: list[dict[str, str]] = [
+    {},
+    {"evict": "snapkv:keep=8,window=4"},
+    {"evict": "snapkv:keep=8,window=4,heads=ada,layers=pyramid"},
+    {"evict": "h2o:heavy=8,recent=4,lot=4"},
+    {"evict": "snapkv:keep=12,window=4,heads=ada"},
+    {"evict": "h2o:heavy=8,recent=4,lot=4,heads=ada"},
+    {"evict": "tova:keep=12,lot=4"},
+    {"evict": "keyformer:keep=12,lot=4"},
+    {"evict": "streaming:sinks=3,window=20"},
+    {"evict": "longgen:sinks=3,window=20,weights=random:0"},
+    {"evict": "longgen:sinks=3,window=20,weights=none"},
+    {"attend": "quest:page=4,budget=12,dense_layers=1"},
+    {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0"},
+    {"attend": "token_select:k=6,first=2,local=4"},
+    {"attend": "token_select:k=6,first=2,local=4,theta=0.1"},
+    {"attend": "token_select:k=6,first=2,local=4,chunk=8"},
+    {"attend": "token_select:k=6,first=2,local=4,chunk=8,positions=list"},
+    {"attend": "instinfer:r=3,k=12"},
+    {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
+    {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0,weights=random:0"},
+    {"attend": "tidal:k=8,dense=0,second=2,every=5"},
+    {"attend": "power:block=3,window=2,sinks=1,weights=random:0"},
+    {"attend": "power:block=3,window=2,sinks=1,weights=none"},
+    {"attend": "zero_tuning:gamma=20,weights=none"},
+    {"attend": "loopserve:alpha=0.6,budget=8,every=5,block=4,sample=16,voters=6"},
+    {"evict": "rlkv:share=0.6,sinks=2,window=8,weights=random:1"},
+    {"skip": "lazyllm:keep=0.3"},
+    {"store": "kivi:group=4,residual=8"},
+    {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
+    {"store": "zipcache:gap=8,important=0.5"},
+    {"decode": "block_diffusion:block=8"},
+    {"decode": "block_diffusion:block=128,steps=4,selector=static"},
+]
+
+
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")
-@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
-@pytest.mark.parametrize(
-    "verbs",
-    [
-        {},
-        {"evict": "snapkv:keep=8,window=4"},
-        {"evict": "snapkv:keep=8,window=4,heads=ada,layers=pyramid"},
-        {"evict": "h2o:heavy=8,recent=4,lot=4"},
-        {"evict": "snapkv:keep=12,window=4,heads=ada"},
-        {"evict": "h2o:heavy=8,recent=4,lot=4,heads=ada"},
-        {"evict": "tova:keep=12,lot=4"},
-        {"evict": "keyformer:keep=12,lot=4"},
-        {"evict": "streaming:sinks=3,window=20"},
-        {"evict": "longgen:sinks=3,window=20,weights=random:0"},
-        {"evict": "longgen:sinks=3,window=20,weights=none"},
-        {"attend": "quest:page=4,budget=12,dense_layers=1"},
-        {"attend": "double_sparsity:channels=4,k=12,dense_layers=1,weights=random:0"},
-        {"attend": "token_select:k=6,first=2,local=4"},
-        {"attend": "token_select:k=6,first=2,local=4,theta=0.1"},
-        {"attend": "token_select:k=6,first=2,local=4,chunk=8"},
-        {"attend": "token_select:k=6,first=2,local=4,chunk=8,positions=list"},
-        {"attend": "instinfer:r=3,k=12"},
-        {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0"},
-        {"attend": "infllm:block=4,init=1,window=4,topk=1,dense_len=0,weights=random:0"},
-        {"attend": "tidal:k=8,dense=0,second=2,every=5"},
-        {"attend": "power:block=3,window=2,sinks=1,weights=random:0"},
-        {"attend": "power:block=3,window=2,sinks=1,weights=none"},
-        {"attend": "zero_tuning:gamma=20,weights=none"},
-        {"attend": "loopserve:alpha=0.6,budget=8,every=5,block=4,sample=16,voters=6"},
-        {"evict": "rlkv:share=0.6,sinks=2,window=8,weights=random:1"},
-        {"skip": "lazyllm:keep=0.3"},
-        {"store": "kivi:group=4,residual=8"},
-        {"store": "gear:group=4,block=8,rank=1,sparse=0.1"},
-        {"store": "zipcache:gap=8,important=0.5"},
-        {"decode": "block_diffusion:block=8"},
-        {"decode": "block_diffusion:block=128,steps=4,selector=static"},
-    ],
-    ids=str,
-)
-def test_independent_of_batch_mates_in_bfloat16(verbs: dict[str, str], experts: int) -> None:
+@axes.over(lambda full: [(verbs, experts) for verbs in METHODS for experts in (0, 4)], str, most=24)
+def test_independent_of_batch_mates_in_bfloat16(case: tuple[dict[str, str], int]) -> None:
+    verbs, experts = case
     of, given, prompts = model(experts), {"schedule": "prefill_first"} | verbs, tiny.prompts(*LENGTHS)
     alone = [tiny.outs(tiny.run(tiny.engine(given, of=of), [p], its))[0] for p, its in zip(prompts, PARAMS)]
     assert tiny.outs(tiny.run(tiny.engine(given, of=of), prompts, PARAMS)) == alone

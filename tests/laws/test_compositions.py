@@ -79,7 +79,7 @@ class Scripted:
         return guess
 
 
-@axes.over(axes.compositions, axes.label)
+@axes.over(axes.compositions, axes.label, most=120)
 def test_methods_together_give_what_the_lossy_ones_give_alone(case: Row) -> None:
     """One prompt at a time, in one piece, plainly decoded, in one engine: so X is met first. Then all together, in the
     row's steps and places, with its guesses, of which some hold and some do not: rows really come and go."""

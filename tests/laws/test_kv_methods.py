@@ -1,11 +1,10 @@
 """The laws over the KV-side methods at knobs that bite, alone and composed: a request's tokens are its own.
 
-Schedulers and moments of preemption in turn; with `--all-pairs`, each method with all of them.
+Schedulers in turn; with `--all-pairs`, each method with all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -15,7 +14,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import double, tiny
 from tests.kv.harness import drafting
-from tests.laws import axes
+from tests.laws import axes, scenario
 
 QUEST = {"attend": "quest:page=4,budget=16,dense_layers=1"}
 STREAMING = {"evict": "streaming:sinks=3,window=23"}
@@ -85,7 +84,6 @@ METHODS = {
     "keyformer": KEYFORMER,
     "keyformer int8": KEYFORMER | INT8,
 }
-EVERY = pytest.mark.parametrize("name", METHODS)
 PROMPTS = tiny.prompts(41, 7, 90, 60)
 N = 24
 SAMPLED = Params(max_tokens=N, ignore_eos=True, temperature=0.8, top_p=0.95, seed=11)
@@ -106,59 +104,27 @@ def alone(name: str, sampled: bool = False) -> list[list[int]]:
     return [tiny.outs(tiny.run(tiny.engine(METHODS[name], prefix_cache=False), [p], params))[0] for p in PROMPTS]
 
 
-def agree(name: str, requests: Sequence[Request], sampled: bool = False) -> None:
-    """Every request has said what it says alone."""
-    wanted = {tuple(prompt): out for prompt, out in zip(PROMPTS, alone(name, sampled))}
-    assert tiny.outs(requests) == [wanted[tuple(request.prompt)] for request in requests]
-
-
-@EVERY
-def test_the_knobs_bite(name: str) -> None:
-    dense = tiny.plain(PROMPTS, tiny.greedy(N))
-    if name != "int8":  # eight bits seldom change a token of so short an answer
-        assert alone(name) != dense
-
-
-def scheduled(full: bool) -> list[tuple[str, str]]:
-    return axes.turns([*METHODS], ["sarathi:budget=3", *axes.schedulers()], full, each=2)
-
-
-@axes.over(scheduled, "-".join)
-def test_chunks_and_batch_mates(case: tuple[str, str]) -> None:
+@axes.over(lambda full: axes.turns([*METHODS], axes.schedulers(), full), "-".join, most=24)
+def test_tokens_are_a_requests_own(case: tuple[str, str]) -> None:
+    """Mates, slices, preemption, forks, cached prefixes, cancellation and hand-off, all in one trace."""
     name, schedule = case
-    for sampled in (False, True):
-        placed = tiny.engine(METHODS[name] | {"schedule": schedule}, prefix_cache=False)
-        agree(name, tiny.run(placed, PROMPTS, SAMPLED if sampled else tiny.greedy(N)), sampled)
+    scenario.check(METHODS[name], schedule)
 
 
-def interrupted(full: bool) -> list[tuple[str, tuple[int, ...]]]:
-    return axes.turns([*METHODS], [(1,), (9, 14), (22,)], full)
+def names(full: bool) -> list[str]:
+    return [*METHODS]
 
 
-@axes.over(interrupted, lambda case: f"{case[0]}-{case[1]}")
-def test_preemption(case: tuple[str, tuple[int, ...]]) -> None:
-    """Freed at some step, its prompt is computed again and its tokens replayed as one span."""
-    name, moments = case
-    placed = tiny.engine(METHODS[name], prefix_cache=False)
-    assert isinstance(placed, Engine)
-    requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS]
-    for request in requests:
-        placed.add(request)
-    for step in range(max(moments) + 1):
-        placed.step()
-        if step in moments:
-            for request in requests[1:]:
-                if request in placed.running:
-                    placed.room.preempt(request)
-    tiny.finish(placed, requests)
-    agree(name, requests)
-    assert placed.counters.preemptions > 0
+@axes.over(names, str, most=16)
+def test_the_knobs_bite(case: str) -> None:
+    if case != "int8":  # eight bits seldom change a token of so short an answer
+        assert alone(case) != tiny.plain(PROMPTS, tiny.greedy(N))
 
 
-@EVERY
-def test_scarce_memory(name: str) -> None:
-    budget = tiny.engine(METHODS[name]).store.cost(64 * 5)  # what is kept beside the rows included
-    placed = tiny.engine(METHODS[name], kv_bytes=budget)
+@axes.over(names, str, most=8)
+def test_scarce_memory(case: str) -> None:
+    budget = tiny.engine(METHODS[case]).store.cost(64 * 5)  # what is kept beside the rows included
+    placed = tiny.engine(METHODS[case], kv_bytes=budget)
     assert isinstance(placed, Engine)
     requests = [Request(prompt, tiny.greedy(N)) for prompt in PROMPTS * 2]
     for request in requests:
@@ -166,55 +132,18 @@ def test_scarce_memory(name: str) -> None:
     while any(request.left is None for request in requests):
         placed.step()
         assert placed.kv_bytes <= budget
-    agree(name, requests)
+    assert tiny.outs(requests) == alone(case) * 2
 
 
-@EVERY
-def test_prefix_hits(name: str) -> None:
-    placed = tiny.engine(METHODS[name])
-    requests = [Request(prompt, tiny.greedy(N)) for prompt in (*PROMPTS, *PROMPTS[::-1])]
-    for request in requests:
-        placed.add(request)
-        while request.left is None:
-            placed.step()
-    agree(name, requests)
-    private = name.startswith("keyformer") or "h2o" in name or "zipcache" in name
-    private |= "chunks" in name or "listed" in name
-    assert (placed.counters.prefix_hits > 0) is not private, "these share nothing"
-    placed.forget_prefixes()
-    assert placed.kv_bytes == 0
-
-
-@EVERY
-def test_siblings(name: str) -> None:
-    placed = tiny.engine(METHODS[name])
-    family = [Request(PROMPTS[2], SAMPLED)]
-    family += [family[0].sibling(i) for i in (1, 2)]
-    for request in family:
-        placed.add(request)
-    tiny.finish(placed, family)
-    for request in family:
-        single = tiny.run(tiny.engine(METHODS[name]), [request.prompt], request.params)
-        assert [request.out] == tiny.outs(single)
-
-
-@EVERY
-def test_drafts(name: str) -> None:
+@axes.over(names, str, most=8)
+def test_drafts(case: str) -> None:
     """Law 3: exact drafting over a lossy method gives that method's tokens, trees, rejections and all."""
     for sampled in (False, True):
-        script = {tuple(prompt): out for prompt, out in zip(PROMPTS, alone(name, sampled))}
-        placed = drafting(METHODS[name] | {"schedule": "sarathi:budget=40"}, script, prefix_cache=False)
-        agree(name, tiny.run(placed, PROMPTS, SAMPLED if sampled else tiny.greedy(N)), sampled)
+        script = {tuple(prompt): out for prompt, out in zip(PROMPTS, alone(case, sampled))}
+        placed = drafting(METHODS[case] | {"schedule": "sarathi:budget=40"}, script, prefix_cache=False)
+        requests = tiny.run(placed, PROMPTS, SAMPLED if sampled else tiny.greedy(N))
+        assert tiny.outs(requests) == alone(case, sampled)
         assert placed.counters.drafted > placed.counters.accepted > 0
-
-
-@EVERY
-def test_hand_off(name: str) -> None:
-    """Computed by one engine, decoded by another: the KV crosses as it is."""
-    placed = tiny.engine(METHODS[name] | {"place": "disaggregated"})
-    agree(name, tiny.run(placed, PROMPTS, tiny.greedy(N)))
-    again = sum((N - 1) // 5 * 5 for _ in PROMPTS) if "every=5" in METHODS[name].get("attend", "") else 0
-    assert placed.counters.handoffs == len(PROMPTS) and placed.counters.recomputed == again
 
 
 def test_quest_reads_less() -> None:

@@ -17,7 +17,7 @@ def dense() -> Reference:
     return reference({}, tiny.prompts(*LENGTHS), tiny.greedy(N))
 
 
-@axes.over(axes.neutrals, axes.label)
+@axes.over(axes.neutrals, axes.label, most=48)
 def test_neutral_methods_together_equal_dense(case: Row) -> None:
     placed = build(axes.verbs(case))
     dense().check(tiny.outs(tiny.run(placed, dense().prompts, tiny.greedy(N))))

@@ -9,8 +9,8 @@ import pytest
 
 from phasewise import catalog
 from phasewise.request.params import Params
-from phasewise.request.request import Request
 from tests import tiny
+from tests.laws import axes, scenario
 from tests.laws.settings import options
 
 Case = tuple[str, str, str, str]  # verb, method, field, part
@@ -64,28 +64,6 @@ def test_parts_differ_where_they_are_tested() -> None:
             assert tokens(setting(a), prompts, tiny.greedy(N)) != tokens(setting(b), prompts, tiny.greedy(N)), (a, b)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("case", CASES, ids=".".join)
-def test_independent_of_batch_mates_and_chunks(case: Case, temperature: float) -> None:
-    prompts, given = tiny.prompts(*LENGTHS), setting(case)
-    params = Params(max_tokens=N, ignore_eos=True, temperature=temperature, seed=11)
-    alone = [tokens(given, [prompt], params)[0] for prompt in prompts]
-    assert tokens(given, prompts, params) == alone
-    assert tokens(given | {"schedule": "sarathi:budget=7"}, prompts, params) == alone
-
-
-@pytest.mark.parametrize("case", CASES, ids=".".join)
-def test_preemption_changes_nothing(case: Case) -> None:
-    prompts, given = tiny.prompts(41, 50), setting(case)
-    want = tokens(given, prompts, tiny.greedy(N))
-    for moment in (2, 5, 9):
-        placed = tiny.engine(given)
-        requests = [Request(prompt, tiny.greedy(N)) for prompt in prompts]
-        for request in requests:
-            placed.add(request)
-        for _ in range(moment):
-            placed.step()
-        for request in list(placed.running):
-            placed.room.preempt(request)  # type: ignore[attr-defined]
-        tiny.finish(placed, requests)
-        assert tiny.outs(requests) == want
+def test_tokens_are_a_requests_own(case: Case) -> None:
+    scenario.check(setting(case), axes.schedulers()[CASES.index(case) % len(axes.schedulers())])

@@ -22,7 +22,6 @@ from tests.laws.mixed import MATES, PARAMS, PROMPTS, N, alone, build, requests_o
 from tests.laws.settings import discovered, options
 
 EVERY = [(verb, name) for verb, name in discovered() if verb not in ENGINE_WIDE]
-IDS = [f"{verb}.{name}" for verb, name in EVERY]
 SCHEDULES = ("sarathi:budget=24", "prefill_first", "layered:rows_per_group=16")
 
 
@@ -34,17 +33,8 @@ def named(case: Case) -> str:
     return f"{verb}.{name} {schedule.partition(':')[0]}"
 
 
-# ---- law 4: mixed batches change no one's tokens
-@axes.over(lambda full: axes.turns(EVERY, SCHEDULES, full), named)
-def test_a_request_has_the_tokens_it_has_alone(case: Case) -> None:
-    """Greedy and sampled requests of each recipe, all in the same steps; alone each has the default schedule."""
-    (verb, name), schedule = case
-    recipes = {"mine": options(verb, name), **MATES}
-    requests = [r for params in PARAMS.values() for r in requests_of(["mine", "", "fast", "long", "mine"], params)]
-    assert serve(build(recipes, {"schedule": schedule}), requests) == alone(requests, recipes, {})
-
-
-@axes.over(lambda full: axes.turns(EVERY, SCHEDULES[:2], full), named)
+# ---- laws 4 and 13: mixed batches change no one's tokens (each method's own: tests/laws/scenario.py)
+@axes.over(lambda full: axes.turns(EVERY, SCHEDULES[:2], full), named, most=16)
 def test_tight_memory_changes_nothing(case: Case) -> None:
     """Law 13, across recipes: whoever must make way, and however often, goes on with the tokens it has alone."""
     (verb, name), schedule = case
@@ -63,25 +53,6 @@ def test_tight_memory_changes_nothing(case: Case) -> None:
     step_all(placed, requests, lambda: waited.append(len(placed.waiting)))
     assert tiny.outs(requests) == want
     assert placed.counters.preemptions or max(waited), "memory was not tight"
-
-
-@pytest.mark.parametrize(("verb", "name"), EVERY, ids=IDS)
-def test_prefixes_change_nothing(verb: str, name: str) -> None:
-    """Law 10, across recipes: what the first round has cached, for whomever, gives the second the same tokens."""
-    recipes = {"mine": options(verb, name), **MATES}
-    names = ["mine", "", "fast", "long", "mine"]
-    want = alone(requests_of(names, PARAMS["greedy"]), recipes, {})
-    placed = build(recipes, {"schedule": "sarathi:budget=24"})
-    for turn in range(2):
-        requests = requests_of(names, PARAMS["greedy"])
-        for request in requests:
-            placed.add(request)
-        while any(request.left is None for request in requests):
-            placed.step()
-        assert tiny.outs(requests) == want
-        assert bool(placed.counters.prefix_hits) == bool(turn)
-    placed.forget_prefixes()
-    assert placed.kv_bytes == 0
 
 
 @pytest.mark.parametrize("name", PARAMS)

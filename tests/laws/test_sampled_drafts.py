@@ -117,14 +117,14 @@ def test_what_others_said_may_change_no_token(case: Pair) -> None:
         speculating(*case)
 
 
-@axes.over(scheduled, "-".join)
+@axes.over(scheduled, "-".join, most=12)
 def test_schedulers_change_nothing(case: tuple[str, str, str]) -> None:
     draft, verify, schedule = case
     placed = speculating(draft, verify, schedule)
     assert tiny.outs(tiny.run(placed, PROMPTS, PARAMS)) == alone(draft, verify)
 
 
-@axes.over(lasting, "-".join)
+@axes.over(lasting, "-".join, most=8)
 def test_preemption_changes_nothing(case: Pair) -> None:
     """Whoever lost all KV and the drafter's computes it again, and then guesses where it would have guessed."""
     draft, verify = case
@@ -143,7 +143,7 @@ def test_preemption_changes_nothing(case: Pair) -> None:
         assert tiny.outs(requests) == alone(draft, verify)
 
 
-@axes.over(lasting, "-".join)
+@axes.over(lasting, "-".join, most=8)
 def test_memory_changes_nothing(case: Pair) -> None:
     """With room for two requests and a half, whoever comes last makes way: for rows, and for drafts that must be."""
     draft, verify = case
@@ -154,7 +154,7 @@ def test_memory_changes_nothing(case: Pair) -> None:
     assert placed.counters.preemptions > 0, "nobody was short of memory"
 
 
-@axes.over(pairs, "-".join)
+@axes.over(pairs, "-".join, most=8)
 def test_prefix_hits_change_nothing(case: Pair) -> None:
     draft, verify = case
     placed = speculating(draft, verify)

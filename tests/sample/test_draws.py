@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from scipy import stats
 
@@ -88,18 +87,6 @@ SAMPLED = [
     Params(max_tokens=12, repetition_penalty=1.3, ignore_eos=True),
     Params(max_tokens=12, temperature=1.0, presence_penalty=1.0, logit_bias={9: 3.0}, seed=5, ignore_eos=True),
 ]
-
-
-@pytest.mark.parametrize("schedule", ["sarathi", "sarathi:budget=5", "prefill_first"])
-@pytest.mark.parametrize("limits", [{}, {"max_running": 2}, {"kv_bytes": 150_000, "prefix_cache": False}], ids=str)
-def test_tokens_depend_on_the_request_alone(schedule: str, limits: dict[str, int]) -> None:
-    """Law 7: alone, together, in chunks, two at a time or with preemptions."""
-    prompts = tiny.prompts(20, 45, 60, 31, 7)
-    alone = [tiny.outs(tiny.run(tiny.engine(), [p], q))[0] for p, q in zip(prompts, SAMPLED)]
-    placed = tiny.engine({"schedule": schedule}, **limits)
-    assert tiny.outs(tiny.run(placed, prompts, SAMPLED)) == alone
-    if "kv_bytes" in limits:
-        assert placed.counters.preemptions > 0, "a smaller budget is needed for this test to test anything"
 
 
 def test_siblings_keep_their_own_counts() -> None:

@@ -402,17 +402,6 @@ def test_in_bfloat16_rows_do_not_depend_on_their_mates() -> None:
     assert engine.counters.row_layers > first + 19 * 3 * 4, "nobody came back"
 
 
-def test_scarce_memory_waits_and_loses_nothing() -> None:
-    prompts = tiny.prompts(90, 80, 70)
-    want = tiny.outs(tiny.run(tiny.engine(VERBS), prompts, tiny.greedy(60)))
-    engine = tiny.engine(VERBS)
-    assert isinstance(engine, Engine)
-    budget = engine.store.cost(192) + engine.store.cost(128)
-    scarce = tiny.engine(VERBS, kv_bytes=budget)
-    assert tiny.outs(tiny.run(scarce, prompts, tiny.greedy(60))) == want
-    assert scarce.counters.preemptions > 0
-
-
 def test_nothing_is_shared() -> None:
     prompt = tiny.prompts(90)[0]
     engine = tiny.engine(VERBS)

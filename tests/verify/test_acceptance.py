@@ -37,7 +37,7 @@ def accepted(verify: Verifier, drafter: Tree, p: torch.Tensor, runs: int = RUNS)
     return total / runs
 
 
-@pytest.mark.parametrize(("seed", "length"), [(0, 1), (1, 3), (2, 5)])
+@pytest.mark.parametrize(("seed", "length"), [(0, 1), (1, 3)])
 def test_tokens_per_pass_of_a_chain(seed: int, length: int) -> None:
     """(1 - a^(n+1)) / (1 - a), a = sum of min(p, q)."""
     p, q = rows(seed)

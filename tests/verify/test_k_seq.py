@@ -18,7 +18,7 @@ from phasewise.verbs.sample import Dist, Purpose, uniform
 from tests.speculation.markov import Tree, relative, table, target
 
 VOCAB = 4
-CASES = [(seed, k) for seed in range(6) for k in (1, 2, 3, 4)]
+CASES = [*((seed, k) for seed in range(3) for k in (1, 2, 3)), (3, 4)]
 
 
 def rows(seed: int) -> tuple[Tensor, Tensor]:

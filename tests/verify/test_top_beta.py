@@ -73,7 +73,7 @@ def test_beta_one_is_greedy_and_more_is_not() -> None:
     assert outs("top_beta:beta=16,tau=100") != plain
 
 
-@pytest.mark.parametrize("schedule", ["sarathi:budget=7", "splitfuse:budget=5", "slo"])
+@pytest.mark.parametrize("schedule", ["splitfuse:budget=5"])
 def test_no_load_cuts_a_guess(schedule: str) -> None:
     """Law 4: were drafts cut to what is granted, other guesses would be accepted."""
     assert outs("top_beta:beta=16,tau=100", schedule) == outs("top_beta:beta=16,tau=100")

@@ -92,7 +92,7 @@ def stretches(answer) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("law", ["paper", "moved"])
-@pytest.mark.parametrize(("seed", "eta"), [(0, 1.0), (2, 8.0)])
+@pytest.mark.parametrize(("seed", "eta"), [(2, 8.0)])
 def test_two_tokens_by_enumeration(seed: int, eta: float, law: str) -> None:
     """Over all chains of two, the law of the first two tokens; a token without a guess has the model's own."""
     p, q = tables(seed)
