@@ -78,7 +78,7 @@ def test_the_machines_own_kernels_are_tested_quickly() -> None:
 
 # ---- pytest
 WHOLE = "laws/test_kv_methods.py"
-PART, HARD = "place/test_push.py", "test_every_schedule_and_store"
+PART, HARD = "sample/test_grammar.py", "test_placements_change_no_token"
 TREE = {  # file: its tests
     WHOLE: "def test_w(): pass\n",
     PART: f"import pytest\n@pytest.mark.parametrize('i', [1, 2])\ndef {HARD}(i): pass\ndef test_easy(): pass\n",
@@ -86,7 +86,7 @@ TREE = {  # file: its tests
     "marks=pytest.mark.thorough)])\ndef test_marked(i): pass\n",
     "kv/test_unlisted.py": "def test_u(): pass\n",
 }
-EASY = {"place/test_push.py::test_easy", "place/test_other.py::test_marked[own]", "kv/test_unlisted.py::test_u"}
+EASY = {f"{PART}::test_easy", "place/test_other.py::test_marked[own]", "kv/test_unlisted.py::test_u"}
 IN_PART = {f"{PART}::{HARD}[1]", f"{PART}::{HARD}[2]"}
 REST = {f"{WHOLE}::test_w", *IN_PART, "place/test_other.py::test_marked[else]"}
 
@@ -128,7 +128,7 @@ def test_both_tiers_are_all_and_share_nothing(tree: Path) -> None:
 
 
 def test_what_is_named_runs_whole(tree: Path) -> None:
-    words = ("--tier", "quick", "laws", f"place/test_push.py::{HARD}", "-n", "1")
+    words = ("--tier", "quick", "laws", f"{PART}::{HARD}", "-n", "1")
     assert ran(tree, *words, folder="tests") == ({f"{WHOLE}::test_w", *IN_PART}, "", 0)
 
 
