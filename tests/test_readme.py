@@ -41,7 +41,7 @@ def test_the_example_is_a_method(bigram: None) -> None:
     prompts.append([5, 6, 7, 8] * 12)
     placed = tiny.engine({"draft": "bigram:k=3"})
     for prompt, got in zip(prompts, tiny.outs(tiny.run(placed, prompts, tiny.greedy(24)))):
-        assert got == oracle.greedy(tiny.model(), prompt, 24)[0]
+        assert got == oracle.greedy(tiny.checkpoint(), prompt, 24)[0]
     assert placed.counters.drafted > 0
 
 

@@ -152,7 +152,7 @@ def primed(placed: Placed) -> Request:
 
 def test_tokens_are_greedys() -> None:
     for prompt, got in zip(FAMILY, outs(ON)):
-        assert got == oracle.greedy(tiny.model(), prompt, 20)[0]
+        assert got == oracle.greedy(tiny.checkpoint(), prompt, 20)[0]
 
 
 @pytest.mark.skipif(native.library() is None, reason="torch's own kernels round by the number of rows")

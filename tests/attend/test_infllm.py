@@ -68,7 +68,7 @@ def test_below_dense_len_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_switch_does_not_change_rows_before_it() -> None:
     """A slice across `dense_len`: its first rows are dense, its last ones choose."""
     one = started(InfLLM(4, 1, 4, 1, dense_len=100))
-    got, want = one.feed(TOKENS[PROMPT:]), oracle.logits(tiny.model(), TOKENS)[PROMPT:]
+    got, want = one.feed(TOKENS[PROMPT:]), oracle.logits(tiny.checkpoint(), TOKENS)[PROMPT:]
     torch.testing.assert_close(got[: 99 - PROMPT], want[: 99 - PROMPT], atol=3e-4, rtol=1e-4)
     assert (got[99 - PROMPT :] - want[99 - PROMPT :]).abs().amax(1).min() > 1e-2
 
@@ -81,7 +81,7 @@ def test_prompts_choose_as_well() -> None:
     single.feed(TOKENS[:1])
     want = torch.cat([single.feed([token]) for token in TOKENS[1:]])
     torch.testing.assert_close(whole.feed(TOKENS[1:]), want, atol=3e-3, rtol=1e-3)
-    assert (want - oracle.logits(tiny.model(), TOKENS)[1:]).abs().max() > 1e-1
+    assert (want - oracle.logits(tiny.checkpoint(), TOKENS)[1:]).abs().max() > 1e-1
     assert method.phases == ("prefill", "decode")
 
 
@@ -130,7 +130,7 @@ def test_local_blocks_are_counted_once() -> None:
     for topk, dense in ((26, True), (25, False)):  # 33 blocks of 4 in the end, the first and 6 local ones read anyway
         one = started(InfLLM(4, 1, 20, topk, 0))
         got = torch.cat([one.feed([token]) for token in TOKENS[PROMPT:]])
-        want = oracle.logits(tiny.model(), TOKENS)[PROMPT:]
+        want = oracle.logits(tiny.checkpoint(), TOKENS)[PROMPT:]
         same = bool((got - want).abs().amax(1)[-1] < 3e-4)
         assert same is dense, topk
 

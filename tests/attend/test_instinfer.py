@@ -37,7 +37,7 @@ def started(**knobs: Any) -> tuple[Walk, Counters]:
 def test_all_numbers_and_all_rows_are_dense() -> None:
     one, counters = started(r=1.0, k=1.0)
     got = torch.cat([one.feed([token]) for token in TOKENS[PROMPT:]])
-    torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS)[PROMPT:], atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), TOKENS)[PROMPT:], atol=3e-4, rtol=1e-4)
     assert counters.link_bytes == 0
 
 
@@ -45,7 +45,7 @@ def test_with_all_numbers_the_weights_are_those_of_attention() -> None:
     """r = D: only which rows stand for themselves is approximate; with all but one of them, hardly anything."""
     one, _ = started(r=1.0, k=float(PROMPT))
     got = torch.cat([one.feed([token]) for token in TOKENS[PROMPT : PROMPT + 5]])
-    want = oracle.logits(tiny.model(), TOKENS)[PROMPT : PROMPT + 5]
+    want = oracle.logits(tiny.checkpoint(), TOKENS)[PROMPT : PROMPT + 5]
     few, _ = started(r=1.0, k=8.0)
     far = torch.cat([few.feed([token]) for token in TOKENS[PROMPT : PROMPT + 5]])
     assert (got - want).abs().mean() < 0.2 * (far - want).abs().mean()

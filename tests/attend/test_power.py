@@ -164,7 +164,7 @@ def test_prompts_are_under_the_mask_as_well() -> None:
     truth = Masked(lambda layer, head, q, k: sees(**TIGHT, q=q, k=k))
     rows = walk(tiny.model(), [*TOKENS, *out[:-1]], [], evict=truth)
     assert out == rows[len(TOKENS) - 1 :].argmax(-1).tolist()
-    assert out != oracle.greedy(tiny.model(), TOKENS, 8)[0]
+    assert out != oracle.greedy(tiny.checkpoint(), TOKENS, 8)[0]
 
 
 def test_windows_of_the_model() -> None:

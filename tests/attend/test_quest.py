@@ -109,7 +109,7 @@ def test_pages_of_one_row_are_exact_top_k() -> None:
 def test_room_for_all_is_dense() -> None:
     one = started(Quest(page=4, budget=110, dense_layers=0))
     got = torch.cat([one.feed(piece) for piece in cuts(TOKENS[PROMPT:], [1, 3])])
-    torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS)[PROMPT:], **CLOSE)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), TOKENS)[PROMPT:], **CLOSE)
 
 
 # ---- the same choice however a row arrives

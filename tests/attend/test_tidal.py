@@ -76,7 +76,7 @@ def test_equals_tidal_by_the_book(case: str) -> None:
 def test_room_for_all_is_dense() -> None:
     one = started(tidal(k=109))
     got = torch.cat([one.feed(piece) for piece in cuts(TOKENS[PROMPT:], [1, 3])])
-    torch.testing.assert_close(got, oracle.logits(tiny.model(), TOKENS)[PROMPT:], **CLOSE)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), TOKENS)[PROMPT:], **CLOSE)
 
 
 def test_windows_of_the_model() -> None:

@@ -112,11 +112,11 @@ def test_close_rows_are_a_text_of_their_own() -> None:
     for at in (40, 55, PROMPT - 1):
         listed = truth.selected[0, 0, at]
         assert len(listed) == 17 + at % 8 + 1 and listed[-1] == at
-        alone = oracle.logits(model, [TOKENS[p] for p in listed])
+        alone = oracle.logits(tiny.checkpoint(layers=1), [TOKENS[p] for p in listed])
         torch.testing.assert_close(prompt[at], alone[-1].to(prompt), atol=1e-4, rtol=1e-4)
     other.feed(TOKENS[PROMPT : PROMPT + 1])
     listed = truth.selected[0, 1, PROMPT]
-    alone = oracle.logits(model, [TOKENS[p] for p in listed])
+    alone = oracle.logits(tiny.checkpoint(layers=1), [TOKENS[p] for p in listed])
     got = one.feed(TOKENS[PROMPT : PROMPT + 1])[0]
     assert len(listed) == 17
     torch.testing.assert_close(got, alone[-1].to(got), atol=1e-4, rtol=1e-4)

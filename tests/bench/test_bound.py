@@ -36,7 +36,7 @@ def test_what_is_held_likely_is_that_of_an_uncached_pass(temperature: float) -> 
     nodes = list(both.nodes(text, 4, 2))
     assert [position for position, _, _ in nodes] == [4, 6, 8]
     for seed, which in ((0, 1), (1, 2)):
-        want = (oracle.logits(tiny.model(**SMALL, seed=seed), text).double() / temperature).softmax(-1)
+        want = (oracle.logits(tiny.checkpoint(**SMALL, seed=seed), text).double() / temperature).softmax(-1)
         for node in nodes:
             assert torch.allclose(node[which], want[node[0] - 1], atol=1e-5)
     both.close()

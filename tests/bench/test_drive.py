@@ -19,7 +19,7 @@ def test_a_drive_is_greedy_whole_and_counted() -> None:
     told: list[int] = []
     asked = shots(9, 20, 3)
     run = drive(Bench(tiny.model()).engine({}, LIMITS), asked, told.append)
-    assert [r.out for r in run.requests] == [oracle.greedy(tiny.model(), shot.prompt, 6)[0] for shot in asked]
+    assert [r.out for r in run.requests] == [oracle.greedy(tiny.checkpoint(), shot.prompt, 6)[0] for shot in asked]
     assert run.work.emitted == 18 and run.tokens_per_s == pytest.approx(18 / run.seconds)
     assert told[-1] == 3 and told == sorted(told)
     assert all(one.error is None and one.new_tokens == 6 and one.trace.ttft is not None for one in run.served)

@@ -24,7 +24,7 @@ VERIFIERS = [Match(), Rejection()]
 @cache
 def wanted(length: int, new: int) -> list[int]:
     """Greedy tokens after a prompt; the same for every drafter."""
-    return oracle.greedy(tiny.model(), tiny.prompts(length)[0], new)[0]
+    return oracle.greedy(tiny.checkpoint(), tiny.prompts(length)[0], new)[0]
 
 
 def speculating(drafter: Scripted, verifier: object = VERIFIERS[0]) -> Placed:

@@ -18,7 +18,7 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.span import Span
 from phasewise.verbs.sample import Purpose, uniform
-from tests import oracle
+from tests import oracle, uncached
 
 
 @torch.inference_mode()
@@ -28,7 +28,7 @@ def blockwise(model: Model, tokens: Sequence[int], block: int) -> tuple[torch.Te
     request = Request(tokens)
     kv = store.open(request, len(tokens))
     sees = torch.tensor([[j // block <= i // block for j in range(len(tokens))] for i in range(len(tokens))])
-    hidden = forward(model, [Span(request, kv, oracle.PLAIN, list(tokens), range(len(tokens)), sees)], Counters())
+    hidden = forward(model, [Span(request, kv, uncached.PLAIN, list(tokens), range(len(tokens)), sees)], Counters())
     kv.commit(len(tokens))
     return model.head(hidden.x), kv
 
@@ -134,8 +134,8 @@ class Contrast:
         return tokens[len(prompt) :], gaps
 
     def scores(self, tokens: Sequence[int]) -> torch.Tensor:
-        p = oracle.logits(self.expert, tokens)[-1].double().softmax(-1)
-        q = (oracle.logits(self.amateur, tokens)[-1].double() / self.temperature).softmax(-1)
+        p = oracle.logits(self.expert.files.path, tokens)[-1].double().softmax(-1)
+        q = (oracle.logits(self.amateur.files.path, tokens)[-1].double() / self.temperature).softmax(-1)
         scores = (1 + self.beta) * p.log() - self.beta * q.log()
         scores[p < self.alpha * p.max()] = float("-inf")
         return scores

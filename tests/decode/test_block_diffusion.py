@@ -130,7 +130,7 @@ def test_block_of_one_aligned_is_autoregressive_on_a_mask_row() -> None:
     prompt, mask = tiny.prompts(11)[0], tiny.VOCAB - 1
     tokens = list(prompt)
     for _ in range(N):
-        row = oracle.logits(tiny.model(), [*tokens, mask])[-1].clone()
+        row = oracle.logits(tiny.checkpoint(), [*tokens, mask])[-1].clone()
         row[mask] = float("-inf")
         tokens.append(int(row.argmax()))
     placed = engine("block=1,fuse=no")

@@ -98,7 +98,7 @@ def test_tokens_are_those_of_rows_fused_by_hand(length: int) -> None:
     mine = serve(built(), TEXT[:length])
     assert mine.out == by_hand(TEXT[:length]) and mine.recalled == length - 1
     if length == 50:
-        assert mine.out != oracle.greedy(tiny.model(), TEXT, N)[0], "random fusers give another answer"
+        assert mine.out != oracle.greedy(tiny.checkpoint(), TEXT, N)[0], "random fusers give another answer"
 
 
 def test_some_gates_of_the_test_are_open_and_some_closed() -> None:
@@ -136,9 +136,9 @@ def test_the_difference_of_the_same_model_is_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Fuser, "open", lambda self, side, layer: True)
     same = {"decode": "c2c:sharer=tiny,weights=random:0,piece=16"}
     for length in (2, 17, 50):
-        assert serve(built(same), TEXT[:length]).out == oracle.greedy(tiny.model(), TEXT[:length], N)[0]
+        assert serve(built(same), TEXT[:length]).out == oracle.greedy(tiny.checkpoint(), TEXT[:length], N)[0]
     other = serve(built(VERBS), TEXT).out
-    assert other != oracle.greedy(tiny.model(), TEXT, N)[0], "another model's rows are not the receiver's"
+    assert other != oracle.greedy(tiny.checkpoint(), TEXT, N)[0], "another model's rows are not the receiver's"
 
 
 def test_each_row_is_fused_by_itself() -> None:
@@ -273,7 +273,7 @@ def test_controls_fuse_as_much_and_something_else() -> None:
         request = serve(engine, TEXT)
         assert request.recalled == len(TEXT) - 1
         outs.append(tuple(request.out))
-    assert len({*outs, tuple(oracle.greedy(tiny.model(), TEXT, N)[0])}) == 4
+    assert len({*outs, tuple(oracle.greedy(tiny.checkpoint(), TEXT, N)[0])}) == 4
 
 
 # ---- what is refused

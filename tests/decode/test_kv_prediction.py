@@ -26,7 +26,7 @@ from phasewise.ops import native
 from phasewise.reproduce.systems.kv_prediction import products
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import oracle, tiny
+from tests import oracle, tiny, uncached
 from tests.skip.test_unified import ByHand
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -101,7 +101,7 @@ def by_hand(folder: Path, prompt: Sequence[int], n: int = N, seed: int = 0) -> l
 def test_tokens_are_those_of_rows_mapped_by_hand(tmp_path: Path, length: int) -> None:
     mine = serve(built(), TEXT[:length]).out
     assert mine == by_hand(tmp_path, TEXT[:length])
-    assert mine != oracle.greedy(tiny.model(), TEXT[:length], N)[0], "random maps give another answer"
+    assert mine != oracle.greedy(tiny.checkpoint(), TEXT[:length], N)[0], "random maps give another answer"
 
 
 def test_layers_are_taken_as_the_paper_takes_them() -> None:
@@ -131,13 +131,13 @@ def test_the_model_itself_and_maps_that_change_nothing_give_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can have this: the auxiliary is never the model. It tells whether all rows are where they belong."""
-    model, path = tiny.model(), identity(tiny.model(), tmp_path / "identity.safetensors")
+    path = identity(tiny.model(), tmp_path / "identity.safetensors")
     verbs = {"decode": f"kv_prediction:model=tiny,weights={path},least=2,piece=16"}
     with pytest.raises(UserError, match="auxiliary 'tiny' is the model itself: choose another one"):
         built(verbs)
     monkeypatch.setattr(_second, "same", lambda one, other: False)
     for length in (2, 17, 50):
-        assert serve(built(verbs), TEXT[:length]).out == oracle.greedy(model, TEXT[:length], N)[0]
+        assert serve(built(verbs), TEXT[:length]).out == oracle.greedy(tiny.checkpoint(), TEXT[:length], N)[0]
     mine, true = (rows_of(built(each)) for each in (verbs, {}))
     for (k, v), (want_k, want_v) in zip(mine, true):
         torch.testing.assert_close(k, want_k, **CLOSE)
@@ -199,14 +199,14 @@ def test_short_prompts_are_computed() -> None:
 
 def test_the_models_own_weights_stay() -> None:
     models = [tiny.load("tiny-draft"), tiny.model()]
-    before = [oracle.logits(model, TEXT) for model in models]
+    before = [uncached.logits(model, TEXT) for model in models]
     engine = built()
     serve(engine, TEXT)
     runtime: Any = engine.parts.phases[0].decode
     aux = runtime.reader.companion.model
     assert aux is not models[0], "the tuned one is a model of its own"
-    assert (oracle.logits(aux, TEXT) - before[0]).abs().max() > 0.1
-    assert all(torch.equal(oracle.logits(model, TEXT), was) for model, was in zip(models, before))
+    assert (uncached.logits(aux, TEXT) - before[0]).abs().max() > 0.1
+    assert all(torch.equal(uncached.logits(model, TEXT), was) for model, was in zip(models, before))
 
 
 def test_predicted_keys_are_normalised_as_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:

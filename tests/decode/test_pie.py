@@ -526,4 +526,4 @@ def test_bad_asks_are_named() -> None:
 
 
 def test_the_oracle_is_dense_where_nothing_moves() -> None:
-    assert by_hand(tiny.model(), []) == oracle.greedy(tiny.model(), TEXT, N)[0]
+    assert by_hand(tiny.model(), []) == oracle.greedy(tiny.checkpoint(), TEXT, N)[0]

@@ -31,7 +31,7 @@ from phasewise.step.forward import forward
 from phasewise.step.span import Span
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.place import Placed
-from tests import oracle, tiny
+from tests import tiny, uncached
 from tests.laws import test_distribution as law
 from tests.speculation.markov import fits
 from tests.watched import passes
@@ -110,7 +110,7 @@ def fresh(model: Model, tokens: Sequence[int]) -> KV:
     request = Request(tokens)
     kv = Store(kv_shapes(model), Raw(), ledger=Ledger(1 << 40), counters=Counters()).open(request, len(tokens))
     with torch.inference_mode():
-        forward(model, [Span(request, kv, oracle.PLAIN, tokens, range(len(tokens)))], Counters())
+        forward(model, [Span(request, kv, uncached.PLAIN, tokens, range(len(tokens)))], Counters())
     kv.commit(len(tokens))
     return kv
 

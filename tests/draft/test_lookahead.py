@@ -68,7 +68,7 @@ class Slow:
         """A pass of which nothing but the window matters, then the tokens. -> logits of every entry"""
         self.narrow()
         accepted = self.guessed(truth)
-        said = {at: oracle.logits(self.model, self.sequence(*at))[-1] for at in self.entries()}
+        said = {at: oracle.logits(self.model.files.path, self.sequence(*at))[-1] for at in self.entries()}
         if said:
             self.move(said)
         self.text = self.text + list(truth[: accepted + 1])
@@ -78,7 +78,7 @@ class Slow:
         last = len(self.rows) - 1
         new = {j: int(logits.argmax()) for (i, j), logits in said.items() if i == last}
         if last == 0:
-            new[0] = int(oracle.logits(self.model, self.text)[-1].argmax())
+            new[0] = int(oracle.logits(self.model.files.path, self.text)[-1].argmax())
         out = [new[j] for j in sorted(new)]
         if len(self.rows) < self.knobs.n - 1:  # another row; all lose their first column
             self.rows = [row[1:] for row in self.rows] + [out[1:]]
@@ -120,7 +120,7 @@ def test_the_window_is_a_jacobi_iteration(
     assert len(slow.rows[0]) == window + n - 3 and set(slow.rows[0]) <= set(text)
     if prompt:
         slow.remember(text)
-    truth, _ = oracle.greedy(model, text, new)
+    truth, _ = oracle.greedy(model.files.path, text, new)
     slow.text = text + truth[:1]
     shown: list[Tensor] = []
     learn = LookaheadRun.learn
@@ -144,7 +144,7 @@ def test_the_window_is_a_jacobi_iteration(
         placed.step()
         said = slow.step(truth[len(slow.text) - len(text) :])
         if said:
-            torch.testing.assert_close(shown[0], torch.stack(list(said.values())), atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(shown[0], torch.stack(list(said.values())), atol=2e-4, rtol=1e-4)
         if request.left is None:
             state = request.state[NAME]
             assert state["rows"] == slow.rows

@@ -20,7 +20,7 @@ from phasewise.speculation.companion import Companion
 from phasewise.step.forward import forward
 from phasewise.step.span import Span
 from phasewise.verbs.place import Placed
-from tests import oracle, tiny
+from tests import tiny, uncached
 
 SMALL = "k=3,context=24,piece=4,query=8"
 N = 20
@@ -164,7 +164,7 @@ def holds(second: Companion, request: Request) -> None:
     follower.settle(text)
     read = [*text[: follower.base], *follower.tail]
     fresh = second.store.open(Request(read), len(read))
-    forward(second.model, [Span(Request(read), fresh, oracle.PLAIN, read, range(len(read)))], Counters())
+    forward(second.model, [Span(Request(read), fresh, uncached.PLAIN, read, range(len(read)))], Counters())
     fresh.commit(len(read))
     for ours, theirs in zip(follower.kv.layers, fresh.layers):
         (slab,), (want,) = ours.slabs, theirs.slabs

@@ -29,7 +29,7 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.span import Span
 from phasewise.verbs.draft import Draft
-from tests import oracle, tiny
+from tests import tiny, uncached
 from tests.draft.shapes import grown
 from tests.model.families import FAMILIES
 from tests.model.reference import save_random
@@ -111,13 +111,13 @@ def slow_score(placed: Engine, request: Request, thin: Thinned, window: int) -> 
     store = placed.recipes[""].store
     kv = store.open(Request(request.prompt), request.prompt_len + window)
     prompt = request.prompt
-    forward(placed.model, [Span(request, kv, oracle.PLAIN, prompt, range(len(prompt)))], Counters())
+    forward(placed.model, [Span(request, kv, uncached.PLAIN, prompt, range(len(prompt)))], Counters())
     kv.commit(len(prompt))
     right = 0
     for i in range(window):
         at = request.prompt_len + i
         x = forward(
-            thin, [Span(request, kv, oracle.PLAIN, [request.tokens[at]], range(at, at + 1), first=i)], Counters()
+            thin, [Span(request, kv, uncached.PLAIN, [request.tokens[at]], range(at, at + 1), first=i)], Counters()
         )
         right += int(placed.model.head(x.x).argmax()) == request.tokens[at + 1]
     kv.close()

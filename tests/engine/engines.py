@@ -86,7 +86,7 @@ def same(request: Request, full: Sequence[int]) -> bool:
         cancelled = request.left is not None and request.left.how == "cancelled"
         return request.n_out <= len(full) if cancelled else request.n_out == len(full)
     known = [*request.prompt, *full[:at]]
-    logits = oracle.logits(tiny.model(), known)[-1]
+    logits = oracle.logits(tiny.checkpoint(), known)[-1]
     if request.params.greedy:
         best = logits.topk(2).values
         return float(best[0] - best[1]) < 1e-4

@@ -321,7 +321,7 @@ def test_nested_methods_work_in_every_placement() -> None:
     for place in ("colocated", "disaggregated"):
         placed = tiny.engine({**given, "place": place})
         got = tiny.outs(tiny.run(placed, prompts, tiny.greedy(N)))
-        assert got == [oracle.greedy(tiny.model(), prompt, N)[0] for prompt in prompts]
+        assert got == [oracle.greedy(tiny.checkpoint(), prompt, N)[0] for prompt in prompts]
         assert placed.counters.drafted > 0
 
 

@@ -19,7 +19,7 @@ from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
-from tests import oracle, tiny
+from tests import tiny, uncached
 from tests.watched import passes
 
 here = pytest.mark.skipif(native.library() is None, reason="no native kernels, so no native step")
@@ -37,7 +37,7 @@ def rows(model: Model, tokens: Sequence[int], hidden: Tensor | None = None) -> T
     store = Store(kv_shapes(model), Raw(), ledger=Ledger(64 << 20), counters=Counters())
     request = Request(tokens)
     kv = store.open(request, len(tokens))
-    span = Span(request, kv, oracle.PLAIN, tokens, range(len(tokens)), hidden=hidden)
+    span = Span(request, kv, uncached.PLAIN, tokens, range(len(tokens)), hidden=hidden)
     return forward(model, [span], Counters()).x.clone()
 
 

@@ -81,7 +81,7 @@ def test_cancelling_at_any_moment_frees_everything_at_once(after: int, schedule:
 
 def test_a_stop_token_ends_a_request_and_is_its_last() -> None:
     (prompt,) = tiny.prompts(12)
-    full = oracle.greedy(tiny.model(), prompt, 12)[0]
+    full = oracle.greedy(tiny.checkpoint(), prompt, 12)[0]
     stop = full[7]
     request = Request(prompt, Params(max_tokens=12, stop_tokens=(stop,), ignore_eos=True))
     engine = tiny.engine()

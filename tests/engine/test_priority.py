@@ -42,4 +42,4 @@ def test_the_least_important_makes_way_and_nobody_gets_other_tokens() -> None:
         waited |= {i for i, request in enumerate(requests) if request in engine.waiting and request.n_out}
     assert waited == {0}
     for request in requests:
-        assert request.out == oracle.greedy(tiny.model(), request.tokens[:40], 80)[0]
+        assert request.out == oracle.greedy(tiny.checkpoint(), request.tokens[:40], 80)[0]

@@ -26,9 +26,9 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95, seed=11)
 LENGTHS = (41, 7, 90)
 
 
-def truth(tokens: Sequence[int], model: Model | None = None) -> torch.Tensor:
+def truth(tokens: Sequence[int]) -> torch.Tensor:
     """Log-probabilities float32 [len(tokens), V] by one uncached pass: row i of the token at i + 1."""
-    return oracle.logits(model or tiny.model(), tokens).log_softmax(-1)
+    return oracle.logits(tiny.checkpoint(), tokens).log_softmax(-1)
 
 
 def check(request: Request, positions: Sequence[int], top: int = TOP) -> None:

@@ -114,7 +114,7 @@ def test_rows_and_bytes_are_as_many_as_without(name: str, sizes: list[int]) -> N
 
         want = walk(tiny.model(), tokens[:90], [tokens[90:]], evict=Masked(sees))[90:]
         torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
-        assert (want - oracle.logits(tiny.model(), tokens)[90:]).abs().max() > 1e-2
+        assert (want - oracle.logits(tiny.checkpoint(), tokens)[90:]).abs().max() > 1e-2
     plain, spread = total[0], total[len(CASES[name])]
     by_layer = [sum(layer) for layer in spread]
     if "layers" in CASES[name]:
@@ -134,4 +134,4 @@ def test_room_for_all_is_dense() -> None:
     tokens = tiny.prompts(60)[0]
     one = Walk(tiny.model(), tokens[:50], evict=bound(SnapKV(keep=50, window=6, **CASES["both"])))
     got = torch.cat([one.feed(tokens[:50]), *(one.feed([token]) for token in tokens[50:])])
-    torch.testing.assert_close(got, oracle.logits(tiny.model(), tokens), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), tokens), atol=2e-4, rtol=1e-4)

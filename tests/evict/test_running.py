@@ -79,7 +79,7 @@ def test_a_row_at_a_time(name: str) -> None:
             assert sum(heads) < len(heads) * (rows[layer] + runtime.way.lot), "fewer than budget + lot, always"
     torch.testing.assert_close(torch.cat(got), want, **CLOSE)
     assert left(one, runtime) == slow.left
-    dense = oracle.logits(tiny.model(), TOKENS)
+    dense = oracle.logits(tiny.checkpoint(), TOKENS)
     assert (want - dense)[PROMPT:].abs().max() > 1e-2, "what went was worth something"
     torch.testing.assert_close(want[:PROMPT], dense[:PROMPT], **CLOSE)
 

@@ -123,7 +123,7 @@ def test_decoding_equals_full_cache_with_the_others_hidden() -> None:
     truth = Masked(lambda layer, head, q, k: q < 80 or k >= 80 or k in stay[layer][head])
     want = walk(tiny.model(), tokens[:80], [tokens[80:]], evict=truth)[80:]
     torch.testing.assert_close(got, want, **CLOSE)
-    assert (want - oracle.logits(tiny.model(), tokens)[80:]).abs().max() > 1e-2, "what went was worth something"
+    assert (want - oracle.logits(tiny.checkpoint(), tokens)[80:]).abs().max() > 1e-2, "what went was worth something"
 
 
 @pytest.mark.parametrize("keep", [1.0, 60])
@@ -131,7 +131,7 @@ def test_room_for_all_is_dense(keep: float) -> None:
     tokens = text(70)
     one = Walk(tiny.model(), tokens[:60], evict=snapkv(keep=keep, window=8))
     got = torch.cat([one.feed(tokens[:60]), *(one.feed([token]) for token in tokens[60:])])
-    torch.testing.assert_close(got, oracle.logits(tiny.model(), tokens), **CLOSE)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), tokens), **CLOSE)
     assert one.kv.layers[0].slabs[0].positions is None, "nothing was moved"
 
 

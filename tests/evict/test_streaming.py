@@ -16,7 +16,7 @@ from phasewise.model.model import Model
 from phasewise.ops import attention as ops
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
-from tests import oracle, tiny
+from tests import oracle, tiny, uncached
 from tests.asking import Asking
 from tests.kv.harness import Masked, Walk, cuts, sliding, walk
 
@@ -39,7 +39,7 @@ def cached(tokens: list[int], sinks: int, window: int) -> list[int]:
 def test_before_eviction_equals_dense() -> None:
     tokens = text(40)
     got = walk(tiny.model(), tokens[:30], cuts(tokens[30:], [1]), evict=streaming(sinks=4, window=36))
-    torch.testing.assert_close(got, oracle.logits(tiny.model(), tokens), **CLOSE)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])
@@ -48,7 +48,7 @@ def test_one_layer_equals_a_fresh_forward_of_sinks_and_window(sinks: int) -> Non
     model, tokens = tiny.model(layers=1), text(150)
     got = walk(model, tokens[:9], cuts(tokens[9:], [1, 3, 40, 1, 1, 7]), evict=streaming(sinks=sinks, window=13))
     for t in [*range(10, 20), *range(20, len(tokens), 9)]:
-        want = oracle.logits(model, cached(tokens[: t + 1], sinks, 13))[-1]
+        want = oracle.logits(tiny.checkpoint(layers=1), cached(tokens[: t + 1], sinks, 13))[-1]
         torch.testing.assert_close(got[t], want, **CLOSE)
 
 
@@ -57,7 +57,7 @@ def test_text_positions_fail_that_test_and_are_masks_only() -> None:
     knobs = {"sinks": sinks, "window": window, "positions": "text"}
     one = tiny.model(layers=1)
     got = walk(one, tokens[:9], cuts(tokens[9:], [1]), evict=streaming(**knobs))
-    assert (got[-1] - oracle.logits(one, cached(tokens, sinks, window))[-1]).abs().max() > 1e-2
+    assert (got[-1] - oracle.logits(tiny.checkpoint(layers=1), cached(tokens, sinks, window))[-1]).abs().max() > 1e-2
     truth = Masked(lambda layer, head, q, k: k < sinks or q - k < window)
     got = walk(tiny.model(), tokens[:40], cuts(tokens[40:], [1, 5]), evict=streaming(**knobs))
     torch.testing.assert_close(got, walk(tiny.model(), tokens, [], evict=truth), **CLOSE)
@@ -104,7 +104,7 @@ def test_a_models_own_window_counts_within_the_cache(window: int, sinks: int, re
     model, tokens = sliding(window, 1), text(80)
     got = walk(model, tokens[:5], cuts(tokens[5:], [1, 4]), evict=streaming(sinks=sinks, window=recent))
     for t in range(0, len(tokens), 4):
-        want = oracle.logits(model, cached(tokens[: t + 1], sinks, recent))[-1]
+        want = uncached.logits(model, cached(tokens[: t + 1], sinks, recent))[-1]
         torch.testing.assert_close(got[t], want, **CLOSE)
 
 

@@ -38,7 +38,7 @@ def test_a_prompt_met_before_costs_less_and_says_the_same() -> None:
     first, rows = serve(engine, prompt), engine.counters.rows
     assert rows == len(prompt) + N - 1
     again = serve(engine, prompt)
-    assert again.out == first.out == oracle.greedy(tiny.model(), prompt, N)[0]
+    assert again.out == first.out == oracle.greedy(tiny.checkpoint(), prompt, N)[0]
     assert engine.counters.prefix_hits == 3 * BLOCK
     assert engine.counters.rows - rows == rows - 3 * BLOCK
 
@@ -55,10 +55,10 @@ def test_a_longer_prompt_builds_on_a_shorter_one() -> None:
     engine = placed()
     long = tiny.prompts(5 * BLOCK + 3)[0]
     serve(engine, long[: 2 * BLOCK + 9])
-    assert serve(engine, long).out == oracle.greedy(tiny.model(), long, N)[0]
+    assert serve(engine, long).out == oracle.greedy(tiny.checkpoint(), long, N)[0]
     assert engine.counters.prefix_hits == 2 * BLOCK
     other = [*long[:BLOCK], *(t ^ 1 for t in long[BLOCK:])]
-    assert serve(engine, other).out == oracle.greedy(tiny.model(), other, N)[0]
+    assert serve(engine, other).out == oracle.greedy(tiny.checkpoint(), other, N)[0]
     assert engine.counters.prefix_hits == 3 * BLOCK
 
 

@@ -88,7 +88,7 @@ def forget() -> None:
 @cache
 def recomputed() -> Reference:
     """Tokens of the greedy request by full recomputation."""
-    tokens, gaps = oracle.greedy(tiny.model(), PROMPTS[0], N)
+    tokens, gaps = oracle.greedy(tiny.checkpoint(), PROMPTS[0], N)
     return Reference([PROMPTS[0]], [tokens], [gaps])
 
 

@@ -194,7 +194,7 @@ def chances(how: str) -> dict[tuple[int, ...], float]:
     for _ in range(LENGTH):
         longer = {}
         for out, chance in found.items():
-            logits = oracle.logits(target(), [*PROMPT, *out])[-1].double().numpy()
+            logits = oracle.logits(tiny.checkpoint(**SMALL), [*PROMPT, *out])[-1].double().numpy()
             probs = reference.distribution(logits, PROMPT, out, PARAMS[how])
             longer |= {(*out, token): chance * float(p) for token, p in enumerate(probs)}
         found = longer

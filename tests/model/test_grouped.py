@@ -21,7 +21,7 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.step.forward import forward
 from phasewise.step.span import Span
-from tests import oracle, tiny
+from tests import tiny, uncached
 
 TOKENS = tiny.prompts(13)[0]
 LAYERS = 6
@@ -39,7 +39,7 @@ def served(model: Model, tokens: Sequence[int], cuts: Sequence[int] = ()) -> tup
     store = Store(kv_shapes(model), Raw(), ledger=Ledger(1 << 40), counters=Counters())
     kv = store.open(request, len(tokens))
     for start, end in zip([0, *cuts], [*cuts, len(tokens)]):
-        span = Span(request, kv, oracle.PLAIN, tokens[start:end], range(start, end))
+        span = Span(request, kv, uncached.PLAIN, tokens[start:end], range(start, end))
         rows.append(forward(model, [span], Counters()).x)
         kv.commit(end - start)
     return torch.cat(rows), kv

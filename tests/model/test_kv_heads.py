@@ -20,7 +20,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
-from tests import oracle, tiny
+from tests import tiny, uncached
 from tests.model.families import FAMILIES
 from tests.model.reference import VOCAB, save_random
 
@@ -62,7 +62,7 @@ def plant(path: Path, joined: int) -> None:
 
 
 def logits(model: Model) -> Tensor:
-    return torch.cat([oracle.logits(model, text) for text in texts(2, 30)])
+    return torch.cat([uncached.logits(model, text) for text in texts(2, 30)])
 
 
 @pytest.mark.parametrize("name", CONVERTED)

@@ -195,7 +195,7 @@ def test_sampled_tokens_have_the_constrained_distribution() -> None:
 
 
 def _chances(prompt: list[int], out: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    logits = oracle.logits(model(), [*prompt, *out])[-1]
+    logits = oracle.logits(model().files.path, [*prompt, *out])[-1]
     said, end = tokenizer().decode(out), model().config.eos[0]
     texts = {token: tokenizer().decode([token]) for token in range(4, tokenizer().size)}
     going_on = [token for token, more in texts.items() if more and any(c.startswith(said + more) for c in TEXTS)]

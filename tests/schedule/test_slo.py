@@ -244,7 +244,7 @@ def test_tokens_do_not_depend_on_targets(verbs: dict[str, str], pace: float) -> 
     tiny.finish(placed, requests)
     assert tiny.outs(requests) == want
     if not verbs:
-        assert requests[2].out == oracle.greedy(placed.model, given[2], 10)[0]
+        assert requests[2].out == oracle.greedy(tiny.checkpoint(), given[2], 10)[0]
 
 
 def test_a_later_request_with_a_deadline_overtakes() -> None:

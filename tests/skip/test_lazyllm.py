@@ -155,7 +155,7 @@ def test_nothing_pruned_is_dense() -> None:
     assert tiny.engine({"skip": "lazyllm:keep=1.0"}).recipes[""].phases[0].skip is None, "and asks nobody"  # type: ignore[attr-defined]
     one = over(model, text[:40], Lazy(LazyLLM(keep=1.0), model.config, model.dtype))
     got = torch.cat([one.feed(text[:40]), *(one.feed([token]) for token in text[40:])])
-    torch.testing.assert_close(got, oracle.logits(model, text), **CLOSE)
+    torch.testing.assert_close(got, oracle.logits(tiny.checkpoint(), text), **CLOSE)
     assert one.counters.row_layers == 50 * 4
 
 

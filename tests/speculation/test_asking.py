@@ -143,7 +143,7 @@ def test_the_drafter_is_told_what_the_model_says_there() -> None:
     drafter = Asking(truth, ask=True)
     tiny.run(asking(drafter), PROMPTS[:2], tiny.greedy(N))
     for text, path, likeliest, _ in drafter.seen[:60]:
-        assert int(oracle.logits(tiny.model(), [*text, *path])[-1].argmax()) == likeliest[0]
+        assert int(oracle.logits(tiny.checkpoint(), [*text, *path])[-1].argmax()) == likeliest[0]
 
 
 def test_one_pass_of_the_head_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

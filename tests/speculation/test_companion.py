@@ -11,17 +11,17 @@ from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.companion import Companion, Growth, common
-from tests import oracle, tiny
+from tests import oracle, tiny, uncached
 
 
 def companion(limit: int = 1 << 30) -> Companion:
     model, counters = tiny.model(layers=2, seed=1), Counters()
     store = Store(kv_shapes(model), Raw(), ledger=Ledger(limit), counters=counters)
-    return Companion("second", model, store, oracle.PLAIN, counters)
+    return Companion("second", model, store, uncached.PLAIN, counters)
 
 
 def wanted(tokens: list[int]) -> torch.Tensor:
-    return oracle.logits(tiny.model(layers=2, seed=1), tokens)[-1]
+    return oracle.logits(tiny.checkpoint(layers=2, seed=1), tokens)[-1]
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from phasewise.request.counters import Counters
 from phasewise.request.request import Request
 from phasewise.speculation.companion import Companion, Growth
 from phasewise.speculation.grown import Grown
-from tests import oracle, tiny
+from tests import oracle, tiny, uncached
 
 TREE = [[(5, -1), (6, -1), (5, -1)], [(7, 0), (8, 0), (9, 1)], [(1, 4), (2, 5), (3, 3), (4, 4)]]  # (token, parent)
 
@@ -26,7 +26,7 @@ def companion(dtype: torch.dtype = torch.float32, limit: int = 1 << 30) -> Compa
     path, counters = tiny.checkpoint(layers=2, seed=1, hidden=64), Counters()
     model = Model.load(path, dtype=dtype)
     store = Store(kv_shapes(model), Raw(), ledger=Ledger(limit), counters=counters)
-    return Companion("second", model, store, oracle.PLAIN, counters)
+    return Companion("second", model, store, uncached.PLAIN, counters)
 
 
 def levels(second: Companion, requests: Sequence[Request], tree: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -44,7 +44,7 @@ def levels(second: Companion, requests: Sequence[Request], tree: Sequence[Sequen
 
 
 def close(model: Model, x: torch.Tensor, texts: Sequence[Sequence[int]]) -> None:
-    wanted = torch.stack([oracle.logits(model, text)[-1] for text in texts])
+    wanted = torch.stack([uncached.logits(model, text)[-1] for text in texts])
     slack = 1e-4 if x.dtype == torch.float32 else 0.03  # of a row's length
     error = (model.head(x) - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert float(error.max()) < slack
@@ -92,7 +92,7 @@ def test_other_questions_settle_what_was_grown() -> None:
     assert twin.rows == 22 and not twin.grown.tokens and twin.kv.layers[0].n == 22
     close(second.model, second.root([request]), [request.tokens])
     second.grow([Growth(request, [1, 2], [-1, -1])])
-    wanted = oracle.logits(second.model, [*request.tokens, 2, 4])[-1]
+    wanted = oracle.logits(second.model.files.path, [*request.tokens, 2, 4])[-1]
     torch.testing.assert_close(second.advance([request], [[*request.tokens, 2, 4]])[0], wanted, atol=1e-4, rtol=1e-4)
     second.root([request])
     second.grow([Growth(request, [1, 2], [-1, -1])])

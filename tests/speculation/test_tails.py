@@ -201,7 +201,7 @@ def test_with_all_sub_layers_it_is_the_model() -> None:
         rows.append(whole.grow([Growth(request, [7, 4, 8], [0, 1, 0])]))
         found = model.head(torch.cat(rows))
     for row, path in zip(found, [[], *paths]):
-        assert torch.allclose(row, oracle.logits(model, request.tokens + path)[-1], atol=1e-4)
+        assert torch.allclose(row, oracle.logits(tiny.checkpoint(), request.tokens + path)[-1], atol=1e-4)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native kernels here")

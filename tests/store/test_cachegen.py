@@ -92,7 +92,7 @@ def test_apart_as_in_one_place(knobs: str, params: Params) -> None:
 
 def test_level_0_is_dense() -> None:
     for verbs in ({"store": "cachegen:level=0"}, apart({"store": "cachegen:level=0"})):
-        assert run(verbs) == run({}) == [oracle.greedy(tiny.model(), prompt, N)[0] for prompt in PROMPTS]
+        assert run(verbs) == run({}) == [oracle.greedy(tiny.checkpoint(), prompt, N)[0] for prompt in PROMPTS]
     assert engine("cachegen:level=0", "prefill").store.wire is None
 
 

@@ -78,14 +78,14 @@ def test_the_tag_says_what_the_rows_are() -> None:
 def test_sixteen_bits_are_as_is() -> None:
     prompts = tiny.prompts(41, 70)
     got = tiny.outs(tiny.run(tiny.engine({"store": "int8:bits=16"}), prompts))
-    assert got == [oracle.greedy(tiny.model(), prompt, 16)[0] for prompt in prompts]
+    assert got == [oracle.greedy(tiny.checkpoint(), prompt, 16)[0] for prompt in prompts]
 
 
 def test_logits_stay_near() -> None:
     """Eight bits move the logits a little, and not at all in the first token's attention to itself alone."""
     tokens = tiny.prompts(100)[0]
     one = Walk(tiny.model(), tokens, codec=CODEC)
-    got, want = one.feed(tokens), oracle.logits(tiny.model(), tokens)
+    got, want = one.feed(tokens), oracle.logits(tiny.checkpoint(), tokens)
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert 1e-5 < float(error.mean()) < 0.1
     assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.9

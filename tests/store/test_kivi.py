@@ -107,12 +107,12 @@ def test_sixteen_bits_are_as_is() -> None:
     assert type(Kivi(bits=16).codec()) is Raw
     prompts = tiny.prompts(41, 70)
     got = tiny.outs(tiny.run(tiny.engine({"store": "kivi:bits=16"}), prompts))
-    assert got == [oracle.greedy(tiny.model(), prompt, 16)[0] for prompt in prompts]
+    assert got == [oracle.greedy(tiny.checkpoint(), prompt, 16)[0] for prompt in prompts]
 
 
 def test_finer_levels_come_nearer() -> None:
     tokens = tiny.prompts(120)[0]
-    want, off = oracle.logits(tiny.model(), tokens)[60:], []
+    want, off = oracle.logits(tiny.checkpoint(), tokens)[60:], []
     for bits in (2, 4, 8):
         one = Walk(tiny.model(), tokens[:60], codec=grouped(bits, 4, 8))
         one.feed(tokens[:60])

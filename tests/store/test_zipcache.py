@@ -23,7 +23,7 @@ from phasewise.reproduce.shuffled import Shuffled
 from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
-from tests import double, oracle, tiny
+from tests import double, oracle, tiny, uncached
 from tests.asking import Asking
 from tests.kv.harness import Recorder, Walk, cuts, sliding
 
@@ -261,7 +261,7 @@ def test_every_row_reads_what_it_would_alone(prompt: list[int], size: int) -> No
     while (at := one.request.computed) < WHOLE:
         got.append(one.feed(every[at : at + bordered(at, size)]))
     assert torch.allclose(torch.cat(got), want, **CLOSE)
-    dense = oracle.logits(tiny.model(), every)
+    dense = uncached.logits(tiny.model(), every)
     assert torch.allclose(want[:PROMPT], dense[:PROMPT], **CLOSE), "prompts are computed from rows as they are"
     assert float((want[PROMPT:] - dense[PROMPT:]).abs().max()) > 0.01, "and what follows is not"
 
@@ -381,7 +381,7 @@ def off(shuffled: bool) -> float:
         one = Walk(tiny.model(), prompt, evict=runtime, codec=method.codec())
         one.feed(prompt)
         got = torch.cat([one.feed([token]) for token in range(5, 15)])
-        found += float((got - oracle.logits(tiny.model(), [*prompt, *range(5, 15)])[len(prompt) :]).norm())
+        found += float((got - oracle.logits(tiny.checkpoint(), [*prompt, *range(5, 15)])[len(prompt) :]).norm())
     return found
 
 
@@ -394,7 +394,7 @@ def test_sixteen_bits_are_as_is() -> None:
     assert type(ZipCache(high=16, low=16).codec()) is Raw
     prompts = tiny.prompts(41, 70)
     got = tiny.outs(tiny.run(tiny.engine({"store": "zipcache:high=16,low=16"}), prompts))
-    assert got == [oracle.greedy(tiny.model(), prompt, 16)[0] for prompt in prompts]
+    assert got == [oracle.greedy(tiny.checkpoint(), prompt, 16)[0] for prompt in prompts]
 
 
 def test_prompts_share_nothing() -> None:

@@ -23,7 +23,7 @@ from phasewise.train.mixture import Mixture, Stage
 from phasewise.train.passes import Pass
 from phasewise.train.tooluse import Batch, Conversations
 from phasewise.train.trainer import Loss, Recipe, Run, fit
-from tests import oracle
+from tests import uncached
 from tests.train import tiny
 
 SHAPE = Shape(2048, 64, 2, 4, 2, 96, head_dim=16, max_position_embeddings=512)
@@ -126,7 +126,7 @@ def test_the_command_makes_a_model_that_serves(
     (out / tuned.FILE).rename(tmp_path / "shelf" / "tools" / tuned.FILE)
     whole, light = (Model.load(path, dtype=torch.bfloat16) for path in (out / "model", tmp_path / "shelf" / "tools"))
     ids = torch.randint(6, 2048, (20,)).tolist()
-    assert torch.equal(oracle.logits(whole, ids), oracle.logits(light, ids))
+    assert torch.equal(uncached.logits(whole, ids), uncached.logits(light, ids))
 
     wide = Model.load(tmp_path / "shelf" / "tools", dtype=torch.float32)
     delta = _delta(tmp_path / "shelf" / "tools" / tuned.FILE)
@@ -135,7 +135,7 @@ def test_the_command_makes_a_model_that_serves(
     with torch.no_grad():
         learned = F.linear(twin.hidden([block], Pass(delta=delta)), twin.embed_tokens.weight)
         untaught = F.linear(twin.hidden([block]), twin.embed_tokens.weight)
-    torch.testing.assert_close(oracle.logits(wide, ids), learned, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(uncached.logits(wide, ids), learned, atol=2e-3, rtol=2e-3)
     assert not torch.allclose(learned, untaught, atol=2e-2)
 
     with pytest.raises(SystemExit):

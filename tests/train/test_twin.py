@@ -28,7 +28,7 @@ from phasewise.train.exchanges import exchange
 from phasewise.train.lowrank import LowRank
 from phasewise.train.passes import Pass
 from phasewise.verbs.host import Host
-from tests import oracle, tiny
+from tests import oracle, tiny, uncached
 from tests.kv.harness import Walk
 
 SHAPE = Shape(300, 48, 6, 4, 2, 80, head_dim=16, max_position_embeddings=512)
@@ -92,7 +92,7 @@ def served(skip: Any, prompt: Sequence[int], reply: Sequence[int], of: Model | N
 def test_plain() -> None:
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        torch.testing.assert_close(twin()(ids)[0], oracle.logits(engine(), prompt), **CLOSE)
+        torch.testing.assert_close(twin()(ids)[0], oracle.logits(folder(), prompt), **CLOSE)
 
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["untuned", "low-rank"])
@@ -105,7 +105,7 @@ def test_shallow_replies_over_the_kv_of_full_depth_prompts(seed: int | None) -> 
     found = logits(twin().hidden([both.replies], how)).view(*both.replies.ids.shape, -1)
     for row, prompt, reply in zip(found, PROMPTS, REPLIES):
         torch.testing.assert_close(row[: len(reply)], served(skip, prompt, reply), **CLOSE)
-        plain = oracle.logits(engine(), prompt + reply)[len(prompt) :]
+        plain = oracle.logits(folder(), prompt + reply)[len(prompt) :]
         assert (row[: len(reply)] - plain).abs().max() > 0.1, "skipping matters, or the test tests little"
 
 
@@ -161,7 +161,7 @@ def test_taps() -> None:
     """Outputs of chosen layers, as a host's taps see them."""
     prompt = PROMPTS[0]
     walk = Walk(engine(), prompt)
-    span = Span(walk.request, walk.kv, Phase("plain", None, oracle.PLAIN.attend), prompt, range(len(prompt)))  # type: ignore[arg-type]
+    span = Span(walk.request, walk.kv, Phase("plain", None, uncached.PLAIN.attend), prompt, range(len(prompt)))  # type: ignore[arg-type]
     want = forward(engine(), [span], Counters(), {1, 5})
     how = Pass(taps=dict.fromkeys((1, 5), torch.empty(0)))
     twin().hidden([Block.of(torch.tensor([prompt]), torch.tensor([prompt]))], how)

@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_whole_texts() -> None:
     examples = [tuning.Example(text, [i % 3 != 0 for i in range(len(text))]) for text in texts]
     total, count = 0.0, 0
     for one in examples:
-        scores = oracle.logits(model, one.tokens).log_softmax(-1)
+        scores = oracle.logits(model.files.path, one.tokens).log_softmax(-1)
         wanted = [i for i in range(1, len(one.tokens)) if one.learned[i]]
         total -= sum(float(scores[i - 1, one.tokens[i]]) for i in wanted)
         count += len(wanted)
