@@ -85,7 +85,7 @@ class Span:
     def seen(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Which of the rows `ids` [F] (those in the KV first) the span's `rows` [R] see: bool [R, F]."""
         if self.sees is not None:
-            return self.sees[rows][:, ids]
+            return self.sees.to(ids.device)[rows][:, ids]
         return ids[None, :] < (rows[:, None] // self.block + 1) * self.block + self.first
 
     @property
