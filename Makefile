@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 PIP := $(BIN)/python -m pip install --constraint constraints.txt $(if $(CI),--quiet --quiet)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install test test-rest test-all lint types lines rooms readme browser silicon screenshots pocket wheel clean
+.PHONY: help serve install test test-rest test-all faults lint types lines rooms readme browser silicon screenshots pocket wheel clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ test-rest: $(VENV)/.test ## Run the thorough tests, which make test leaves out (
 test-all: $(VENV)/.test ## Run all tests, then the laws over all pairs of methods (long)
 	@$(PYTEST) $(FILES) $(ARGS)
 	@$(PYTEST) --dist worksteal --all-pairs tests/laws
+
+faults: $(VENV)/.test ## Plant the faults of tests/faults one by one, and see which test catches each (hours; goes on where it was)
+	@exec $(BIN)/python scripts/faults.py $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and format with ruff
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet src tests scripts && echo "ruff: no findings"

@@ -71,6 +71,7 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
 
 # ---- environment and globals
 ENVIRONMENT = {
+    "scripts/faults.py": "tests of a broken copy find the copy's modules",
     "src/phasewise/ops/native/__init__.py": "PHASEWISE_KERNELS: which kernels a process loads, before any constructor",
     "src/phasewise/known/shelf.py": "XDG_CACHE_HOME: where caches lie, for this program as for others",
     "src/phasewise/known/wheels.py": "hands the environment on to pip",
