@@ -32,6 +32,12 @@ def draw(*names: object) -> random.Random:
     return random.Random(" ".join(map(str, (today(), *names))))
 
 
+def some(cases: Iterable[Any], count: int, *names: object) -> list[Any]:
+    """So many of the cases, drawn by the seed of this run, in their order."""
+    every = list(cases)
+    return [every[i] for i in sorted(draw(*names).sample(range(len(every)), min(count, len(every))))]
+
+
 def params(cases: Iterable[Any], quick: int, *names: object, always: Sequence[Any] = ()) -> list[Any]:
     """Cases for `pytest.mark.parametrize`. The quick tier runs those of `always` and `quick` more of them, drawn by the
     seed of this run; the thorough tier runs the others."""

@@ -19,6 +19,9 @@ HERE = list(_KERNELS)
 OWN = next((target for target, kernels in _KERNELS.items() if kernels.suits()), None)  # what is taken here
 # the cases of a test; those of other sets than the machine's own are left to `make test-rest`
 EACH = [target if target == OWN else pytest.param(target, marks=pytest.mark.thorough) for target in HERE]
+_OTHERS = [target for target in HERE if target != OWN]
+# the values of `sets` for a test that holds several instruction sets to what it computes once
+SETS = [pytest.param([OWN] if OWN else [], id="own"), pytest.param(_OTHERS, id="others", marks=pytest.mark.thorough)]
 NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
 
 
@@ -56,3 +59,11 @@ def by_levels(target: str, dim: int, kind: torch.dtype) -> bool:
 def in_pairs(module: ModuleType) -> bool:
     """Whether the kernels that a module calls while they are `running` round what meets packed levels to bfloat16."""
     return "avx512" in _KERNELS and module.library() is _KERNELS["avx512"]
+
+
+def drawn(quick: int, rest: int = 2) -> list[Any]:
+    """Values of a number and of `sets` for a property test: so many draws by the kernels that this machine takes, then
+    `rest` others by those of its other instruction sets, which are left to `make test-rest`."""
+    (own,), (others,) = (sets.values for sets in SETS)
+    later = [pytest.param(quick + i, others, id=f"{quick + i}-others", marks=pytest.mark.thorough) for i in range(rest)]
+    return [*(pytest.param(i, own, id=f"{i}-own") for i in range(quick)), *later]

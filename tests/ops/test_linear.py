@@ -6,12 +6,14 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 
 from phasewise.ops import linear
 from phasewise.ops.linear import Linear
+from tests import seeds
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
@@ -30,10 +32,9 @@ def forget() -> Iterator[None]:
     linear._can_pack.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 65])
-@pytest.mark.parametrize("shape", [(96, 64), (40, 24), (7, 5), (1, 128)])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "rows", "shape", "with_bias"), seeds.some(product(
+    [torch.float32, torch.bfloat16], [0, 1, 3, 16, 65], [(96, 64), (40, 24), (7, 5), (1, 128)], [False, True],
+), 12, "linear in torch"))  # fmt: skip
 def test_packed_equals_plain(dtype: torch.dtype, rows: int, shape: tuple[int, int], with_bias: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(shape).to(dtype)

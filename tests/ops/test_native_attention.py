@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few
 from phasewise.step.span import ancestors
+from tests import seeds
 from tests.ops.targets import EACH, by_levels
 
 KINDS = [torch.bfloat16, torch.float32]
@@ -54,8 +57,7 @@ def check(batch: list[Few], scale: float, window: int | None = None, softcap: fl
     torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "kind"), seeds.some(product(SHAPES, KINDS), 5, "attention"))
 @pytest.mark.usefixtures("target")
 def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
     """Ragged: single rows, several, a tree; one slot, a few, more than a block, more than a part."""
@@ -68,16 +70,14 @@ def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None
     check(batch[:1], 1.0)
 
 
-@pytest.mark.parametrize("window", [1, 3, 64, 100, 1000, 5000])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("window", "kind"), zip([1, 3, 64, 100, 1000, 5000], KINDS * 3))
 @pytest.mark.usefixtures("target")
 def test_windows(window: int, kind: torch.dtype) -> None:
     cases = [(1, 1), (1, 50), (4, 300), (1, 2500), (7, 2050)]
     check([make((4, 2, 64), rows, n, kind) for rows, n in cases], 0.2, window)
 
 
-@pytest.mark.parametrize("softcap", [0.5, 4.0, 50.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("softcap", "kind"), [(0.5, torch.float32), (4.0, torch.bfloat16), (50.0, torch.float32)])
 @pytest.mark.usefixtures("target")
 def test_capped_scores(softcap: float, kind: torch.dtype) -> None:
     """From scores that hardly feel the cap to such that all but reach it; with windows, trees and bad numbers."""
@@ -93,8 +93,11 @@ def test_capped_scores(softcap: float, kind: torch.dtype) -> None:
     assert out[0, 0].isnan().all() and out[0, 1:].isfinite().all() and out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("window", "dim"), [(None, 64), (90, 64), (None, 32), (None, 40), (90, 96), (None, 256)])
+@pytest.mark.parametrize(
+    ("kind", "window", "dim"),
+    [(torch.bfloat16, None, 64), (torch.float32, 90, 64), (torch.bfloat16, None, 40), (torch.bfloat16, 90, 96),
+     (torch.float32, None, 256)],
+)  # fmt: skip
 @pytest.mark.usefixtures("target")
 def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None, dim: int) -> None:
     """Bit for bit: alone or in company, row by row or as one span (as after a preemption)."""
@@ -113,8 +116,7 @@ def test_rows_depend_on_nothing_else(kind: torch.dtype, window: int | None, dim:
         start += rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "kind"), seeds.some(product(SHAPES, KINDS), 4, "rounded attention"))
 def test_rounded_rows_are_read_as_they_are(shape: tuple[int, int, int], kind: torch.dtype, target: str) -> None:
     """Bit for bit what attention over the decoded rows gives, beside spans that are not rounded, from any slot on; or,
     where no row is decoded, nearer to exact sums over levels (see test_native_levels), and the others as ever."""

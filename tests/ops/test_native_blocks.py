@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,7 +14,8 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
-from tests.ops.targets import EACH, HERE, NATIVE, first, running
+from tests import seeds
+from tests.ops.targets import EACH, HERE, NATIVE, SETS, drawn, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(4, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -63,18 +64,18 @@ def slice_of(few: Few, block: int, window: int | None = None) -> Tensor:
     return prefill.causal(few.q, few.k, few.v, 0.2, few.scales, Seen(window or 0, block=block))
 
 
-@pytest.mark.parametrize("window", [None, 1, 50])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", first(2, SHAPES))
+@pytest.mark.parametrize(("draw", "sets"), drawn(4))
 @NATIVE
-def test_blocks_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype, window: int | None) -> None:
+def test_blocks_equal_the_twin(draw: int, sets: list[str]) -> None:
     """Whole blocks and an incomplete last one; a block that holds all is full attention. By both kernels."""
-    torch.manual_seed(0)
+    some, kind, window = seeds.draw("blocks", draw), KINDS[draw % 2], (None, 1, 50)[draw % 3]
+    shape = some.choice(SHAPES)
+    torch.manual_seed(some.getrandbits(32))
     for rows, n in [(1, 5), (8, 8), (30, 1050), (65, 65), (97, 300), (300, 511)]:
-        for block in (2, 4, 7, 32, 64, 100, 1000):
+        for block in (2, 7, 1000, some.choice([4, 32, 64, 100])):
             few = make(shape, rows, n, kind)
             want = exact(few, own(rows, block), 0.2, window)
-            for target in HERE:
+            for target in sets:
                 with running(target, prefill, spans):
                     close(slice_of(few, block, window), want)
                     close(spans.attend([few._replace(seen=Seen(0, block=block))], 0.2, window)[0], want)
@@ -82,8 +83,10 @@ def test_blocks_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype, w
                 close(attention.causal_plain(few.q, few.k, few.v, 0.2, block), want)
 
 
-@given(st.data())
-def test_blocks_are_read_alike_however_they_are_cut(data: st.DataObject) -> None:
+@pytest.mark.parametrize("sets", SETS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_blocks_are_read_alike_however_they_are_cut(data: st.DataObject, sets: list[str]) -> None:
     """Bit for bit: pieces of whole blocks, with the rows of later ones unwritten; and rounded rows as they are."""
     block, kind = data.draw(st.sampled_from([2, 3, 4, 16, 60, 64, 130])), data.draw(st.sampled_from(KINDS))
     rows, before = data.draw(st.integers(1, 300)), data.draw(st.integers(0, 200))
@@ -94,7 +97,7 @@ def test_blocks_are_read_alike_however_they_are_cut(data: st.DataObject) -> None
         few = few._replace(k=k, v=v, scales=(k_scale, v_scale))
     cuts = sorted(data.draw(st.sets(st.integers(0, -(-rows // block)), max_size=4)) | {0, -(-rows // block)})
     with pytest.MonkeyPatch.context() as patch:
-        for target in HERE:
+        for target in sets:
             use(patch, target)
             whole, few_rows = slice_of(few, block), spans.attend([few._replace(seen=Seen(0, block=block))], 0.2)[0]
             for first, end in pairwise(cuts):
@@ -111,8 +114,10 @@ def _piece(few: Few, start: int, stop: int) -> Few:
     return few._replace(q=few.q[start:stop], k=few.k[:, :upto], v=few.v[:, :upto], scales=scales)
 
 
-@given(st.data())
-def test_any_mask_of_any_size(data: st.DataObject) -> None:
+@pytest.mark.parametrize("sets", SETS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_mask_of_any_size(data: st.DataObject, sets: list[str]) -> None:
     """Trees of one row to many: as the twin has them; and each row bit for bit as in a small tree or alone."""
     kind, shape = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(SHAPES))
     rows, before = data.draw(st.integers(1, 150)), data.draw(st.sampled_from([0, 1, 63, 70, 500, 1000]))
@@ -125,7 +130,7 @@ def test_any_mask_of_any_size(data: st.DataObject) -> None:
     small = sees.clone()
     small[:some, some:] = False
     with pytest.MonkeyPatch.context() as patch:
-        for target in HERE:
+        for target in sets:
             use(patch, target)
             close(spans.attend([few], 0.2)[0], exact(few, sees, 0.2))
             whole = spans.attend([few._replace(sees=small), beside], 0.2)[0][:rows]

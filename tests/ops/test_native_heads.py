@@ -17,7 +17,8 @@ from phasewise.ops.native import fit, spans
 from phasewise.ops.native.abi import HeadStruct, PrefillCallStruct, SightStruct, Structures
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors, depths
-from tests.ops.targets import EACH, HERE, NATIVE, first, running
+from tests import seeds
+from tests.ops.targets import EACH, NATIVE, drawn, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (32, 2, 128), (2, 2, 256)]  # heads_q, heads, dim
@@ -137,20 +138,19 @@ def read(batch: list[Lying], softcap: float | None = None) -> Tensor:
     return spans.attend([few for few, _ in given], 0.2, softcap=softcap)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", first(3, SHAPES))
-@pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
+@pytest.mark.parametrize(("number", "sets"), drawn(4))
 @NATIVE
-def test_equals_the_twin(shape: tuple[int, int, int], kind: torch.dtype, rounded: bool) -> None:
+def test_equals_the_twin(number: int, sets: list[str]) -> None:
     """Single rows, several and trees, from one slot to more than a part; nothing that no row sees is read."""
-    torch.manual_seed(0)
-    draw = random.Random(shape[0])
-    for _ in range(4):
+    draw, kind, rounded = seeds.draw("heads", number), KINDS[number % 2], number // 2 % 2 == 1
+    shape = draw.choice(SHAPES)
+    torch.manual_seed(draw.getrandbits(32))
+    for _ in range(2):
         batch = [replace(made(shape, *size, kind, draw), rounded=rounded) for size in SIZES]
         batch += [tree(made(shape, 9, n, kind, draw)) for n in (9, 200, 1500)]
         cap = draw.choice([None, 5.0])
         wants, tolerance = [twin(lying, kind, cap) for lying in batch], 2e-2 if kind == torch.bfloat16 else 1e-5
-        for target in HERE:
+        for target in sets:
             with running(target, spans):
                 for mine, want in zip(read(batch, cap).split([len(want) for want in wants]), wants, strict=True):
                     atol = tolerance * float(want.abs().max())
@@ -164,14 +164,12 @@ def twin(lying: Lying, kind: torch.dtype, cap: float | None = None) -> Tensor:
     return attention.reference(lying.q.float(), k.float(), v.float(), lying.mask(), 0.2, cap)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("kind", "rounded"), [(torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.usefixtures("target")
-def test_rows_depend_on_nothing_else(seed: int, kind: torch.dtype, rounded: bool) -> None:
+def test_rows_depend_on_nothing_else(kind: torch.dtype, rounded: bool) -> None:
     """Bit for bit: alone or in company, and row by row or as one span."""
-    torch.manual_seed(seed)
-    draw = random.Random(seed)
+    draw = seeds.draw("heads in company", kind)
+    torch.manual_seed(draw.getrandbits(32))
     sizes = SIZES + [(draw.randint(2, 5), draw.randint(50, 300)) for _ in range(60)]
     batch = [replace(made((6, 2, 64), *size, kind, draw), rounded=rounded) for size in sizes]
     together, at = read(batch), 0
@@ -184,25 +182,24 @@ def test_rows_depend_on_nothing_else(seed: int, kind: torch.dtype, rounded: bool
         at += rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", first(3, SHAPES))
-@pytest.mark.parametrize("rounded", [False, True], ids=["raw", "int8"])
+@pytest.mark.parametrize(("number", "sets"), drawn(4))
 @NATIVE
-def test_slices_of_prompts(shape: tuple[int, int, int], kind: torch.dtype, rounded: bool) -> None:
+def test_slices_of_prompts(number: int, sets: list[str]) -> None:
     """As the twin has them; what a row reads is the same bit for bit however they are cut."""
-    torch.manual_seed(0)
-    draw = random.Random(shape[0])
+    draw, kind, rounded = seeds.draw("heads in slices", number), KINDS[number % 2], number // 2 % 2 == 1
+    shape = draw.choice(SHAPES)
+    torch.manual_seed(draw.getrandbits(32))
     for rows, n in [
         (1, 1),
         (2, 300),
         (65, 65),
         (97, 1000),
         (300, 611),
-        *((draw.randint(1, 99), 300) for _ in range(8)),
+        *((draw.randint(1, 99), 300) for _ in range(3)),
     ]:
         lying = replace(made(shape, rows, n, kind, draw), rounded=rounded)
         want, tolerance = twin(lying, kind), 2e-2 if kind == torch.bfloat16 else 1e-5
-        for target in HERE:
+        for target in sets:
             kernels, at = native.load(target), 0
             got = lying.slice(kernels)
             torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from phasewise.methods.evict._noise import gumbel
 from phasewise.ops import attention, native
 from phasewise.ops.native import received
+from tests import seeds
 from tests.ops.targets import EACH
 
 KINDS = [torch.bfloat16, torch.float32]
@@ -41,8 +43,7 @@ def exact(q: Tensor, k: Tensor, ends: list[int], scale: float, softcap: float | 
     return scores.softmax(-1).sum((1, 2)).float()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "kind"), seeds.some(product(SHAPES, KINDS), 4, "received"), ids=str)
 def test_sums_of_the_attention_matrix(shape: tuple[int, int, int], kind: torch.dtype) -> None:
     torch.manual_seed(0)
     for number, (rows, n) in enumerate(CASES):
@@ -57,8 +58,7 @@ def test_sums_of_the_attention_matrix(shape: tuple[int, int, int], kind: torch.d
             assert float(got.sum()) == pytest.approx(shape[0] * len(chosen), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "kind"), seeds.some(product(SHAPES, KINDS), 4, "received noise"), ids=str)
 def test_noise_and_temperatures(shape: tuple[int, int, int], kind: torch.dtype) -> None:
     """Draws are those of the plain twin, wherever rows, keys and heads lie; scores are tempered without them, too."""
     torch.manual_seed(3)

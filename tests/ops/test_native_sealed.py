@@ -23,8 +23,9 @@ from phasewise.ops.native import spans
 from phasewise.ops.native.spans import Few, Side
 from phasewise.ops.packing import unpack
 from phasewise.step.span import ancestors
+from tests import seeds
 from tests.ops.mates import change_nothing
-from tests.ops.targets import EACH, HERE, NATIVE, first, in_pairs, running
+from tests.ops.targets import EACH, HERE, NATIVE, drawn, in_pairs, running
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (5, 1, 96), (2, 2, 256), (16, 1, 64), (20, 1, 32)]  # heads_q, heads, dim
 FORMS = [(2, 32, 128, 128), (4, 32, 64, 0), (2, 4, 8, 8), (4, 2, 40, 24), (2, 12, 96, 5), (4, 128, 128, 300)]
@@ -157,10 +158,10 @@ class Truth(NamedTuple):
         assert lse is None or bool(((lse.double().T - self.want_lse).abs() <= most + 1e-5).all())
 
 
-def hold(truths: list[Truth], batch: list[Few]) -> None:
-    """What kernels make of spans that are read together, on every instruction set of this machine."""
+def hold(truths: list[Truth], batch: list[Few], sets: list[str]) -> None:
+    """The kernels of these instruction sets read spans together as they are to be read."""
     sizes = [few.q.shape[0] for few in batch]
-    for target in HERE:
+    for target in sets:
         with running(target, spans):
             out, lse = spans.attend(batch, SCALE, with_lse=True)
             assert lse is not None
@@ -226,18 +227,19 @@ def bounds(kept: Kept, softcap: float = 0.0, window: int | None = None) -> Truth
 CASES = [(shape, Form(*form)) for shape in SHAPES for form in FORMS if Form(*form).fits(shape[2])]
 
 
-@pytest.mark.parametrize("case", first(len(CASES) // 2, [*CASES[::2], *CASES[1::2]]), ids=str)
+@pytest.mark.parametrize(("draw", "sets"), drawn(6, 4))
 @NATIVE
-def test_near_exact_sums(case: tuple[tuple[int, int, int], Form]) -> None:
-    """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another."""
-    shape, form = case
+def test_near_exact_sums(draw: int, sets: list[str]) -> None:
+    """Single rows, several, trees; nothing packed, less than a block to more than a part; beside one another. Of forms
+    with and without thin products and numbers apart, in turn."""
+    shape, form = seeds.draw("sealed", draw).choice([case for case in CASES if (case[1].of > 1) == draw % 2])
     cases = [(1, 1), (1, 9), (1, 65), (1, 130), (3, 200), (1, 300), (2, 517), (16, 1030), (1, 2500)]
     batch = [make(shape, form, rows, n, seed) for seed, (rows, n) in enumerate(cases)]
     batch += [make(shape, form, 7, 7, 90, tree=True), make(shape, form, 9, 400, 91, start=0, tree=True)]
-    hold([bounds(kept) for kept in batch], [kept.few for kept in batch])
+    hold([bounds(kept) for kept in batch], [kept.few for kept in batch], sets)
 
 
-@pytest.mark.parametrize("form", [(2, 32, 128, 128), (4, 32, 128, 128), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)
+@pytest.mark.parametrize("form", [(4, 32, 128, 128), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)
 @pytest.mark.usefixtures("target")
 def test_near_the_plain_twin(form: Any) -> None:
     """Blocks opened, and attention over bfloat16: the two are as near as rounding opened blocks to it allows."""
@@ -255,8 +257,11 @@ def test_capped_scores(softcap: float) -> None:
     check(out, lse, kept, softcap=softcap)
 
 
-@pytest.mark.parametrize("window", [3, 64, 300, 1100])
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[4], (4, 8, 40, 24, 24, 3, 0.2), (2, 32, 64, 70, 64, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "form"),
+    [(3, FORMS[0]), (64, (4, 8, 40, 24, 24, 3, 0.2)), (300, FORMS[4]), (1100, (2, 32, 64, 70, 64, 4))],
+    ids=str,
+)
 @pytest.mark.usefixtures("target")
 def test_windows(window: int, form: Any) -> None:
     kept = make((9, 3, 96), Form(*form), 5, 1500, 7)
@@ -264,7 +269,7 @@ def test_windows(window: int, form: Any) -> None:
     check(out, lse, kept, window=window)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6), n=st.integers(1, 1400), bits=st.sampled_from([2, 4]),
     group=st.sampled_from([4, 8, 12, 16, 32, 64]),
@@ -291,9 +296,7 @@ def _opened(kept: Kept) -> Few:
 
 
 @pytest.mark.usefixtures("target")
-@pytest.mark.parametrize(
-    "form", [(2, 32, 128, 100), (2, 32, 128, 100, 24, 4, 0.05), (2, 64, 64, 0, 64, 4, 0.02)], ids=str
-)
+@pytest.mark.parametrize("form", [(2, 32, 128, 100, 24, 4, 0.05), (2, 64, 64, 0, 64, 4, 0.02)], ids=str)
 def test_what_is_packed_is_read_there_and_nothing_else_is(form: Any) -> None:
     """Rows that are packed as well may hold anything, and so may blocks beyond."""
     form, shape = Form(*form), (4, 2, 64)

@@ -22,7 +22,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
         yield target
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 12, 32]),
     size=st.integers(1, 3), blocks=st.integers(1, 3), heads=st.integers(1, 3), layers=st.integers(1, 4),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,8 @@ from phasewise.ops import attention, native
 from phasewise.ops.native import prefill, spans
 from phasewise.ops.native.spans import Few, Seen
 from phasewise.step.span import ancestors
-from tests.ops.targets import EACH, HERE, NATIVE, running
+from tests import seeds
+from tests.ops.targets import EACH, NATIVE, drawn, running
 
 KINDS = [torch.bfloat16, torch.float32]
 SHAPES = [(8, 4, 64), (14, 2, 64), (6, 3, 20), (3, 1, 7), (2, 2, 256)]  # heads_q, heads, dim
@@ -66,21 +65,22 @@ def tree(few: Few, window: int) -> Few:
     return few._replace(sees=ancestors(parents), seen=few.seen._replace(seats=seats))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("draw", "sets"), drawn(4))
 @NATIVE
-def test_few_rows_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
+def test_few_rows_equal_the_twin(draw: int, sets: list[str]) -> None:
     """Single rows, several and trees, from one slot to more than a part, beside spans that see everything."""
-    torch.manual_seed(0)
+    some, kind = seeds.draw("sight", draw), KINDS[draw % 2]
+    shape = some.choice(SHAPES)
+    torch.manual_seed(some.getrandbits(32))
     cases = [(1, 1), (1, 65), (1, 300), (1, 2500), (5, 70), (16, 1030), (7, 2050)]
-    for window, sinks in SIGHTS:
+    for window, sinks in some.sample(SIGHTS, 4):
         seen = Seen(window, sinks)
         batch = [make(shape, rows, n, kind, seen, far=bool(n % 5)) for rows, n in cases]
         if window > 3:
             batch += [tree(make(shape, 9, n, kind, seen), window) for n in (9, 200, 1500)]
         batch.append(make(shape, 3, 90, kind, Seen(0)))
         wants = torch.cat([twin(few, 0.2) for few in batch[:-1]])
-        for target in HERE:
+        for target in sets:
             with running(target, spans):
                 out, _ = spans.attend(batch, 0.2)
                 plain = spans.attend([batch[-1]._replace(seen=None)], 0.2)[0].float()
@@ -92,7 +92,7 @@ def test_few_rows_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype)
 def test_few_rows_depend_on_nothing_else(kind: torch.dtype) -> None:
     """Bit for bit: alone or in company, row by row or as one span, and not on what they do not see."""
     torch.manual_seed(0)
-    for window, sinks in SIGHTS:
+    for window, sinks in seeds.draw("sight in company", kind).sample(SIGHTS, 3):
         sizes = ((1, 40), (9, 1027), (1, 1500), (12, 70), (3, 2500))
         batch = [make((6, 2, 64), rows, n, kind, Seen(window, sinks)) for rows, n in sizes]
         together, _ = spans.attend(batch, 0.1)
@@ -114,26 +114,27 @@ def test_few_rows_depend_on_nothing_else(kind: torch.dtype) -> None:
             start += rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("draw", "sets"), drawn(4))
 @NATIVE
-def test_slices_of_prompts_equal_the_twin(shape: tuple[int, int, int], kind: torch.dtype) -> None:
-    torch.manual_seed(0)
-    for window, sinks in SIGHTS:
+def test_slices_of_prompts_equal_the_twin(draw: int, sets: list[str]) -> None:
+    some, kind = seeds.draw("sight in slices", draw), KINDS[draw % 2]
+    shape = some.choice(SHAPES)
+    torch.manual_seed(some.getrandbits(32))
+    for window, sinks in some.sample(SIGHTS, 3):
         for rows, n in [(1, 1), (2, 300), (65, 65), (97, 1000), (300, 611)]:
             few = make(shape, rows, n, kind, Seen(window, sinks), far=bool(n % 5))
             want = twin(few, 0.2)
-            for target in HERE:
+            for target in sets:
                 with running(target, prefill):
                     close(prefill.causal(few.q, few.k, few.v, 0.2, seen=few.seen), want)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("target")
 def test_any_slices_read_what_the_whole_reads(seed: int) -> None:
     """Bit for bit, however a prompt is cut; and what no row sees may be anything."""
-    torch.manual_seed(seed)
-    draw = random.Random(seed)
+    draw = seeds.draw("slices in sight", seed)
+    torch.manual_seed(draw.getrandbits(32))
     n, rows = 700, draw.randint(100, 600)
     few = make((6, 2, 64), rows, n, draw.choice(KINDS), Seen(draw.randint(1, 400), draw.choice([0, 4, 70])))
     assert few.seen is not None and few.seen.far is not None

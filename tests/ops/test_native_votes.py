@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from phasewise.ops import native
 from phasewise.ops.native import choice
 from phasewise.ops.native.abi import LayerChoiceStruct
 from phasewise.ops.native.choice import CHOSEN, MOST_VOTING, PEAK, PROMISE, SHARE, Ballot, Candidates, choose
+from tests import seeds
 from tests.ops.targets import EACH
 
 RULES = {"promise": PROMISE, "share": SHARE, "peak": PEAK}
@@ -76,9 +77,11 @@ def check(slots: Tensor, found: Tensor, among: Candidates, n: int) -> None:
 
 
 @pytest.mark.usefixtures("target")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("heads", "group", "dim"), [(3, 3, 64), (1, 1, 16), (2, 4, 20), (2, 1, 128)])
-@pytest.mark.parametrize("n", [40, 700, 2100])
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "n", "rule"),
+    seeds.some([(*shape, n, rule) for shape in ((3, 3, 64), (1, 1, 16), (2, 4, 20), (2, 1, 128))
+                for n in (40, 700, 2100) for rule in RULES], 8, "votes"),
+)  # fmt: skip
 def test_the_rows_of_most_votes(rule: str, heads: int, group: int, dim: int, n: int) -> None:
     """Keys as they lie, bfloat16 and int8; apart and together."""
     gen = torch.Generator().manual_seed(n)
@@ -121,6 +124,7 @@ def test_channels_are_taken_and_kept() -> None:
 
 
 @pytest.mark.usefixtures("target")
+@settings(max_examples=40)
 @given(
     stride=st.integers(1, 16), parts=st.integers(1, 3), each=st.integers(1, 6), before=st.integers(0, 2),
     first=st.integers(0, 3), chosen=st.integers(0, 4), extra=st.integers(1, 90), rule=st.sampled_from([*range(3)]),
@@ -183,8 +187,7 @@ def test_of_equal_votes_the_earlier_and_what_is_no_number_is_read() -> None:
 
 
 @pytest.mark.usefixtures("target")
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "joint"), [(1, True), (3, False)])
 def test_votes_too_small_for_a_float_are_ranked(joint: bool, size: int) -> None:
     """Shares far below the smallest number, in more than one chunk: their logarithms differ."""
     heads, units, chosen = 2, 700, 200
