@@ -26,7 +26,6 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "decode/test_then.py::test_sampled_tokens_are_a_seeds_own",
         "decode/test_then.py::test_where_there_is_little_room_requests_make_way",
         "engine/test_native_sights.py::test_windows_of_some_heads_are_read_as_the_open_path_reads_them",
-        "kv/test_positions.py::test_what_is_handed_on_is_booked_where_it_lands",
         "laws/test_bfloat16.py::test_independent_of_batch_mates_in_bfloat16", "laws/test_compositions.py",
         "laws/test_distribution.py::test_speculation_keeps_the_distribution", "laws/test_kv_methods.py",
         "laws/test_methods.py::test_tokens_are_a_requests_own_in_what_a_method_holds",

@@ -15,7 +15,7 @@ from phasewise.kv.buffer import KVShape, Ledger
 from phasewise.kv.cache import KV
 from phasewise.methods.attend.quest import Quest
 from phasewise.request.request import Request
-from tests import tiny
+from tests import seeds, tiny
 from tests.engine.engines import sampled, step_all
 from tests.kv.harness import Walk
 from tests.laws import settings as laws
@@ -90,8 +90,9 @@ def test_there_are_such_methods() -> None:
     assert ("attend", "quest") in KEEPERS
 
 
-@pytest.mark.parametrize("store", ["slab", "int8"])
-@pytest.mark.parametrize(("verb", "name"), KEEPERS)
+@pytest.mark.parametrize(
+    ("verb", "name", "store"), [(*each, ("slab", "int8")[i % 2]) for i, each in enumerate(KEEPERS)], ids=str
+)
 def test_requests_that_crowd_each_other_stay_within_the_budget(verb: str, name: str, store: str) -> None:
     """Any of them may need all there is; nobody fails, and each gets the tokens that it gets alone."""
     verbs = {**laws.options(verb, name), "store": store}
@@ -132,7 +133,7 @@ def test_admission_counts_what_will_be_kept(verb: str, name: str) -> None:
         assert all(request.left.how == "finished" for request in requests)
 
 
-@pytest.mark.parametrize(("verb", "name"), KEEPERS)
+@pytest.mark.parametrize(("verb", "name"), seeds.params(KEEPERS, 2, "siblings beside"))
 def test_siblings_book_for_themselves_once_they_write(verb: str, name: str) -> None:
     engine = tiny.engine(laws.options(verb, name), prefix_cache=False)
     first = Request(PROMPTS[0], sampled(12))

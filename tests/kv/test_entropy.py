@@ -35,7 +35,7 @@ def channels(count: int, length: int, alphabet: int, seed: int = 0) -> Symbols:
     return np.clip(np.rint(rng.normal(centre, width, (count, length))), 0, alphabet - 1).astype(np.uint8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_symbols_come_back(data: st.DataObject) -> None:
     streams = []

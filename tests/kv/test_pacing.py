@@ -65,7 +65,7 @@ CHUNKS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CHUNKS, st.sampled_from([1, 2, 4]), st.integers(1, 120))
 def test_all_plans_tried(chunks: list[tuple[list[int], int]], bandwidth: int, seconds: int) -> None:
     """In time whenever any plan is, by levels alone whenever these are enough, and the first chunk as good as it may be

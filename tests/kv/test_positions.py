@@ -14,7 +14,7 @@ from phasewise.kv.buffer import PLACE
 from phasewise.kv.cache import KV
 from phasewise.kv.handoff import landing, layout, pack, unpack
 from phasewise.request.request import Request
-from tests import tiny
+from tests import seeds, tiny
 from tests.engine.engines import step_all
 from tests.laws import settings as laws
 
@@ -30,9 +30,7 @@ EVICTS: list[tuple[str, dict[str, object]]] = [
     ("longgen", {}),
     ("streaming", {}),
 ]
-NAMES = [f"{name}-{knobs['heads']}" if knobs else name for name, knobs in EVICTS]
-EVERY = pytest.mark.parametrize(("name", "knobs"), EVICTS, ids=NAMES)
-STORES = pytest.mark.parametrize("store", ["", "int8"], ids=["raw", "int8"])
+TURNS = [(name, knobs, ("", "int8")[i % 2]) for i, (name, knobs) in enumerate(EVICTS)]  # both stores are met
 SLICES = {"schedule": "sarathi:budget=7"}
 
 
@@ -65,8 +63,7 @@ def said(request: Request) -> bool:
     return request.kv is not None and any(slab.said for layer in request.kv.layers for slab in layer.slabs)
 
 
-@STORES
-@EVERY
+@pytest.mark.parametrize(("name", "knobs", "store"), seeds.params(TURNS, 3, "positions"), ids=str)
 def test_the_ledger_is_the_bytes_of_all_tensors(name: str, knobs: dict[str, object], store: str) -> None:
     """Of slices of prompts, of forks, after preemptions, until all have left: and some rows have positions to say."""
     made, seen, turns = engine({**verbs(name, knobs, store), **SLICES}), [False], [0]
@@ -87,11 +84,10 @@ def test_the_ledger_is_the_bytes_of_all_tensors(name: str, knobs: dict[str, obje
     assert made.counters.preemptions >= 3 and seen[0] and made.ledger.used == 0
 
 
-@EVERY
-@pytest.mark.parametrize("new", [20, 90])
-def test_giving_rows_up_never_takes_more_than_was_booked(name: str, knobs: dict[str, object], new: int) -> None:
+@pytest.mark.parametrize(("name", "knobs"), seeds.params(EVICTS, 3, "budgets of rows given up"), ids=str)
+def test_giving_rows_up_never_takes_more_than_was_booked(name: str, knobs: dict[str, object]) -> None:
     """A request alone in a budget of just what it may need comes to its end: nothing is booked when rows go."""
-    loose = engine(verbs(name, knobs))
+    loose, new = engine(verbs(name, knobs)), 50
     request = Request(tiny.prompts(60)[0], tiny.greedy(new))
     runtime = loose.recipes[""]
     made = engine(verbs(name, knobs), runtime.need(request.prompt_len + new + runtime.margin))
@@ -103,7 +99,7 @@ def test_giving_rows_up_never_takes_more_than_was_booked(name: str, knobs: dict[
 
 def test_rows_that_come_late_have_their_positions_booked() -> None:
     made, seen = engine(laws.options("skip", "lazyllm")), [False]
-    requests = [Request(p, tiny.greedy(n)) for p, n in zip(tiny.prompts(100, 37), (50, 70))]
+    requests = [Request(p, tiny.greedy(n)) for p, n in zip(tiny.prompts(100, 37), (25, 40))]
     for request in requests:
         made.add(request)
 
@@ -143,8 +139,7 @@ def test_only_what_may_differ_is_booked() -> None:
     assert set(found["longgen"]) == {0, 1}
 
 
-@STORES
-@EVERY
+@pytest.mark.parametrize(("name", "knobs", "store"), seeds.params(TURNS, 2, "positions handed on"), ids=str)
 def test_what_is_handed_on_is_booked_where_it_lands(name: str, knobs: dict[str, object], store: str) -> None:
     here, there = engine(verbs(name, knobs, store)), engine(verbs(name, knobs, store))
     request = Request(tiny.prompts(70)[0], tiny.greedy(60))

@@ -12,7 +12,7 @@ from phasewise import catalog
 from phasewise.engine.engine import Engine
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
-from tests import tiny
+from tests import seeds, tiny
 from tests.engine.engines import step_all
 from tests.laws.mixed import MATES, REWRITES, SHAPES, N, alone, build
 from tests.laws.settings import options
@@ -28,8 +28,12 @@ def hits(placed: Placed, prompt: Sequence[int], recipe: str) -> tuple[int, list[
     return placed.counters.prefix_hits - before, tiny.outs([request])[0]
 
 
-@pytest.mark.parametrize("first", ["", *SHAPES, *REWRITES])
-@pytest.mark.parametrize("second", ["", *SHAPES, *REWRITES])
+EVERY = ["", *SHAPES, *REWRITES]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), seeds.params([(a, b) for a in EVERY for b in EVERY], 8, "recipes' prefixes")
+)
 def test_prefixes_are_shared_by_those_that_shape_a_prompt_alike(first: str, second: str) -> None:
     recipes = {**SHAPES, **REWRITES}
     placed, prompt = build(recipes), tiny.prompts(101)[0]

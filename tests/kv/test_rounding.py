@@ -16,7 +16,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(-28, 36), st.sampled_from([1, 5, 7, 15, 127]))
 def test_no_number_is_off_by_more_than_half_a_step(seed: int, magnitude: int, steps: int) -> None:
     x = noise(6, 24, seed=seed) * 10.0**magnitude
@@ -35,8 +35,7 @@ def test_a_worked_example() -> None:
     assert rounded.numbers().tolist() == [[4.0, -4.0, 1.0, 0.0, -1.0, 0.0]]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 10, 64])
-@pytest.mark.parametrize("rows", [1, 2, 9, 10, 11, 30])
+@pytest.mark.parametrize(("group", "rows"), [(1, 9), (2, 1), (3, 30), (10, 9), (10, 10), (10, 11), (64, 30)])
 def test_groups(rows: int, group: int) -> None:
     """The first row of a group at 8 bits, the others within half a step of their difference from it."""
     x, steps = noise(rows, 16), 7

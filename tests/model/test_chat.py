@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from phasewise.errors import UserError
 from phasewise.model.chat import ChatTemplate
+from tests import seeds
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -51,8 +52,11 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate({"default": source}, TOKENS)
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA2, TOOLS], ids=["chatml", "llama2", "tools"])
-@pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize(
+    ("source", "add_generation_prompt"),
+    [(CHATML, False), (LLAMA2, True), (TOOLS, True)],
+    ids=["chatml", "llama2", "tools"],
+)
 def test_equals_transformers(source: str, add_generation_prompt: bool) -> None:
     extra: dict[str, Any] = {"tools": [{"name": "é<&>", "n": 1}], "enable_thinking": True}
     theirs, _ = render_jinja_template(
@@ -176,19 +180,19 @@ def test_what_templates_multiply_stays_as_it_is() -> None:
     assert template(text).render(MESSAGES) == f"12 --- 1024 1.5e+300 0.5 {3 * 10**9}"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% for a in [[1, 2]] recursive %}{% for b in range(9999) %}{{ loop(a) if a is iterable }}{% endfor %}"
-        "{% for c in range(99999) %}{% for d in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ 10 ** 10 ** 10 }}",
-        "{% set ns = namespace(a='x') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
-        "{% set ns = namespace(a=3) %}{% for i in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
-    ],
-)
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% for a in [[1, 2]] recursive %}{% for b in range(9999) %}{{ loop(a) if a is iterable }}{% endfor %}"
+    "{% for c in range(99999) %}{% for d in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 10 ** 10 ** 10 }}",
+    "{% set ns = namespace(a='x') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "{% set ns = namespace(a=3) %}{% for i in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", seeds.params(ENDLESS, 1, "templates without an end", always=ENDLESS[3:5]))
 def test_a_template_that_would_not_end_is_stopped(source: str) -> None:
     with pytest.raises(UserError, match="cannot render"):
         template(source).render(MESSAGES)

@@ -138,8 +138,7 @@ def chain(model: Model) -> int:
     return max(lengths)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("ends", [0, 1, 2])
+@pytest.mark.parametrize(("ends", "size"), [(0, 1), (0, 4), (1, 2), (1, 9), (2, 3)])
 def test_the_depth_is_what_waits_for_what(ends: int, size: int) -> None:
     model = tiny.model(layers=LAYERS)
     rough = Grouped(model, grouped(LAYERS, size, ends))

@@ -20,7 +20,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
 from phasewise.model.model import Model
 from phasewise.model.parse import parse_config
-from tests import tiny, uncached
+from tests import seeds, tiny, uncached
 from tests.model.families import FAMILIES
 from tests.model.reference import VOCAB, save_random
 
@@ -65,7 +65,7 @@ def logits(model: Model) -> Tensor:
     return torch.cat([uncached.logits(model, text) for text in texts(2, 30)])
 
 
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", seeds.params(CONVERTED, 3, "KV heads"))
 def test_heads_that_share_their_directions_lose_nothing(name: str, tmp_path: Path) -> None:
     """Biases, windows, experts and layers without rotary positions included; another implementation reads it so too."""
     small = tmp_path / "small"

@@ -46,11 +46,11 @@ def test_whole_prompt(pair: Pair) -> None:
     close(run(pair.ours, tokens), theirs(pair.theirs, tokens))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 9])
-def test_chunks_and_decode(pair: Pair, chunk: int) -> None:
+def test_chunks_and_decode(pair: Pair) -> None:
     """A chunk of one is decoding from the first token on."""
-    tokens = prompt(2, 19)
-    close(run(pair.ours, tokens, chunk), theirs(pair.theirs, tokens))
+    tokens, want = prompt(2, 19), theirs(pair.theirs, prompt(2, 19))
+    for chunk in (1, 9):
+        close(run(pair.ours, tokens, chunk), want)
 
 
 def test_mixed_batches(pair: Pair) -> None:
@@ -211,8 +211,10 @@ def test_old_gemma3_keys(tmp_path: Path) -> None:
     close(run(Model.load(tmp_path), tokens), theirs(reference, tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "olmo2", "mixtral", "phi3"])
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("llama", torch.bfloat16), ("gemma2", torch.float16), ("gemma3", torch.bfloat16), ("mixtral", torch.bfloat16),
+    ("phi3", torch.float16),
+])  # fmt: skip
 def test_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Loaded in 16 bits the logits stay as near to float32's as transformers' own 16-bit run does."""
     reference = save_random(FAMILIES[name](), tmp_path)

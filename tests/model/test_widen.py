@@ -16,7 +16,7 @@ from phasewise.model.model import Model
 from phasewise.model.source import copy_vocabulary
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.model.widen import LEAST, MOST, WHY_NOT, widen
-from tests import tiny
+from tests import seeds, tiny
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.model.families import FAMILIES
@@ -29,7 +29,7 @@ def said(model: Model, count: int = 24) -> list[list[int]]:
     return tiny.outs(tiny.run(tiny.engine(of=model), tiny.prompts(9, 48), tiny.greedy(count)))
 
 
-@pytest.mark.parametrize("name", WIDENED)
+@pytest.mark.parametrize("name", seeds.params(WIDENED, 2, "widened"))
 def test_logits_and_tokens_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     small = tmp_path / "small"
     save_random(FAMILIES[name](), small)
@@ -42,7 +42,7 @@ def test_logits_and_tokens_are_those_of_the_original(name: str, tmp_path: Path) 
     assert said(Model.load(tmp_path / "wide")) == said(Model.load(small))
 
 
-@pytest.mark.parametrize("factor", range(LEAST, MOST + 1))
+@pytest.mark.parametrize("factor", seeds.params(range(LEAST, MOST + 1), 1, "factors"))
 def test_every_factor_gives_the_same_tokens_and_the_bytes_of_the_closed_form(factor: int, tmp_path: Path) -> None:
     total = widen(files_of(str(tiny.checkpoint())), tmp_path, factor)
     wide = Model.load(tmp_path)

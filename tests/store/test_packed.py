@@ -28,7 +28,7 @@ from tests.store.packed_steps import beside_mates, forks_and_dumps_change_nothin
 from tests.watched import passes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
-PROMPT, WHOLE = 37, 90
+PROMPT, WHOLE = 37, 80
 KIVI = Kivi(bits=2, group=4, residual=16).codec()
 WIDE = Kivi(bits=4, group=16, residual=32).codec()
 LEVELS = Gear(bits=4, group=8, block=16, rank=0, sparse=0).codec()  # GEAR without what mends its levels
@@ -104,8 +104,9 @@ def test_what_is_sealed_is_what_each_layer_seals_by_itself(codec: Codec) -> None
                 assert torch.equal(plane[:, layer.sealed.counts[side] - 1 :][:, :1], new)
 
 
-@CODECS
-@pytest.mark.parametrize("sizes", [[2], [5, 1, 3], [8]], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "sizes"), [(KIVI, [2]), (WIDE, [5, 1, 3]), (MENDED, [8]), (APART, [5, 1, 3]), (LEVELS, [2])], ids=[*EVERY]
+)
 def test_drafts_read_bit_for_bit_what_single_rows_read(
     codec: Codec, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,8 +170,9 @@ def test_forks_and_dumps_in_between() -> None:
     forks_and_dumps_change_nothing(lambda: Walk(of, every[:PROMPT], codec=KIVI), every, PROMPT, want)
 
 
-@pytest.mark.parametrize("store", ["kivi:group=4,residual=8", "kivi:bits=4,group=16,residual=32"])
-@pytest.mark.parametrize("draft", [{}, {"draft": "prompt_lookup:k=3"}], ids=str)
+@pytest.mark.parametrize(("store", "draft"), [
+    ("kivi:group=4,residual=8", {}), ("kivi:bits=4,group=16,residual=32", {"draft": "prompt_lookup:k=3"}),
+], ids=str)  # fmt: skip
 def test_mates_change_no_token_and_share_the_call(
     store: str, draft: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,8 +93,7 @@ def test_rows_with_larger_marks_get_more_bits() -> None:
     assert sorted(off.topk(6, largest=False).indices.tolist()) == sorted(upper), "wherever they lie, six of 24"
 
 
-@pytest.mark.parametrize("important", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("gap", [5, 100])
+@pytest.mark.parametrize(("gap", "important"), [(5, 0.6), (100, 0.0), (100, 1.0)])
 def test_mean_bits_from_tensors(gap: int, important: float) -> None:
     """Of packed rows: those of the classes, two ends for each row, a bit for its class; and one number per channel."""
     heads, dim, blocks = 2, 64, 3
@@ -252,8 +251,7 @@ def bordered(at: int, n: int) -> int:
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("size", [1, 3, 30])
-@pytest.mark.parametrize("prompt", [[PROMPT], [5]], ids=str)
+@pytest.mark.parametrize(("prompt", "size"), [([5], 1), ([PROMPT], 3), ([5], 30)], ids=str)
 def test_every_row_reads_what_it_would_alone(prompt: list[int], size: int) -> None:
     every, want = tokens(), slowly()
     one = walk(tiny.model(), every[:PROMPT])
