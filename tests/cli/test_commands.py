@@ -125,7 +125,7 @@ def test_eval_measures_what_suits_the_model_and_says_what_does_not_fit(cli: Cli,
     names = list(dict.fromkeys(json.loads(line)["name"].split(",")[0] for line in out.read_text().splitlines()))
     assert names[:5] == ["code@2k", "docs@2k", "passkey-english@1k", "passkey-english@2k", "agreement"]
     assert "| agreement | 100.0% share |" in said.out
-    assert "left out: code@4k, code@8k, docs@4k, docs@8k, passkey-english@4k, passkey-english@7.5k" in said.err
+    assert "tokens: code@4k, code@8k, docs@4k, docs@8k, passkey-english@4k, passkey-english@7.5k" in said.err
 
 
 def test_bench_offline_reports_and_records(cli: Cli, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.cli.conftest import Cli
 def test_what_is_printed_lets_in(cli: Cli, tmp_path: Path, name: str) -> None:
     said = cli("keys", "new", name)
     assert said.code == 0
-    (secret,) = re.findall(r"shown this once: (\S+)", said.out)
+    (secret,) = re.findall(r"shown only once\): (\S+)", said.out)
     path = tmp_path / "keys.toml"
     path.write_text(said.out[said.out.index("[keys.") :])
     assert secret not in path.read_text()

@@ -157,7 +157,7 @@ def test_serve_takes_pocket_where_its_default_cannot_be_fetched(
     lines = said.err.splitlines()
     assert lines[:-1] == ["smollm2: downloading (3.0 MB)"]
     assert lines[-1].startswith(
-        "note: pocket is served instead: smollm2 could not be fetched: No matching distribution"
+        "note: serving pocket instead of smollm2: smollm2 could not be fetched: No matching distribution"
     )
 
 

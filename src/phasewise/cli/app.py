@@ -1,4 +1,4 @@
-"""The command line put together, and what becomes of its errors."""
+"""The command line: all commands put together, and errors turned into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ app = typer.Typer(
 def phasewise(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """LLM inference whose phases are values: a model, and one method for each of ten verbs."""
+    """LLM inference and serving: a model, and one method for each of ten verbs, chosen by name."""
 
 
 app.command("serve")(serve.serve)
@@ -71,7 +71,7 @@ app.add_typer(train.app, name="train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, or 2 with one line on stderr when the user asked for something impossible."""
+    """Run the command line and exit: 0, or 2 after one line on stderr where the user made a mistake."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "--version" in words[:1]:
         print(f"phasewise {__version__}")
@@ -94,7 +94,7 @@ def _fail(message: str) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What click has to say, with where to read more."""
+    """The message of click's error, with the command whose --help says more."""
     text = str(error.format_message() if hasattr(error, "format_message") else error)
     context = getattr(error, "ctx", None)
     return text if context is None else f"{text.rstrip('.')}. See: {context.command_path} --help"

@@ -1,4 +1,4 @@
-"""Options that the benchmarks share: what is asked of an engine, what counts as good service."""
+"""Options that the benchmarks share: the load, its arrivals, and the targets of good service."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of the engine, and where the results go."""
+    """The requests of a benchmark, and the file for its results."""
 
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 32
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32
     workload: Annotated[
         str,
         typer.Option(
             metavar="KIND[:KNOB=VALUE,...]",
-            help="lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or trace:path=,scale=.",
+            help="Lengths of requests: lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or "
+            "trace:path=,scale=.",
         ),
     ] = "lognormal"
     prompts: Annotated[
-        str | None, typer.Option(metavar="random|code|FILE", help="Random ids, library source, or a text file.")
+        str | None,
+        typer.Option(
+            metavar="random|code|FILE", help="Source of prompts: random token ids, library source, or a text file."
+        ),
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, arrivals and prompts.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths, arrivals and prompts.")] = 0
     out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None
 
     def source(self, model: str, vocab: int, default: str = "random") -> Prompts:
-        """Where prompts come from; `default` when the user did not say."""
+        """The source of prompts; `default` if the user named none."""
         from phasewise.bench.prompts import prompts_from
 
         return prompts_from(self.prompts or default, model, vocab, self.seed)
@@ -55,25 +59,34 @@ class Asked:
 
 @dataclass(frozen=True)
 class Arriving:
-    """When requests come."""
+    """The arrivals of requests."""
 
     rate: Annotated[
         float | None,
-        typer.Option(metavar="PER_S", help="Mean rate of Poisson arrivals, or inf. Default: 1, or a trace's."),
+        typer.Option(
+            metavar="PER_S", help="Mean rate of arrivals; inf: all at once. Default: 1, or the trace's own times."
+        ),
     ] = None
-    cv: Annotated[float, typer.Option(help="Spread of the gaps: 1 Poisson, more in bursts, less steadier.")] = 1.0
+    cv: Annotated[
+        float,
+        typer.Option(help="Coefficient of variation of the gaps between arrivals: 1 is Poisson, more is burstier."),
+    ] = 1.0
 
     def of(self, asked: Asked) -> float | None:
-        """Requests per second; None: as recorded."""
+        """The rate in requests per second; None: at the trace's own times."""
         return 1.0 if self.rate is None and not asked.workload.startswith("trace") else self.rate
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What counts as good service."""
+    """The targets that count as good service."""
 
-    ttft: Annotated[float | None, typer.Option(min=0.0, metavar="MS", help="Target: time to first token.")] = None
-    tpot: Annotated[float | None, typer.Option(min=0.0, metavar="MS", help="Target: time per further token.")] = None
+    ttft: Annotated[float | None, typer.Option(min=0.0, metavar="MS", help="Target for the time to first token.")] = (
+        None
+    )
+    tpot: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MS", help="Target for the time per further token.")
+    ] = None
 
     def slo(self) -> SLO:
         from phasewise.request.params import SLO
@@ -81,21 +94,27 @@ class Targets:
         return SLO(*(None if target is None else target / 1e3 for target in (self.ttft, self.tpot)))
 
     def arguments(self) -> list[str]:
-        """The words that make them a server's own targets."""
+        """The same targets as options of `phasewise serve`."""
         given = {"--slo-ttft": self.ttft, "--slo-tpot": self.tpot}
         return [word for name, ms in given.items() if ms is not None for word in (name, str(ms))]
 
 
 @dataclass(frozen=True)
 class Tests:
-    """What `bench compare` measures without contenders, and beside which engine."""
+    """The tests of `bench compare` without contenders, and the other engine."""
 
-    peer: Annotated[str, typer.Option(help="Without contenders: the other engine, transformers.")] = "transformers"
+    peer: Annotated[
+        str, typer.Option(help="The engine to compare with, where no contenders are named: transformers.")
+    ] = "transformers"
     tests: Annotated[
-        str, typer.Option(metavar="TEST,...", help="decodeB: B sequences at once; prefillN: a prompt of N tokens.")
+        str,
+        typer.Option(
+            metavar="TEST,...",
+            help="Tests without contenders. decodeB: B sequences at once; prefillN: a prompt of N tokens.",
+        ),
     ] = "decode1,decode8,decode16,prefill512,prefill2048"
-    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of the decode tests.")] = 128
-    new: Annotated[int, typer.Option(min=1, help="New tokens of the decode tests.")] = 128
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens in the decode tests.")] = 128
+    new: Annotated[int, typer.Option(min=1, help="New tokens in the decode tests.")] = 128
 
     @property
     def names(self) -> list[str]:
@@ -104,17 +123,21 @@ class Tests:
 
 @dataclass(frozen=True)
 class Rates:
-    """Which load `bench goodput` tries."""
+    """The rates that `bench goodput` tries."""
 
-    rates: Annotated[str, typer.Option(metavar="R,...", help="Requests/s to try, rising.")] = "0.5,1,2,4"
+    rates: Annotated[str, typer.Option(metavar="R,...", help="Rates to try, in requests per second.")] = "0.5,1,2,4"
     precision: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Bisect, from the lowest and highest of --rates, to such a share: 0.1."),
+        typer.Option(
+            metavar="SHARE",
+            help="Bisect between the lowest and the highest of --rates until the answer is known to this "
+            "share, such as 0.1.",
+        ),
     ] = None
 
     @property
     def steps(self) -> list[float]:
-        """Rising. Raises UserError."""
+        """The rates in rising order. Raises UserError."""
         try:
             found = sorted(float(part) for part in self.rates.split(","))
         except ValueError:
@@ -130,7 +153,7 @@ class Rates:
     def points(
         self, contender: str, targets: Sequence[Target], measure: Callable[[float], Sequence[Served]]
     ) -> Iterator[Point]:
-        """What is measured of one contender."""
+        """The measured points of one contender."""
         from phasewise.bench.goodput import bisect, sweep
 
         steps = self.steps

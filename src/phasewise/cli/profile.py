@@ -1,4 +1,4 @@
-"""`phasewise profile`: what steps take on this machine, for `phasewise simulate`."""
+"""`phasewise profile`: measures step times on this machine for `phasewise simulate`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class How:
-    """How much is measured."""
+    """The amount of measuring."""
 
     threads: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Threads to measure with; default: one, and all there are.")
+        str | None,
+        typer.Option(metavar="N,...", help="Numbers of threads to measure with. Default: one, and all cores."),
     ] = None
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, each once: a rough answer.")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, each once, for a rough answer.")] = False
     alone: Annotated[
-        bool, typer.Option("--alone", help="Steps only: no second process, no servers (which load the model again).")
+        bool,
+        typer.Option(
+            "--alone", help="Measure steps only: start no second process and no servers, which load the model again."
+        ),
     ] = False
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0
 
     def counts(self) -> list[int]:
         """Numbers of threads. Raises UserError for what is none, or more than there are cores."""
@@ -66,18 +70,18 @@ HOW = How()
 
 @spread
 def profile(
-    out: Annotated[Path, typer.Option(help="Where to write what was measured, as JSON.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option(help="File for the measurements, as JSON.")] = Path("profile.json"),
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VERB=METHOD...", help="Measure this recipe as well; may be repeated."),
+        typer.Option(metavar="NAME=VERB=METHOD...", help="Measure this recipe too. May be repeated."),
     ] = None,
     how: How = HOW,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Limits of this machine, and what a step takes over its rows and contexts: a latency model for the simulator.
+    """Measure this machine's step times by size, as a latency model for `phasewise simulate` and `plan`.
 
-    Runs the real engine on steps of chosen sizes, fits a line to each kind of step (prompts, decodes, both together)
-    and holds it against sizes in between. Needs a quiet machine.
+    Runs the real engine on steps of chosen sizes, fits a line to each kind of step (prefill, decode, both together) and
+    checks it on sizes in between. Use a quiet machine. SmolLM2 takes about four minutes on two cores.
 
     [bold]Examples[/]
 

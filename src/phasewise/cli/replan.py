@@ -22,23 +22,28 @@ MISFIT = 3  # the exit code
 
 @dataclass(frozen=True)
 class Watched:
-    """Where a plan is written, and how it is watched."""
+    """The file of a plan, and the options of watching it."""
 
-    config: Annotated[Path, typer.Option(help="Where the choice is written, for `serve --config`.")] = FILE
+    config: Annotated[Path, typer.Option(help="File for the choice, for `serve --config`.")] = FILE
     replan: Annotated[
-        str | None, typer.Option(metavar="URL", help="Watch a server of the plan in --config: does it still fit?")
+        str | None,
+        typer.Option(
+            metavar="URL", help="Watch a running server and report when the plan in --config no longer fits its load."
+        ),
     ] = None
-    once: Annotated[bool, typer.Option("--once", help="Look at one window only: exit code 0 fits, 3 does not.")] = False
-    window: Annotated[float, typer.Option(min=0.1, help="Seconds of a window.")] = 60.0
-    windows: Annotated[int, typer.Option(min=1, help="So many in a row must not fit.")] = 3
-    drift: Annotated[float, typer.Option(min=0.0, help="The part by which things may be otherwise.")] = 0.25
+    once: Annotated[
+        bool, typer.Option("--once", help="Watch for one window only. Exit code 0: the plan fits; 3: it does not.")
+    ] = False
+    window: Annotated[float, typer.Option(min=0.1, help="Length of a window in seconds.")] = 60.0
+    windows: Annotated[int, typer.Option(min=1, help="Number of windows in a row that must not fit.")] = 3
+    drift: Annotated[float, typer.Option(min=0.0, help="Share by which the load may differ from the plan.")] = 0.25
 
 
 WATCHED = Watched()
 
 
 def beside(config: Path) -> Path:
-    """Where a plan's assumptions lie."""
+    """The file of a plan's assumptions."""
     return config.with_suffix(".plan.json")
 
 

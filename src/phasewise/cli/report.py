@@ -1,4 +1,4 @@
-"""`phasewise report`: runs as one page."""
+"""`phasewise report`: draws runs into one HTML page."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from phasewise.errors import UserError
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="What --out and --record wrote.")],
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its heading.")] = "phasewise: what was measured",
+    files: Annotated[
+        list[Path], typer.Argument(metavar="RUN.jsonl...", help="Files that --out and --record have written.")
+    ],
+    out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "phasewise: what was measured",
 ) -> None:
-    """Runs as one self-contained HTML page: who waited how long, both phases of every request, KV bytes, counters.
+    """Draw runs into one self-contained HTML page: waits, both phases of every request, KV bytes, counters.
 
-    It needs no network and prints well. Every figure stands beside the command
-    that made it. A recorded load (bench load --record) shows most: the server's
-    own events tell every request's phases and what every worker did.
+    The page needs no network. Every figure stands beside the command that made
+    it. A run recorded by `bench load --record` shows the most, because it holds
+    the server's own events: every request's phases and every worker's steps.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""`phasewise reproduce`: what published systems claim, against what is measured here."""
+"""`phasewise reproduce`: holds the claims of published systems against measurements."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ DOCUMENT = Path("docs/results/reproduced.md")
 class Output:
     """Where the results go."""
 
-    out: Annotated[Path, typer.Option(help="Where --all writes.")] = DOCUMENT
+    out: Annotated[Path, typer.Option(help="File that --all writes.")] = DOCUMENT
     write: Annotated[
-        Path | None, typer.Option(help="Put the sections of the systems named into this page of --all's.")
+        Path | None,
+        typer.Option(help="Replace the sections of the named systems in this page, which --all has written."),
     ] = None
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything found as JSON.")] = None
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results as JSON.")] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what --json holds already, and take times that it lacks.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep the results that --json already holds, and measure only missing ones and missing times.",
+        ),
     ] = False
 
     def kept(self) -> dict[str, Report]:
@@ -48,11 +53,15 @@ class Output:
 class Effort:
     """How much is tried."""
 
-    examples: Annotated[int | None, typer.Option(min=1, help="Per task. Default: the system's own number.")] = None
-    rounds: Annotated[int, typer.Option(min=1, help="Of paired time.")] = 5
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and examples.")] = 0
-    no_time: Annotated[bool, typer.Option("--no-time", help="Counters and answers only.")] = False
-    quick: Annotated[bool, typer.Option("--quick", help="Small samples, one round: does it run?")] = False
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Examples per task. Default: the system's own number.")
+    ] = None
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of paired timing.")] = 5
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and examples.")] = 0
+    no_time: Annotated[bool, typer.Option("--no-time", help="Take no times, only counters and answers.")] = False
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small samples and one round, to see that everything runs.")
+    ] = False
 
     def scale(self) -> Scale:
         from phasewise.reproduce.lab import Scale
@@ -67,15 +76,17 @@ OUTPUT, EFFORT = Output(), Effort()
 @spread
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SYSTEM]...", help="What to try; without it, the list.")
+        list[str] | None,
+        typer.Argument(metavar="[SYSTEM]...", help="Systems to try. Without one, the list is printed."),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help=f"Every system, in turn; writes {DOCUMENT}.")] = False,
     output: Output = OUTPUT,
     effort: Effort = EFFORT,
 ) -> None:
-    """Try a published system: counters against closed forms, answers and time against a baseline and a control.
+    """Try a published system's claim here, against a baseline and a control that must lose.
 
-    The control must lose. The verdict (holds, partly, not here) follows from what was measured, by rule.
+    Counters are checked against closed forms, answers and times against the baseline. The verdict (holds, partly, not
+    here) follows from the measurements by rule. One system takes a minute or two, --all takes hours.
 
     [bold]Examples[/]
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @spread
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one it is read from stdin.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="A conversation with history.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many new tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt. Default: read from stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation that remembers its turns.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling; 0: greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling. The same seed gives the same text.")] = 0,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Continue a prompt, or talk to the model with --chat; the text streams to stdout.
+    """Continue a prompt, or talk to the model with --chat. The text streams to stdout.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""`phasewise bench savers`: what methods that save KV, depth or reads are worth on the clock."""
+"""`phasewise bench savers`: times methods that save KV, reads or layers beside dense decoding."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What everybody decodes."""
+    """The load that every setting decodes."""
 
     tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 4096
-    batch: Annotated[str, typer.Option(metavar="B,...", help="Requests that decode together.")] = "1,4,8"
+    batch: Annotated[str, typer.Option(metavar="B,...", help="Numbers of requests that decode together.")] = "1,4,8"
     new: Annotated[int, typer.Option(min=1, help="Tokens that every request decodes in a round.")] = 16
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5
+    rounds: Annotated[int, typer.Option(min=1, help="Number of interleaved rounds.")] = 5
     shape: Annotated[
-        str | None, typer.Option(metavar="LAYERSxHIDDEN", help="Random weights of this shape instead of --model.")
+        str | None, typer.Option(metavar="LAYERSxHIDDEN", help="Use random weights of this shape instead of --model.")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompt.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompt.")] = 0
 
     def load(self) -> Load:
         """Raises UserError for a `batch` that is none."""
@@ -47,11 +47,13 @@ class Loaded:
 class Written:
     """Where results go besides the terminal."""
 
-    csv: Annotated[Path | None, typer.Option(help="Write every turn into this file, as they come.")] = None
+    csv: Annotated[Path | None, typer.Option(help="Write every turn into this CSV file as soon as it is measured.")] = (
+        None
+    )
     plot: Annotated[Path | None, typer.Option(help="Draw figures beside this image's name: one per batch.")] = None
-    write: Annotated[
-        Path | None, typer.Option(help="Put the tables into this page, such as docs/results/savers.md.")
-    ] = None
+    write: Annotated[Path | None, typer.Option(help="Put the tables into a page, such as docs/results/savers.md.")] = (
+        None
+    )
 
     def check(self, section: str) -> None:
         """Raise UserError for what can be seen before anything is measured."""
@@ -70,17 +72,18 @@ def savers(
         list[str] | None,
         typer.Argument(
             metavar="[VERB=METHOD]...",
-            help="Contenders, or neutral or work for all savers that way; default: both.",
+            help="Settings to compare. neutral: all methods at their neutral setting; work: all at work. "
+            "Default: both.",
         ),
     ] = None,
     asked: Loaded = LOADED,
     written: Written = WRITTEN,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """What savers are worth: time per token beside dense decoding, paired, and what the bytes they save would promise.
+    """Time methods that save KV, reads or layers beside dense decoding, and compare with the bytes they save.
 
-    Prompts are random tokens, computed once per setting; then settings take turns in decoding. Verb options apply to
-    all contenders, dense too. Needs a quiet machine.
+    Prompts are random tokens, computed once per setting. Then the settings take turns in decoding. Verb options apply
+    to all contenders, dense decoding too. Use a quiet machine.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""`phasewise bench grammar`: which schemas can be followed, rightly or wrongly, and what that takes."""
+"""`phasewise bench grammar`: checks JSON Schemas and times their masks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 @spread
 def grammar(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help="Lines with name, schema and tests (data, valid).")
+        Path, typer.Argument(metavar="FILE.jsonl", help="JSON lines with name, schema and tests (data, valid).")
     ],
     batch: Annotated[
-        int, typer.Option(min=0, help="Time tokens beside free answers with so many requests at once; 0: do not.")
+        int, typer.Option(min=0, help="Requests at once for timing tokens beside free answers; 0: no timing.")
     ] = 8,
     new: Annotated[int, typer.Option(min=2, help="With --batch: tokens of each answer.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="With --batch: rounds, in each of which both take a turn.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Append a line for each schema, and one for the times.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With --batch: number of rounds.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Append a JSON line for each schema, and one for the times.")] = None,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Schemas of a file (MaskBench's form): right, wrong or refused; the time of masks, of compiling, of tokens.
+    """Check the schemas of a file (MaskBench's form), and time masks, compiling and tokens.
 
-    A schema is right if all its instances are judged as they are marked, by
-    the masks that a model would have, token by token. Times want a quiet
-    machine.
+    A schema is right if the masks accept or reject each of its instances, token
+    by token, as the file says. Use a quiet machine for the times.
 
     [bold]Examples[/]
 

@@ -28,57 +28,59 @@ POLICY = Policy()
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens."""
+    """The address of the server."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What is served, under which name and with which targets; how answers are read, and which are kept."""
+    """The model's name and targets, the formats of its answers, and the memory for stored ones."""
 
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What clients call the model. Default: MODEL, of a path its end.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the model for clients. Default: --model, of a path its last part."),
     ] = None
     slo_ttft: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: time to first token.")
+        float | None, typer.Option(min=0.0, metavar="MS", help="Default target for the time to first token.")
     ] = None
     slo_tpot: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MS", help="Target of requests without one: per further token.")
+        float | None, typer.Option(min=0.0, metavar="MS", help="Default target for the time per further token.")
     ] = None
     refuse_late: Annotated[
         bool,
-        typer.Option("--refuse-late", help="Requests whose first token would come later than its target get 429."),
+        typer.Option("--refuse-late", help="Answer 429 to requests whose first token would miss its target."),
     ] = False
     tool_format: Annotated[
         str,
         typer.Option(
             metavar="|".join(TOOL_FORMATS),
-            help="How this model writes tool calls. auto: as its chat template does; none: requests with tools are "
-            "refused.",
+            help="Format of the model's tool calls. auto: read from its chat template; none: refuse "
+            "requests with tools.",
         ),
     ] = POLICY.tool_format
     reasoning_format: Annotated[
         str,
         typer.Option(
             metavar="|".join(REASONING_FORMATS),
-            help="What stands around this model's reasoning. auto: what its chat template has; none: reasoning stays "
-            "in the content.",
+            help="Tags around the model's reasoning. auto: read from its chat template; none: leave "
+            "reasoning in the content.",
         ),
     ] = POLICY.reasoning_format
     allow_templates: Annotated[
         bool,
         typer.Option(
-            "--allow-templates", help="Requests may bring a chat_template; each is rendered in a process of its own."
+            "--allow-templates", help="Let requests bring a chat_template. Each is rendered in a process of its own."
         ),
     ] = False
-    no_playground: Annotated[bool, typer.Option("--no-playground", help="Serve no page at /.")] = False
+    no_playground: Annotated[bool, typer.Option("--no-playground", help="Do not serve the playground at /.")] = False
     stored_bytes: Annotated[
         str,
         typer.Option(
             metavar="SIZE",
-            help="Responses that later ones may refer to: 64M, 1G. Those not asked for the longest make way.",
+            help="Memory for stored responses that later requests may continue, such as 64M. The least "
+            "recently used are dropped.",
         ),
     ] = f"{POLICY.stored_bytes >> 20}M"
 
@@ -102,45 +104,49 @@ class Offer:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use the server, and for how much."""
+    """Keys, limits, logs and TLS."""
 
     keys: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="TOML: who may ask, and for how much (see `phasewise keys`). SIGHUP reads it again. Default: anybody.",
+            help="TOML file of API keys and their limits (see `phasewise keys`). SIGHUP reloads it. "
+            "Default: no key is needed.",
         ),
     ] = None
     open_metrics: Annotated[
-        bool, typer.Option("--open-metrics", help="/metrics needs no key; otherwise one with metrics = true.")
+        bool,
+        typer.Option(
+            "--open-metrics", help="Serve /metrics without a key. Otherwise it needs a key with metrics = true."
+        ),
     ] = False
-    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="HTTPS: the certificate (chain), PEM.")] = None
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="HTTPS: its private key, PEM.")] = None
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate (chain) for HTTPS, PEM.")] = None
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key for HTTPS, PEM.")] = None
     log_format: Annotated[
         str | None,
-        typer.Option(metavar="text|json", help="A line per request on stderr. Default: only what goes wrong."),
+        typer.Option(metavar="text|json", help="Log a line per request to stderr. Default: errors only."),
     ] = None
     sleep_after: Annotated[
         float | None,
         typer.Option(
             min=0.1, metavar="SECONDS",
-            help="Without a request for so long, weights and KV leave memory; the next request waits until they are "
-            "loaded again. Default: never.",
+            help="Free weights and KV after this time without a request. The next request waits until they are loaded "
+            "again. Default: never.",
         ),
     ] = None  # fmt: skip
     otel: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="OpenTelemetry: the collector that traces go to, http://localhost:4318."),
+        typer.Option(metavar="URL", help="Send OpenTelemetry traces to this collector, such as http://localhost:4318."),
     ] = None
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens a prompt may have.")] = None
-    max_n: Annotated[int | None, typer.Option(min=1, help="Answers a request may ask for: its prompts times n.")] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens an answer may have.")] = None
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt.")] = None
+    max_n: Annotated[int | None, typer.Option(min=1, help="Most answers of a request: its prompts times n.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, metavar="SECONDS", help="How long a request may take in all.")
+        float | None, typer.Option(min=0.001, metavar="SECONDS", help="Longest time for a whole request.")
     ] = None
     write_timeout: Annotated[
         float,
-        typer.Option(min=0.001, metavar="SECONDS", help="How long a client may take nothing of its answer."),
+        typer.Option(min=0.001, metavar="SECONDS", help="Longest time that a client may read nothing of its answer."),
     ] = POLICY.write_timeout
 
     def policy(self) -> Policy:
@@ -159,13 +165,14 @@ class Access:
 
 @dataclass(frozen=True)
 class Recipes:
-    """What requests may choose from, and where options come from besides the command line."""
+    """Recipes, and the file of options."""
 
     recipe: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VERB=METHOD ...",
-            help="Methods for requests to the model MODEL@NAME; verbs it does not name are as below. May be repeated.",
+            help="A recipe: methods for requests to the model MODEL@NAME. Verbs that it does not name are "
+            "those of the options below. May be repeated.",
             show_default=False,
         ),
     ] = None
@@ -173,8 +180,8 @@ class Recipes:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="TOML: options of this command by name, and a table \\[recipes.NAME] of verbs per recipe. "
-            "What the command line says wins. SIGHUP reads the recipes again.",
+            help="TOML file with options of this command by name, and a table \\[recipes.NAME] per recipe. "
+            "The command line overrides it. SIGHUP reloads the recipes.",
             is_eager=True,
             callback=files.load,
         ),
@@ -204,13 +211,15 @@ def serve(
     choices: Recipes = RECIPES,
     engine: EngineOptions = SERVED,
 ) -> None:
-    """Serve a model over HTTP, for any OpenAI client.
+    """Serve a model over HTTP to any OpenAI or Anthropic client.
 
-    Without --model that is smollm2, fetched once (93 MB); where it cannot be
-    fetched, pocket is served instead, and a line says why. Unless --draft,
-    --decode or --verify is given, guesses are copied from each request's own
-    text as far as that pays (--draft paced), and judged by the model: answers
-    stay its own. --draft none turns that off.
+    Without --model, smollm2 is served. It is fetched once (93 MB). If it cannot
+    be fetched, pocket is served instead, and a line says why.
+
+    Unless --draft, --decode or --verify is given, the server drafts (--draft
+    paced): it copies guesses from each request's own text as far as that pays,
+    and the model verifies them, so answers stay its own. --draft none turns
+    drafting off.
 
     [bold]Examples[/]
 
@@ -240,12 +249,12 @@ def serve(
 
 
 def _or_pocket(engine: EngineOptions) -> EngineOptions:
-    """With the default model if it is here or can be fetched, else with pocket, after a line that says why."""
+    """The options with the default model if it can be had, else with pocket, after a line that says why."""
     from phasewise.known.fetch import fetch
 
     try:
         fetch(KNOWN[engine.model], say=say, retries=1)  # without a network it should not take minutes to start
     except UserError as error:
-        say(f"note: pocket is served instead: {' '.join(str(error).split())}")
+        say(f"note: serving pocket instead of smollm2: {' '.join(str(error).split())}")
         return replace(engine, model=DEFAULTS.model)
     return engine

@@ -1,4 +1,4 @@
-"""Results on stdout, tables as Markdown when they are piped, and as JSON lines in a file."""
+"""Prints results: tables on stdout (Markdown when piped), JSON lines in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phasewise.errors import UserError
 
 
 def title(text: str) -> None:
-    """What the following table is, and which machine it was measured on."""
+    """Print the heading of a table, with the machine it was measured on."""
     from phasewise.bench.machine import describe
 
     about = describe()
@@ -40,7 +40,7 @@ def latencies(numbers: Mapping[str, Any]) -> None:
 
 
 def record(out: Path | None, what: str, engine: EngineOptions, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a file, each with what was run and where."""
+    """Append rows to a file, each with its command, methods and machine."""
     from phasewise.bench.machine import describe
     from phasewise.bench.report import json_lines
 

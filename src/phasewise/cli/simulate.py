@@ -1,4 +1,4 @@
-"""`phasewise simulate`: what a server would do with a load, in virtual time."""
+"""`phasewise simulate`: runs a server under a load in virtual time."""
 
 from __future__ import annotations
 
@@ -25,23 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """Where the costs of steps come from: a profile of this machine, or devices and a model's sizes."""
+    """The source of step costs: a profile of this machine, or devices and a model's sizes."""
 
-    profile: Annotated[Path | None, typer.Option(help="What `phasewise profile` has written.")] = None
-    recipe: Annotated[str, typer.Option(help="The profile's recipe; default: its first.")] = ""
+    profile: Annotated[Path | None, typer.Option(help="A profile that `phasewise profile` has written.")] = None
+    recipe: Annotated[str, typer.Option(help="Recipe of the profile. Default: its first.")] = ""
     device: Annotated[
         str | None,
         typer.Option(
             metavar="DEVICE | ROLE=DEVICE,...",
-            help="a100, h100 ..., your FILE.toml, or, as measured, aiconfigurator:SYSTEM/BACKEND.",
+            help="Devices: a100, h100 ..., a FILE.toml of yours, or measured ones as aiconfigurator:SYSTEM/BACKEND.",
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(help="With --device: the model. Its config.json is enough.")] = None
-    ways: Annotated[int, typer.Option(min=1, help="Devices that share every layer of a worker.")] = 1
-    stages: Annotated[int, typer.Option(min=1, help="Such groups of devices, each with a part of the layers.")] = 1
+    model: Annotated[
+        str | None, typer.Option(help="With --device: the model. A directory with its config.json is enough.")
+    ] = None
+    ways: Annotated[
+        int, typer.Option(min=1, help="Devices that share every layer of a worker (tensor parallelism).")
+    ] = 1
+    stages: Annotated[
+        int, typer.Option(min=1, help="Stages of a worker, each with a part of the layers (pipeline parallelism).")
+    ] = 1
 
     def source(self) -> Source:
-        """Raises UserError for what does not go together."""
+        """The source of costs. Raises UserError for options that do not go together."""
         from phasewise.load import config_of
         from phasewise.plan import setting
         from phasewise.plan.profile import Profile
@@ -61,7 +67,7 @@ class Costs:
         return setting.known(setting.devices(self.device), self.ways, Shape.of(config_of(self.model)), self.stages)
 
     def about(self) -> list[str]:
-        """What is odd about the profile, in words."""
+        """Notes on a profile that does not fit this machine."""
         from phasewise.bench.machine import cpu
         from phasewise.plan.profile import Profile
 
@@ -72,18 +78,24 @@ class Costs:
 class Simulated:
     """The load."""
 
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1000
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 1000
     workload: Annotated[
         str,
         typer.Option(
             metavar="KIND[:KNOB=VALUE,...]",
-            help="lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or trace:path=,scale=.",
+            help="Lengths of requests: lognormal, fixed:prompt=,new=, shared:prefix=,prompt=,new= or "
+            "trace:path=,scale=.",
         ),
     ] = "lognormal"
-    rate: Annotated[float | None, typer.Option(help="Requests/s; default: as recorded, else all at once.")] = None
-    cv: Annotated[float, typer.Option(help="Spread of the gaps: 1 Poisson, more in bursts, less steadier.")] = 1.0
-    context: Annotated[int, typer.Option(min=2, help="Longer requests are cut to it.")] = 1 << 20
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, arrivals and dealing.")] = 0
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second. Default: the trace's own times, else all at once.")
+    ] = None
+    cv: Annotated[
+        float,
+        typer.Option(help="Coefficient of variation of the gaps between arrivals: 1 is Poisson, more is burstier."),
+    ] = 1.0
+    context: Annotated[int, typer.Option(min=2, help="Context of the model. Longer requests are cut to it.")] = 1 << 20
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths, arrivals and the choice of replicas.")] = 0
 
     def load(self) -> Load:
         from phasewise.bench.workloads import lengths
@@ -96,23 +108,33 @@ class Simulated:
 class Served:
     """The server that is simulated."""
 
-    schedule: Annotated[str | None, typer.Option(metavar="METHOD", help="As of `phasewise serve`.")] = None
-    place: Annotated[str | None, typer.Option(metavar="METHOD", help="As of `phasewise serve`.")] = None
-    replicas: Annotated[int, typer.Option(min=1, help="Such servers; requests are dealt to them by chance.")] = 1
-    kv_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="KV of a server; default: what serve takes, or its devices have.")
-    ] = None
-    max_running: Annotated[int, typer.Option(min=1, help="Requests that may share a step.")] = 64
-    link: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes/s between workers; default: no limit.")] = None
-    link_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds before the first byte is there.")] = 0.0
-    die: Annotated[list[str] | None, typer.Option(metavar="WORKER@SECONDS", help="A worker dies; may be repeated.")] = (
+    schedule: Annotated[str | None, typer.Option(metavar="METHOD", help="A method as `phasewise serve` takes it.")] = (
         None
     )
-    revive_ms: Annotated[float, typer.Option(min=0.0, help="Until a dead worker's successor is there.")] = 1000.0
-    accept: Annotated[
-        float | None, typer.Option(help="The chance that a guess holds where all before it do, from 0 to 1.")
+    place: Annotated[str | None, typer.Option(metavar="METHOD", help="A method as `phasewise serve` takes it.")] = None
+    replicas: Annotated[int, typer.Option(min=1, help="Number of such servers. Each request goes to a random one.")] = 1
+    kv_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="KV memory of a server. Default: what `serve` would take, or what its devices have left.",
+        ),
     ] = None
-    draft_ms: Annotated[float, typer.Option(min=0.0, help="The drafter's milliseconds per guess; 0: it copies.")] = 0.0
+    max_running: Annotated[int, typer.Option(min=1, help="Most requests in one step.")] = 64
+    link: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes per second between workers. Default: no limit.")
+    ] = None
+    link_ms: Annotated[float, typer.Option(min=0.0, help="Latency between workers in milliseconds.")] = 0.0
+    die: Annotated[
+        list[str] | None, typer.Option(metavar="WORKER@SECONDS", help="Let a worker die at this time. May be repeated.")
+    ] = None
+    revive_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds until a dead worker is replaced.")] = 1000.0
+    accept: Annotated[
+        float | None, typer.Option(help="Probability that a guess is accepted if all before it were, from 0 to 1.")
+    ] = None
+    draft_ms: Annotated[
+        float, typer.Option(min=0.0, help="Milliseconds that the drafter takes per guess; 0 for one that copies.")
+    ] = 0.0
     depths: Annotated[
         str | None,
         typer.Option(metavar="N,...", help=f"Guesses a step: simulate takes one, plan tries all, by default {DEPTHS}."),
@@ -141,18 +163,19 @@ COSTS, SIMULATED, SERVED = Costs(), Simulated(), Served()
 
 @spread
 def simulate(
-    find_goodput: Annotated[bool, typer.Option("--goodput", help="Find the highest rate at which 90 % are in time.")]
-    = False,
+    find_goodput: Annotated[
+        bool, typer.Option("--goodput", help="Find the highest rate at which 90 % of the requests meet the targets.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the numbers into this file, as JSON.")] = None,
     costs: Costs = COSTS,
     asked: Simulated = SIMULATED,
     served: Served = SERVED,
     targets: Targets = TARGETS,
 ) -> None:  # fmt: skip
-    """What a server would do with a load, in virtual time: TTFT, TPOT and goodput, without running the model.
+    """Simulate a server under a load in virtual time: TTFT, TPOT and goodput, without running the model.
 
-    Schedulers, placements, admission and the prefix cache are those that serve; only steps are numbers, from a profile
-    of this machine or a device file. docs/simulator.md says what is modelled and what is not.
+    Schedulers, placements, admission and the prefix cache are the ones that serve. Only step times are numbers, from a
+    profile of this machine or a device file. docs/simulator.md says what is modelled.
 
     [bold]Examples[/]
 
@@ -187,7 +210,7 @@ def simulate(
         devices = outcome.workers * costs.ways * costs.stages
         numbers |= {"goodput_per_s": best.rate, "goodput_per_device_per_s": best.rate / devices}
         said = f"{'' if best.bounded else 'at least '}{best.rate:.3g} requests/s ({best.rate / devices:.3g} per device)"
-        print(f"goodput: {said if best.rate > 1e-5 else 'none, these targets are missed at any rate'}")
+        print(f"goodput: {said if best.rate > 1e-5 else 'none: the targets are missed at every rate'}")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")

@@ -18,13 +18,16 @@ app = typer.Typer(no_args_is_help=True, help="Train what ships with phasewise.")
 
 @dataclass(frozen=True)
 class Steps:
-    """What a step takes, and how often a run is looked at."""
+    """The size of training steps, and the interval of validation."""
 
     batch_tokens: Annotated[
-        int, typer.Option(min=256, help="Tokens of the largest steps, the others in proportion; rates stay.")
+        int,
+        typer.Option(
+            min=256, help="Tokens of the largest steps; smaller steps scale with them, learning rates do not."
+        ),
     ] = 8192
     validate_minutes: Annotated[
-        float, typer.Option(min=0.0, help="How often examples that are not trained on are looked at.")
+        float, typer.Option(min=0.0, help="Minutes between two looks at held-out examples.")
     ] = 15.0
 
 
@@ -32,20 +35,20 @@ class Steps:
 class Small:
     """The shape of a draft."""
 
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the draft.")] = 2
-    width: Annotated[int, typer.Option(min=64, help="Its hidden width, a multiple of 64.")] = 192
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the draft model.")] = 2
+    width: Annotated[int, typer.Option(min=64, help="Hidden width of the draft model, a multiple of 64.")] = 192
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a draft learns from."""
+    """The texts that a draft model learns from."""
 
-    tokens: Annotated[int, typer.Option(min=1, help="Source and tasks of the first stage, tokens.")] = 12_000_000
-    sequences: Annotated[int, typer.Option(min=1, help="Continuations that the target writes.")] = 4_000
-    new: Annotated[int, typer.Option(min=2, help="Tokens of each, at most.")] = 96
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of source and tasks in the first stage.")] = 12_000_000
+    sequences: Annotated[int, typer.Option(min=1, help="Number of continuations that the target model writes.")] = 4_000
+    new: Annotated[int, typer.Option(min=2, help="Most tokens of a continuation.")] = 96
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='What it continues: JSON lines, "prompt" or "messages" each.'),
+        typer.Option(metavar="FILE", help='Texts to continue: JSON lines with "prompt" or "messages".'),
     ] = None
 
 
@@ -61,15 +64,17 @@ def train() -> None:
 @spread
 def pocket(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve and the model.")],
-    size: Annotated[str, typer.Option(help="target, or draft: the small one, trained by itself.")] = "target",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: 60M, the draft 3M.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    size: Annotated[str, typer.Option(help="Model to train: target, or draft, the small one.")] = "target",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to train on. Default: 60M, for the draft 3M.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
     steps: Steps = STEPS,
 ) -> None:
     """Train a pocket model from the standard library's source and generated tasks.
 
-    On CUDA where there is some, else on the CPU. --out gets the model, losses.csv, validation.csv and curve.png.
+    Trains on CUDA if there is a GPU, else on the CPU. --out gets the model, losses.csv, validation.csv and curve.png.
 
     [bold]Examples[/]
 
@@ -91,16 +96,16 @@ def pocket(
 @spread
 def draft(
     target: Annotated[str, typer.Option("--for", metavar="MODEL", help="A directory, a .gguf file, a hub id, pocket.")],
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the target's text and the draft.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the target's texts and the draft.")],
     small: Small = SMALL,
     learned: Learned = LEARNED,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue where --out stands.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
 ) -> None:
-    """Train a small model that drafts for another one, in that one's tokens.
+    """Train a small draft model for another model, with its tokenizer.
 
-    It learns library source and generated tasks first, and then what the target itself writes (arXiv 2411.11055).
-    Prints how often it agrees with the target on held-out prompts, before and after.
+    The draft learns library source and generated tasks first, then texts that the target writes (arXiv 2411.11055).
+    The command prints how often both agree on held-out prompts, before and after.
 
     [bold]Examples[/]
 
@@ -120,16 +125,20 @@ def draft(
 
 @app.command("tools")
 def tools(
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the loss curve, what was learned and the model.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for checkpoints, the loss curve, the learned weights and the model.")
+    ],
     model: Annotated[str, typer.Option(help="The base model: pocket, or a directory with such a model.")] = "pocket",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: the recipe's own.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to train on. Default: the recipe's own number.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
 ) -> None:
-    """Teach a pocket model to call a calculator where one is offered, as pocket-tools does.
+    """Teach a pocket model to call a calculator if one is offered, as pocket-tools does.
 
-    Its own weights are frozen: what is learned are low-rank weights, delta.safetensors. --out/model is the model with
-    them added, a checkpoint like any other.
+    The model's own weights are frozen. The command learns low-rank weights, delta.safetensors; --out/model is an
+    ordinary checkpoint with them added.
 
     [bold]Examples[/]
 
@@ -147,15 +156,20 @@ def tools(
 @app.command("artefact")
 def artefact(
     method: Annotated[
-        str, typer.Argument(metavar="VERB.NAME[:KNOB=VALUE,...]", help="What to train for; without it, the list.")
+        str,
+        typer.Argument(
+            metavar="VERB.NAME[:KNOB=VALUE,...]", help="The method to train for. Without one, the list is printed."
+        ),
     ] = "",
     model: Annotated[str, typer.Option(help="The base model: a directory, a hub id, or pocket.")] = "pocket",
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoints, the loss curve and the artefact.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: the recipe's own.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to train on. Default: the recipe's own number.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
 ) -> None:
-    """Train what a method needs for a model, from the standard library's source and generated tasks.
+    """Train the weights that a method needs, from the standard library's source and generated tasks.
 
     [bold]Examples[/]
 

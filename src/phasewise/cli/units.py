@@ -1,4 +1,4 @@
-"""Numbers that are probably meant in another unit: said, not corrected."""
+"""Notes on numbers that were probably meant in another unit; they are used as given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SLOWEST = 1 << 20  # bytes/s of a link that anybody would send KV over
 
 
 def doubts(ttft: float | None, tpot: float | None, link: str | None) -> Iterator[str]:
-    """What looks like seconds where milliseconds are asked for, or like GB/s where bytes are."""
+    """A note per value that looks like seconds instead of milliseconds, or GB/s instead of bytes/s."""
     for name, value in (("ttft", ttft), ("tpot", tpot)):
         if value is not None and 0 < value < SHORTEST[name]:
             yield f"--{name} {value:g} are milliseconds; for {value:g} s write --{name} {1e3 * value:g}"

@@ -22,19 +22,23 @@ if TYPE_CHECKING:
 @spread
 def methods(
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[VERB=METHOD]...", help="Contenders; default: all that need nothing.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[VERB=METHOD]...",
+            help="Settings to compare. Default: every method that needs no training, calibration or second model.",
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of interleaved rounds.")] = 5,
     fit_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Tell how many such requests a KV budget of this size holds.")
+        str, typer.Option(metavar="SIZE", help="KV budget for the column that says how many such requests it holds.")
     ] = "256M",
     asked: Asked = ASKED,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Which technique pays on this model and machine: settings against the default on the same prompts, paired.
+    """Compare settings with the default on this model and machine, paired on the same prompts.
 
-    One argument is one contender and may set several verbs. Verb options apply to all contenders, the default too.
-    Prompts are library source unless --prompts says otherwise.
+    One argument is one setting and may set several verbs. The default has each verb's own default and does not draft.
+    Verb options apply to all settings, the default too. Prompts are library source unless --prompts names others.
 
     [bold]Examples[/]
 
@@ -74,29 +78,34 @@ def methods(
 def compare(
     contenders: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[default|VERB=METHOD...|[NAME=]http://HOST:PORT]...", help="Two or more, over HTTP."),
+        typer.Argument(
+            metavar="[default|VERB=METHOD...|[NAME=]http://HOST:PORT]...",
+            help="Two contenders or more: recipes, or addresses of running servers.",
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of interleaved rounds.")] = 5,
     rate: Annotated[
-        float | None, typer.Option(metavar="PER_S", help="Of contenders: mean rate of arrivals. Default: all at once.")
+        float | None,
+        typer.Option(metavar="PER_S", help="Mean rate of arrivals at the contenders. Default: all at once."),
     ] = None,
     asked: Asked = ASKED,
     tests: Tests = TESTS,
     engine: EngineOptions = DEFAULTS,
 ) -> None:
-    """Recipes and servers side by side over HTTP; or, without contenders, phasewise beside another engine.
+    """Compare recipes and servers over HTTP; without contenders, compare phasewise with another engine.
 
-    A contender is a recipe, for which a server is started (default: every
-    verb's own default, and no drafts), or any OpenAI-compatible server that
-    runs already. Every round asks the same of each, in rotating order; the
-    others are held against the first: medians of paired ratios, and 95 %
-    intervals by bootstrap over the rounds. Answers are not compared.
+    A contender is a recipe, for which a server is started, or the address of a
+    running OpenAI-compatible server. The contender `default` has every verb's
+    own default and does not draft; `draft=paced` is what `serve` does unasked.
+    Every round asks all contenders the same, in rotating order. The table holds
+    the others against the first: medians of paired ratios, with 95 % bootstrap
+    intervals over the rounds. Answers are not compared.
 
-    Without contenders: the same checkpoint, prompts and type for both engines
+    Without contenders, both engines get the same checkpoint, prompts and type
     (--peer, --tests), each in a fresh process every round.
 
-    Needs a quiet machine: only ratios of one run mean anything. No prompt comes
-    twice. The table is Markdown when it is piped.
+    Use a quiet machine: only ratios within one run mean anything. No prompt
+    comes twice. The table is Markdown when it is piped.
 
     [bold]Examples[/]
 

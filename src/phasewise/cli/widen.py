@@ -1,4 +1,4 @@
-"""`phasewise widen`: a model's twin at a large model's cost, for the clock."""
+"""`phasewise widen`: makes a zero-padded twin of a model with a large model's cost."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from phasewise.cli.progress import working
 
 def widen(
     model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or pocket.")],
-    out: Annotated[Path, typer.Option(help="Folder for the twin; new, or empty.")],
-    factor: Annotated[int, typer.Option(min=2, max=8, help="How many times as wide: weights grow by its square.")] = 4,
+    out: Annotated[Path, typer.Option(help="Folder for the twin. It must be new or empty.")],
+    factor: Annotated[int, typer.Option(min=2, max=8, help="Factor of the width. Weights grow by its square.")] = 4,
 ) -> None:
-    """Write a zero-padded twin of a model: the same tokens, a large model's cost.
+    """Write a zero-padded twin of a model that has the same tokens and a large model's cost.
 
-    For timing what a small model decides. Layers, heads' size and vocabulary stay; hidden state, heads and feed-forward
-    become so many times as wide. No weight is rounded; logits are the same but for the order in which sums are made.
+    Use the twin to time methods at a larger size. The number of layers, the head size and the vocabulary stay. Hidden
+    state, heads and feed-forward layers become --factor times as wide. No weight is rounded; logits differ only by the
+    order of sums.
 
     [bold]Examples[/]
 
