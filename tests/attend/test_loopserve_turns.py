@@ -12,6 +12,7 @@ import torch
 
 from phasewise import catalog
 from phasewise.builder import Builder
+from phasewise.engine.engine import Engine
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.kv.left import Given
@@ -28,7 +29,7 @@ from phasewise.verbs.host import Host
 from tests import seeds, tiny
 from tests.attend.slow_loop import SlowLoop
 from tests.attend.test_loopserve import LAYERS, TIGHT, Watched, runtime, state
-from tests.decode.test_pie import EDITS, OTHER, TEXT, after, built, disturbed, edited, fresh, serve
+from tests.decode.test_pie import EDITS, OTHER, TEXT, after, built, edited, fresh, serve
 from tests.kv.harness import Walk
 
 KNOBS = "alpha=0.6,budget=10,every=6,block=4,sample=16,voters=6"
@@ -213,6 +214,18 @@ def test_each_run_of_new_tokens_is_one_piece_with_lines_of_its_own(schedule: str
     runs = [(0, 90), (10, 17), (68, 71), (len(now) - 1, len(now))]
     long = [(a, b) for a, b in runs if TIGHT.chooses(b)]
     assert noting.slices == long and second.recalled == len(now) - fresh(EDITS["several"]) - 1
+
+
+def disturbed(engine: Engine, versions: Sequence[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """The answers to texts' new versions beside each other and a stranger, each preempted once on the way."""
+    names = [serve(engine, text, tiny.greedy(1)).id for text, _ in versions]
+    requests = [Request(now, after(name)) for (_, now), name in zip(versions, names)]
+    engine.add(mate := Request(OTHER, tiny.greedy(N)))
+    tiny.disturb(engine, requests)
+    while any(request.left is None for request in (*requests, mate)):
+        engine.step()
+    assert engine.counters.preemptions == 2 and all(request.recalled for request in requests)
+    return tiny.outs(requests)
 
 
 @pytest.mark.parametrize(("edit", "more"), [
