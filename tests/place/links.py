@@ -87,6 +87,7 @@ def check_router(placed: Router) -> None:
         check_worker(worker)
     check_parcels(placed)
     check_desks(placed)
+    check_load(placed)
     for name, flight in placed.flights.items():
         caller = flight.caller
         assert caller.id == name and caller.left is None and caller.kv is None
@@ -136,6 +137,22 @@ def check_desks(placed: Router) -> None:
     for handle in placed.handles:
         coming = [move for move in moves if move.target is handle]
         assert (handle.promised, handle.coming) == (sum(move.n_bytes for move in coming), len(coming))
+
+
+def check_load(placed: Router) -> None:
+    """The load of every worker, which the router keeps up to date, is that of the requests that are there now; and so
+    are the lists of what waits."""
+    flights = [flight for flight in placed.flights.values() if not flight.held]
+    for handle in placed.handles:
+        prefilling = sum(flight.caller.known for flight in flights if flight.handle is handle and flight.computing)
+        decoding = sum(flight.caller.known for flight in flights if flight.goes_on is handle)
+        assert (handle.prefilling, handle.decoding) == (prefilling, decoding)
+    handover, every = placed.handover, list(placed.flights.values())
+    assert {*handover._homeless} == {flight for flight in every if flight.homeless}
+    waits = [flight for flight in every if flight.transfer is not None and flight.transfer.state is State.RESERVED]
+    assert {*handover._kept} == {flight for flight in waits if flight.transfer and flight.transfer.pushed}
+    ready = [flight for flight in waits if flight.transfer and flight.transfer.offer is not None]
+    assert handover._ready == sorted(ready, key=lambda flight: flight.caller.arrived)
 
 
 def check_place(placed: Router, name: str) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from phasewise.builder import build as build_spec
 from phasewise.cluster.engine_spec import EngineSpec
-from phasewise.cluster.load import weigh
 from phasewise.cluster.router import Router
 from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
@@ -79,6 +78,7 @@ def test_a_router_does_not_take_one_shape_for_another() -> None:
     request = Request(prompt, tiny.greedy(2))
     placed.add(request)
     for name, rows in (("", 128), ("fast", 128), ("small", 0), ("long", 0), ("blocks", 0)):
-        weigh(placed.handles, [], shape=placed.shape(Request(prompt, recipe=name)))
+        for handle in placed.handles:
+            handle.shape = placed.shape(Request(prompt, recipe=name))
         assert [handle.cached(prompt) for handle in placed.handles if handle.role == "prefill"] == [rows, 0]
     tiny.finish(placed, [request])

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasewise.cluster.load import weigh
 from phasewise.cluster.phase_pools import pool
 from phasewise.cluster.router import Router
 from phasewise.errors import UserError
@@ -29,7 +28,6 @@ def splitwise(knobs: str = "", verbs: dict[str, str] | None = None, **options: o
 
 
 def pools(placed: Router) -> list[str]:
-    weigh(placed.handles, placed.flights.values())
     return [pool(handle) for handle in placed.handles]
 
 

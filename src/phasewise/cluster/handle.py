@@ -22,7 +22,7 @@ class WorkerHandle:
         self.told = 0  # the number of the last command
         self.heard_at = now  # when it last said anything
         self.prefilling = 0  # prompt tokens it was given and has not finished
-        self.decoding = 0  # tokens of the requests that generate here, or are on their way here
+        self.generating = 0  # tokens of the requests that generate here or are on their way here, as far as reported
         self.promised = 0  # bytes of KV on their way here
         self.coming = 0  # requests on their way here
         self.shape = b""  # of the prompt that is being placed: the key under which its prefixes are cached
@@ -40,6 +40,11 @@ class WorkerHandle:
     def quiet(self) -> bool:
         """Whether it has heard the last that it was told, and nothing waits there to be taken."""
         return bool(self.told == self.state.get("heard", 0) and not self.state.get("arrivals"))
+
+    @property
+    def decoding(self) -> int:
+        """Tokens of the requests that generate here or are on their way here, with those it has yet to report."""
+        return self.generating + int(self.state.get("untold", 0))
 
     @property
     def free(self) -> int:

@@ -8,12 +8,13 @@ answer, and the router gives it: the request starts again from its tokens.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from typing import TYPE_CHECKING
 
 from phasewise.cluster.handle import WorkerHandle
 from phasewise.cluster.in_flight import InFlight, Transfer
 from phasewise.cluster.launcher import Message
-from phasewise.cluster.load import has_room, may_keep, weigh
+from phasewise.cluster.load import has_room, may_keep
 from phasewise.cluster.policy import Pairing
 from phasewise.cluster.worker import LEASE
 from phasewise.kv.handoff import State
@@ -33,10 +34,32 @@ class Handover:
         self.router = router
         self.unmet = 0  # prompts for which no worker could keep room
         self._renewed = 0.0
+        self._homeless: dict[InFlight, None] = {}  # nobody has been found yet who goes on with them
+        self._kept: dict[InFlight, None] = {}  # a worker keeps room for them, and nothing has been sent yet
+        self._ready: list[InFlight] = []  # all of their KV waits for somebody to take it; by arrival
         self.hears = {
             "offer": self.offered, "owned": self.owned, "refused": self.refused, "expired": self.expired,
             "piece": self.piece, "landed": self.landed, "full": self.full,
         }  # fmt: skip
+
+    # ---- who waits for what
+    def follow(self, flight: InFlight) -> None:
+        """Note what a request that has moved waits for now."""
+        move = flight.transfer
+        _sort(self._homeless, flight, flight.homeless)
+        _sort(self._kept, flight, move is not None and move.pushed and move.state is State.RESERVED)
+        ready = move is not None and move.state is State.RESERVED and move.offer is not None
+        if ready and flight not in self._ready:
+            insort(self._ready, flight, key=_arrival)
+        elif not ready and flight in self._ready:
+            self._ready.remove(flight)
+
+    def forget(self, flight: InFlight) -> None:
+        """The request has left."""
+        self._homeless.pop(flight, None)
+        self._kept.pop(flight, None)
+        if flight in self._ready:
+            self._ready.remove(flight)
 
     # ---- what workers say
     def set_out(self, flight: InFlight) -> None:
@@ -92,11 +115,10 @@ class Handover:
     def meet(self, flight: InFlight, policy: Pairing) -> None:
         """Choose who goes on with a request before its prompt is computed, and have room kept there. None may overtake
         requests that wait for room."""
-        weigh(self.router.handles, self.router.flights.values(), flight.caller, self.router.shape(flight.caller))
         tokens = flight.caller.known + 1
         parts = self.router.fronts[-1].parts
         room = parts.recipes[flight.caller.recipe].store.cost(tokens)
-        queued = any(other.homeless for other in self.router.flights.values() if other is not flight)
+        queued = len(self._homeless) > (flight in self._homeless)
         free = [] if queued else self.router.handles
         views = [handle for handle in free if may_keep(handle, parts, self._known(handle), room)]
         target = policy.meet(flight.caller.tokens, flight.handle, views)
@@ -120,6 +142,7 @@ class Handover:
             flight.transfer.target.tell({"do": "cancel"} | order)
         flight.transfer.end(State.RELEASED)
         flight.transfer = None
+        self.router.note(flight)
         flight.handle.tell({"do": "keep"} | order)
 
     def piece(self, flight: InFlight, handle: WorkerHandle, event: Message) -> None:
@@ -147,20 +170,18 @@ class Handover:
     # ---- every step
     def hand_over(self) -> None:
         """Tell workers with room to take what waits in the transfer buffer, first come first served."""
-        flights, handles, parts = self.router.flights, self.router.handles, self.router.fronts[-1].parts
-        ready = [flight for flight in flights.values() if _offered(flight.transfer)]
-        for flight in sorted(ready, key=lambda flight: flight.caller.trace.arrived):
+        handles, parts = self.router.handles, self.router.fronts[-1].parts
+        while self._ready:
+            flight = self._ready[0]
             assert flight.transfer is not None
             views = [handle for handle in handles if has_room(handle, parts, flight.transfer.n_bytes)]
-            weigh(handles, flights.values())
             target = self.router.policy.go_on(flight.caller.known, views)
             if target is None:
-                for later in reversed(flights.values()):
-                    if later.transfer is not None and later.transfer.pushed and later.transfer.state is State.RESERVED:
-                        self._part(later)  # what is done goes before what has not begun
-                        break
+                if self._kept:  # what is done goes before what has not begun
+                    self._part(max(self._kept, key=lambda each: each.number))
                 return
             flight.transfer.send(target, self.router.clock() + self.router.timeouts.handoff)
+            self.router.note(flight)
 
     def chase(self) -> None:
         """Moves: what was delivered, what is overdue, and a new lease for what waits."""
@@ -183,6 +204,12 @@ class Handover:
                     handle.tell({"do": "renew", "ids": waiting.get(handle, [])})
 
 
-def _offered(transfer: Transfer | None) -> bool:
-    """Whether all of a KV waits for somebody to take it."""
-    return transfer is not None and transfer.state is State.RESERVED and transfer.offer is not None
+def _sort(group: dict[InFlight, None], flight: InFlight, belongs: bool) -> None:
+    if belongs:
+        group[flight] = None
+    else:
+        group.pop(flight, None)
+
+
+def _arrival(flight: InFlight) -> tuple[float, int]:
+    return flight.caller.trace.arrived, flight.number

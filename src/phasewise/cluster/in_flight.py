@@ -103,21 +103,53 @@ class Transfer:
 class InFlight:
     """Where a request is: at `handle`, computed by its attempt number `attempt`, or moving away from there.
 
-    Attempts are numbered in order, none twice. `tries` are those in a row that brought no token; `held` says that it
-    waits to be tried again.
+    Attempts are numbered in order, none twice; `number` says in which order requests came. `tries` are the attempts in
+    a row that brought no token; `held` says that it waits to be tried again.
     """
 
     caller: Request
     handle: WorkerHandle
     attempt: int
+    number: int
     tries: int = 1
     held: bool = False
     transfer: Transfer | None = None
+    prefills: tuple[WorkerHandle, int] | None = None  # the load it counts as: where its prompt is computed, tokens ...
+    decodes: tuple[WorkerHandle, int] | None = None  # ... and where it generates, or will
 
     @property
     def departs(self) -> bool:
         """Whether it leaves its worker when its prompt is done."""
         return self.transfer is not None or not self.handle.spec.decodes
+
+    @property
+    def goes_on(self) -> WorkerHandle | None:
+        """The worker that generates its tokens, or will; None while nobody has been chosen."""
+        if not self.departs:
+            return self.handle
+        return None if self.transfer is None else self.transfer.target
+
+    def weigh(self) -> None:
+        """Bring the load of its workers up to date with where it is now."""
+        self.unload()
+        if self.held:
+            return
+        tokens, goes_on = self.caller.known, self.goes_on
+        if self.computing:
+            self.handle.prefilling += tokens
+            self.prefills = self.handle, tokens
+        if goes_on is not None:
+            goes_on.generating += tokens
+            self.decodes = goes_on, tokens
+
+    def unload(self) -> None:
+        """Count as no load anywhere."""
+        if self.prefills is not None:
+            self.prefills[0].prefilling -= self.prefills[1]
+            self.prefills = None
+        if self.decodes is not None:
+            self.decodes[0].generating -= self.decodes[1]
+            self.decodes = None
 
     @property
     def computing(self) -> bool:

@@ -1,14 +1,12 @@
-"""How much the workers have to do, and which of them have room: what the router works out before a policy chooses."""
+"""Which workers have room for a request: what the router works out before a policy chooses among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.cluster.in_flight import InFlight
 from phasewise.kv.buffer import ROUND
-from phasewise.request.request import Request
 
 
 class Rooms(Protocol):
@@ -31,25 +29,6 @@ class Waiting(Protocol):
     def recipe(self) -> str: ...
     @property
     def known(self) -> int: ...
-
-
-def weigh(
-    handles: Sequence[WorkerHandle], flights: Iterable[InFlight], but: Request | None = None, shape: bytes = b""
-) -> None:
-    """Bring the handles' loads up to date: what they prefill, and what they decode or will decode, as far as that is
-    decided; all requests `but` one. `shape`: of the prompt that is to be placed."""
-    for handle in handles:
-        handle.prefilling, handle.decoding, handle.shape = 0, 0, shape
-    for flight in flights:
-        if flight.caller is but:
-            continue
-        if flight.computing:
-            flight.handle.prefilling += flight.caller.known
-        goes_on = (
-            flight.handle if not flight.departs else flight.transfer.target if flight.transfer is not None else None
-        )
-        if goes_on is not None:
-            goes_on.decoding += flight.caller.known
 
 
 def may_keep(handle: WorkerHandle, parts: Rooms, waiting: Sequence[Waiting], room: int) -> bool:

@@ -26,7 +26,6 @@ from phasewise.cluster.in_flight import InFlight
 from phasewise.cluster.keepers import Keepers
 from phasewise.cluster.launcher import Launcher, Message
 from phasewise.cluster.lessons import Lesson, told
-from phasewise.cluster.load import weigh
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.cluster.supervisor import Supervisor, Timeouts
 from phasewise.engine.engine import Engine
@@ -65,7 +64,8 @@ class Router:
         self.model = fronts[0].model
         self._emitted = self._restarts = 0
         self.flights: dict[str, InFlight] = {}  # by the request's id
-        self._attempts = itertools.count()
+        self._attempts, self._numbers = itertools.count(), itertools.count()
+        self._suspects: dict[InFlight, None] = {}  # requests whose workers keep failing
         self._progressed: dict[Request, None] = {}  # ordered, each once
         self._closed = False
         self._lesson: Lesson = {}  # recipes that came later, which whoever is launched is told of
@@ -147,11 +147,13 @@ class Router:
         request.trace.arrived = self.clock()
         parent = None if request.parent is None else self.flights.get(request.parent.id)
         if parent is not None and not parent.held and parent.computing:
-            self.flights[request.id] = flight = InFlight(request, parent.handle, next(self._attempts))
-            self._begin(flight, parent.caller)
+            self._begin(self._flight(request, parent.handle), parent.caller)
         else:
-            self.flights[request.id] = flight = InFlight(request, self._start_of(request), next(self._attempts))
-            self._begin(flight)
+            self._begin(self._flight(request, self._start_of(request)))
+
+    def _flight(self, request: Request, handle: WorkerHandle) -> InFlight:
+        flight = self.flights[request.id] = InFlight(request, handle, next(self._attempts), next(self._numbers))
+        return flight
 
     def prepare(self, params: Params, recipe: str) -> None:
         self.fronts[0].prepare(params, recipe)
@@ -190,17 +192,24 @@ class Router:
         return True
 
     def step(self) -> list[Request]:
-        """Hear what the workers say, replace the dead, hand over what waits. Returns requests with tokens, or left.
+        """Wait a moment for news, and act on it. Returns requests with tokens, or left.
 
-        Raises Unstaffed when workers keep dying before they are ready.
+        Raises NoWorkers when workers keep dying before they are ready.
         """
         self.supervisor.wait(PAUSE)
-        for handle in list(self.handles):
+        return self.react()
+
+    def react(self, speaking: Sequence[WorkerHandle] | None = None) -> list[Request]:
+        """Hear these workers, replace the dead among them, and hand over what waits. Returns requests with tokens, or
+        left. By default everybody is heard, and what is overdue is given up: `step` without its wait."""
+        handles = list(self.handles) if speaking is None else speaking
+        for handle in handles:
             self._hear(handle)
-        for handle, why in self.supervisor.dead(self.timeouts):
+        for handle, why in self.supervisor.dead(handles, self.timeouts):
             self._hear(handle)
             self._lose(handle, why)
-        self.handover.chase()
+        if speaking is None:
+            self.handover.chase()
         self._try_suspects()
         self.handover.hand_over()
         progressed, self._progressed = list(self._progressed), {}
@@ -224,8 +233,9 @@ class Router:
     # ---- starting
     def _start_of(self, request: Request) -> WorkerHandle:
         """Where a request starts; one that has emitted starts again where it can go on."""
-        weigh(self.handles, self.flights.values(), request, self.shape(request))
-        seated = self.supervisor.seated
+        seated, shape = self.supervisor.seated, self.shape(request)
+        for handle in seated:
+            handle.shape = shape
         if not request.n_out:
             keeper = self._keepers.find(request, self._decode(request), seated)
             return self.policy.start(request.tokens, seated) if keeper is None else keeper
@@ -238,7 +248,8 @@ class Router:
         return self.fronts[0].runtime(request).phases[0].decode
 
     def shape(self, request: Request) -> bytes:
-        """The key under which workers cache the request's prompt: recipes that shape it alike have the same."""
+        """The key under which workers cache the request's prompt: recipes that shape it alike have the same. Empty where
+        they do not cache it."""
         tree = self.fronts[0].runtime(request).store.tree
         return b"" if tree is None else tree.root.key
 
@@ -251,13 +262,25 @@ class Router:
         command["push"] = flight.transfer is not None
         if parent is not None:
             command["parent"] = parent.id
-        flight.handle.remember(caller.prompt, self.shape(caller))
+        if shape := self.shape(caller):
+            flight.handle.remember(caller.prompt, shape)
+        self.note(flight)
         flight.handle.tell(command)
+
+    def note(self, flight: InFlight) -> None:
+        """Follow a request that has moved or grown: the load of its workers, and what the next step must look at."""
+        flight.weigh()
+        self.handover.follow(flight)
+        if flight.tries >= SUSPECT:
+            self._suspects[flight] = None
+        else:
+            self._suspects.pop(flight, None)
 
     def restart(self, flight: InFlight, why: str) -> None:
         """The one answer to every failure: start again from the tokens."""
         log.warning("request %s starts again from its %d tokens: %s", flight.caller.id, flight.caller.known, why)
         self._stop(flight)
+        flight.unload()
         flight.attempt = next(self._attempts)
         if not flight.caller.n_out:
             flight.caller.computed = 0
@@ -267,17 +290,19 @@ class Router:
         flight.tries += 1
         self._restarts += 1
         flight.held = flight.tries >= SUSPECT
-        if not flight.held:
+        if flight.held:
+            self.note(flight)
+        else:
             flight.handle = self._start_of(flight.caller)
             self._begin(flight)
 
     def _try_suspects(self) -> None:
         """Start the next of the requests whose workers keep failing, if no other of them is under way."""
-        suspects = [flight for flight in self.flights.values() if flight.tries >= SUSPECT]
-        if suspects and all(flight.held for flight in suspects):
-            suspects[0].held = False
-            suspects[0].handle = self._start_of(suspects[0].caller)
-            self._begin(suspects[0])
+        if self._suspects and all(flight.held for flight in self._suspects):
+            suspect = min(self._suspects, key=lambda flight: flight.number)
+            suspect.held = False
+            suspect.handle = self._start_of(suspect.caller)
+            self._begin(suspect)
 
     def _stop(self, flight: InFlight) -> None:
         """Tell everybody who holds something of a request to drop it."""
@@ -300,6 +325,8 @@ class Router:
             flight = self.flights.get(event["id"])
             if flight is not None and flight.attempt == event["attempt"]:
                 self._hears[event["event"]](flight, handle, event)
+                if self.flights.get(event["id"]) is flight:
+                    self.note(flight)
             elif event["event"] in _HOLDING or (event["event"] == "progress" and event["left"] is None):
                 self._call_off(handle, event)
 
@@ -364,6 +391,9 @@ class Router:
     def _leave(self, flight: InFlight, left: Left) -> None:
         caller = flight.caller
         del self.flights[caller.id]
+        self._suspects.pop(flight, None)
+        flight.unload()
+        self.handover.forget(flight)
         if left.how == "finished":
             self._keepers.finished(caller, self._decode(caller), flight.handle)
         caller.left = left

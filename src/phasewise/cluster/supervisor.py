@@ -97,10 +97,11 @@ class Supervisor:
             elif event["event"] != "alive":
                 yield event
 
-    def dead(self, timeouts: Timeouts) -> Iterator[tuple[WorkerHandle, str]]:
-        """Those that died or say nothing any more, each killed but not replaced yet, and why. Hear their last words."""
+    def dead(self, handles: Sequence[WorkerHandle], timeouts: Timeouts) -> Iterator[tuple[WorkerHandle, str]]:
+        """Those of the handles whose workers died or say nothing any more, and why. Each is killed, but not replaced
+        yet: its last words may still be heard."""
         now = self.clock()
-        for handle in list(self.handles):
+        for handle in handles:
             silent = now - handle.heard_at
             if not handle.connection.alive:
                 why = "it died"
