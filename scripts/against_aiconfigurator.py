@@ -35,11 +35,11 @@ from phasewise.errors import UserError
 from phasewise.load import config_of
 from phasewise.plan.arrivals import Load
 from phasewise.plan.cost import Cost, Price, Step
+from phasewise.plan.link import Link
 from phasewise.plan.search import TRICKLE, Choice, Question
 from phasewise.plan.setting import Setting, Source, known
 from phasewise.plan.shape import Shape
 from phasewise.plan.silicon import PREFIX
-from phasewise.plan.world import Link
 from phasewise.request.params import SLO
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -263,7 +263,7 @@ def ours(case: Case, plan: Plan, guess: float, cv: float = 1.0, precision: float
                 continue
             if best and asked.at(choice, best * plan.devices).share(case.slo) < 0.9:
                 continue
-            best = max(best, asked.goodput(asked.scene(choice), max(best, guess) * plan.devices).rate / plan.devices)
+            best = max(best, asked.goodput(asked.scenario(choice), max(best, guess) * plan.devices).rate / plan.devices)
         except UserError as error:  # the weights do not fit
             print(f"  {plan}: {error}", file=sys.stderr)
     return best

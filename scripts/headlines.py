@@ -24,12 +24,12 @@ from phasewise.bench.workloads import lengths
 from phasewise.cli.progress import working
 from phasewise.plan.arrivals import Load
 from phasewise.plan.cost import Step
-from phasewise.plan.job import Job
+from phasewise.plan.link import Link
 from phasewise.plan.search import Question, Space, Tried, search
+from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.setting import Setting, Source, known
 from phasewise.plan.shape import Shape
-from phasewise.plan.simulate import Scene, run
-from phasewise.plan.world import Link
+from phasewise.plan.simulate import Scenario, run
 from phasewise.request.params import SLO
 
 B13 = Shape(40, 5120, 40, 40, 128, 13824, 32000)  # every head has KV of its own, as OPT-13B's have
@@ -106,13 +106,13 @@ class Fleet:
     def machines(self) -> int:
         return sum(self.sizes)
 
-    def scene(self, schedule: str) -> Scene:
+    def scenario(self, schedule: str) -> Scenario:
         if not self.sizes[1]:
             source = known({"": self.prompts}, WAYS, B70)
-            return Setting(schedule, prefix_cache=False).scene(source, self.sizes[0], (), 1)
+            return Setting(schedule, prefix_cache=False).scenario(source, self.sizes[0], (), 1)
         source: Source = known({"prompt": self.prompts, "token": self.tokens}, WAYS, B70)
         place = f"splitwise:prompt={self.sizes[0]},token={self.sizes[1]}"
-        return Setting(schedule, place, prefix_cache=False, link=ACROSS).scene(source, 1, (), 1)
+        return Setting(schedule, place, prefix_cache=False, link=ACROSS).scenario(source, 1, (), 1)
 
 
 def fleets(weights: Mapping[str, float]) -> Iterator[Fleet]:
@@ -134,7 +134,7 @@ class Alone:
     def __init__(self) -> None:
         self._seconds: Callable[[Step], float] = known({"": "a100"}, WAYS, B70).cost("", None).seconds
 
-    def slower(self, job: Job) -> dict[str, float]:
+    def slower(self, job: SimulatedRequest) -> dict[str, float]:
         """How many times as long it took."""
         n = job.prompt_len
         ttft = self._seconds(Step(prefill_rows=n, pairs=n * (n + 1) / 2, prefixes=n, emits=1))
@@ -147,9 +147,9 @@ class Alone:
 def carried(fleet: Fleet, text: str, seconds: float, alone: Alone) -> float:
     """The highest rate at which all nine targets hold; of the better schedule where there are no pools."""
 
-    def holds(scene: Scene, rate: float) -> bool:
-        jobs = run(scene, Load(lengths(text), max(300, int(rate * seconds)), rate, 1.0, 1).jobs(SLO())).jobs
-        slower = [alone.slower(job) for job in jobs if job.left == "finished"]
+    def holds(scenario: Scenario, rate: float) -> bool:
+        jobs = run(scenario, Load(lengths(text), max(300, int(rate * seconds)), rate, 1.0, 1).jobs(SLO())).jobs
+        slower = [alone.slower(job) for job in jobs if job.finished]
         if len(slower) < len(jobs):
             return False
         for name, limits in LIMITS.items():
@@ -160,15 +160,15 @@ def carried(fleet: Fleet, text: str, seconds: float, alone: Alone) -> float:
 
     best = 0.0
     for schedule in (FIRST, CHUNKS) if not fleet.sizes[1] else (FIRST,):
-        scene = fleet.scene(schedule)
+        scenario = fleet.scenario(schedule)
         low, high = best, max(2 * best, 2.0 * fleet.machines)
-        if best and not holds(scene, best):
+        if best and not holds(scenario, best):
             continue
-        while holds(scene, high):
+        while holds(scenario, high):
             low, high = high, 2 * high
         while high - low > PRECISION * high and high > 0.05:
             middle = (low + high) / 2
-            low, high = (middle, high) if holds(scene, middle) else (low, middle)
+            low, high = (middle, high) if holds(scenario, middle) else (low, middle)
         best = max(best, low)
     return best
 

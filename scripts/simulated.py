@@ -84,16 +84,16 @@ def compare(place: str, args: argparse.Namespace, slo: SLO) -> list[Both]:
         raise UserError(line)
     config = config_of(args.model)
     setting = Setting(place=place, kv_bytes=KV, prefix_cache=False)
-    scene = setting.scene(measured(profile), 1, (), args.seed)
+    scenario = setting.scenario(measured(profile), 1, (), args.seed)
     load = Load(lengths(args.workload), args.requests, None, 1.0, args.seed, config.max_positions)
-    most = goodput(scene, load, slo).rate
+    most = goodput(scenario, load, slo).rate
     prompts = prompts_from("random", args.model, config.vocab, args.seed)  # one for all rates: no prompt comes twice
     found = []
     words = ["--model", args.model, "--dtype", args.dtype, "--place", place, "--draft", "none", "--kv-bytes", str(KV)]
     with serving(words) as url, counting(place, len(args.shares) * args.requests) as tell:
         for number, share in enumerate(args.shares):
             rate = round(share * most, 3)
-            jobs = run(scene, load.jobs(slo, rate)).jobs
+            jobs = run(scenario, load.jobs(slo, rate)).jobs
             predicted = numbers(
                 [j.ttft for j in jobs], [j.tpot for j in jobs], sum(j.meets(slo) for j in jobs) / len(jobs)
             )

@@ -20,7 +20,7 @@ from phasewise.bench.workloads import lengths
 from phasewise.plan.arrivals import Load
 from phasewise.plan.setting import Setting, known
 from phasewise.plan.shape import Shape
-from phasewise.plan.simulate import Scene, run
+from phasewise.plan.simulate import Scenario, run
 from phasewise.request.params import SLO
 
 SHAPE = Shape(32, 4096, 32, 8, 128, 14336, 128256)
@@ -28,18 +28,18 @@ LOADS = {"chat": "lognormal", "long answers": "lognormal:prompt=800,longest=4096
 RATE = {"chat": 8.0, "long answers": 2.0}  # requests/s per worker
 
 
-def scenes(workers: int) -> dict[str, Scene]:
+def scenarios(workers: int) -> dict[str, Scenario]:
     half = workers // 2
     source = known({"": "h100"}, 1, SHAPE)
     pools = Setting(place=f"splitwise:prompt={half},token={workers - half}", prefix_cache=False)
     engines = Setting(prefix_cache=False)
-    return {"splitwise": pools.scene(source, 1, (), 0), "colocated": engines.scene(source, workers, (), 0)}
+    return {"splitwise": pools.scenario(source, 1, (), 0), "colocated": engines.scenario(source, workers, (), 0)}
 
 
-def measure(scene: Scene, load: Load, rate: float) -> dict[str, Any]:
+def measure(scenario: Scenario, load: Load, rate: float) -> dict[str, Any]:
     jobs = load.jobs(SLO(), rate)
     began = time.process_time()
-    outcome = run(scene, jobs)
+    outcome = run(scenario, jobs)
     seconds = time.process_time() - began
     numbers = outcome.numbers()
     tokens = sum(job.n_out for job in jobs)
@@ -58,8 +58,8 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for what, text in LOADS.items():
-        for place, scene in scenes(given.workers).items():
-            found = measure(scene, Load(lengths(text), given.requests), RATE[what] * given.workers)
+        for place, scenario in scenarios(given.workers).items():
+            found = measure(scenario, Load(lengths(text), given.requests), RATE[what] * given.workers)
             rows.append({"load": what, "place": place, "workers": given.workers, "requests": given.requests} | found)
             print(f"{what}, {place}, {given.workers} workers: {found['requests_a_minute']:,.0f} requests a minute "
                   f"({found['steps']:,} steps of {found['tokens_per_step']:.1f} tokens, workers busy "

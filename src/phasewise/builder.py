@@ -14,6 +14,7 @@ from phasewise import catalog
 from phasewise.cluster.engine_spec import EngineSpec
 from phasewise.cluster.inline import InlineLauncher
 from phasewise.cluster.launcher import Launcher
+from phasewise.cluster.shared_pool_policy import cores_here
 from phasewise.engine.assembly import Assembly, kv_shapes
 from phasewise.engine.engine import Engine
 from phasewise.engine.runtime import Parts
@@ -65,6 +66,10 @@ class Builder:
     @property
     def budget(self) -> int:
         return self.limits.budget
+
+    @property
+    def cores(self) -> list[int]:
+        return cores_here()
 
     def parsed(self, recipes: Mapping[str, Mapping[str, str | None]]) -> dict[str, dict[str, Any]]:
         """Further recipes, as `build` makes those of a spec. Raises UserError."""

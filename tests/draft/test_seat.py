@@ -22,7 +22,6 @@ from phasewise.methods.draft import _seat
 from phasewise.methods.draft._desk import Desk, Order
 from phasewise.methods.draft._seat import LIVES, Furniture, Inline, Process, Seat, serve
 from phasewise.methods.draft.pearl import PEARL, _Pearl
-from phasewise.request.header import header_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
@@ -42,7 +41,7 @@ def params(n: int) -> list[Params]:
 
 
 def order(key: int, prompt: int, tokens: Sequence[int], guesses: int, rules: dict[str, Any]) -> Order:
-    about = header_of(Request(tokens[:prompt], Params(**rules))) | {"tokens": []}
+    about = Request(tokens[:prompt], Params(**rules)).header() | {"tokens": []}
     return Order(key, about, list(tokens), guesses)
 
 

@@ -12,7 +12,7 @@ from phasewise.kv.buffer import Ledger
 from phasewise.kv.handoff import Misfit, State, advance, exactness, landing, layout, pack, unpack
 from phasewise.kv.store import Store
 from phasewise.request.counters import Counters
-from phasewise.request.header import header_of, request_of
+from phasewise.request.header import request_of
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request
 from tests import tiny
@@ -76,7 +76,7 @@ def test_the_header_is_plain_and_complete() -> None:
     request.tokens.append(11)
     request.computed = request.high_water = 3
     request.trace.emitted(12.75, 1)
-    twin = request_of(json.loads(json.dumps(header_of(request))))
+    twin = request_of(json.loads(json.dumps(request.header())))
     for name in ("id", "tokens", "prompt_len", "computed", "high_water", "params", "slo", "known", "limit"):
         assert getattr(twin, name) == getattr(request, name), name
     assert twin.trace.arrived == 12.25 and twin.out == [11]

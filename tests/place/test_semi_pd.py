@@ -300,7 +300,7 @@ def listen(placed: Router) -> list[tuple[str, list[int]]]:
 
 
 def test_cores_follow_the_target_that_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasewise.methods.place.semi_pd.cores_here", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("phasewise.builder.cores_here", lambda: [0, 1, 2, 3])
     clock = Clock()
     placed = semi_pd({"place": "semi_pd:slo_ttft=5,slo_tpot=0.5,window=4,dwell=4"}, clock=clock)
     shares = placed.policy.shares
@@ -317,7 +317,7 @@ def test_cores_follow_the_target_that_is_missed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_whoever_replaces_a_worker_gets_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasewise.methods.place.semi_pd.cores_here", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("phasewise.builder.cores_here", lambda: [0, 1, 2, 3])
     placed = semi_pd()
     placed.policy.shares.at = 3
     placed.step()
@@ -356,7 +356,7 @@ def test_every_goal_of_the_controller_is_a_knob() -> None:
 
 
 def test_cores_that_there_are_not() -> None:
-    with pytest.raises(UserError, match="cores=9999, but this process may use"):
+    with pytest.raises(UserError, match="cores=9999, but its workers may use"):
         semi_pd({"place": "semi_pd:cores=9999"})
 
 

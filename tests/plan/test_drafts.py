@@ -13,17 +13,18 @@ from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.cost import Price, Step
 from phasewise.plan.drafts import Drafts
-from phasewise.plan.job import Job
 from phasewise.plan.search import Question, Space, search
+from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.setting import Setting, Source
 from phasewise.plan.simulate import run
 from phasewise.request.params import SLO
-from tests.plan.scenes import Linear, scene
+from tests.plan.scenarios import Linear, scenario
+from tests.plan.test_simulate import settled
 
 
 def drafting(cost: Any, drafts: Drafts, **more: Any) -> Any:
-    """A scene whose decodes bring guesses."""
-    made = scene(cost, **more)
+    """A scenario whose decodes bring guesses."""
+    made = scenario(cost, **more)
     return replace(made, layout=replace(made.layout, engine=replace(made.layout.engine, drafts=drafts)))
 
 
@@ -33,9 +34,9 @@ def test_tokens_of_a_step_are_those_of_the_closed_form(depth: int, accept: float
     """(1 - a^(k+1)) / (1 - a), in the form and in steps of one long request."""
     drafts = Drafts(depth, accept)
     assert drafts.tokens == pytest.approx(sum(accept**i for i in range(depth + 1)))
-    job = Job("a", range(8), 4_000, 0.0)
+    job = SimulatedRequest("a", range(8), 4_000, 0.0)
     outcome = run(drafting(Linear(1.0), drafts, kv_bytes=1 << 40), [job])
-    assert job.left == "finished" and job.n_out == 4_000
+    assert job.finished and job.n_out == 4_000
     steps = outcome.numbers()["steps"] - 1  # the prompt's
     assert job.n_out / steps == pytest.approx(drafts.tokens, rel=0.04)
     assert job.tpot == pytest.approx(steps / (job.n_out - 1))
@@ -57,11 +58,9 @@ def test_every_token_comes_once_and_nothing_is_kept(place: str, kv_bytes: int) -
     """With preemptions too; and what is counted of workers comes to nothing in the end."""
     jobs = Load(Lognormal(), 120, 300.0).jobs(SLO())
     outcome = run(drafting(Linear(0.002, 1e-4), Drafts(4, 0.6), place=place, kv_bytes=kv_bytes), jobs)
-    assert all(job.left == "finished" and job.n_out == job.new for job in jobs)
     assert kv_bytes > 1 << 24 or place != "colocated" or outcome.numbers()["preemptions"]
     assert 0 < outcome.numbers()["accepted"] < outcome.numbers()["drafted"]
-    for member in outcome.clusters[0].members:
-        assert member.handle.decoding == member.handle.prefilling == member.station.store.ledger.used == 0
+    settled(outcome)
 
 
 def test_guesses_that_never_hold_change_no_token_time_but_their_rows() -> None:
@@ -92,7 +91,7 @@ class Seen:
 def test_rows_of_guesses_are_paid_for() -> None:
     """One request of 10 tokens and a decode of 3 guesses: KV is read once, and seen by each row."""
     seen = Seen()
-    job = Job("a", range(10), 9, 0.0)
+    job = SimulatedRequest("a", range(10), 9, 0.0)
     outcome = run(drafting(seen, Drafts(3, 1.0, seconds=0.25)), [job])
     prompt, first, second = seen.steps
     assert prompt.prefill_rows == 10 and prompt.decode_rows == 0

@@ -14,16 +14,16 @@ from phasewise.kv.buffer import Ledger
 from phasewise.plan.arrivals import Load
 from phasewise.plan.cost import Step
 from phasewise.plan.device import device
-from phasewise.plan.job import Job
+from phasewise.plan.link import Link
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.search import Choice, Space
+from phasewise.plan.sequence import SimulatedRequest, SimulatedSequence
 from phasewise.plan.setting import known
 from phasewise.plan.shape import Shape
 from phasewise.plan.simulate import run
-from phasewise.plan.station import Engine, Station
-from phasewise.plan.world import Link
+from phasewise.plan.simulated_engine import EngineSettings, SimulatedEngine
 from phasewise.request.params import SLO
-from tests.plan.scenes import ROW, Linear, in_turn, scene, scheduler
+from tests.plan.scenarios import ROW, Linear, in_turn, scenario, scheduler
 from tests.plan.test_simulate import ONE, PLACES, mean_ttft, prompts, settled
 
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
@@ -32,7 +32,7 @@ LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
 @pytest.mark.parametrize(("stages", "rate"), [(2, 1.5), (4, 2.8)])
 def test_prompts_wait_as_at_one_server_that_is_as_fast_as_a_stage(stages: int, rate: float) -> None:
     """DistServe (arXiv 2401.09670): a prompt takes D whatever it waits for, and waits as where prompts take D / K."""
-    outcome = run(scene(Linear(1.0), schedule=ONE, stages=stages), prompts(500, rate))
+    outcome = run(scenario(Linear(1.0), schedule=ONE, stages=stages), prompts(500, rate))
     waits = [seconds - 1 / stages for seconds in in_turn(outcome.jobs, repeat(1 / stages))]
     assert [job.ttft for job in outcome.jobs] == pytest.approx([1.0 + seconds for seconds in waits])
 
@@ -40,8 +40,8 @@ def test_prompts_wait_as_at_one_server_that_is_as_fast_as_a_stage(stages: int, r
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_decodes_are_divided_among_the_stages(stages: int) -> None:
     """Eight streams: each step takes a share of them, and as many steps are under way as there are stages."""
-    jobs = [Job(str(i), range(i * 100, i * 100 + 8), 400, 0.0) for i in range(8)]
-    outcome = run(scene(Linear(0.01, 0.001), stages=stages), jobs)
+    jobs = [SimulatedRequest(str(i), range(i * 100, i * 100 + 8), 400, 0.0) for i in range(8)]
+    outcome = run(scenario(Linear(0.01, 0.001), stages=stages), jobs)
     settled(outcome)
     assert fmean(job.tpot or 0.0 for job in jobs) == pytest.approx(0.01 + 0.001 * 8 / stages, rel=0.03)
     assert outcome.numbers()["busy_share"] == pytest.approx(1.0, abs=0.05)
@@ -49,16 +49,16 @@ def test_decodes_are_divided_among_the_stages(stages: int) -> None:
 
 def test_a_lone_request_is_not_faster() -> None:
     for stages in (1, 4):
-        job = Job("a", range(100), 11, 0.0)
-        run(scene(Linear(0.01, 0.001), stages=stages), [job])
+        job = SimulatedRequest("a", range(100), 11, 0.0)
+        run(scenario(Linear(0.01, 0.001), stages=stages), [job])
         assert job.ttft == pytest.approx(0.11)
         assert job.tpot == pytest.approx(0.011)
 
 
 def test_no_step_overtakes_another() -> None:
     """A short step behind a long one leaves each stage after it: the long one ends at 1, the short one 0.05 later."""
-    long, short = Job("a", range(1000), 2, 0.0), Job("b", range(5000, 5100), 2, 0.0)
-    run(scene(Linear(0.0, 0.001), schedule="prefill_first:budget=1000", stages=2), [long, short])
+    long, short = SimulatedRequest("a", range(1000), 2, 0.0), SimulatedRequest("b", range(5000, 5100), 2, 0.0)
+    run(scenario(Linear(0.0, 0.001), schedule="prefill_first:budget=1000", stages=2), [long, short])
     assert (long.first_token, short.first_token) == (pytest.approx(1.0), pytest.approx(1.05))
 
 
@@ -66,11 +66,15 @@ def test_everybody_is_served_although_memory_is_short_and_workers_die_with_steps
     """Who is preempted while his step is under way starts again, and no row counts twice."""
     load, rng = Load(Lognormal(), 100, 40.0), Random(0)
     deaths = [(rng.uniform(0.0, 2.0), rng.randrange(4)) for _ in range(5)]
-    made = scene(Linear(0.005, 1e-4), PLACES[1], kv_bytes=12_000 * ROW, link=Link(20e6, 0.01), deaths=deaths, stages=2)
+    made = scenario(
+        Linear(0.005, 1e-4), PLACES[1], kv_bytes=12_000 * ROW, link=Link(20e6, 0.01), deaths=deaths, stages=2
+    )
     outcome = run(made, load.jobs(SLO()))
     settled(outcome)
     assert outcome.numbers()["workers_lost"] == 5
-    alone = run(scene(Linear(0.005, 1e-4), schedule="slo", kv_bytes=8_000 * ROW, stages=3), load.jobs(SLO(0.5, 0.05)))
+    alone = run(
+        scenario(Linear(0.005, 1e-4), schedule="slo", kv_bytes=8_000 * ROW, stages=3), load.jobs(SLO(0.5, 0.05))
+    )
     settled(alone)
     assert alone.numbers()["preemptions"] > 0
 
@@ -104,20 +108,21 @@ def test_stages_are_devices() -> None:
 
 def test_more_stages_carry_a_higher_rate_of_prompts() -> None:
     """As many as there are stages, at nearly the same TTFT: the trade that DistServe's search makes."""
-    one, two = (run(scene(Linear(0.1, 0.001), schedule=ONE, stages=stages), Load(Fixed(100, 1), 500, 8.0).jobs(SLO()))
-                for stages in (1, 2))  # fmt: skip
+    load = Load(Fixed(100, 1), 500, 8.0)
+    one, two = (run(scenario(Linear(0.1, 0.001), schedule=ONE, stages=n), load.jobs(SLO())) for n in (1, 2))
     assert mean_ttft(one) > 2.0  # it cannot keep up
     assert mean_ttft(two) < 0.4
 
 
 def test_who_was_preempted_while_a_step_was_under_way_gets_nothing_from_it() -> None:
     """Its memory is another one by then, in which the step's rows are not."""
-    station = Station(Engine(scheduler("sarathi"), ROW, 16, stages=2), Linear(1.0), Ledger(1 << 30))
-    job = Job("a", range(100), 4, 0.0)
-    assert station.add(job) and station.begin(0.0) == (0.5, 1.0)
+    engine = SimulatedEngine(EngineSettings(scheduler("sarathi"), ROW, 16, stages=2), Linear(1.0), Ledger(1 << 30))
+    job = SimulatedSequence(SimulatedRequest("a", range(100), 4, 0.0), 0)
+    engine.add(job)
+    assert engine.begin(0.0) == (0.5, 1.0)
     job.release()
     job.computed = 0
-    job.kv = station.store.open(job, 101)
-    assert station.finish(1.0) == [] and (job.computed, job.n_out) == (0, 0)
-    assert station.begin(1.0) == (1.5, 2.0)
-    assert station.finish(2.0) == [job] and (job.computed, job.n_out) == (100, 1)
+    job.kv = engine.store.open(job, 101)
+    assert engine.finish(1.0) == [] and (job.computed, job.known) == (0, 100)
+    assert engine.begin(1.0) == (1.5, 2.0)
+    assert engine.finish(2.0) == [job] and (job.computed, job.known) == (100, 101)

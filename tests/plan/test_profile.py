@@ -190,7 +190,7 @@ def test_profiles_come_back_from_their_files(tmp_path: Path) -> None:
 def test_all_that_was_measured_reaches_the_simulator() -> None:
     workers = Serving(0.5, 0.25, 0.125, 0.0625, {"prefill": {"decode": 3.0}})
     profile = replace(made(), machine={"cpu": "abacus", "cores": 2}, served={"workers": workers})
-    layout = Setting(place="semi_pd").scene(measured(profile), 1, (), 0).layout
+    layout = Setting(place="semi_pd").scenario(measured(profile), 1, (), 0).layout
     assert layout.served == workers
     assert layout.beside(1)["prefill"]["decode"] == 3.0
     assert layout.shared(2)["prefill"]["decode"] == 1.5 * 3.0  # of a neighbour, times what the server makes of it

@@ -26,7 +26,7 @@ from phasewise.plan.search import (
 )
 from phasewise.plan.setting import Setting, Source
 from phasewise.request.params import SLO
-from tests.plan.scenes import Linear
+from tests.plan.scenarios import Linear
 
 COST = Linear(base=0.01, prompt=0.0005, row=0.0005)
 SMALL = Space(3, places(3), ("sarathi:budget=256", "prefill_first"))

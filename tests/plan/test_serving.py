@@ -18,7 +18,7 @@ from phasewise.plan.cost import Step
 from phasewise.plan.profile import Grid, Profile
 from phasewise.plan.serving import AMONG, PROMPTS, ROUNDS, STREAMS, Asking, Serving, decodes, prompt, rising
 from phasewise.request.trace import Trace
-from tests.plan.scenes import Linear
+from tests.plan.scenarios import Linear
 
 COST = Linear(5e-3, 1e-4, 4e-4)
 LAG, STEP, PREFILL, DECODE = 3e-3, 7e-4, 1.25, 1.5

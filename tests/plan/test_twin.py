@@ -11,12 +11,12 @@ import torch
 
 from phasewise import catalog
 from phasewise.engine.engine import Engine
-from phasewise.plan.job import Job
+from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.simulate import run
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request
 from tests import tiny
-from tests.plan.scenes import Linear, scene
+from tests.plan.scenarios import Linear, scenario
 from tests.seeds import draw
 
 COST = Linear(base=0.01, row=1e-4)
@@ -80,9 +80,9 @@ def real(loads: list[tuple[float, list[int], int]], schedule: str, **limits: obj
     return made, placed
 
 
-def virtual(loads: list[tuple[float, list[int], int]], schedule: str, **more: object) -> list[Job]:
-    jobs = [Job(str(i), tokens, new, at, TARGET) for i, (at, tokens, new) in enumerate(loads)]
-    run(scene(COST, schedule=schedule, layers=4, **more), jobs)  # type: ignore[arg-type]
+def virtual(loads: list[tuple[float, list[int], int]], schedule: str, **more: object) -> list[SimulatedRequest]:
+    jobs = [SimulatedRequest(str(i), tokens, new, at, TARGET) for i, (at, tokens, new) in enumerate(loads)]
+    run(scenario(COST, schedule=schedule, layers=4, **more), jobs)  # type: ignore[arg-type]
     return jobs
 
 
@@ -98,11 +98,11 @@ def test_the_same_moments(schedule: str, rows: int, prefix: int) -> None:
     kv_bytes = rows * probe.store.row_bytes
     caching = prefix > 0
     made, engine = real(loads, schedule, kv_bytes=kv_bytes, prefix_cache=caching)
-    scale = probe.store.row_bytes / 1024  # the scene's rows have bytes of their own
+    scale = probe.store.row_bytes / 1024  # the scenario's rows have bytes of their own
     jobs = virtual(loads, schedule, kv_bytes=int(kv_bytes / scale), prefix_cache=caching)
     assert rows > 1000 or engine.counters.preemptions, "this budget is meant to be tight"
     assert not prefix or rows < 1000 or engine.counters.prefix_hits
     for request, job in zip(made, jobs, strict=True):
-        assert job.left == "finished" and request.left is not None and request.left.how == "finished"
+        assert job.finished and request.left is not None and request.left.how == "finished"
         assert job.first_token == pytest.approx(request.first_token), job.id
         assert job.last_token == pytest.approx(request.last_token), job.id

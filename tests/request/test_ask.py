@@ -15,7 +15,7 @@ from phasewise.engine.limits import Limits
 from phasewise.errors import UserError
 from phasewise.methods.sample.standard import Standard
 from phasewise.options import parse
-from phasewise.request.header import header_of, request_of
+from phasewise.request.header import request_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
@@ -89,7 +89,7 @@ def test_what_is_no_plain_data_is_refused(ask: Any, why: str) -> None:
 
 def test_it_travels_in_the_header_and_to_siblings() -> None:
     request = Request([5, 6], asking())
-    travelled = request_of(json.loads(json.dumps(header_of(request))))
+    travelled = request_of(json.loads(json.dumps(request.header())))
     assert travelled.params == request.params and travelled.params.ask == ASK
     assert request.sibling(1).params.ask == ASK
 

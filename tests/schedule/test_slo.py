@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phasewise.errors import UserError
 from phasewise.methods.schedule.sarathi import Sarathi
 from phasewise.methods.schedule.slo import AIM, LEAST, LOST, Slo
-from phasewise.request.header import header_of, request_of
+from phasewise.request.header import request_of
 from phasewise.request.params import SLO
 from phasewise.request.request import Request
 from phasewise.verbs.schedule import Scheduler
@@ -281,7 +281,7 @@ def test_targets_and_times_move_with_a_request() -> None:
         placed.add(request)
     tiny.finish(placed, requests)
     assert tiny.outs(requests) == tiny.plain(given, tiny.greedy(12))
-    there = request_of(header_of(requests[0]))
+    there = request_of(requests[0].header())
     assert (there.slo, there.known) == (requests[0].slo, requests[0].known)
     assert (there.first_token, there.last_token) == (requests[0].first_token, requests[0].last_token)
 

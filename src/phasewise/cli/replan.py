@@ -86,7 +86,7 @@ def _again(assumed: Assumed, seen: Window, question: Question, space: Space) -> 
     now = replace(question, load=replace(question.load, lengths=lengths))
     print("\nthe plan does not fit; searching with the lengths that were seen", flush=True)
     best = search(space, now)[0]
-    rate = now.goodput(now.scene(assumed.choice), best.rate).rate
+    rate = now.goodput(now.scenario(assumed.choice), best.rate).rate
     print(f"served: {assumed.choice}: {rate:.3g} requests/s of such requests in time, of which {seen.rate:.3g} come")
     if best.choice == assumed.choice:
         print("it is the best there is: as many more such servers as the rate needs, or looser targets")

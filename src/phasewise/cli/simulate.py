@@ -147,8 +147,8 @@ class Served:
     def setting(self, shared: bool) -> Setting:
         """`shared`: whether prompts have anything in common; if not, a prefix cache would be searched in vain."""
         from phasewise.options import DEFAULTS
+        from phasewise.plan.link import LOCAL, Link
         from phasewise.plan.setting import Setting
-        from phasewise.plan.world import LOCAL, Link
 
         link = LOCAL if self.link is None else Link(parse_bytes(self.link))
         return Setting(
@@ -194,19 +194,19 @@ def simulate(
     load = asked.load()
     drafts = served.guesses.drafts(served.guesses.one(), asked.seed)
     setting = replace(served.setting(load.lengths.prefix > 0), drafts=drafts)
-    scene = setting.scene(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
-    _check_roles(scene.policy(), costs.device)
+    scenario = setting.scenario(costs.source(), served.replicas, settings.deaths(served.die or ()), asked.seed)
+    _check_roles(scenario.policy(), costs.device)
     jobs = load.jobs(slo)
     for line in [*doubts(targets.ttft, targets.tpot, served.link), *costs.about()]:
         print(f"note: {line}")
     started = time.perf_counter()
     with counting("requests", len(jobs)) as tell:
-        outcome = run(scene, jobs, tell)
+        outcome = run(scenario, jobs, tell)
     seconds = time.perf_counter() - started
     numbers = outcome.numbers(slo)
     _tell(numbers, f"{served.place or 'one engine'}, {asked.workload}", seconds)
     if find_goodput:
-        best = goodput(scene, load, slo)
+        best = goodput(scenario, load, slo)
         devices = outcome.workers * costs.ways * costs.stages
         numbers |= {"goodput_per_s": best.rate, "goodput_per_device_per_s": best.rate / devices}
         said = f"{'' if best.bounded else 'at least '}{best.rate:.3g} requests/s ({best.rate / devices:.3g} per device)"

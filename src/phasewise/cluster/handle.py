@@ -18,6 +18,7 @@ class WorkerHandle:
 
     def __init__(self, connection: Connection, spec: WorkerSpec, now: float) -> None:
         self.connection, self.spec = connection, spec
+        self.name, self.role = connection.name, spec.role
         self.state: dict[str, Any] = {}
         self.told = 0  # the number of the last command
         self.heard_at = now  # when it last said anything
@@ -27,14 +28,6 @@ class WorkerHandle:
         self.coming = 0  # requests on their way here
         self.shape = b""  # of the prompt that is being placed: the key under which its prefixes are cached
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
-
-    @property
-    def name(self) -> str:
-        return self.connection.name
-
-    @property
-    def role(self) -> str:
-        return self.spec.role
 
     @property
     def quiet(self) -> bool:
@@ -58,8 +51,10 @@ class WorkerHandle:
     # ---- prefixes, as far as the router can guess them
     def cached(self, tokens: Sequence[int]) -> int:
         """Tokens at the start of a prompt that it has probably cached."""
+        if not self._blocks:
+            return 0
         found = 0
-        for key in _keys(self.shape, tokens if self._blocks else ()):
+        for key in _keys(self.shape, tokens):
             if key not in self._blocks:
                 break
             self._blocks.move_to_end(key)

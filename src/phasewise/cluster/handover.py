@@ -18,7 +18,6 @@ from phasewise.cluster.load import has_room, may_keep
 from phasewise.cluster.policy import Pairing
 from phasewise.cluster.worker import LEASE
 from phasewise.kv.handoff import State
-from phasewise.request.request import Request
 
 if TYPE_CHECKING:
     from phasewise.cluster.router import Router
@@ -120,7 +119,7 @@ class Handover:
         room = parts.recipes[flight.caller.recipe].store.cost(tokens)
         queued = len(self._homeless) > (flight in self._homeless)
         free = [] if queued else self.router.handles
-        views = [handle for handle in free if may_keep(handle, parts, self._known(handle), room)]
+        views = [handle for handle in free if may_keep(handle, parts, room, self.router.flights)]
         target = policy.meet(flight.caller.tokens, flight.handle, views)
         if target is None:
             self.unmet += 1
@@ -128,11 +127,6 @@ class Handover:
             flight.transfer = Transfer()
             order = {"id": flight.caller.id, "attempt": flight.attempt}
             flight.transfer.expect(target, order | {"recipe": flight.caller.recipe, "tokens": tokens}, room)
-
-    def _known(self, handle: WorkerHandle) -> list[Request]:
-        """The requests that wait there for memory."""
-        flights = self.router.flights
-        return [flights[name].caller for name in handle.state.get("waiting", ()) if name in flights]
 
     def _part(self, flight: InFlight) -> None:
         """Nobody keeps room for a request any more: its prompt goes on, and then whoever has room takes it over."""

@@ -114,6 +114,7 @@ class InFlight:
     tries: int = 1
     held: bool = False
     transfer: Transfer | None = None
+    settled: bool = False  # nothing has to be done for it where it is
     prefills: tuple[WorkerHandle, int] | None = None  # the load it counts as: where its prompt is computed, tokens ...
     decodes: tuple[WorkerHandle, int] | None = None  # ... and where it generates, or will
 
@@ -131,6 +132,12 @@ class InFlight:
 
     def weigh(self) -> None:
         """Bring the load of its workers up to date with where it is now."""
+        if self.prefills is None and self.decodes is not None and self.transfer is None and not self.held:
+            handle, tokens = self.decodes
+            if handle is self.handle:  # it has grown
+                handle.generating += self.caller.known - tokens
+                self.decodes = handle, self.caller.known
+                return
         self.unload()
         if self.held:
             return

@@ -39,6 +39,11 @@ class WorkerSpec:
     def yields(self) -> bool:
         return not self.decodes
 
+    @property
+    def n_threads(self) -> int | None:
+        """Threads that it runs on: one per core of its own, where it has some. None: one per core of the machine."""
+        return self.threads if self.cores is None else len(self.cores)
+
     @classmethod
     def of(cls, plain: Message) -> WorkerSpec:
         """The spec of `asdict`, which may have travelled as JSON."""

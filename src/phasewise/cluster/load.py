@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from phasewise.cluster.handle import WorkerHandle
+from phasewise.cluster.in_flight import InFlight
 from phasewise.kv.buffer import ROUND
 
 
@@ -22,23 +23,16 @@ class Rooms(Protocol):
         ...
 
 
-class Waiting(Protocol):
-    """What it takes to know what room a request needs."""
-
-    @property
-    def recipe(self) -> str: ...
-    @property
-    def known(self) -> int: ...
-
-
-def may_keep(handle: WorkerHandle, parts: Rooms, waiting: Sequence[Waiting], room: int) -> bool:
-    """Whether a worker seems to have `room` bytes besides what those that run there, and those that wait there, may
-    take. It may say no."""
-    if not handle.spec.decodes or not handle.state:
+def may_keep(handle: WorkerHandle, parts: Rooms, room: int, requests: Mapping[str, InFlight]) -> bool:
+    """Whether a worker seems to have `room` bytes besides what those that run there, and those of the `requests` that
+    wait there, may take. It may say no."""
+    state = handle.state
+    if not handle.spec.decodes or not state:
         return False
-    running = handle.state["running"] + handle.coming
-    taken = sum(parts.recipes[request.recipe].store.cost(request.known) for request in waiting) if waiting else 0
-    taken += running * ROUND * parts.row_bytes
+    running = state["running"] + handle.coming
+    taken = running * ROUND * parts.row_bytes
+    if waiting := [requests[name].caller for name in state["waiting"] if name in requests]:
+        taken += sum(parts.recipes[request.recipe].store.cost(request.known) for request in waiting)
     return bool(running + len(waiting) < parts.max_running and handle.free >= room + taken)
 
 

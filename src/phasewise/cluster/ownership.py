@@ -71,9 +71,14 @@ class OwnershipTransfer:
     def _headroom(self) -> int:
         if self.account.yields:
             return 0
-        engine = self.engine
-        each = [(engine.runtime(request), request.kv, max(1, request.rows)) for request in engine.running]
-        grow = sum(max(runtime.need(rows), kv.growth(rows)) for runtime, kv, rows in each if kv is not None)
+        engine, needs, grow = self.engine, dict[tuple[str, int], int](), 0
+        for request in engine.running:
+            if request.kv is None:
+                continue
+            key = request.recipe, max(1, request.rows)
+            if key not in needs:  # most bring as many rows as another
+                needs[key] = engine.runtime(request).need(key[1])
+            grow += max(needs[key], request.kv.growth(key[1]))
         return grow + sum(engine.runtime(request).need(request.known + 1) for request in engine.waiting[:1])
 
     def spare(self, n_bytes: int) -> None:

@@ -21,7 +21,9 @@ def pool(view: WorkerView) -> str:
 
 
 def of(views: Sequence[S], name: str) -> list[S]:
-    """The workers of a pool."""
+    """The workers of a pool. None but the mixed one has any of another role."""
+    if name != "mixed":
+        views = [view for view in views if view.role == name]
     return [view for view in views if pool(view) == name]
 
 

@@ -1,6 +1,6 @@
 """Which worker does what: numbers only, so that a policy can be tested without workers (DESIGN law 11).
 
-The simulator (plan/cluster.py) asks the same policies. How many workers of each kind is the user's
+The simulator (plan/simulated_cluster.py) runs the router that asks them. How many workers of each kind is the user's
 choice, or that of `phasewise plan`.
 """
 

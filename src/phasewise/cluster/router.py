@@ -32,7 +32,6 @@ from phasewise.engine.engine import Engine
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
-from phasewise.request.header import header_of
 from phasewise.request.params import Params
 from phasewise.request.pool import Pool
 from phasewise.request.request import Left, Request
@@ -60,6 +59,8 @@ class Router:
         timeouts: Timeouts,
     ) -> None:
         self.launcher, self.policy, self.fronts = launcher, policy, list(fronts)
+        self._pushing = policy if isinstance(policy, Pairing) and policy.push else None
+        self._adjusting = policy if isinstance(policy, Adjusting) else None
         self.clock, self.timeouts = clock, timeouts
         self.model = fronts[0].model
         self._emitted = self._restarts = 0
@@ -213,9 +214,9 @@ class Router:
         self._try_suspects()
         self.handover.hand_over()
         progressed, self._progressed = list(self._progressed), {}
-        if isinstance(self.policy, Adjusting):
+        if self._adjusting is not None:
             callers = (flight.caller for flight in self.flights.values())
-            for handle, command in self.policy.adjust(self.handles, progressed, callers, self.clock()):
+            for handle, command in self._adjusting.adjust(self.handles, progressed, callers, self.clock()):
                 handle.tell(command)
         return progressed
 
@@ -234,8 +235,8 @@ class Router:
     def _start_of(self, request: Request) -> WorkerHandle:
         """Where a request starts; one that has emitted starts again where it can go on."""
         seated, shape = self.supervisor.seated, self.shape(request)
-        for handle in seated:
-            handle.shape = shape
+        for each in seated:
+            each.shape = shape
         if not request.n_out:
             keeper = self._keepers.find(request, self._decode(request), seated)
             return self.policy.start(request.tokens, seated) if keeper is None else keeper
@@ -248,17 +249,17 @@ class Router:
         return self.fronts[0].runtime(request).phases[0].decode
 
     def shape(self, request: Request) -> bytes:
-        """The key under which workers cache the request's prompt: recipes that shape it alike have the same. Empty where
-        they do not cache it."""
+        """The key under which workers cache the request's prompt, empty where they do not: recipes that shape it alike
+        have the same."""
         tree = self.fronts[0].runtime(request).store.tree
         return b"" if tree is None else tree.root.key
 
     def _begin(self, flight: InFlight, parent: Request | None = None) -> None:
         """Hand a request's tokens to its worker."""
         caller = flight.caller
-        if isinstance(self.policy, Pairing) and self.policy.push and not caller.n_out:
-            self.handover.meet(flight, self.policy)
-        command: Message = {"do": "add", "attempt": flight.attempt, "request": header_of(caller) | {"computed": 0}}
+        if self._pushing is not None and not caller.n_out:
+            self.handover.meet(flight, self._pushing)
+        command: Message = {"do": "add", "attempt": flight.attempt, "request": caller.header() | {"computed": 0}}
         command["push"] = flight.transfer is not None
         if parent is not None:
             command["parent"] = parent.id
@@ -270,7 +271,10 @@ class Router:
     def note(self, flight: InFlight) -> None:
         """Follow a request that has moved or grown: the load of its workers, and what the next step must look at."""
         flight.weigh()
+        if flight.settled and flight.transfer is None:
+            return  # it generates where it is, as before
         self.handover.follow(flight)
+        flight.settled = not flight.departs and flight.tries < SUSPECT
         if flight.tries >= SUSPECT:
             self._suspects[flight] = None
         else:
@@ -281,6 +285,7 @@ class Router:
         log.warning("request %s starts again from its %d tokens: %s", flight.caller.id, flight.caller.known, why)
         self._stop(flight)
         flight.unload()
+        flight.settled = False
         flight.attempt = next(self._attempts)
         if not flight.caller.n_out:
             flight.caller.computed = 0
@@ -325,7 +330,7 @@ class Router:
             flight = self.flights.get(event["id"])
             if flight is not None and flight.attempt == event["attempt"]:
                 self._hears[event["event"]](flight, handle, event)
-                if self.flights.get(event["id"]) is flight:
+                if flight.caller.left is None:
                     self.note(flight)
             elif event["event"] in _HOLDING or (event["event"] == "progress" and event["left"] is None):
                 self._call_off(handle, event)
@@ -337,11 +342,14 @@ class Router:
         elif handle is not flight.handle:
             return
         left = None if event["left"] is None else Left(*event["left"])
-        new = event["tokens"][max(0, caller.known - event["start"]) :]
+        new, seen = event["tokens"], caller.known - event["start"]
+        if seen > 0:
+            new = new[seen:]
         if caller.trace.admitted is None and event["queued"] is not None:
             caller.trace.admitted = caller.trace.arrived + event["queued"]
             caller.trace.by["admitted"] = handle.name
-        caller.recalled = max(caller.recalled, event["recalled"])
+        if event["recalled"] > caller.recalled:
+            caller.recalled = event["recalled"]
         try:
             for at, *plain in event.get("scores", ()):
                 caller.scores.setdefault(at, Score.of(plain))

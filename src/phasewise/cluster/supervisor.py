@@ -52,6 +52,8 @@ class Supervisor:
     @property
     def seated(self) -> list[WorkerHandle]:
         """Who can work at once. Where a role has only workers that are starting, these."""
+        if self.ready:
+            return self.handles
         there = {handle.role for handle in self.handles if handle.state}
         return [handle for handle in self.handles if handle.state or handle.role not in there]
 
@@ -88,8 +90,10 @@ class Supervisor:
 
     def hear(self, handle: WorkerHandle) -> Iterator[Message]:
         """What a worker says of requests; what it says of itself is noted."""
-        for event in handle.connection.hear():
+        events = handle.connection.hear()
+        if events:
             handle.heard_at = self.clock()
+        for event in events:
             if event["event"] == "state":
                 if not handle.state:
                     self._stillborn[handle.role] = 0

@@ -23,7 +23,6 @@ from phasewise.kv.cache import KV
 from phasewise.kv.store import Store
 from phasewise.kv.wire import Encoded, Origin
 from phasewise.kv.wire import Misfit as Misfit
-from phasewise.request.header import header_of
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
@@ -115,7 +114,7 @@ def pack(request: Request, layout: str, ticket: int, rows: bool = True) -> tuple
             state[name] = _encode(drawer, tensors)
         except Misfit:
             del tensors[mark:]
-    progress, tag = header_of(request), exactness(kv)
+    progress, tag = request.header(), exactness(kv)
     wire = None if kv.rounded or not rows else kv.wire
     dumped = kv.dump() if rows else []
     encoded = Encoded(dumped) if wire is None else wire.encode(dumped, _origin(request, bool(state)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phasewise.bench.workloads import Lengths, timed
 from phasewise.errors import UserError
-from phasewise.plan.job import Job
+from phasewise.plan.sequence import SimulatedRequest
 from phasewise.request.params import SLO
 
 APART = 1 << 20  # token ids of one request lie so far from those of the next
@@ -24,7 +24,7 @@ class Load:
     seed: int = 0
     context: int = 1 << 30
 
-    def jobs(self, slo: SLO, rate: float | None = None) -> list[Job]:
+    def jobs(self, slo: SLO, rate: float | None = None) -> list[SimulatedRequest]:
         """All of them, at a rate of their own if one is given. Raises UserError."""
         if self.requests < 1:
             raise UserError(f"requests={self.requests}: a load has at least one")
@@ -34,7 +34,7 @@ class Load:
         for i, (arrival, length, new) in enumerate(every):
             new = min(new, max(1, self.context // 2), self.context - 1)
             tokens = _tokens(i, shared, min(shared + length, self.context - new))
-            found.append(Job(f"r{i}", tokens, new, arrival, slo))
+            found.append(SimulatedRequest(f"r{i}", tokens, new, arrival, slo))
         return found
 
 

@@ -12,7 +12,7 @@ from phasewise.kv.prefix import Node, PrefixCache, PrefixTree
 from phasewise.request.counters import Counters
 
 if TYPE_CHECKING:
-    from phasewise.plan.job import Job
+    from phasewise.plan.sequence import SimulatedSequence
 
 
 class Held:
@@ -41,6 +41,15 @@ class Held:
             self.store.ledger.add(more * self.store.row_bytes)
             self.cap += more
             self.spare += more
+
+    @property
+    def names(self) -> list[str]:
+        """Of its planes in a pool's memory: it has none."""
+        return []
+
+    def lend(self) -> None:
+        """Give the room up for another worker of the pool to adopt (`Account.lend`)."""
+        self.close()
 
     def close(self) -> None:
         self.store.ledger.add(-self.bytes)
@@ -77,7 +86,7 @@ class NumberStore:
     def room(self, n_bytes: int) -> bool:
         return self.prefixes.room(n_bytes)
 
-    def open(self, job: Job, tokens: int) -> Held:
+    def open(self, job: SimulatedSequence, tokens: int) -> Held:
         """Room for `tokens` rows, those of the longest cached prefix there already. The last row of a prompt is always
         computed."""
         held = Held(self, rounded(tokens))
@@ -89,16 +98,23 @@ class NumberStore:
         job.begin(hit)
         return held
 
-    def remember(self, job: Job) -> None:
+    def remember(self, job: SimulatedSequence) -> None:
         """Keep a prompt that is computed for others, as far as the budget allows."""
         if self.tree is not None and job.kv is not None:
             job.kv.nodes, _ = self.tree.insert(job.tokens, self._rows, job.kv.nodes)
 
 
-class Recipe:
-    """What stands for an engine's runtime: a store, and counters."""
+class NumberPhase:
+    """The phase that computes a simulated prompt: its decode method asks nothing of the router."""
+
+    decode = None
+
+
+class NumberRuntime:
+    """The simulated part of an engine's runtime: a store, and counters."""
 
     companions: Sequence[object] = ()
+    phases = (NumberPhase(),)
 
     def __init__(self, store: NumberStore) -> None:
         self.store, self.counters = store, Counters()

@@ -14,7 +14,7 @@ from phasewise.bench.goodput import SHARE
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
 from phasewise.plan.setting import Setting, Source
-from phasewise.plan.simulate import Best, Outcome, Scene, goodput, run
+from phasewise.plan.simulate import Best, Outcome, Scenario, goodput, run
 from phasewise.request.params import SLO
 
 Goal = Literal["goodput", "cost", "power"]
@@ -102,26 +102,26 @@ class Question:
     goal: Goal = "goodput"
     precision: float = 0.02
 
-    def scene(self, choice: Choice, replicas: int = 1) -> Scene:
+    def scenario(self, choice: Choice, replicas: int = 1) -> Scenario:
         """Raises UserError for one that cannot be built."""
         drafts = replace(self.setting.drafts, depth=choice.depth)
         made = replace(self.setting, place=choice.place, schedule=choice.schedule, drafts=drafts)
-        return made.scene(self.source(choice), replicas, (), self.load.seed)
+        return made.scenario(self.source(choice), replicas, (), self.load.seed)
 
     def devices(self, choice: Choice) -> int:
         """That such a server takes."""
         if self.source(choice).machine:
             return 1
-        policy = self.scene(choice).policy()
+        policy = self.scenario(choice).policy()
         return (1 if policy is None else len(policy.worker_specs())) * choice.ways * choice.stages
 
     def at(self, choice: Choice, rate: float) -> Outcome:
-        return run(self.scene(choice), self.load.jobs(self.slo, rate))
+        return run(self.scenario(choice), self.load.jobs(self.slo, rate))
 
-    def goodput(self, scene: Scene, guess: float) -> Best:
+    def goodput(self, scenario: Scenario, guess: float) -> Best:
         """The highest rate, looked for around a guess; 0: anywhere."""
         load = replace(self.load, rate=guess or self.load.rate)
-        return goodput(scene, load, self.slo, precision=self.precision)
+        return goodput(scenario, load, self.slo, precision=self.precision)
 
     def worth(self, choice: Choice, rate: float, devices: int) -> float:
         """Requests in time per second and device, per joule, or per unit of money."""
@@ -169,7 +169,7 @@ def search(
 
 def _tried(choice: Choice, space: Space, question: Question, best: float) -> Tried | None:
     """None if it needs more devices than there are."""
-    scene = question.scene(choice)
+    scenario = question.scenario(choice)
     devices = question.devices(choice)
     if devices > space.devices:
         return None
@@ -177,7 +177,7 @@ def _tried(choice: Choice, space: Space, question: Question, best: float) -> Tri
         rate = best * devices
         if question.at(choice, rate).share(question.slo) < SHARE:
             return Tried(choice, devices, rate, best, pruned=True)
-    found = question.goodput(scene, best * devices)
+    found = question.goodput(scenario, best * devices)
     if not found.bounded:
         raise TooShort(f"all {question.load.requests} requests at once are in time: ask for more (--requests)")
     return Tried(choice, devices, found.rate, question.worth(choice, found.rate, devices))
@@ -224,7 +224,7 @@ def sensitivity(winner: Tried, other: Tried | None, assumptions: Sequence[Assump
 
 
 def _again(one: Tried, question: Question) -> float:
-    rate = question.goodput(question.scene(one.choice), one.rate).rate
+    rate = question.goodput(question.scenario(one.choice), one.rate).rate
     return question.worth(one.choice, rate, one.devices)
 
 

@@ -1,4 +1,4 @@
-"""From names and numbers to a scene: where costs come from, which methods decide, what there is of memory and links."""
+"""From names and numbers to a scenario: where costs come from, which methods decide, memory and links."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 
 from phasewise import catalog
 from phasewise.cluster.launcher import WorkerSpec
-from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError, near
 from phasewise.options import DEFAULTS
 from phasewise.plan.beside import Beside, both, over
-from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost
 from phasewise.plan.device import device
 from phasewise.plan.drafts import NONE, Drafts
+from phasewise.plan.link import LOCAL, Link
 from phasewise.plan.profile import Profile
 from phasewise.plan.roofline import Roofline
 from phasewise.plan.serving import Serving
 from phasewise.plan.shape import Shape
 from phasewise.plan.silicon import PREFIX, Place, Silicon, silicon
-from phasewise.plan.simulate import Scene
-from phasewise.plan.station import Engine
-from phasewise.plan.world import LOCAL, Link
+from phasewise.plan.simulate import Scenario
+from phasewise.plan.simulated_cluster import ClusterLayout
+from phasewise.plan.simulated_engine import EngineSettings
 from phasewise.verbs.schedule import Scheduler
 
 
@@ -111,15 +110,10 @@ class Setting:
     revive: float = 1.0
     drafts: Drafts = NONE
 
-    def scene(self, source: Source, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scene:
+    def scenario(self, source: Source, replicas: int, deaths: Sequence[tuple[float, int]], seed: int) -> Scenario:
         """Raises UserError for what does not fit together."""
         if self.max_running < 1 or replicas < 1:
             raise UserError(f"max_running={self.max_running} and replicas={replicas} must be at least 1")
-        placing = catalog.build("place", self.place)
-        make = getattr(placing, "policy", None)
-
-        def policy() -> Policy | None:
-            return None if make is None else make(0.0, range(source.cores))
 
         def budget(spec: WorkerSpec) -> int:
             own = source.kv_bytes(spec.role)
@@ -127,19 +121,21 @@ class Setting:
                 return int(self._budget() * spec.share)
             return own
 
-        made = policy()
-        roles = {spec.role for spec in made.worker_specs()} if made is not None else {"all"}
-        for role in roles:
-            source.cost(role, None)
-        engine = Engine(self._scheduler(), source.row_bytes, source.layers, self.max_running, self.prefix_cache,
-                        self.drafts, source.stages)  # fmt: skip
-        served = source.served(made is not None)
-        layout = Layout(
+        engine = EngineSettings(self._scheduler(), source.row_bytes, source.layers, self.max_running,
+                                self.prefix_cache, self.drafts, source.stages)  # fmt: skip
+        placing, cores = catalog.build("place", self.place), range(source.cores)
+        workers = hasattr(placing, "policy")
+        served = source.served(workers)
+        layout = ClusterLayout(
             engine, cache(source.cost), budget, self.link, self.revive,
             lambda threads: both(source.beside(threads), served.beside),
             lambda threads: over(source.shared(threads), served.beside, source.beside(threads)), served,
         )  # fmt: skip
-        return Scene(layout, policy, replicas, deaths, seed, served.lag)
+        made = Scenario(layout, placing, cores, replicas, deaths, seed, served.lag)
+        policy = made.policy()
+        for role in {"all"} if policy is None else {spec.role for spec in policy.worker_specs()}:
+            source.cost(role, None)
+        return made
 
     def _budget(self) -> int:
         from phasewise.engine.limits import memory_default

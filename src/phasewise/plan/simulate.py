@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import phasewise.cluster
 from phasewise.bench.goodput import SHARE
 from phasewise.bench.latency import QUANTILES, percentile
 from phasewise.cluster.policy import Policy
 from phasewise.errors import UserError
 from phasewise.plan.arrivals import Load
-from phasewise.plan.cluster import Cluster, Layout
-from phasewise.plan.job import Job
-from phasewise.plan.world import World
+from phasewise.plan.event_loop import Turn
+from phasewise.plan.sequence import SimulatedRequest
+from phasewise.plan.simulated_cluster import ClusterLayout, SimulatedCluster
+from phasewise.request.counters import Counters
 from phasewise.request.params import SLO
 
 
 @dataclass(frozen=True)
-class Scene:
-    """A placement in virtual time: `policy` makes the policy of one cluster (None: one engine), of which there are
-    `replicas`, each request dealt to one of them by chance. `deaths`: (seconds, worker) of all clusters, counted
-    through. `lag`: seconds of each request outside of its engine."""
+class Scenario:
+    """A placement in virtual time: `placing` is a method of the verb place, on machines with these `cores`. Of its
+    clusters there are `replicas`, each request dealt to one of them by chance. `deaths`: (seconds, worker) of all
+    clusters, counted through. `lag`: seconds of each request outside of its engine."""
 
-    layout: Layout
-    policy: Callable[[], Policy | None]
+    layout: ClusterLayout
+    placing: Any
+    cores: Sequence[int] = (0,)
     replicas: int = 1
     deaths: Sequence[tuple[float, int]] = ()
     seed: int = 0
     lag: float = 0.0
+
+    def policy(self) -> Policy | None:
+        """What the router of one cluster asks; None if all runs in one engine."""
+        make = getattr(self.placing, "policy", None)
+        found: Policy | None = None if make is None else make(0.0, self.cores)
+        return found
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a load. `seconds`: until the last request left; `workers`: how many there are."""
 
-    jobs: Sequence[Job]
-    clusters: Sequence[Cluster]
+    jobs: Sequence[SimulatedRequest]
+    clusters: Sequence[SimulatedCluster]
     seconds: float
 
     @property
     def workers(self) -> int:
-        return sum(len(cluster.members) for cluster in self.clusters)
+        return sum(len(cluster.workers) for cluster in self.clusters)
 
     def share(self, slo: SLO) -> float:
         """Of the requests, those that came in full and within the targets."""
@@ -50,9 +61,11 @@ class Outcome:
 
     def numbers(self, slo: SLO | None = None) -> dict[str, Any]:
         """Flat numbers, times in seconds, by the names that benchmarks give them."""
-        good = [job for job in self.jobs if job.left == "finished"]
-        stations = [station for cluster in self.clusters for station in cluster.stations]
-        moved = [seconds for cluster in self.clusters for seconds in cluster.handoff_seconds]
+        good = [job for job in self.jobs if job.finished]
+        engines = [engine for cluster in self.clusters for engine in cluster.engines]
+        done = sum((engine.counters for engine in engines), Counters())
+        routers = [cluster.router.counters for cluster in self.clusters if cluster.router is not None]
+        moved = [job.trace.handoff for job in self.jobs if job.trace.handoff is not None]
         found: dict[str, Any] = {
             "requests": len(self.jobs),
             "failed": len(self.jobs) - len(good),
@@ -66,20 +79,20 @@ class Outcome:
             known = [value for value in values if value is not None]
             found |= {f"{name}_p{q * 100:.0f}_s": percentile(known, q) for q in QUANTILES}
         found |= {
-            "busy_share": sum(station.busy for station in stations) / (self.workers * self.seconds or 1.0),
-            "steps": sum(station.counters.steps for station in stations),
-            "preemptions": sum(station.counters.preemptions for station in stations),
-            "prefix_hits": sum(station.counters.prefix_hits for station in stations),
-            "recomputed": sum(station.counters.recomputed for station in stations),
-            "drafted": sum(station.counters.drafted for station in stations),
-            "accepted": sum(station.counters.accepted for station in stations),
-            "handoffs": sum(cluster.handoffs for cluster in self.clusters),
+            "busy_share": sum(engine.busy for engine in engines) / (self.workers * self.seconds or 1.0),
+            "steps": done.steps,
+            "preemptions": done.preemptions,
+            "prefix_hits": done.prefix_hits,
+            "recomputed": done.recomputed,
+            "drafted": done.drafted,
+            "accepted": done.accepted,
+            "handoffs": done.handoffs,
             "handoff_mean_s": sum(moved) / len(moved) if moved else None,
-            "kv_bytes_sent": sum(cluster.sent_bytes for cluster in self.clusters),
-            "workers_lost": sum(cluster.lost for cluster in self.clusters),
-            "restarts": sum(cluster.restarts for cluster in self.clusters),
-            "joules": _known([station.joules for station in stations if station.busy]),
-            "money": _known([station.money for station in stations if station.busy]),
+            "kv_bytes_sent": done.kv_bytes_sent,
+            "workers_lost": sum(counters.workers_lost for counters in routers),
+            "restarts": sum(counters.restarts for counters in routers),
+            "joules": _known([engine.joules for engine in engines if engine.busy]),
+            "money": _known([engine.money for engine in engines if engine.busy]),
         }
         if slo is not None and (slo.ttft is not None or slo.tpot is not None):
             found |= {"ttft_target_s": slo.ttft, "tpot_target_s": slo.tpot, "good_share": self.share(slo)}
@@ -91,37 +104,71 @@ def _known(spent: Sequence[float]) -> float | None:
     return sum(spent) if spent and all(spent) else None
 
 
-def run(scene: Scene, jobs: Sequence[Job], tell: Callable[[int], object] = lambda done: None) -> Outcome:
+def run(
+    scenario: Scenario, jobs: Sequence[SimulatedRequest], tell: Callable[[int], object] = lambda done: None
+) -> Outcome:
     """Let everybody arrive and leave; `tell` hears, now and then, how many have left."""
-    world, left, dealt = World(), list[Job](), Random(scene.seed)
+    left = list[SimulatedRequest]()
 
-    def over(job: Job) -> None:
+    def over(job: SimulatedRequest) -> None:
         left.append(job)
         if not len(left) % 256:
             tell(len(left))
 
-    clusters = [Cluster(world, scene.layout, scene.policy(), over) for _ in range(scene.replicas)]
+    def made() -> SimulatedCluster:
+        return SimulatedCluster(scenario.layout, scenario.placing, scenario.cores, over)
 
-    def arrive(number: int) -> None:
-        if number + 1 < len(jobs):
-            world.at(jobs[number + 1].arrived + scene.lag, arrive, number + 1)
-        cluster = clusters[0] if len(clusters) == 1 else clusters[dealt.randrange(len(clusters))]
-        cluster.add(jobs[number])
-
-    each = len(clusters[0].members)
-    for when, worker in scene.deaths:
+    clusters = [made() for _ in range(scenario.replicas)]
+    each = len(clusters[0].workers)
+    for _, worker in scenario.deaths:
         if not 0 <= worker < each * len(clusters):
             raise UserError(f"worker {worker} cannot die: there are {each * len(clusters)}, from 0 on")
-        if clusters[0].policy is None:
+        if clusters[0].router is None:
             raise UserError(
                 "one engine has no router that would start its requests again: choose a placement with workers"
             )
-        world.at(when, clusters[worker // each].kill, worker % each)
+    with _quiet():
+        for number, (cluster, own) in enumerate(zip(clusters, _dealt(jobs, scenario), strict=True)):
+            for when, worker in scenario.deaths:
+                if worker // each == number:
+                    cluster.loop.at(when, Turn.ARRIVE, cluster.kill, worker % each)
+            _arrive_at(cluster, own, scenario.lag)
+            cluster.run()
+    now = max(cluster.loop.now for cluster in clusters)
+    return Outcome(jobs, clusters, max((job.last_token for job in left if job.last_token is not None), default=now))
+
+
+def _dealt(jobs: Sequence[SimulatedRequest], scenario: Scenario) -> list[list[SimulatedRequest]]:
+    """The requests of each cluster, dealt by chance."""
+    found: list[list[SimulatedRequest]] = [[] for _ in range(scenario.replicas)]
+    chance = Random(scenario.seed)
+    for job in jobs:
+        found[chance.randrange(scenario.replicas) if scenario.replicas > 1 else 0].append(job)
+    return found
+
+
+def _arrive_at(cluster: SimulatedCluster, jobs: Sequence[SimulatedRequest], lag: float) -> None:
+    """Let requests arrive, each scheduled by the one before it."""
+
+    def arrive(number: int) -> None:
+        if number + 1 < len(jobs):
+            cluster.loop.at(jobs[number + 1].arrived + lag, Turn.ARRIVE, arrive, number + 1)
+        cluster.add(jobs[number])
+
     if jobs:
-        world.at(jobs[0].arrived + scene.lag, arrive, 0)
-    world.run()
-    last = max((job.last_token for job in left if job.last_token is not None), default=world.now)
-    return Outcome(jobs, clusters, last)
+        cluster.loop.at(jobs[0].arrived + lag, Turn.ARRIVE, arrive, 0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let no simulated death be logged as if workers had died."""
+    log = logging.getLogger(phasewise.cluster.__name__)
+    was = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(was)
 
 
 @dataclass(frozen=True)
@@ -135,11 +182,11 @@ class Best:
     tried: int
 
 
-def goodput(scene: Scene, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02) -> Best:
+def goodput(scenario: Scenario, load: Load, slo: SLO, share: float = SHARE, precision: float = 0.02) -> Best:
     """Bisection on the rate, to a part `precision` of it (DistServe's search, with both targets for each request)."""
 
     def at(rate: float) -> float:
-        return run(scene, load.jobs(slo, rate)).share(slo)
+        return run(scenario, load.jobs(slo, rate)).share(slo)
 
     low, reached, tried = 0.0, 0.0, 0
     high = load.rate or 1.0

@@ -1,30 +1,12 @@
-"""A request as plain data, on its way to another engine: everything but its KV."""
+"""Requests made of plain data, which another engine has sent (`Request.header`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from phasewise.request.params import SLO, Params
 from phasewise.request.request import Request
-
-
-def header_of(request: Request) -> dict[str, Any]:
-    """What another engine needs to go on with a request; JSON carries it."""
-    params = {f.name: getattr(request.params, f.name) for f in fields(Params) if f.init}
-    return {
-        "id": request.id,
-        "tokens": list(request.tokens),
-        "prompt_len": request.prompt_len,
-        "computed": request.computed,
-        "high_water": request.high_water,
-        "params": params,
-        "slo": [request.slo.ttft, request.slo.tpot],
-        "recipe": request.recipe,
-        "arrived": request.trace.arrived,
-        "emitted": [list(pair) for pair in zip(request.trace.tokens, request.trace.counts)],
-    }
 
 
 def request_of(header: dict[str, Any], watch: Callable[[int], bool] | None = None) -> Request:

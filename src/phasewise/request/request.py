@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phasewise.request.params import SLO, Params
@@ -115,6 +115,21 @@ class Request:
     @property
     def last_token(self) -> float | None:
         return self.trace.tokens[-1] if self.trace.tokens else None
+
+    def header(self) -> dict[str, Any]:
+        """What another engine needs to go on with it, but for its KV: plain data, which JSON carries."""
+        return {
+            "id": self.id,
+            "tokens": list(self.tokens),
+            "prompt_len": self.prompt_len,
+            "computed": self.computed,
+            "high_water": self.high_water,
+            "params": {f.name: getattr(self.params, f.name) for f in fields(Params) if f.init},
+            "slo": [self.slo.ttft, self.slo.tpot],
+            "recipe": self.recipe,
+            "arrived": self.trace.arrived,
+            "emitted": [list(pair) for pair in zip(self.trace.tokens, self.trace.counts)],
+        }
 
     def emit(self, tokens: Sequence[int], eos: Sequence[int], now: float) -> int:
         """Append accepted tokens up to the first that ends the request (DESIGN law 9). Returns how many were taken."""

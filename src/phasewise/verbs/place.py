@@ -111,6 +111,11 @@ class Plan(Protocol):
         """Bytes of KV for all engines together."""
         ...
 
+    @property
+    def cores(self) -> Sequence[int]:
+        """The cores that workers of this machine may use, by their ids."""
+        ...
+
     def launcher(self) -> Launcher:
         """Who starts workers, where the user wants them."""
         ...

@@ -1,6 +1,7 @@
 """Scheduling is numbers only, with an injected clock, so that a policy can be tested without an engine (DESIGN law 11).
 
-The simulator (plan/station.py) steps the same policies over jobs that are numbers, and so does tests/schedule/jobs.py.
+The simulator (plan/simulated_engine.py) steps the same policies over jobs that are numbers; so does
+tests/schedule/jobs.py.
 """
 
 from __future__ import annotations

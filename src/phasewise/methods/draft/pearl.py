@@ -13,7 +13,6 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._desk import Desk, Order
 from phasewise.methods.draft._seat import Furniture, Inline, Process, Seat
 from phasewise.model.model import Model
-from phasewise.request.header import header_of
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
@@ -164,5 +163,5 @@ class _Pearl:
         if line is None:
             line = request.state[NAME] = _Line(self.seat)
         if not line.about:
-            line.key, line.about = next(self._keys), header_of(request) | {"tokens": []}
+            line.key, line.about = next(self._keys), request.header() | {"tokens": []}
         return line

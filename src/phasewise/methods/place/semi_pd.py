@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from phasewise.cluster.core_split import Goals
 from phasewise.cluster.router import Router
-from phasewise.cluster.shared_pool_policy import SharedPoolPolicy, cores_here
+from phasewise.cluster.shared_pool_policy import SharedPoolPolicy
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
 from phasewise.verbs.place import Placed, Plan
@@ -73,7 +73,7 @@ class SemiPD:
 
     def policy(self, now: float, cores: Sequence[int]) -> SharedPoolPolicy:
         if self.cores > len(cores):
-            raise UserError(f"semi_pd: cores={self.cores}, but there are {len(cores)}: {list(cores)}")
+            raise UserError(f"semi_pd: cores={self.cores}, but its workers may use {len(cores)}: {list(cores)}")
         goals = Goals(
             self.slo_ttft, self.slo_tpot, self.attain, self.window, self.dwell,
             self.least, self.margin, self.memory, self.steps,
@@ -81,9 +81,6 @@ class SemiPD:
         return SharedPoolPolicy(cores[: self.cores or None], goals, now)
 
     def build(self, plan: Plan) -> Placed:
-        there = cores_here()
-        if self.cores > len(there):
-            raise UserError(f"semi_pd: cores={self.cores}, but this process may use {len(there)}: {there}")
-        policy = self.policy(plan.clock(), there)
+        policy = self.policy(plan.clock(), plan.cores)
         fronts = [plan.engine(("prefill",), 1.0), plan.engine(("prefill", "decode"), 1.0)]
         return Router(plan.launcher(), policy, fronts, plan.clock, Timeouts(handoff=self.deadline))

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from phasewise import catalog
-from phasewise.cluster.policy import Policy
-from phasewise.plan.cluster import Layout
 from phasewise.plan.cost import Cost, Price, Step
-from phasewise.plan.job import Job
+from phasewise.plan.link import LOCAL, Link
+from phasewise.plan.sequence import SimulatedRequest
 from phasewise.plan.serving import Serving
-from phasewise.plan.simulate import Scene
-from phasewise.plan.station import Engine
-from phasewise.plan.world import LOCAL, Link
+from phasewise.plan.simulate import Scenario
+from phasewise.plan.simulated_cluster import ClusterLayout
+from phasewise.plan.simulated_engine import EngineSettings
 from phasewise.verbs.schedule import Scheduler
 
 ROW = 1024  # bytes of KV per token
@@ -47,24 +46,19 @@ def scheduler(text: str) -> Callable[[], Scheduler]:
     return make
 
 
-def scene(
+def scenario(
     cost: Cost, place: str = "colocated", *, schedule: str = "sarathi", kv_bytes: int = 1 << 30, link: Link = LOCAL,
     layers: int = 16, cores: int = 4, prefix_cache: bool = False, max_running: int = 64, costs: Any = None,
     beside: Any = None, shared: Any = None, served: Serving = NOTHING, stages: int = 1, **more: Any,
-) -> Scene:  # fmt: skip
-    made = catalog.build("place", place)
-
-    def policy() -> Policy | None:
-        return made.policy(0.0, range(cores)) if hasattr(made, "policy") else None
-
-    engine = Engine(scheduler(schedule), ROW, layers, max_running, prefix_cache, stages=stages)
-    layout = Layout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
-                    beside=lambda threads: beside or {}, shared=lambda threads: shared or {},
-                    served=served)  # fmt: skip
-    return Scene(layout, policy, **more)
+) -> Scenario:  # fmt: skip
+    engine = EngineSettings(scheduler(schedule), ROW, layers, max_running, prefix_cache, stages=stages)
+    layout = ClusterLayout(engine, costs or (lambda role, threads: cost), lambda spec: int(kv_bytes * spec.share), link,
+                           beside=lambda threads: beside or {}, shared=lambda threads: shared or {},
+                           served=served)  # fmt: skip
+    return Scenario(layout, catalog.build("place", place), range(cores), **more)
 
 
-def in_turn(jobs: Sequence[Job], services: Iterable[float]) -> list[float]:
+def in_turn(jobs: Sequence[SimulatedRequest], services: Iterable[float]) -> list[float]:
     """Seconds from arrival to the end of service at one server that serves in order of arrival (Lindley's recursion,
     whose mean is DistServe's M/D/1 form where services are equal and arrivals are those of a Poisson process)."""
     free, found = 0.0, []

@@ -1,4 +1,4 @@
-"""A worker with an executor that answers with numbers: the engine's queues, admission, prefix cache and scheduler."""
+"""An engine whose executor answers with numbers: the real queues, admission, prefix cache and scheduler around it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, cast
 
 from phasewise.engine.admission import Admission
 from phasewise.engine.queues import Queues
+from phasewise.errors import UserError
 from phasewise.kv.buffer import Ledger, stride
 from phasewise.plan.beside import Beside, slowed
 from phasewise.plan.cost import Cost, Step
 from phasewise.plan.drafts import NONE, Drafts
 from phasewise.plan.fit import Path, path_of
-from phasewise.plan.job import Job
-from phasewise.plan.memory import NumberStore, Recipe
+from phasewise.plan.memory import NumberRuntime, NumberStore
+from phasewise.plan.sequence import SimulatedSequence
 from phasewise.plan.serving import Serving
 from phasewise.request.counters import Counters
 from phasewise.verbs.host import MARGIN
@@ -25,7 +26,7 @@ TURNS = 2.0  # two who share a core take turns; a worker's threads wait for each
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSettings:
     """What the engines of all workers have in common. `schedule` makes a scheduler for one; `layers`: of the model;
     `stages`: of each worker, as many steps of which may be under way, each with requests of its own."""
 
@@ -39,30 +40,35 @@ class Engine:
 
 
 class UnderWay(NamedTuple):
-    """A step that is not over. `prompts`: whether some of its works compute prompts."""
+    """A step that is not over. `kept`: the KV that each request had, where there are stages; one that was preempted
+    meanwhile has another."""
 
     works: Sequence[Work]
-    kept: Sequence[Any] | None  # the KV that each had, where there are stages: who was preempted meanwhile has another
-    prompts: bool
+    kept: Sequence[Any] | None
 
 
-class Station:
-    """Steps of one engine in virtual time. `departs`: requests leave when their prompt is done, as all do (a prefill
-    worker) or as they say themselves. `busy` is the time spent in steps."""
+class SimulatedEngine:
+    """Steps of one engine in virtual time. `departs`: all requests leave when their prompt is done (a prefill worker);
+    elsewhere those leave that say so. `busy` is the time spent in steps, seconds.
 
-    def __init__(self, engine: Engine, cost: Cost, ledger: Ledger, departs: bool = False) -> None:
-        self.engine, self.cost, self.departs = engine, cost, departs
+    It has what the parts of a real engine ask of theirs: queues, recipes, a ledger and a prefix cache.
+    """
+
+    def __init__(self, settings: EngineSettings, cost: Cost, ledger: Ledger, departs: bool = False) -> None:
+        self.settings, self.cost, self.departs = settings, cost, departs
         self.counters = Counters()
-        self.store = NumberStore(engine.row_bytes, ledger, engine.prefix_cache)
-        self.recipe = Recipe(self.store)
-        self.recipes: dict[str, Any] = {"": self.recipe}
-        self.max_running, self.row_bytes = engine.max_running, engine.row_bytes
+        self.store = NumberStore(settings.row_bytes, ledger, settings.prefix_cache)
+        self.ledger, self.prefixes = ledger, self.store.prefixes
+        self._runtime = NumberRuntime(self.store)
+        self.recipes: dict[str, Any] = {"": self._runtime}
+        self.max_running, self.row_bytes = settings.max_running, settings.row_bytes
+        self.parts = self  # `max_running`, `row_bytes` and `recipes` are all that is asked of them
         self.queues = Queues()
-        self.waiting = cast("list[Job]", self.queues.waiting)
-        self.running = cast("list[Job]", self.queues.running)
-        self.departed = cast("list[Job]", self.queues.departed)
-        self.room = Admission(self.recipes, self.queues, self.counters, self._no_room, engine.max_running)
-        self.schedule = engine.schedule()
+        self.waiting = cast("list[SimulatedSequence]", self.queues.waiting)
+        self.running = cast("list[SimulatedSequence]", self.queues.running)
+        self.departed = cast("list[SimulatedSequence]", self.queues.departed)
+        self.room = Admission(self.recipes, self.queues, self.counters, self._no_room, settings.max_running)
+        self.schedule = settings.schedule()
         self.busy = 0.0
         self.beside: Beside = {}  # how much longer a step takes where memory is shared ...
         self.others: list[Path] = []  # ... with those who are at steps of these kinds
@@ -71,56 +77,73 @@ class Station:
         self.path: Path = "decode"  # of the step under way
         self.served = Serving()  # what its server adds to its steps
         self.joules = self.money = 0.0
-        self.out: list[Job] = []  # who got tokens in the last step, or left
+        self.every_token = False  # whether `finish` names all that got tokens
+        self.gained = 0  # tokens of the last step that was finished
+        self.failed: list[SimulatedSequence] = []  # found no room although nobody else holds any
+        self.advanced = False  # whether there is more of some prompt since the step before, computed or found
+        self._found = False  # whether the step under way has found some of a prompt in the prefix cache
         self.under_way: deque[UnderWay] = deque()  # steps, the oldest first
-        self.free = [0.0] * engine.stages  # when each stage is
+        self.free = [0.0] * settings.stages  # when each stage is
         self.guesses = 0  # the most that a request brings to the step that begins
 
     # ---- requests
-    def add(self, job: Job) -> bool:
-        """Accept a request; False if it could never run here."""
-        tokens = (job.prompt_len if self.departs else job.limit) + MARGIN
-        if self.recipe.need(tokens) > self.store.ledger.limit:
-            return False
+    def runtime(self, request: object) -> NumberRuntime:
+        return self._runtime
+
+    def check(self, prompt_len: int, limit: int) -> None:
+        """Raise UserError for a request that could never run here; `limit`: tokens that it can ever hold."""
+        tokens = (prompt_len if self.departs else limit) + MARGIN
+        if (need := self._runtime.need(tokens)) > self.ledger.limit:
+            raise UserError(
+                f"the request may need {need:,} bytes of KV ({tokens} tokens), but the budget is "
+                f"{self.ledger.limit:,}: raise --kv-bytes or lower max_tokens"
+            )
+
+    def add(self, job: SimulatedSequence) -> None:
+        """Accept a request. Raises UserError if it could never run here."""
+        self.check(job.prompt_len, job.limit)
         self._take(job)
         self.queues.join(cast(Any, job), self.queues.waiting)
-        return True
 
-    def resume(self, job: Job) -> None:
+    def resume(self, job: SimulatedSequence) -> None:
         """Take over a request whose KV is here."""
         self._take(job)
         self.queues.join(cast(Any, job), self.queues.running)
 
-    def _take(self, job: Job) -> None:
-        job.layers = self.engine.layers
-        job.guess(self.engine.drafts)
+    def _take(self, job: SimulatedSequence) -> None:
+        job.layers = self.settings.layers
+        job.guess(self.settings.drafts)
 
-    def depart(self, job: Job) -> None:
-        """Somebody else goes on with it: its memory is free again."""
+    def drop(self, job: SimulatedSequence) -> None:
+        """Forget a request, which somebody else goes on with or nobody wants: its memory is free again."""
         self.queues.drop(cast(Any, job))
         job.release()
 
+    def stay(self, job: SimulatedSequence) -> None:
+        """Nobody will take over a request: it goes on here, if this engine can."""
+        job.departs = False
+        if job in self.departed and not self.departs:
+            self.queues.move(cast(Any, job), self.queues.running)
+
     def _no_room(self, request: Any) -> None:
         """The KV budget is exhausted by this request alone."""
-        job: Job = request
-        job.left = "failed"
-        self.queues.drop(request)
-        job.release()
-        self.out.append(job)
+        job: SimulatedSequence = request
+        job.left = "the KV budget is exhausted: raise --kv-bytes"
+        self.drop(job)
+        self.failed.append(job)
 
     @property
     def growth(self) -> int:
         """KV bytes that let every running request grow a bit."""
-        return sum(stride(job.known) for job in self.running) * self.engine.row_bytes
+        return sum(stride(job.known) for job in self.running) * self.row_bytes
 
     # ---- steps
     def begin(self, now: float) -> tuple[float, float] | None:
-        """Plan a step. -> when the next one may begin, and when this one is over: the same where there is one stage;
-        None where there is nothing to do, or no room"""
-        self.out = []
+        """Plan a step. Returns when the next one may begin, and when this one is over: the same where there is one
+        stage. None where there is nothing to do, or no room."""
         if self.waiting:
             self._admit()
-        one = self.engine.stages == 1
+        one = self.settings.stages == 1
         live = self.running if one else self._live()
         if not live:
             return None
@@ -128,10 +151,10 @@ class Station:
         works = [work for work in planned if work.job.kv is not None]
         if not works:
             return None
-        step, prompts, done = self._step(works)
-        self.under_way.append(UnderWay(works, None if one else [work.job.kv for work in works], prompts))
+        step, done = self._step(works)
+        self.under_way.append(UnderWay(works, None if one else [work.job.kv for work in works]))
         price = self.cost.price(step)
-        seconds = price.seconds + self.guesses * self.engine.drafts.seconds
+        seconds = price.seconds + self.guesses * self.settings.drafts.seconds
         if self.beside or self.sharers:
             self.path = path_of(step)
             seconds *= slowed(self.beside, self.path, self.others)
@@ -144,12 +167,12 @@ class Station:
             self.busy += seconds
             self.free[0] = over = now + seconds
             return over, over
-        return self._through(now, seconds / self.engine.stages)
+        return self._through(now, seconds / self.settings.stages)
 
-    def _live(self) -> list[Job]:
+    def _live(self) -> list[SimulatedSequence]:
         """Who may join another step: nobody twice, and no more than leaves as many for each stage."""
         busy = {id(work.job) for step in self.under_way for work in step.works}
-        most = -(-len(self.running) // self.engine.stages)
+        most = -(-len(self.running) // self.settings.stages)
         return [job for job in self.running if id(job) not in busy][:most]
 
     def _through(self, now: float, each: float) -> tuple[float, float]:
@@ -163,27 +186,28 @@ class Station:
     def _admit(self) -> None:
         for job in list(self.waiting):
             tokens = job.known + 1
-            if not self.room.open(tokens, cast(Any, self.recipe)):
+            if not self.room.open(tokens, cast(Any, self._runtime)):
                 return
             job.kv = self.store.open(job, tokens)
-            self.counters.prefix_hits += job.computed
+            if job.computed:
+                self.counters.prefix_hits += job.computed
+                self._found = True
             self.queues.move(cast(Any, job), self.queues.running)
 
-    def _step(self, works: Sequence[Work]) -> tuple[Step, bool, int]:
-        """What the works compute, whether prompts are among it, and how many of them are done with it. A part of the
-        depth counts as a part of the rows."""
-        step, prompts, done = Step(), False, 0
+    def _step(self, works: Sequence[Work]) -> tuple[Step, int]:
+        """Sum up what the works compute, and count the prompts that are done with it. A part of the depth counts as a
+        part of the rows."""
+        step, done = Step(), 0
         decodes = context = 0
         self.guesses = 0
         for work in works:
             job, rows = work.job, work.rows
             if job.prefilling:
-                prompts = True
-                share = 1.0 if work.layers is None else (work.layers[1] - work.layers[0]) / self.engine.layers
+                share = 1.0 if work.layers is None else (work.layers[1] - work.layers[0]) / self.settings.layers
                 step.prefill_rows += rows * share  # type: ignore[assignment]
                 step.pairs += (job.computed * rows + rows * (rows + 1) / 2) * share
                 step.prefixes += int((job.computed + rows) * share)
-                last = work.layers is None or work.layers[1] == self.engine.layers
+                last = work.layers is None or work.layers[1] == self.settings.layers
                 if last and job.computed + rows >= job.prompt_len:
                     done += 1
                     step.emits += 1
@@ -198,15 +222,17 @@ class Station:
                     step.emits += guesses
                     step.pairs += job.computed * (rows - 1) + rows * (rows - 1) / 2
         step.decode_rows, step.context = decodes, context
-        return step, prompts, done
+        return step, done
 
-    def finish(self, now: float) -> list[Job]:
-        """The oldest step is over. -> the requests that got a token, or left; those whose prompt is done and that
-        depart are among them, out of the queues and with their KV"""
-        counters, self.out = self.counters, []
-        works, kept, _ = self.under_way.popleft()
+    def finish(self, now: float) -> list[SimulatedSequence]:
+        """The oldest step is over. Returns the requests with news: their first token, or their last. Those whose prompt
+        is done and that depart are in `departed`, with their KV. `every_token`: returns all that got tokens."""
+        counters, out = self.counters, list[SimulatedSequence]()
+        self.advanced, self._found = self._found, False
+        works, kept = self.under_way.popleft()
+        every, gained = self.every_token, 0
         for i, work in enumerate(works):
-            job: Job = work.job
+            job: SimulatedSequence = work.job
             if job.kv is None or (kept is not None and job.kv is not kept[i]):
                 continue  # preempted for another's rows, or cancelled
             was, before = job.prefilling, job.computed
@@ -217,18 +243,22 @@ class Station:
                 counters.recomputed += min(job.computed, job.high_water) - before
             if job.computed > job.high_water:
                 job.high_water = job.computed
+            if was:
+                self.advanced = True
+                if not job.prefilling:
+                    self.store.remember(job)
             if not emits:
                 continue
-            counters.emitted += job.gained
+            gained += job.gained
             if guesses:
                 counters.drafted += guesses
                 counters.accepted += job.gained - 1
-            if was:
-                self.store.remember(job)
             if job.left is not None:
-                self.queues.drop(cast(Any, job))
-                job.release()
+                self.drop(job)
             elif was and (job.departs or self.departs) and not job.prefilling:
                 self.queues.move(cast(Any, job), self.queues.departed)
-            self.out.append(job)
-        return self.out
+            if was or every or job.left is not None:
+                out.append(job)
+        counters.emitted += gained
+        self.gained = gained
+        return out

@@ -1,0 +1,219 @@
+"""Requests without a model: as the one who sent them sees them, and as a simulated worker computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from phasewise.plan.drafts import NONE, Drafts
+from phasewise.request.params import SLO, Params
+from phasewise.request.request import Left
+from phasewise.request.trace import Trace
+
+if TYPE_CHECKING:
+    from phasewise.plan.memory import Held
+
+_PARAMS, _SLO = Params(), SLO()  # of requests that ask for nothing else
+
+
+class SimulatedRequest:
+    """A request of a load: `tokens` to read, `new` tokens to write, and what it was given when.
+
+    The router takes it for a `Request`. `tokens` are those of the prompt, as far as anybody asks who they are; see
+    `plan.arrivals`. `arrived` is when it was sent, seconds; the router hears of it after the lag of its server.
+    """
+
+    __slots__ = (
+        "arrived", "computed", "first_token", "high_water", "id", "known", "last_token", "left", "new", "params",
+        "parent", "pool", "prompt_len", "recalled", "recipe", "scores", "slo", "tokens", "trace",
+    )  # fmt: skip
+
+    def __init__(self, id: str, tokens: Sequence[int], new: int, arrived: float, slo: SLO = _SLO) -> None:
+        self.id, self.tokens, self.new, self.arrived, self.slo = id, tokens, new, arrived, slo
+        self.params, self.recipe, self.parent = _PARAMS, "", None
+        self.prompt_len = self.known = len(tokens)
+        self.computed = self.high_water = self.recalled = 0
+        self.scores: dict[int, Any] = {}
+        self.pool = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.left: Left | None = None
+        self.trace = Trace()
+
+    # ---- what the router asks of a request
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prompt_len
+
+    @property
+    def n_out(self) -> int:
+        return self.known - self.prompt_len
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.tokens
+
+    def header(self) -> dict[str, Any]:
+        """What a simulated worker needs to compute it: the numbers of the request itself."""
+        return {"id": self.id, "source": self}
+
+    def emit(self, tokens: Sequence[int], eos: Sequence[int], now: float) -> int:
+        """It is given so many tokens. Returns how many were taken."""
+        self.known += len(tokens)
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+        if self.n_out >= self.new:
+            self.left = Left("finished", "length")
+        return len(tokens)
+
+    # ---- what came of it
+    @property
+    def finished(self) -> bool:
+        """It has all its tokens."""
+        return self.left is not None and self.left.how == "finished"
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None with fewer than two."""
+        if self.first_token is None or self.last_token is None or self.n_out < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.n_out - 1)
+
+    def meets(self, slo: SLO) -> bool:
+        """It came in full and within both targets; a missing target is met."""
+        ttft, tpot = self.ttft, self.tpot
+        if not self.finished or ttft is None:
+            return False
+        return (slo.ttft is None or ttft <= slo.ttft) and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
+
+
+class SimulatedSequence:
+    """A request in a simulated engine. It advances as the engine's requests do: what is known and not yet computed goes
+    through steps, and whoever is through gets a token. With `drafts`, a decode brings guesses, and `gained` tokens come
+    of its last step.
+
+    It starts from the numbers of its `source`, be that the request or a sequence at another worker. `attempt` is the
+    router's number of the attempt; `told` are the tokens that the router knows of.
+    """
+
+    __slots__ = (
+        "arrived",
+        "attempt",
+        "computed",
+        "departs",
+        "depth",
+        "drafts",
+        "first_token",
+        "gained",
+        "high_water",
+        "id",
+        "known",
+        "kv",
+        "last_token",
+        "layers",
+        "left",
+        "luck",
+        "new",
+        "params",
+        "parent",
+        "prefilling",
+        "prompt_len",
+        "recipe",
+        "rows",
+        "slice",
+        "slo",
+        "state",
+        "tokens",
+        "told",
+    )  # fmt: skip
+
+    def __init__(self, source: SimulatedRequest | SimulatedSequence, attempt: int, computed: int = 0) -> None:
+        self.id: str = source.id
+        self.tokens: Sequence[int] = source.tokens
+        self.new: int = source.new
+        self.slo: SLO = source.slo
+        self.arrived: float = source.arrived
+        self.first_token: float | None = source.first_token
+        self.last_token: float | None = source.last_token
+        self.known: int = source.known
+        self.high_water: int = source.high_water
+        self.prompt_len: int = source.prompt_len
+        self.attempt, self.told = attempt, self.known
+        self.params, self.recipe, self.parent = _PARAMS, "", None
+        self.depth = self.layers = self.gained = 0
+        self.drafts: Drafts = NONE
+        self.luck: Random | None = None  # of its guesses
+        self.kv: Held | None = None
+        self.slice: int | None = None  # rows of one under way
+        self.state: dict[str, Any] = {}
+        self.departs = False
+        self.left: str | None = None  # why it ended: "length", or what went wrong
+        self.begin(computed)
+
+    @property
+    def limit(self) -> int:
+        """Tokens it can ever hold."""
+        return self.prompt_len + self.new
+
+    def begin(self, computed: int) -> None:
+        """So much of it is there: it waits, starts anew, or has found a prefix."""
+        self.computed = computed
+        self.prefilling = computed < self.prompt_len
+        self.rows = (self.prompt_len if self.prefilling else self.known) - computed
+
+    def guess(self, drafts: Drafts) -> None:
+        """Its decodes bring guesses from now on."""
+        self.drafts = drafts
+        if drafts.depth and not self.prefilling and self.known - self.computed == 1:
+            self.rows = 1 + self._guesses
+
+    @property
+    def _guesses(self) -> int:
+        """Guesses that it may still make use of: one token follows them."""
+        return max(0, min(self.drafts.depth, self.prompt_len + self.new - self.known - 1))
+
+    def _held(self, guesses: int) -> int:
+        if self.luck is None:
+            self.luck = self.drafts.luck(self.id)
+        return self.drafts.held(guesses, self.luck)
+
+    def advance(self, rows: int, layers: tuple[int, int] | None, now: float) -> bool:
+        """A step has run `rows` of its rows, through these layers (None: all). Returns whether that brought a token."""
+        if layers is not None and layers[1] < self.layers:
+            self.depth, self.slice = layers[1], rows
+            self.rows = rows
+            return False
+        self.depth, self.slice = 0, None
+        held = 0
+        if not self.prefilling and (guesses := self.computed + rows - self.known) > 0:
+            held = self._held(guesses)
+            rows -= guesses - held  # what does not hold is taken back
+        self.computed += rows
+        if self.kv is not None:
+            self.kv.spare -= rows
+        self.prefilling = self.computed < self.prompt_len
+        if self.computed < self.known:
+            self.rows = (self.prompt_len if self.prefilling else self.known) - self.computed
+            return False
+        self.gained = 1 + held
+        self.known += self.gained
+        self.rows = 1 + self._guesses if self.drafts.depth else 1
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+        if self.known >= self.prompt_len + self.new:
+            self.left = "length"
+        return True
+
+    def release(self) -> None:
+        """Give up its KV, as at a preemption."""
+        kv, self.kv = self.kv, None
+        self.slice, self.depth = None, 0
+        if kv is not None:
+            kv.close()
