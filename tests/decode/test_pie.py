@@ -403,6 +403,31 @@ def test_an_edit_that_is_dropped_leaves_nothing() -> None:
 
 
 # ---- whoever else is there
+def disturbed(engine: Engine, versions: Sequence[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """What texts' new versions are answered beside each other and a stranger, each preempted once on the way."""
+    names = [serve(engine, text, tiny.greedy(1)).id for text, _ in versions]
+    requests = [Request(now, after(name)) for (_, now), name in zip(versions, names)]
+    engine.add(mate := Request(OTHER, tiny.greedy(N)))
+    tiny.disturb(engine, requests)
+    while any(request.left is None for request in (*requests, mate)):
+        engine.step()
+    assert engine.counters.preemptions == 2 and all(request.recalled for request in requests)
+    return tiny.outs(requests)
+
+
+@pytest.mark.parametrize("more", [{"store": "int8"}, {"attend": "hydragen", "schedule": "sarathi:budget=3"}], ids=str)
+def test_chunks_mates_and_preemption(more: dict[str, str]) -> None:
+    """The same tokens whoever is there, in whatever pieces, and after a preemption."""
+    texts = tiny.prompts(90, 70, seed=2)
+    versions = [(text, edited(text, EDITS["replace"])) for text in texts]
+    alone = []
+    for text, now in versions:
+        engine = built(VERBS | {"schedule": "prefill_first"} | {k: v for k, v in more.items() if k != "schedule"})
+        first = serve(engine, text, tiny.greedy(1))
+        alone.append(serve(engine, now, after(first.id)).out)
+    assert disturbed(built(VERBS | more), versions) == alone
+
+
 def test_siblings() -> None:
     sampled = Params(max_tokens=N, ignore_eos=True, temperature=0.8, seed=3)
     now = edited(TEXT, EDITS["replace"])
