@@ -118,7 +118,7 @@ def test_a_request_has_the_keywords_and_else_the_params(llm: LLM, below: dict[st
         ({"stp": "."}, ["Did you mean", "stop"]),
         ({"greedy": True}, ["unknown keyword 'greedy'"]),
         ({"penalised": False}, ["unknown keyword 'penalised'"]),
-        ({"max_tokens": 0}, ["max_tokens=0 asks for nothing"]),
+        ({"max_tokens": 0}, ["max_tokens=0 is allowed only"]),
         ({"temperature": "warm"}, ["temperature='warm' is not a number"]),
         ({"seed": 0.5}, ["seed=0.5 is not a whole number"]),
         ({"params": {"max_tokens": 5}}, ["params={'max_tokens': 5}", "max_tokens=64"]),

@@ -56,7 +56,10 @@ class Builder:
         if self._launches:
             return placed
         if self.limits.cluster not in ("auto", "inline"):
-            raise UserError(f"cluster {self.limits.cluster} has nobody to place: all runs in one engine. {_workers()}")
+            raise UserError(
+                f"cluster {self.limits.cluster} needs a placement with several workers; the chosen one runs in one "
+                f"engine. {_workers()}"
+            )
         for methods in (self.methods, *self.recipes.values()):
             store = methods["store"]
             if hasattr(store, "wire") and store.wire(kv_shapes(self.model), 1) is not None:

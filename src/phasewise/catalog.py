@@ -127,7 +127,7 @@ def build(kind: str, text: str, **fixed: Any) -> Any:
     if others:
         name = split(text, kind)[0]
         if THEN not in parts_of(method(kind, name)):
-            raise UserError(f"{kind} {text!r} hands on to nobody: put it last, as in {'+'.join([*others, text])}")
+            raise UserError(f"{kind} {text!r} must come last, as in {'+'.join([*others, text])}")
         fixed = {THEN: build(kind, "+".join(others)), **fixed}
     spelled = read(text, kind)
     return configure(method(kind, spelled.name), spelled.knobs, f"{kind} {spelled.name}", **fixed)

@@ -34,7 +34,7 @@ def near(name: str, choices: Iterable[str]) -> str:
     """One sentence that ends an error about an unknown `name`: the nearest of `choices`, then the valid list."""
     valid = sorted(choices)
     if not valid:
-        return "There is nothing to choose from."
+        return "No choices exist."
     by_folded = {choice.lower(): choice for choice in valid}
     close = [by_folded[match] for match in difflib.get_close_matches(name.lower(), by_folded, n=3, cutoff=0.5)]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""

@@ -42,7 +42,7 @@ def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
         if verb in slots and verb not in texts and verb not in within and parts[verb].default is None:
             raise UserError(f"decode {name} needs a {verb} method: add --{verb} NAME")
         if verb in given and verb not in slots and f"{catalog.THEN}.{verb}" not in handed:
-            raise UserError(f"decode {name} has no use for --{verb} {given[verb]}: leave one of them out")
+            raise UserError(f"decode {name} does not use --{verb} {given[verb]}: leave one of them out")
     filled = [verb for verb in slots if verb in given or (verb in texts and verb not in within)]
     wanted = [verb for verb in texts if verb != "decode" and (verb in filled or verb not in PARTS_OF_DECODE)]
     methods = {verb: catalog.build(verb, texts[verb]) for verb in wanted}

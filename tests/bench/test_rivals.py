@@ -38,7 +38,7 @@ def test_contenders_are_recipes_or_servers() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "says"),
-    [(["default"], "nothing to be compared with"), (["default", "default"], "stands there twice"),
+    [(["default"], "is only one contender"), (["default", "default"], "is named twice"),
      (["default", "draf=x"], "unknown verb"),
      (["default", "fast"], "not a setting")],
 )  # fmt: skip

@@ -75,7 +75,7 @@ def test_a_recipe_is_the_servers_own_but_for_what_it_names(
 
 
 def test_a_recipe_that_does_not_fit_is_named() -> None:
-    with pytest.raises(UserError, match="recipe 'odd': decode autoregressive has no use for --draft"):
+    with pytest.raises(UserError, match="recipe 'odd': decode autoregressive does not use --draft"):
         parse_recipes({}, {"odd": {"decode": "autoregressive", "draft": "prompt_lookup"}})
     with pytest.raises(UserError, match="recipe 'odd': draft prompt_lookup has no knob 'kk'"):
         parse_recipes({}, {"odd": {"draft": "prompt_lookup:kk=3"}})

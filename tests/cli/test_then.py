@@ -42,8 +42,8 @@ def test_a_drafter_by_itself_is_the_short_way(name: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"decode": "c2c", "verify": "match"}, "decode c2c has no use for --verify match: leave one of them out"),
-    ({"decode": "c2c:then=contrastive", "draft": "prompt_lookup"}, "decode c2c has no use for --draft prompt_lookup"),
+    ({"decode": "c2c", "verify": "match"}, "decode c2c does not use --verify match: leave one of them out"),
+    ({"decode": "c2c:then=contrastive", "draft": "prompt_lookup"}, "decode c2c does not use --draft prompt_lookup"),
     ({"decode": "c2c:then=(speculative:draft=swift)", "draft": "prompt_lookup"}, "then: draft is given twice"),
     ({"decode": "c2c:then=speculative"}, "decode c2c: then speculative needs a draft: add draft=.NAME.. Valid: .*"),
     ({"decode": "pie:then=speculative:draft=swift"}, "a method with knobs stands in parentheses, .speculative:draft=s"),
@@ -89,7 +89,7 @@ def test_what_follows_may_be_lossy_or_leave_its_first_neutral() -> None:
     (("--decode", "c2c:then=pie"), "c2c: then=pie acts on prompts as well: choose one for what follows the prompt"),
     (("--decode", "pie:then=block_diffusion"), "pie: then=block_diffusion computes prompts in a way of its own"),
     (("--decode", "augment:then=nobody"), "unknown decode method 'nobody'"),
-    (("--decode", "kv_prediction:then=contrastive", "--draft", "prompt_lookup"), "has no use for --draft"),
+    (("--decode", "kv_prediction:then=contrastive", "--draft", "prompt_lookup"), "does not use --draft"),
     (("--decode", "pie", "--draft", "prompt_lookup", "--verify", "top_beta", "--exact"), "--verify top_beta"),
 ])  # fmt: skip
 def test_the_command_line_exits_with_two(cli: Cli, words: tuple[str, ...], said: str) -> None:

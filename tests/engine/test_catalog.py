@@ -195,7 +195,7 @@ def test_a_drafter_can_be_chosen_by_its_option_or_inside_the_decode_method() -> 
         ({"decode": "speculative:draft=(prompt_lookup)", "draft": "draft_model"}, "draft is given twice"),
         ({"decode": "speculative:draft=(prompt_lookup),verify=match", "verify": "match"}, "verify is given twice"),
         ({"decode": "speculative:draft=(snapkv)"}, "unknown draft method 'snapkv'"),
-        ({"draft": "prompt_lookup", "decode": "autoregressive"}, "has no use for --draft prompt_lookup"),
+        ({"draft": "prompt_lookup", "decode": "autoregressive"}, "does not use --draft prompt_lookup"),
     ],
 )
 def test_a_drafter_chosen_twice_or_not_at_all(options: dict[str, str], why: str) -> None:

@@ -197,7 +197,7 @@ def test_who_cannot_tell_refuses() -> None:
 @pytest.mark.parametrize(
     ("fields", "what"),
     [({"logprobs": -1}, "logprobs=-1"), ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5 is not a whole number"),
-     ({"max_tokens": 0}, "max_tokens=0 asks for nothing"), ({"scored_from": 0}, "scored_from=0")],
+     ({"max_tokens": 0}, "max_tokens=0 is allowed only"), ({"scored_from": 0}, "scored_from=0")],
 )  # fmt: skip
 def test_mistakes_are_named(fields: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=what):

@@ -161,7 +161,7 @@ def test_whoever_has_a_knob_for_weights_declares_them_and_can_be_trained() -> No
     assert sorted(kinds) == trainable.names() and "skip.unified" in kinds
     for kind in kinds:
         assert callable(trainable.trainer(kind))
-    with pytest.raises(UserError, match=r"nothing to train for 'skip\.unifed'. Did you mean skip\.unified"):
+    with pytest.raises(UserError, match=r"'skip\.unifed' needs no training or is unknown. Did you mean skip\.unified"):
         trainable.trainer("skip.unifed")
 
 

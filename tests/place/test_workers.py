@@ -30,7 +30,7 @@ def test_who_says_to_have_workers_hires_some(name: str) -> None:
 
 
 def test_a_cluster_without_workers_is_told_which_placements_have_some() -> None:
-    with pytest.raises(UserError, match="nobody to place") as refused:
+    with pytest.raises(UserError, match="needs a placement with several workers") as refused:
         tiny.engine(cluster="processes")
     said = str(refused.value)
     assert all((name in said) == (name not in ALONE) for name in PLACES), said

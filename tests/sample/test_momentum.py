@@ -101,7 +101,7 @@ def test_a_chain_is_its_methods_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("standard+momentum", "hands on to nobody: put it last, as in momentum\\+standard"),
+    [("standard+momentum", "must come last, as in momentum\\+standard"),
      ("momentum+nothing", "nothing"), ("momentum+", "momentum"), ("+momentum", "sample")],
 )  # fmt: skip
 def test_chains_that_are_none(text: str, why: str) -> None:

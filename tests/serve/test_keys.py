@@ -220,7 +220,7 @@ def test_without_keys_a_hangup_ends_nothing(server: Server) -> None:
 
 def test_listening_to_all_without_keys_is_said_aloud(tmp_path: Path) -> None:
     with Server(host="0.0.0.0") as running:
-        assert running.errors().startswith("warning: other machines can reach this server: --keys FILE")
+        assert running.errors().startswith("warning: other machines can reach this server without a key. --keys FILE")
     path = tmp_path / "keys.toml"
     path.write_text(table("root"))
     with Server(host="0.0.0.0", keys=str(path), open_metrics=True) as running:

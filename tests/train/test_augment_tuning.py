@@ -141,7 +141,7 @@ def test_the_command_trains_what_the_engine_then_finds(
         engines.engine({"decode": "augment:latents=4"}, of=model)
     with pytest.raises(SystemExit) as none:
         main(["train", "artefact", "decode.augment:latents=0", "--model", str(base), "--out", str(out)])
-    assert none.value.code == 2 and "nothing to train" in capsys.readouterr().err
+    assert none.value.code == 2 and "needs no training" in capsys.readouterr().err
 
 
 # ---- twin and engine

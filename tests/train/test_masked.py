@@ -206,7 +206,7 @@ def test_nothing_hidden_is_nothing_to_train(base: Path, tmp_path: Path, capsys: 
     for setting in ("evict.longgen:window=508", "attend.power:block=128", "attend.infllm"):
         with pytest.raises(SystemExit) as left:
             main(["train", "artefact", setting, "--model", str(base), "--out", str(tmp_path)])
-        assert left.value.code == 2 and "there is nothing to train" in capsys.readouterr().err
+        assert left.value.code == 2 and "choose a smaller window" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "learns"), [("power", True), ("window", False)])

@@ -127,12 +127,12 @@ def _command(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["skip.unifed", "--out", "x"], "nothing to train for 'skip.unifed'. Did you mean skip.unified"),
+    (["skip.unifed", "--out", "x"], "'skip.unifed' needs no training or is unknown. Did you mean skip.unified"),
     (["skip.unified"], "say where it goes: --out runs/skip.unified"),
     (["skip.unified", "--out", "x", "--resume"], "nothing to resume: x/checkpoint.pt"),
     (["attend.zero_tuning", "--out", "x", "--resume"], "nothing to resume: x/trials.csv"),
     (["skip.unified:speed=2", "--out", "x"], "no knob 'speed'"),
-    (["skip.unified:speedup=1", "--out", "x"], "there is nothing to train"),
+    (["skip.unified:speedup=1", "--out", "x"], "needs no training"),
 ])  # fmt: skip
 def test_mistakes_on_the_command_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

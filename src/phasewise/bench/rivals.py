@@ -48,9 +48,9 @@ def rivals(texts: Sequence[str]) -> list[Rival]:
     found = [Rival.parse(text) for text in texts]
     twice = next((one.name for i, one in enumerate(found) if one.name in {other.name for other in found[:i]}), None)
     if twice is not None:
-        raise UserError(f"{twice!r} stands there twice: name servers apart, such as a=http://... b=http://...")
+        raise UserError(f"{twice!r} is named twice: give servers different names, such as a=http://... b=http://...")
     if len(found) < 2:
-        raise UserError(f"{texts[0]!r} has nothing to be compared with: name two, such as default {texts[0]}")
+        raise UserError(f"{texts[0]!r} is only one contender: name two, such as default {texts[0]}")
     return found
 
 

@@ -74,7 +74,7 @@ class Handover:
             return  # said twice
         pushed = flight.transfer is not None and flight.transfer.pushed
         if "piece" in event and not pushed:
-            self.router.restart(flight, "what nobody expects any more was sent")
+            self.router.restart(flight, "received a KV chunk of a cancelled transfer")
         elif flight.departs:
             self.set_out(flight)
             assert flight.transfer is not None

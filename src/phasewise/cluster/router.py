@@ -170,7 +170,7 @@ class Router:
         for handle, number in [(handle, handle.told) for handle in self.handles]:
             while handle.state.get("heard", 0) < number:
                 if self.clock() > until or not handle.connection.alive:
-                    raise UserError(f"worker {handle.name} has died, or says nothing, since it was told of them")
+                    raise UserError(f"worker {handle.name} has died or does not answer")
                 self.supervisor.wait(PAUSE)
                 for each in self.handles:
                     self._hear(each)

@@ -130,7 +130,7 @@ def _sentencepiece(meta: Metadata, tokens: Sequence[str], types: Sequence[int]) 
     if len(scores) != len(tokens):
         raise UserError(f"{meta.path}: {len(tokens)} tokens and {len(scores)} scores of them in tokenizer.ggml.scores.")
     if any(score != score for score in scores):
-        raise UserError(f"{meta.path}: tokenizer.ggml.scores has numbers that are none. Download or export it again.")
+        raise UserError(f"{meta.path}: tokenizer.ggml.scores has values that are not finite. Export it again.")
     spelled = [SPACE * len(token) if kind == USER_DEFINED and not token.strip(" ") else token
                for token, kind in zip(tokens, types)]  # fmt: skip
     unknown = meta.index("tokenizer.ggml.unknown_token_id", len(tokens))

@@ -73,7 +73,7 @@ def load(model: Model, wanted: Artefact, weights: str) -> dict[str, Tensor]:
     if weights != "auto":
         path = Path(weights).expanduser()
         if not path.is_file():
-            raise UserError(f"{wanted.kind}: weights={weights}: there is no such file. Say auto, random:SEED, or train "
+            raise UserError(f"{wanted.kind}: weights={weights}: no such file. Choose auto or random:SEED, or train "
                             f"one: {wanted.command(str(model.files.path))}")  # fmt: skip
         return _read(path, model, wanted)
     beside = model.files.folder / FOLDER / wanted.file

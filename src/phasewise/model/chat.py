@@ -109,12 +109,12 @@ class ChatTemplate:
         """The prompt up to where the last message's text ends."""
         last = messages[-1] if messages else {}
         if not isinstance(last.get("content"), str):
-            raise UserError("continue_final_message goes on with the last message, which has no text: give it some")
+            raise UserError("continue_final_message continues the last message, but that has no text: give it some")
         marked = [*messages[:-1], {**last, "content": last["content"] + _MARK}]
         text = self.render(marked, False, template=template, **extra)
         at = text.rfind(_MARK.strip())
         if at < 0:
-            raise UserError("The chat template does not show the last message's text, so nothing can go on with it.")
+            raise UserError("The chat template does not render the last message's text, so it cannot be continued.")
         trims = not text.startswith(_MARK, at)  # then it would have trimmed the text's own end
         return text[:at].rstrip() if trims else text[:at]
 

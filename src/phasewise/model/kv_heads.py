@@ -65,7 +65,7 @@ def check(files: Source, heads: int) -> ModelConfig:
                         "the checkpoint that it was made from")  # fmt: skip
     config = parse_config(files.settings())
     if config.family not in FAMILIES:
-        why = WHY_NOT.get(config.family, "nobody has looked into how")
+        why = WHY_NOT.get(config.family, "converting this family is not supported")
         known = ", ".join(FAMILIES)
         raise UnsupportedModel(f"{files.path}: the KV heads of a {config.family} cannot be joined: {why}. Choose one "
                                f"of {known}.")  # fmt: skip
@@ -213,7 +213,7 @@ def convert(files: Source, heads: int, basis: Sequence[Basis], target: Path) -> 
     """
     config = check(files, heads)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} holds something already: say another folder, or empty that one")
+        raise UserError(f"{target} is not empty: name another folder, or empty it")
     target.mkdir(parents=True, exist_ok=True)
     values = {**files.settings().values, "num_key_value_heads": heads, "head_dim": config.head_dim}
     shards, total = list[list[str]](), 0

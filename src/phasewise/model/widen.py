@@ -80,7 +80,7 @@ def widen(files: Source, target: Path, factor: int) -> int:
     raw = files.settings()
     config = parse_config(raw)
     if config.family not in FAMILIES:
-        why = WHY_NOT.get(config.family, "nobody has looked into how")
+        why = WHY_NOT.get(config.family, "widening this family is not supported")
         known = ", ".join(FAMILIES)
         raise UnsupportedModel(f"{files.path}: a {config.family} cannot be widened: {why}. Choose one of {known}.")
     values, tensors = _settings(raw, config, factor), files.tensors()
@@ -135,12 +135,12 @@ def _shards(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 def _make_room(target: Path, total: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} holds something already: say another folder, or empty that one")
+        raise UserError(f"{target} is not empty: name another folder, or empty it")
     target.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target).free
     if total > free:
         raise UserError(f"the twin has {total / 1e9:.1f} GB of weights, and {target} has room for {free / 1e9:.1f} GB: "
-                        "say a folder on another disk, or a smaller factor")  # fmt: skip
+                        "name a folder on another disk, or a smaller factor")  # fmt: skip
 
 
 def _save(path: Path, shard: list[Piece], tensors: Tensors) -> None:

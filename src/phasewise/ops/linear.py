@@ -125,7 +125,7 @@ def _require_int8(weight: Tensor) -> None:
     if weight.device.type != "cpu":
         raise UserError(f"int8 weights run on the CPU only, these are on {weight.device}. Leave int8 out.")
     if native.library() is None:
-        raise UserError("int8 weights need the native CPU kernels; the log says why there are none. Leave int8 out.")
+        raise UserError("int8 weights need the native CPU kernels; the log says why they are missing. Leave int8 out.")
 
 
 def _pack(weight: Tensor) -> Tensor:

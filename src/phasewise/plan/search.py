@@ -131,7 +131,7 @@ class Question:
         numbers = found.numbers(self.slo)
         spent = numbers["joules" if self.goal == "power" else "money"]
         if not spent:
-            raise UserError(f"goal={self.goal!r}: the source of costs says nothing of it; take a device that does")
+            raise UserError(f"goal={self.goal!r}: these costs have no figures for it; choose a device that has")
         return len(found.jobs) * found.share(self.slo) / float(spent)
 
 

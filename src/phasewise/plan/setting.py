@@ -165,4 +165,4 @@ def unknown_role(roles: Sequence[str], given: Mapping[str, str]) -> None:
     """Raise UserError for a device given to a role that the placement does not have."""
     for role in given:
         if role and role not in roles:
-            raise UserError(f"a device is given for {role!r} workers, and there are none. {near(role, roles)}")
+            raise UserError(f"a device is given for {role!r} workers, but the placement has none. {near(role, roles)}")

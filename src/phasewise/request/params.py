@@ -62,7 +62,7 @@ class Params:
         if self.pooling not in (None, "mean", "last"):
             raise UserError(f"pooling={self.pooling!r} must be 'mean' or 'last'")
         if not self.max_tokens and self.prompt_logprobs is None and self.pooling is None:
-            raise UserError("max_tokens=0 asks for nothing: it is for prompt_logprobs or pooling; give at least 1")
+            raise UserError("max_tokens=0 is allowed only with prompt_logprobs or pooling: give at least 1")
         if not _all(Integral, self.stop_tokens):
             raise UserError(f"stop_tokens={self.stop_tokens!r} are no token ids: give whole numbers, as in (2, 7)")
         biases = self.logit_bias

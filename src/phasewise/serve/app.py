@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 POLICY = Policy()
 OPEN_TO_ALL = (
-    "other machines can reach this server: --keys FILE lets in nobody without a key (`phasewise keys new NAME` makes "
-    "one), --host 127.0.0.1 nobody from elsewhere"
+    "other machines can reach this server without a key. --keys FILE requires keys (`phasewise keys new NAME` makes "
+    "one); --host 127.0.0.1 keeps other machines out"
 )
 
 

@@ -96,7 +96,7 @@ def masked_loss(twin: Dense, delta: LowRank | None, mask: Hidden, batch: tuple[l
 def tune(made: Artefact, mask: Hidden, job: Job, usual: int = TOKENS) -> Path:
     """Train the low-rank weights of an artefact; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     if not mask.layers:
-        raise UserError(f"{made.setting}: every row sees everything in this model: there is nothing to train")
+        raise UserError(f"{made.setting}: its mask covers the whole context: choose a smaller window")
     base, twin = job.base()
     torch.manual_seed(job.seed)
     tokens = job.tokens or usual

@@ -43,7 +43,7 @@ class Datastore:
         """Raises UserError where the texts hold nothing."""
         pieces = [np.asarray([*text, NOTHING], dtype=np.int32) for text in texts if len(text)]
         if not pieces:
-            raise UserError("a datastore needs text: there is none in what was given. Name a folder with text files")
+            raise UserError("a datastore needs text, but none was found: name a folder with text files")
         tokens = np.concatenate(pieces)
         return cls(tokens, order(tokens))
 

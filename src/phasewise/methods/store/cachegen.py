@@ -76,7 +76,7 @@ class CacheGen:
             except ModuleNotFoundError:
                 raise UserError(
                     "store cachegen needs the entropy coder of the package constriction, which is not installed: "
-                    "pip install 'phasewise[cachegen]', or choose cachegen:level=0, which sends rows as they are"
+                    "pip install 'phasewise[cachegen]', or choose cachegen:level=0, which sends KV without coding"
                 ) from None
 
     @property

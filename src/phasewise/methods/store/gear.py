@@ -46,7 +46,7 @@ class Gear:
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 16):
-            raise UserError(f"gear: bits={self.bits}: choose 2 or 4, or 16 for rows as they are")
+            raise UserError(f"gear: bits={self.bits}: choose 2, 4, or 16 (not quantised)")
         for name in ("group", "block"):
             if getattr(self, name) < 1:
                 raise UserError(f"gear: {name}={getattr(self, name)} must be at least 1")

@@ -43,7 +43,7 @@ class Kivi:
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 16):
-            raise UserError(f"kivi: bits={self.bits}: choose 2 or 4, or 16 for rows as they are")
+            raise UserError(f"kivi: bits={self.bits}: choose 2, 4, or 16 (not quantised)")
         if self.group < 1:
             raise UserError(f"kivi: group={self.group} must be at least 1 (numbers that share their levels)")
         if self.residual < 1 or self.residual % self.group:

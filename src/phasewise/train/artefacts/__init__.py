@@ -51,7 +51,7 @@ def kept(kind: str) -> str:
 
 def _module(kind: str) -> ModuleType:
     if kind not in names():
-        raise UserError(f"there is nothing to train for {kind!r}. {near(kind, names())}")
+        raise UserError(f"{kind!r} needs no training or is unknown. {near(kind, names())}")
     return importlib.import_module(f"{__name__}.{kind.replace('.', '_', 1)}")
 
 

@@ -38,7 +38,7 @@ Batch = tuple[list[Exchange], list[Exchange]]
 def train(method: Augment, job: Job) -> Path:
     """Train for one number of latents; `job.out` gets checkpoint.pt, losses.csv and the artefact."""
     if not method.latents:
-        raise UserError("augment: latents=0 adds nothing: there is nothing to train")
+        raise UserError("augment: latents=0 needs no training: choose latents above 0")
     base, twin = job.base()
     made = method.artefact(base.config)
     torch.manual_seed(job.seed)

@@ -36,7 +36,7 @@ def train(method: Unified, job: Job) -> Path:
     made = method.artefact(base.config)
     layers = kept(base.config.layers, method.speedup)
     if len(layers) == base.config.layers:
-        raise UserError(f"unified: speedup={method.speedup} runs every layer: there is nothing to train")
+        raise UserError(f"unified: speedup={method.speedup} needs no training: choose one above 1")
     torch.manual_seed(job.seed)
     tokens = job.tokens or TOKENS
     run = start(LowRank(made.shapes))
