@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
-import pytest
-
 import phasewise
-
-pytestmark = pytest.mark.thorough
 
 COMMANDS = ["serve", "run", "methods", "eval", "bench", "bench offline", "bench load", "bench methods", "bench compare",
             "train", "train pocket", "train draft", "models", "models fetch", "models path", "widen",
             "convert kv_heads", "keys", "keys new", "report", "tune", "plan", "profile", "simulate"]  # fmt: skip
 
 
-def light(*words: str) -> tuple[int, str]:
-    """Exit status and output of a command that must not have imported torch."""
-    program = (
-        "import sys, io\nfrom phasewise.cli import main\ncode = 0\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as left:\n    code = left.code or 0\n"
-        "heavy = sorted({'torch', 'fastapi', 'numpy'} & set(sys.modules))\n"
-        "sys.exit(f'imported {heavy}' if heavy else code)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+def light(*commands: str) -> list[tuple[int, str]]:
+    """Exit status and output of commands, one after the other in a process that must not have imported torch."""
+    program = """
+import contextlib, io, json, sys
+from phasewise.cli import main
+for command in sys.argv[1:]:
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main(command.split())
+        except SystemExit as left:
+            code = left.code or 0
+    heavy = sorted({"torch", "fastapi", "numpy"} & set(sys.modules))
+    print(json.dumps([f"imported {heavy}" if heavy else code, said.getvalue()]))
+"""
+    done = subprocess.run([sys.executable, "-c", program, *commands], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_teaches_at_once(command: str) -> None:
-    code, text = light(*command.split(), "--help")
-    assert code == 0, text
-    assert "Usage: phasewise" in text
-    if command not in ("", "bench", "train"):
-        assert "Examples" in text and f"phasewise {command}" in text
-
-
-def test_the_version() -> None:
-    assert light("--version") == (0, f"phasewise {phasewise.__version__}\n")
-
-
-def test_an_unknown_method_is_refused_at_once() -> None:
-    code, text = light("serve", "--evict", "snapkw")
-    assert code == 2 and text.startswith("error: unknown evict method 'snapkw'. Did you mean snapkv?")
+def test_help_and_mistakes_come_at_once() -> None:
+    wrong, version, *helps = light("serve --evict snapkw", "--version", *(f"{name} --help" for name in ["", *COMMANDS]))
+    assert wrong[0] == 2 and wrong[1].startswith("error: unknown evict method 'snapkw'. Did you mean snapkv?")
+    assert version == (0, f"phasewise {phasewise.__version__}\n")
+    for command, (code, text) in zip(["", *COMMANDS], helps, strict=True):
+        assert code == 0, text
+        assert "Usage: phasewise" in text
+        if command not in ("", "bench", "train"):
+            assert "Examples" in text and f"phasewise {command}" in text
 
 
 def test_as_a_module() -> None:

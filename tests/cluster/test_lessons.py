@@ -15,6 +15,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from tests import tiny
 from tests.cluster.processes import handle, kill, pid, segments, started
+from tests.seeds import draw
 
 PROMPTS = tiny.prompts(120, 40, 7)
 WINDOW = {"evict": "streaming:sinks=2,window=12"}
@@ -25,7 +26,7 @@ CHOICES: list[dict[str, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["disaggregated:prefill=1,decode=1", "semi_pd"])
+@pytest.fixture(scope="module", params=[draw(__name__).choice(["disaggregated:prefill=1,decode=1", "semi_pd"])])
 def placed(request: pytest.FixtureRequest) -> Iterator[Router]:
     router = started(request.param, {}, prefix_cache=False)
     yield router

@@ -28,6 +28,7 @@ from phasewise.request.request import Request  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.cluster import nodes as on  # noqa: E402
 from tests.cluster.nodes import Nodes, Stage, gone, inside, node, pid, within  # noqa: E402
+from tests.seeds import draw  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a machine that is busy
 MIXED = [Params(60, temperature=t, seed=i, ignore_eos=True) for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))]
@@ -227,7 +228,7 @@ def decoding(stage: Stage) -> Callable[[], bool]:
     return lambda: decode in stage.holders() and all(flight.caller.n_out > 3 for flight in flights.values())
 
 
-@pytest.mark.parametrize("moment", [prefilling, sending, decoding])
+@pytest.mark.parametrize("moment", [draw(__name__).choice([prefilling, sending, decoding])])
 def test_a_node_that_dies_is_waited_for(
     nodes: Nodes, stage: Stage, moment: Callable[[Stage], Callable[[], bool]]
 ) -> None:

@@ -223,8 +223,10 @@ def moving(placed: Router, state: State) -> Iterator[bool]:
             yield flight.transfer.state is state
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("moment", [computing, reserved, sending, taking, owned], ids=lambda moment: moment.__name__)
+@pytest.mark.parametrize(
+    ("moment", "role"),
+    [(computing, "prefill"), (reserved, "prefill"), (sending, "decode"), (taking, "decode"), (owned, "decode")],
+)
 def test_killed_in_any_state(shared: Router, moment: Callable[..., Iterator[None]], role: str) -> None:
     before = shared.counters
     requests = start(shared, 9)  # no request outgrows its first buffers

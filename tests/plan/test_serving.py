@@ -147,7 +147,8 @@ def test_profiles_ask_real_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """With one engine, and with workers where these have the threads that were measured."""
     monkeypatch.setattr("phasewise.plan.profile.QUICK", Grid((8, 16), (1, 3), (0, 64), 1))
     monkeypatch.setattr("phasewise.bench.bandwidth.reading", lambda rounds: 1e9)
-    monkeypatch.setattr("phasewise.plan.serving.ROUNDS", 1)
+    for name, few in {"ROUNDS": 1, "EACH": 2, "AMONG": 4, "NEW": 16, "STREAMS": (1, 2), "PROMPTS": (16, 32)}.items():
+        monkeypatch.setattr(f"phasewise.plan.serving.{name}", few)
     path = tmp_path / "p.json"
     with pytest.raises(SystemExit) as ended:
         main(["profile", "--quick", "--out", str(path)])

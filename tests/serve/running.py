@@ -33,6 +33,7 @@ class Server:
         options = {"port": 0, "name": "tiny", **options}
         self.secret = secret
         self._headers = {"Authorization": f"Bearer {secret}"}
+        self._http = httpx.Client(verify=False, timeout=PATIENCE)  # certificates take longer to read than answers
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe that nobody reads would fill up)
         self.model = str(model or chat_checkpoint(chat))
         self.process = Forked(start, self.model, json.dumps(options), errors=self._errors)
@@ -52,6 +53,7 @@ class Server:
             self.process.kill()
         self.process.communicate(timeout=PATIENCE)
         self._errors.close()
+        self._http.close()
 
     def errors(self) -> str:
         """What it has written to stderr."""
@@ -60,23 +62,26 @@ class Server:
 
     def client(self, **options: Any) -> openai.OpenAI:
         options = {"api_key": self.secret, "max_retries": 0, "timeout": PATIENCE, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", http_client=openai.DefaultHttpxClient(verify=False), **options)
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.secret, max_retries=0, timeout=PATIENCE)
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=self.secret, max_retries=0, timeout=PATIENCE, http_client=http
+        )
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """`body` as JSON, or as it is if it is text or bytes."""
         content = body if isinstance(body, str | bytes) else json.dumps(body)
-        options = {"headers": self._headers, "timeout": PATIENCE, **options}
-        return httpx.post(f"{self.url}{path}", content=content, **options)
+        options = {"headers": self._headers, **options}
+        return self._http.post(f"{self.url}{path}", content=content, **options)
 
     def health(self) -> httpx.Response:
-        return httpx.get(f"{self.url}/health", timeout=PATIENCE)
+        return self._http.get(f"{self.url}/health")
 
     def metrics(self) -> dict[str, float]:
         """Every sample by name, labels included."""
-        lines = httpx.get(f"{self.url}/metrics", headers=self._headers, timeout=PATIENCE).text.splitlines()
+        lines = self._http.get(f"{self.url}/metrics", headers=self._headers).text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def settled(self) -> dict[str, float]:

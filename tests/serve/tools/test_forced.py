@@ -19,6 +19,7 @@ from phasewise.serve.tools.forced import grammar
 from phasewise.serve.tools.formats import FORMATS
 from phasewise.serve.tools.reader import Manner, Reader
 from phasewise.serve.tools.spelling import Spelling
+from tests.seeds import draw
 from tests.serve.playing import checkpoint, play
 from tests.serve.running import Server
 from tests.serve.tools.test_optional import allows, grammars, tokenizer
@@ -40,7 +41,7 @@ ENDING = '"}])</>'
 TEMPLATES = ("hermes", "opened", "llama3", "mistral", "named", "pythonic", "coder", "fenced", "separated", "tool_code")
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+@pytest.fixture(scope="module", params=draw(__name__).sample(TEMPLATES, 3))
 def any_format(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server whose model writes calls in one of the formats, and obeys messages that say what to answer."""
     with Server(model=checkpoint(request.param), faults={"plays": True}) as running:
@@ -59,8 +60,7 @@ def calls(choice: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize(("choice", "strict"), [("required", True), (NAMED, False)], ids=["required", "named"])
 def test_every_complete_answer_is_a_call(any_format: Server, choice: Any, strict: bool) -> None:
     tools = [{**tool, "function": {**tool["function"], "strict": strict}} for tool in TOOLS]
     body = asked(tools=tools, tool_choice=choice, parallel_tool_calls=False)
