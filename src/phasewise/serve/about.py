@@ -1,4 +1,4 @@
-"""What a server says of itself, and how it turns text into tokens: small questions that never reach the engine."""
+"""Small endpoints that never reach the engine: the server describes itself and turns text into tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class About:
         ]
 
     async def version(self) -> Response:
-        """Of phasewise."""
+        """GET /version: the version of phasewise."""
         return json_response({"version": __version__})
 
     async def tokenizer_info(self) -> Response:

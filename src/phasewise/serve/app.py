@@ -152,8 +152,7 @@ def create_app(
 
 
 def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: Policy) -> None:
-    """What is there to look at: the event stream, which never ends and so is in no document of requests, and the page
-    that draws it."""
+    """Adds the event stream and the page that draws it. The stream never ends, so no document of requests lists it."""
     from starlette.responses import Response
 
     from phasewise.serve.playground.files import add_to
@@ -166,7 +165,7 @@ def show(app: FastAPI, service: Service, keys: KeyRing | None, policy: Policy) -
 
 
 def public_name(model: str) -> str:
-    """What clients call a model: of a path its last part, for they are told nothing of this machine."""
+    """The name by which clients call a model. Of a path it is the last part: clients learn nothing of this machine."""
     path = Path(model).expanduser()
     return path.resolve().name or "model" if path.exists() else model
 
@@ -196,7 +195,7 @@ def impatient(sock: socket.socket, seconds: float) -> None:
 
 
 def loopback(sock: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """True if only this machine can reach the address."""
     return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
@@ -219,7 +218,7 @@ def address(host: str, sock: socket.socket, scheme: str = "http") -> str:
 
 
 def banner(llm: LLM, name: str, url: str, seconds: float) -> str:
-    """What is printed when the server is ready: where it is, and a request to paste."""
+    """The text that is printed when the server is ready: its address, and a request to paste."""
     body: dict[str, object] = {"model": name, "max_tokens": 64}
     messages = [{"role": "user", "content": "Hello!"}]
     try:

@@ -1,4 +1,4 @@
-"""How the event loop hears that something has arrived for an answer."""
+"""Tells the event loop that something has arrived for an answer."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ Answers = dict[int | str, dict[str, Any]]
 
 
 def error_of(path: str) -> dict[str, Any]:
-    """What an error of this route looks like."""
+    """The schema of an error of this route."""
     return ANTHROPIC_ERROR if path.startswith("/v1/messages") else ERROR
 
 
 def answers(*failures: int, kinds: tuple[str, ...] = ("application/json",), error: dict[str, Any] = ERROR) -> Answers:
-    """What a route answers with: one of `kinds` on success, and these failures as JSON."""
+    """Describes a route's answers: one of `kinds` on success, and these failures as JSON."""
     good: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
     found: Answers = {200: {"description": "The answer.", "content": good}}
     for status in failures:

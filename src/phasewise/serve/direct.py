@@ -16,7 +16,7 @@ NAME = "phasewise.direct"  # of the ASGI extension
 
 
 class Direct:
-    """Of one response, whose head has been sent as usual, and whose last part is."""
+    """Writes the parts of one response past ASGI. Its head has been sent as usual, and so is its last part."""
 
     __slots__ = ("_cycle",)
 
@@ -25,7 +25,7 @@ class Direct:
 
     @property
     def ready(self) -> bool:
-        """Whether a part can be written now: in chunks, into a socket that takes it."""
+        """True if a part can be written now: in chunks, into a socket that takes it."""
         cycle = self._cycle
         begun = cycle.response_started and not cycle.response_complete and not cycle.disconnected
         return begun and not cycle.flow.write_paused and cycle.scope["http_version"] == "1.1"
@@ -46,5 +46,5 @@ class Protocol(H11Protocol):
 
 
 def direct(scope: Scope) -> Direct | None:
-    """That of a request, if its server has such."""
+    """The direct writer of a request, if its server has one."""
     return cast("Direct | None", scope.get("extensions", {}).get(NAME))

@@ -18,7 +18,7 @@ SHUTDOWN = "the server is shutting down"
 
 
 class Full(PhasewiseError):
-    """As many requests as the server takes are live; try again later."""
+    """The server has as many live requests as it takes; clients should try again later."""
 
 
 class Unavailable(PhasewiseError):

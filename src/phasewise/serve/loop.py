@@ -41,7 +41,7 @@ WATCH = 0.5  # seconds between steps with nothing to run, where workers may have
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """What one request gives, on the event loop's side. After `EngineLoop.add` the request itself is the engine's.
+    """The output of one request, on the event loop's side. After `EngineLoop.add` the request itself is the engine's.
 
     `tokens` have arrived and wait to be taken; a feed that is not `partial` gets them all at the end. `bell` is rung
     whenever something arrived, and may be shared by several feeds.
@@ -317,7 +317,7 @@ class EngineLoop:
 
 
 def _exchanges(feeds: Sequence[Feed]) -> list[Exchange]:
-    """Of each, the exchange that it is part of, if there is one."""
+    """The exchange that each request is part of, if there is one."""
     return [feed.exchange for feed in feeds if feed.exchange is not None]
 
 

@@ -174,7 +174,7 @@ class Service:
 
     # ---- what other endpoints share
     async def order_chat(self, ask: ChatAsk) -> Order:
-        """What to generate for a conversation."""
+        """Builds the generation request of a conversation."""
         self.recipe(ask.model)
         prompt = await self.prompt(ask)
         order = self._order(ask, [_cut(ask, prompt.ids)], "messages", [prompt.lead] if prompt.lead else ())
@@ -273,7 +273,7 @@ class Service:
         return _cut(ask, prompt)
 
     async def _prepare(self, order: Order, field: str | None) -> None:
-        """What a request asks for is checked, and made ready, while streams go on."""
+        """Checks and prepares what a request asks for, while streams go on."""
         try:
             await asyncio.to_thread(self.llm.engine.prepare, order.params, order.recipe)
         except UserError as error:

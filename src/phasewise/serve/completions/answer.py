@@ -42,8 +42,8 @@ class Choice:
     late: ApiError | None = None  # what is said of it if it is cancelled because its time is over
 
     def take(self) -> Piece:
-        """What has arrived since the last call; after the end, all that is left of it. Raises ApiError if the choice
-        failed or was cancelled."""
+        """Takes what has arrived since the last call; after the end, all that is left of it. Raises ApiError if the
+        choice failed or was cancelled."""
         first, self.begun = not self.begun, True
         text, told, origins = self._arrived()
         if self.reader is None:
@@ -89,7 +89,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one choice; `finish` is set on its last piece."""
+    """New text of one choice. `finish` is set on its last piece."""
 
     index: int
     text: str
@@ -113,7 +113,7 @@ def finish_reason(left: Left) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """Whose log-probabilities are told, and how many of the likeliest tokens come with each; None: nobody's."""
+    """The tokens whose log-probabilities are told, and how many of the likeliest come with each. None: no token's."""
 
     tokens: int | None = None  # the output's, and those of an echoed prompt
     prompt: int | None = None  # the prompt's, by id
@@ -121,7 +121,7 @@ class Telling:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to generate: `n` samples of each prompt (token ids), with `leads` before their texts."""
+    """A request for `n` samples of each prompt (token ids), with `leads` before their texts."""
 
     prompts: Sequence[Sequence[int]]
     params: Params
@@ -175,8 +175,8 @@ class Answer:
 
     @property
     def details(self) -> dict[str, int]:
-        """What usage says of its prompts besides their tokens: how many of these came from the KV of an earlier answer,
-        where one was named, and how many rows were added that stand for none."""
+        """Usage of its prompts besides their tokens: tokens that came from the KV of an earlier answer, where one was
+        named, and rows that were added and stand for no token."""
         found = {}
         if self._goes_on:
             found["cached_tokens"] = sum(choice.feed.request.recalled for choice in self._every[:: self._samples])
@@ -185,7 +185,7 @@ class Answer:
         return found
 
     def prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | None:
-        """Of all tokens of its prompt, the first of which has none; None where they are not wanted."""
+        """Log-probabilities of the prompt's tokens. The first has none; None where nobody asked for them."""
         top = self._prompt_told
         if top is None:
             return None
@@ -254,11 +254,11 @@ class Answer:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing more to take: all choices have been taken to their end, or the client is gone."""
+        """True if nothing is left to take: all choices have been taken to their end, or the client is gone."""
         return self.gone or not self._live
 
     def take(self) -> list[Piece]:
-        """What has arrived since the last call. Raises ApiError if a choice failed."""
+        """Takes what has arrived since the last call. Raises ApiError if a choice failed."""
         found = []
         for choice in [c for c in self._live if c.feed.tokens or c.feed.left]:
             piece = choice.take()

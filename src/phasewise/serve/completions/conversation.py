@@ -89,7 +89,7 @@ class Conversations:
     def _forced(
         self, must: Sequence[Mapping[str, Any]], single: bool, spell: Spelling, why: Why
     ) -> tuple[str, dict[str, Any] | None]:
-        """How an answer that must be a call begins, and the grammar of the rest: there is one or the other."""
+        """The beginning of an answer that must be a call, or the grammar of the whole: there is one or the other."""
         if not must:
             return "", None
         format, opening = self.shown.format, self.shown.opening

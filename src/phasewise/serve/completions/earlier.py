@@ -24,7 +24,7 @@ class _Behind(NamedTuple):
 
 
 class Earlier:
-    """What answers were made of, the latest `most` of them."""
+    """The conversations of the latest `most` answers, by id."""
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self._most = most

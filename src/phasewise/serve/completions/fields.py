@@ -50,5 +50,5 @@ def check(ask: BaseModel, refused: Harmless, harmless: frozenset[str] = HARMLESS
 
 
 def among(value: object, harmless: tuple[object, ...]) -> bool:
-    """Whether `value` is one of these, where 0 is not False and 1 is not True."""
+    """True if `value` is one of these; 0 is not False, and 1 is not True."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

@@ -29,7 +29,7 @@ class Teller:
         self._text, self._offset = Detokenizer(tokenizer), 0
 
     def tell(self, tokens: Sequence[int], scores: Sequence[Score | None]) -> list[Told]:
-        """What comes next of the choice."""
+        """Writes the scores of the choice's next tokens."""
         told = []
         for token, score in zip(tokens, scores):
             new, own = self._text.push([token]), spelled(self._tokenizer, token)

@@ -1,4 +1,5 @@
-"""How each token of an answer came about, for those who ask with `"provenance": true`: request/score.py's ORIGINS."""
+"""Reports the origin of each token of an answer (ORIGINS of request/score.py) to clients that ask with `"provenance":
+true`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Origins:
         self._text = Detokenizer(tokenizer)
 
     def tell(self, tokens: Sequence[int], scores: Sequence[Score | None], over: bool) -> list[dict[str, Any]]:
-        """What comes next of the choice; `over`: and nothing after it, so that half a character is not waited for."""
+        """Writes the entries of the choice's next tokens. `over`: nothing follows, so half a character is not waited
+        for."""
         entries = [self._entry(token, score) for token, score in zip(tokens, scores)]
         if over and entries:
             entries[-1]["token"] += self._text.flush()

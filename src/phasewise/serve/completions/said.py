@@ -26,7 +26,7 @@ class Call:
     arguments: str = ""
 
     def openai(self) -> dict[str, Any]:
-        """As in `tool_calls`."""
+        """The call as an entry of `tool_calls`."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -59,7 +59,7 @@ class Said:
 
 
 def delta(piece: Piece) -> dict[str, Any]:
-    """What a piece adds to the message: the id and the name of a call once, where it begins."""
+    """The part of the message that a piece adds: the id and the name of a call once, where it begins."""
     new: dict[str, Any] = {"role": "assistant"} if piece.first else {}
     calls: dict[int, dict[str, Any]] = {}
     for one in piece.deltas or ():

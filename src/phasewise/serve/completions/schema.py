@@ -1,4 +1,4 @@
-"""What clients may send. Fields that are not supported, or not known, are refused, never ignored (fields.py)."""
+"""Bodies of requests. Fields that are not supported, or not known, are refused, never ignored (fields.py)."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Ask(BaseModel):
         return self
 
     def asks_for(self, option: str) -> bool:
-        """Whether this one of `stream_options` is set."""
+        """True if this field of `stream_options` is set."""
         return bool((self.stream_options or {}).get(option))
 
     def limit(self) -> int | None:
@@ -147,11 +147,11 @@ class Ask(BaseModel):
         return self.limit()
 
     def samples(self) -> int:
-        """Of each prompt, of which the likeliest `n` are told."""
+        """The number of samples of each prompt, of which the likeliest `n` are told."""
         return self.n or 1
 
     def told(self) -> int | None:
-        """How many of the likeliest tokens each token's log-probability shall come with; None = no such are wanted."""
+        """The number of likeliest tokens that come with each token's log-probability; None: the client wants none."""
         return None
 
     def scored(self) -> int | None:
@@ -365,7 +365,7 @@ def _message(message: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def texts_or_ids(value: Any) -> list[str] | list[list[int]]:
-    """What is given in one of four ways, as a list."""
+    """Turns a text, several texts, token ids or several lists of ids into a list."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:

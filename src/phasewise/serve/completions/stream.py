@@ -76,7 +76,7 @@ class Writer(Protocol):
 
     @property
     def id(self) -> str:
-        """By which clients know the answer."""
+        """The id by which clients know the answer."""
 
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A whole answer."""
@@ -85,10 +85,10 @@ class Writer(Protocol):
         """Those of a piece; empty if the piece says nothing."""
 
     def last(self, answer: Answer) -> bytes:
-        """What ends the stream."""
+        """The last event of the stream."""
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that breaks."""
+        """The last event of a stream that breaks."""
 
 
 class EventStream(Response):

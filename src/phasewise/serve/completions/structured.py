@@ -16,19 +16,19 @@ FIELDS = ("response_format", "structured_outputs", *OLDER, "json_schema", "gramm
 
 
 class Wanted(NamedTuple):
-    """What one field of a request asks of its text."""
+    """The constraint that one field of a request puts on its text."""
 
     field: str
     ask: dict[str, Any]
 
 
 def of_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What to ask (`Params.ask`) for a text that is JSON of this schema: a tool's arguments, say."""
+    """The constraint (`Params.ask`) of a text that is JSON of this schema: a tool's arguments, for example."""
     return {"json_schema": dict(schema)}
 
 
 def wanted(fields: Mapping[str, Any]) -> Wanted | None:
-    """What the FIELDS of a request ask for, those that it has not being None. Raises ApiError naming the field."""
+    """Collects what the FIELDS of a request ask for. Absent fields are None. Raises ApiError naming the field."""
     found = [Wanted(name, ask) for name in FIELDS if (ask := _ask(name, fields.get(name))) is not None]
     if len(found) > 1:
         raise _refused(found[1].field, f"and {found[0].field} are given: a text can follow one of them")

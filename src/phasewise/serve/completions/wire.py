@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Format:
-    """What differs between endpoints: `object` of a whole answer and of a stream's events, and where the text is."""
+    """The differences between endpoints: `object` of a whole answer and of a stream's events, and where the text is."""
 
     prefix: str  # of ids
     whole: str
@@ -110,13 +110,13 @@ class Wire:
         return None if teller is None or piece.told is None else self._format.logprobs(teller, piece.told)
 
     def last(self, answer: Answer) -> bytes:
-        """What ends a stream."""
+        """The last event of a stream."""
         if not self._include_usage:
             return DONE
         return event({**self._head, "object": self._format.part, "choices": [], "usage": usage(answer)}) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that breaks."""
+        """The last event of a stream that breaks."""
         return event(error_body(error)) + DONE
 
 

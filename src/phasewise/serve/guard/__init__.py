@@ -1,1 +1,1 @@
-"""Who may ask, for how much, and how it is kept count of."""
+"""Access to the server: API keys, limits, and the count of what each key uses."""

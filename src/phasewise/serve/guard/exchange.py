@@ -55,7 +55,7 @@ class Exchange:
         self.model = model
 
     def may(self, model: str) -> bool:
-        """Whether its key may use this model."""
+        """True if its key may use this model."""
         return self.quota is None or self.quota.key.models is None or model in self.quota.key.models
 
     def within(self, order: Order, asked: int | None, param: str) -> Order:

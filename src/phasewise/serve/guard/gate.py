@@ -101,5 +101,5 @@ class Gate:
 
 
 def _ambiguous(scope: Scope) -> bool:
-    """Whether a proxy in front may see the end of the body elsewhere (h11 refuses all the rest)."""
+    """True if a proxy in front may see the end of the body elsewhere (h11 refuses all other cases)."""
     return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}

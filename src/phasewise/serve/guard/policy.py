@@ -1,4 +1,4 @@
-"""What a server asks of its users, and how it treats them: `phasewise.serve.app.run(llm, policy=Policy(keys=...))`."""
+"""The server's rules for its users: `phasewise.serve.app.run(llm, policy=Policy(keys=...))`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNLIMITED = Caps()
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """What a file of options says now: its recipes, and which other options are not as they were at the start."""
+    """A file of options as it reads now: its recipes, and other options that have changed since the start."""
 
     recipes: Mapping[str, Mapping[str, str]]
     changed: Sequence[str] = ()
@@ -32,7 +32,7 @@ class Reread:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may ask, and for how much; how answers are read, and which are kept."""
+    """The rules of a server: keys and limits, how answers are parsed, and which are kept."""
 
     queue: int = 256  # requests that may wait beside those that run; more get 429
     keys: Path | None = None  # the file of API keys; None: nobody is asked for one

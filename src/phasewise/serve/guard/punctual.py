@@ -41,7 +41,7 @@ class Waiting(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether it has left."""
+        """True if the sequence has left the engine."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a key may use: requests and tokens per minute, each a token bucket, and requests at once."""
+"""Limits of a key: requests and tokens per minute, each a token bucket, and requests at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """What can be taken now; below 0 in debt."""
+        """The amount that can be taken now; below 0 the key is in debt."""
         now = self._clock()
         self._level = min(self.size, self._level + (now - self._at) * self.size / MINUTE)
         self._at = now
@@ -123,7 +123,7 @@ class Quota:
         self.tokens.take(tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left, as OpenAI's clients read it."""
+        """The rest of the limits as OpenAI's clients read it."""
         found = []
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:

@@ -41,7 +41,7 @@ class Messages:
         return await self._service.respond(request, order, MessageWriter(ask.model or self._service.name))
 
     async def count(self, request: Request) -> Response:
-        """How many tokens the prompt of these messages has."""
+        """Counts the tokens of these messages' prompt."""
         ask = (await self._service.read(CountAsk, request)).chat()
         self._service.recipe(ask.model)
         return json_response({"input_tokens": len((await self._service.prompt(ask)).ids)})
@@ -96,7 +96,7 @@ class MessageWriter:
         return (_event("message_delta", delta=self._end, usage=usage) + _event("message_stop")).encode()
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that breaks."""
+        """The last event of a stream that breaks."""
         return f"event: error\ndata: {json.dumps(error_body(error))}\n\n".encode()
 
     def _start(self, answer: Answer) -> str:

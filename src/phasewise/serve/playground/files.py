@@ -42,7 +42,7 @@ class File:
 
 @cache
 def pages() -> dict[str, File]:
-    """By the path at which each is served."""
+    """The page's files, by the path at which each is served."""
     found = {}
     for each in files(__package__).joinpath("static").iterdir():
         path = ROOT if each.name == "index.html" else BELOW + each.name

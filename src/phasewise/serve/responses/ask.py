@@ -1,4 +1,4 @@
-"""What /v1/responses takes, as the conversation that the rest of the server knows."""
+"""Turns the body of /v1/responses into the conversation that the rest of the server knows."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Stored:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
 
     def put(self, id: str, items: list[Item], body: Mapping[str, Any]) -> bool:
-        """Whether it is kept; one larger than the limit is not."""
+        """Keeps a response, and returns True if it was kept; one larger than the limit is not."""
         text = json.dumps({"items": items, "body": body}).encode()
         if len(text) > self.limit:
             return False

@@ -64,14 +64,14 @@ class ResponseWriter:
         return "".join(events)
 
     def last(self, answer: Answer) -> bytes:
-        """What ends the stream."""
+        """The last event of the stream."""
         if self._finish is None:  # the client has gone
             return b""
         body = self._ended(answer)
         return self._event(f"response.{body['status']}", response=body).encode()
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that breaks."""
+        """The last event of a stream that breaks."""
         told = {"code": "server_error", "message": str(error)}
         body = {**self._head, "status": "failed", "error": told, "output": self._output, "usage": None}
         return self._event("response.failed", response=body).encode()

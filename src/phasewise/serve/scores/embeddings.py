@@ -76,7 +76,7 @@ class Embeddings:
 
 
 def _written(vector: Tensor, ask: EmbeddingAsk) -> list[float] | str:
-    """As numbers, or as little-endian float32 in base64."""
+    """Encodes a vector as numbers, or as little-endian float32 in base64."""
     if ask.encoding_format != "base64":
         return vector.tolist()
     return base64.b64encode(bytes(vector.contiguous().view(torch.uint8).tolist())).decode()

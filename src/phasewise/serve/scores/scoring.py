@@ -1,4 +1,4 @@
-"""How likely the model holds one text after another: POST /v1/score and /v1/rerank.
+"""Scores how likely one text follows another: POST /v1/score and /v1/rerank.
 
 A generative model is asked for nothing but its log-probabilities; nothing is generated. What comes before is computed
 once for all texts that follow it: the first of them leaves its prefix in the cache, where the others find it.
@@ -68,7 +68,7 @@ class RerankAsk(Small):
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Of a text's tokens after those before them."""
+    """Log-probabilities of a text's tokens, given those before them."""
 
     logprob: float  # the sum
     tokens: int
@@ -117,7 +117,7 @@ class Scoring:
     async def _likelihoods(
         self, request: HTTPRequest, model: str | None, pairs: Sequence[tuple[str, str]], param: str
     ) -> tuple[list[Likelihood], int]:
-        """Of every pair's second text, and how many tokens all have."""
+        """The likelihood of every pair's second text, and the number of tokens of all."""
         recipe = self._service.recipe(model)
         spelled = await asyncio.to_thread(self._spelled, pairs, param)
         requests = [self._request(before, after, recipe) for before, after in spelled]

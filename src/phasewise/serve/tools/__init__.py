@@ -1,1 +1,1 @@
-"""What a model says between the lines: tool calls and reasoning, told apart from content while the text arrives."""
+"""Parses tool calls and reasoning out of a model's text while it arrives."""

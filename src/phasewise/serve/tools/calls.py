@@ -19,8 +19,8 @@ FENCE = "```"
 def calls(
     tools: Sequence[Mapping[str, Any]], format: Format, opening: str, spell: Spelling, single: bool = False
 ) -> tuple[str, list[str]]:
-    """What stands before calls in a format, its trigger included, and rules: `calls` is what follows, a call or a list
-    of calls. `opening`: what a call to {name} begins with; `single`: a list has one. Arguments of `strict` tools follow
+    """Returns the text before calls in a format, its trigger included, and rules: `calls` is what follows, a call or a
+    list. `opening`: what a call to {name} begins with; `single`: a list has one. Arguments of `strict` tools follow
     their schema, those of others are any. Raises ApiError for a schema that the format cannot hold."""
     rules, lead, head = list[str](), "", ""
     for i, tool in enumerate(tools):
@@ -88,6 +88,6 @@ def closed(text: str) -> str:
 
 
 def _cut(opening: str, trigger: str) -> tuple[str, str, str]:
-    """What stands before the trigger, the trigger, and what follows it."""
+    """Splits a text into what stands before the trigger, the trigger, and what follows it."""
     head, found, before = opening.rpartition(trigger) if trigger else ("", "", opening)
     return head, found, before

@@ -1,4 +1,4 @@
-"""What a reader makes of text: deltas, in the order in which the model wrote them."""
+"""Deltas: a parser's output, in the order in which the model wrote it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Out:
             self._add("arguments", text, self.calls - 1)
 
     def take(self) -> list[Delta]:
-        """What has come since the last call of this; neighbours of one kind are one delta."""
+        """Takes what has come since the last call; neighbours of one kind are one delta."""
         taken, self._deltas = self._deltas, []
         return [Delta(kind, "".join(texts), index) for kind, texts, index in taken]
 

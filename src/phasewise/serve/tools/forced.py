@@ -17,9 +17,9 @@ Tool = Mapping[str, Any]
 
 
 def grammar(tools: Sequence[Tool], format: Format, opening: str, spell: Spelling, single: bool) -> Ask:
-    """What to ask (`Params.ask`) for an answer that calls these tools: one of them once if `single`, else one or more,
-    one after the other. Arguments of `strict` tools follow their schema, those of others are any. Raises ApiError for
-    a schema that the format cannot hold."""
+    """The constraint (`Params.ask`) of an answer that calls these tools: one of them once if `single`, else one or
+    more, one after the other. Arguments of `strict` tools follow their schema, those of others are any. Raises ApiError
+    for a schema that the format cannot hold."""
     head, rules = calls(tools, format, opening, spell, single)
     start = f"{spell(head)} calls"
     if not single and format.trigger:  # where there is none, a list has all calls
@@ -29,7 +29,7 @@ def grammar(tools: Sequence[Tool], format: Format, opening: str, spell: Spelling
 
 
 def held(must: Sequence[Tool], write: Callable[[Sequence[Tool]], Ask], can: Callable[[Ask], bool]) -> Ask | None:
-    """Of the grammars that `write` makes of calls to these tools, the first that `can` be honoured: arguments follow
+    """Returns the first grammar that `write` makes of calls to these tools and that `can` be honoured: arguments follow
     their schema, and are any where that cannot be and the tool is not `strict`. None where no grammar can, and one tool
     is called without: where it has to be a grammar, what cannot be honoured is said where it is tried."""
 

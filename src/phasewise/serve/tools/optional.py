@@ -18,7 +18,7 @@ TERMINALS = [f"TEXT: /{ANY}/", f"SPACE: /{BLANK}+/"]
 def grammar(
     tools: Sequence[Mapping[str, Any]], format: Format, opening: str, spell: Spelling, tags: Tags | None, opened: bool
 ) -> dict[str, Any]:
-    """What to ask (`Params.ask`) for an answer that may call some of these tools. `opening`: what a call to {name}
+    """The constraint (`Params.ask`) of an answer that may call some of these tools. `opening`: what a call to {name}
     begins with. Between the `tags` of reasoning, of which the prompt may have `opened` one, nothing is a call. Raises
     ApiError for a format in which calls have no beginning of their own, and a schema that the format cannot hold."""
     if not format.trigger:

@@ -139,7 +139,7 @@ def _name(c: str) -> Read:
 
 
 def _tag(c: str) -> Read:
-    """As much of either tag as there is."""
+    """Reads as much of either tag as there is."""
     held = ""
     while c and held not in (PARAMETER, END) and any(tag.startswith(held + c) for tag in (PARAMETER, END)):
         held += c

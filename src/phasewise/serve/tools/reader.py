@@ -14,7 +14,7 @@ from phasewise.serve.tools.scan import Brackets, Known, until
 
 @dataclass(frozen=True)
 class Manner:
-    """How an answer is read: calls of this `format` to these `tools`, if there are any; reasoning between `tags`, if it
+    """Settings of a parser: calls of this `format` to these `tools`, if there are any; reasoning between `tags`, if it
     is split off, which the prompt may have `opened`; `single`: the answer ends with its first call."""
 
     format: Format | None = None
@@ -37,13 +37,13 @@ class Reader:
         next(self._steps)
 
     def push(self, text: str) -> list[Delta]:
-        """What has become certain with this text."""
+        """Takes text, and returns the deltas that have become certain with it."""
         for c in text:
             self._steps.send(c)
         return self._taken()
 
     def finish(self) -> list[Delta]:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         finish(self._steps)
         return self._taken()
 

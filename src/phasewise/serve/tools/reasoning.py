@@ -10,7 +10,7 @@ from phasewise.serve.tools.scan import until
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands around reasoning."""
+    """The marks around reasoning."""
 
     open: str
     close: str

@@ -1,4 +1,4 @@
-"""What the readers of all formats share: text up to a mark, and the JSON object of one call.
+"""Shared scanners of all formats: text up to a mark, and the JSON object of one call.
 
 Readers are generators that are sent characters; each is given the first one, `c`, and returns the first that it did not
 use ("" is the end of the text). So however a text is cut into pieces, what is read is the same.
@@ -36,7 +36,7 @@ class Known:
         return name in self.names
 
     def text(self, name: str, key: str) -> bool:
-        """Whether this parameter is text, so far as its schema says, and not JSON of another kind."""
+        """True if this parameter is text by its schema, and not JSON of another kind."""
         schema = self.schemas.get(name)
         for part in ("properties", key):
             schema = schema.get(part) if isinstance(schema, Mapping) else None
@@ -170,7 +170,7 @@ def _name(held: str) -> str | None:
 
 
 def _whole(out: Out, held: str, known: Known) -> bool:
-    """Whether a complete object is a call; then it is told."""
+    """True if a complete object is a call, which is then emitted."""
     try:
         value = json.loads(held)
         arguments = value.get("arguments", value.get("parameters"))
@@ -186,7 +186,7 @@ def _whole(out: Out, held: str, known: Known) -> bool:
 
 
 def word(c: str, wanted: str) -> Generator[None, str, tuple[str, str]]:
-    """As much of a word as there is, and the next character."""
+    """Reads as much of a word as there is, and the next character."""
     held = ""
     while c and held != wanted and wanted.startswith(held + c):
         held += c
@@ -195,7 +195,7 @@ def word(c: str, wanted: str) -> Generator[None, str, tuple[str, str]]:
 
 
 def name(c: str) -> Generator[None, str, tuple[str, str]]:
-    """What may be a tool's name, and the next character."""
+    """Reads what may be a tool's name, and the next character."""
     held = ""
     while c and (c.isalnum() or c in "_.-"):
         held += c

@@ -1,4 +1,4 @@
-"""What a chat template shows of tools and reasoning: found by trying it, never by the model's name.
+"""Finds out how a chat template writes tools and reasoning by trying it, never by the model's name.
 
 A conversation with a call is rendered, and the format whose reader finds that call again is the model's own. Where a
 template cannot render calls, the format that its text describes is taken.
@@ -43,7 +43,7 @@ class Shown:
 
 
 def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Shown:
-    """What these templates show; names of formats other than auto are taken for it."""
+    """Finds what these templates show. A format named by the user is taken as it is."""
     text = "\n".join(template.sources.values())
     tags = TAGS.get(reasoning_format)
     if reasoning_format == AUTO:
@@ -61,7 +61,7 @@ def look(template: ChatTemplate, tool_format: str = AUTO, reasoning_format: str 
 
 
 def _written(template: ChatTemplate, objects: bool) -> str:
-    """How the template writes an answer that is a call; empty if it cannot."""
+    """Renders an answer that is a call; empty if the template cannot."""
     arguments = ARGUMENTS if objects else json.dumps(ARGUMENTS)
     user = {"role": "user", "content": "What is the weather in Oslo?"}
     function = {"name": PROBE, "arguments": arguments}

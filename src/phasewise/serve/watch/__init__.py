@@ -1,1 +1,1 @@
-"""What operators see: logs and metrics."""
+"""Observability for operators: logs, metrics, events and traces."""

@@ -36,7 +36,7 @@ class Listener:
         self._waits: deque[str] = deque()
 
     def hears(self, kind: str, whose: str | None) -> bool:
-        """Whether an event is for it."""
+        """True if an event is for this listener."""
         return self.own is None or (kind == "request" and whose == self.own)
 
     def push(self, text: str) -> None:
@@ -51,7 +51,7 @@ class Listener:
         self.bell.ring()
 
     def take(self) -> list[str]:
-        """What waits."""
+        """Takes what waits to be sent."""
         found = list(self._waits)
         self._waits.clear()
         if self.dropped:
@@ -112,7 +112,7 @@ class Events:
                 self._engine.unwatch()
 
     def _welcome(self, request: Request) -> bool:
-        """Whether its key, where it needs one, is still known."""
+        """True if its key, where it needs one, is still known."""
         try:
             if self._keys is not None:
                 self._keys.find(request.scope["headers"])

@@ -1,4 +1,4 @@
-"""What the server writes to stderr, a line each: every request, and what goes wrong, as JSON or as text. Clients choose
+"""Log lines on stderr: every request, and what goes wrong, as JSON or as text. Clients choose
 some of the words (paths, ids, names in errors), so none of them can end a line or begin one; prompts are in none."""
 
 from __future__ import annotations

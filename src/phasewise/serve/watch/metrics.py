@@ -40,8 +40,8 @@ class Histogram:
 
 
 class Tally:
-    """What is counted of the requests of one recipe. Latencies begin when the server had read the request, as the
-    client sees them."""
+    """Counters and latencies of the requests of one recipe. Latencies begin when the server had read the request, as
+    the client sees them."""
 
     def __init__(self) -> None:
         self.ways: Counter[str] = Counter()  # requests that have left, by how
@@ -86,8 +86,8 @@ TOTALS = (
 
 
 class Metrics(Collector):
-    """What `/metrics` shows. Where there are recipes, what is counted of requests has a label `recipe`: its name, or
-    "default" for requests that name none."""
+    """The metrics of `/metrics`. Where there are recipes, what is counted of requests has a label `recipe`: its name,
+    or "default" for requests that name none."""
 
     def __init__(self, kv_limit: int, recipes: Sequence[str] = ()) -> None:
         self.kv_limit = kv_limit
@@ -109,7 +109,7 @@ class Metrics(Collector):
         self._tally(feed.request.recipe).left(feed)
 
     def _tally(self, recipe: str) -> Tally:
-        """Of a recipe by its name, however often its methods have changed."""
+        """The tally of a recipe by its name, however often its methods have changed."""
         return self.tallies.setdefault(recipe.partition(AGAIN)[0], Tally())
 
     def render(self, snapshot: Snapshot) -> bytes:
@@ -137,7 +137,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("phasewise_kv_limit_bytes", "The KV budget, prefix cache included", self.kv_limit)
 
     def _of_requests(self) -> Iterator[Metric]:
-        """What every recipe has a tally of; without a label where there is only one."""
+        """Metrics that every recipe has; without a label where there is only one recipe."""
         label = ["recipe"] if len(self.tallies) > 1 else []
         tallies = [([name or DEFAULT] if label else [], tally) for name, tally in self.tallies.items()]
         for field, name, help in HISTOGRAMS:

@@ -84,7 +84,7 @@ class Tracer:
         span.end(self._at(time.monotonic()))
 
     def _stages(self, number: int, feed: Feed, below: Context) -> None:
-        """What one sequence went through, as far as it came."""
+        """The stages of one sequence, as far as it came."""
         trace = feed.trace
         assert trace is not None and trace.left is not None
         first = trace.tokens[0] if trace.tokens else trace.left
@@ -105,7 +105,7 @@ class Tracer:
             span.end(self._at(max(start, end)))
 
     def close(self) -> None:
-        """What is left is exported, if somebody takes it."""
+        """Exports what is left, if an exporter takes it."""
         ending = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
         ending.start()
         ending.join(LAST_WORDS)

@@ -1,4 +1,4 @@
-"""What the event stream tells, found in the engine's thread between two steps: only while somebody listens.
+"""Collects the events of the stream in the engine's thread between two steps, only while somebody listens.
 
 `Told` are (kind, whose, data): kind "step" is nobody's, "request" belongs to the key its request came with. Times are
 seconds of the engine's clock; there is no text in any of them.
@@ -32,7 +32,7 @@ class Watcher:
         self._lives: dict[int, tuple[Feed, dict[str, float]]] = {}  # of each request, what was told of it, and when
 
     def begin(self, placed: Placed | None, feeds: Iterable[Feed]) -> list[Told]:
-        """What somebody has to know who begins to listen: how things are, and the lives of the requests so far."""
+        """The state that a new listener needs: the engine as it is, and the lives of the requests so far."""
         if self._placed is None:
             self._lives = {feed.number: (feed, {}) for feed in feeds}
             for feed, life in self._lives.values():
@@ -67,7 +67,7 @@ class Watcher:
             self._tell(found)
 
     def _lanes(self, placed: Placed) -> list[dict[str, Any]]:
-        """What every worker has done since the last time, where that is anything."""
+        """The activity of every worker since the last time, where there is any."""
         lanes, now = [], _counted(placed)
         for name, counts in now.items():
             before = self._counted.get(name, _NOTHING)
@@ -122,7 +122,7 @@ def _stages(feed: Feed) -> Iterable[tuple[str, float, dict[str, Any]]]:
 
 
 def _by(feed: Feed, what: str) -> dict[str, Any]:
-    """Whose doing a stage was."""
+    """The worker that a stage ran on."""
     return {"worker": feed.request.trace.by.get(what, ENGINE)}
 
 
@@ -134,7 +134,7 @@ def _so_far(feed: Feed, life: dict[str, float]) -> Iterable[Told]:
 
 
 def _news(feed: Feed, life: dict[str, float], alone: bool) -> Iterable[Told]:
-    """What has happened in a life since the last look. A stage whose time has changed has come again."""
+    """Events of a request's life since the last look. A stage whose time has changed has come again."""
     request = feed.request
     for what, at, more in _stages(feed):
         if (life.get(what) != at and what != "first_token") or what not in life:
