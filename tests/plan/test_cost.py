@@ -147,7 +147,7 @@ inferred = "a guess"
         (("[memory]", "[memroy]"), "unknown number 'memroy'. Did you mean memory"),
         (('unit = "B/s"', 'unit = "GB/s"'), "bandwidth: the unit is 'GB/s', but it must be 'B/s'"),
         (("value = 1e12", "value = -1"), "flops: value=-1 is not a number of at least 0"),
-        (("value = 1e12", "value = 0"), "flops: value=0 FLOP/s would mean that nothing ever ends"),
+        (("value = 1e12", "value = 0"), "flops: value=0 FLOP/s would make every step endless"),
         (('inferred = "a guess"', ""), "memory needs a source, or else a word on how it was inferred"),
         (('name = "x"', ""), "lacks name"),
         (('name = "x"', "name = "), "is not TOML"),

@@ -125,7 +125,7 @@ def test_preemption_and_siblings_keep_it() -> None:
 
 def test_what_nobody_takes_is_refused_before_admission() -> None:
     engine = placed()
-    with pytest.raises(UserError, match=r"favor was asked for, and no method here takes that. Did you mean favour"):
+    with pytest.raises(UserError, match=r"no method of this engine takes favor. Did you mean favour"):
         engine.add(Request([5], Params(ask={"favor": 1})))
     with pytest.raises(UserError, match="favour: there is no token 99"):
         engine.add(Request([5], Params(ask={"favour": {"token": 99}})))

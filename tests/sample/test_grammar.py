@@ -136,7 +136,7 @@ def test_recipes_and_chains() -> None:
     chained = tiny.run(engine({"sample": "grammar+momentum:alpha=2"}), many, asking(ask={"json_schema": ARRAY}))
     turned = tiny.run(engine({"sample": "momentum:alpha=2+grammar"}), many, asking(ask={"json_schema": ARRAY}))
     assert valid(plain, FLAT) == 2 and valid(chained, ARRAY) and tiny.outs(chained) == tiny.outs(turned)
-    with pytest.raises(UserError, match="json_schema was asked for, and no method here takes that"):
+    with pytest.raises(UserError, match="no method of this engine takes json_schema"):
         tiny.run(engine({"sample": "standard"}), many, asking())
     bound = engine({"decode": f"contrastive:amateur={model().files.path},alpha=0.9"})
     assert valid(tiny.run(bound, many, asking()), FLAT) == 2, "what the amateur leaves may all be forbidden"

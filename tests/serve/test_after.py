@@ -141,7 +141,7 @@ def test_other_recipes_and_models_take_nothing(many: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, EDITED, first.id, "tiny")
     body = caught.value.body
-    assert isinstance(body, dict) and body["param"] == "after" and "no method here takes" in body["message"]
+    assert isinstance(body, dict) and body["param"] == "after" and "no method of this engine takes" in body["message"]
     plain = complete(client, TEXT, name="tiny")
     assert taken(complete(client, EDITED, plain.id)) == 0, "its recipe left nothing"
 

@@ -26,7 +26,7 @@ def told(recipes: Recipes) -> Lesson:
         homes = {verb: str(getattr(method, "slots", (verb,))[0]) for verb, method in methods.items()}
         lesson[name] = {verb: [home, catalog.spell(home, methods[verb])] for verb, home in homes.items()}
     if read(lesson) != recipes:
-        raise UserError(f"recipes {', '.join(recipes)} have methods whose texts say something else")
+        raise UserError(f"recipes {', '.join(recipes)} have methods that cannot be written as text for the workers")
     return lesson
 
 

@@ -45,7 +45,7 @@ class Runtime:
         scattered = any(getattr(phase.decode, "scattered", False) for phase in self.phases)
         for name in params.ask:
             if name not in known:
-                raise UserError(f"{name} was asked for, and no method here takes that. {near(name, known)}")
+                raise UserError(f"no method of this engine takes {name}. {near(name, known)}")
             if scattered and name in getattr(self.sample, "asks", ()):
                 raise UserError(f"{name} cannot be kept where tokens are drawn before those in front of them are "
                                 "known: choose another decode method, or leave it out")  # fmt: skip

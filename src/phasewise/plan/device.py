@@ -119,5 +119,5 @@ def _number(what: str, plain: Any, unit: str) -> Number:
     if (source is None) == (why is None):
         raise UserError(f"{what} needs a source, or else a word on how it was inferred: one of the two")
     if value == 0 and unit in ("FLOP/s", "B/s", "row", "1"):
-        raise UserError(f"{what}: value=0 {unit} would mean that nothing ever ends")
+        raise UserError(f"{what}: value=0 {unit} would make every step endless: give a value above 0")
     return Number(float(value), unit, source, why)

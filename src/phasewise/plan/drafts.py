@@ -22,7 +22,7 @@ class Drafts:
 
     def __post_init__(self) -> None:
         if self.depth < 0:
-            raise UserError(f"depth={self.depth} guesses make no sense: write 0 for none, or more")
+            raise UserError(f"depth={self.depth} guesses is out of range: write 0 for none, or more")
         if not 0.0 <= self.accept <= 1.0:
             raise UserError(f"accept={self.accept:g} must lie between 0 and 1: the share of guesses that hold, where "
                             "all before them do")  # fmt: skip

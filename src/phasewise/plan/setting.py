@@ -157,7 +157,7 @@ def deaths(texts: Sequence[str]) -> list[tuple[float, int]]:
         except ValueError:
             at = ""
         if not at or not 0 <= found[-1][0] < float("inf"):
-            raise UserError(f"{text!r} is no death: write WORKER@SECONDS, such as 1@30")
+            raise UserError(f"{text!r} does not say which worker dies when: write WORKER@SECONDS, such as 1@30")
     return found
 
 

@@ -171,7 +171,7 @@ def test_without_grammars_the_answer_begins_with_the_opening_of_its_call() -> No
         rest = play('"city": "Oslo"}}\n</tool_call>')
         body = asked(tool_choice=NAMED, temperature=0, messages=[{"role": "user", "content": rest}])
         assert calls(server.client().chat.completions.create(**body).choices[0]) == [("weather", {"city": "Oslo"})]
-        with pytest.raises(openai.BadRequestError, match="no method here takes that"):
+        with pytest.raises(openai.BadRequestError, match="no method of this engine takes"):
             server.client().chat.completions.create(**{**body, "tool_choice": "required"})
 
 
