@@ -21,8 +21,7 @@ from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.counters import Counters
-from phasewise.step.choice import VectorChoice
-from phasewise.step.lists import GivenChoice, PickedChoice
+from phasewise.step import lower
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.kv.harness import Walk
@@ -65,8 +64,8 @@ def started(model: Model, name: str, **more: Any) -> Walk:
 
 def halved(patch: pytest.MonkeyPatch) -> None:
     """Nobody's choice is made natively."""
-    for each in (VectorChoice, PickedChoice, GivenChoice):
-        patch.setattr(each, "natively", lambda *_: None)
+    for each in ("_top_k", "_picks", "_given"):
+        patch.setattr(lower, each, lambda *_: "a test asks by layer")
 
 
 def vectors(walk: Walk) -> list[Tensor]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.attend import infllm
-from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.infllm import BlockMeans, InfLLM
+from phasewise.step import reference
 from phasewise.step.read import Read
 from tests import oracle, tiny
 from tests.kv.harness import Walk, cuts
@@ -39,7 +39,7 @@ def test_means_equal_those_of_the_whole(block: int, sizes: list[int]) -> None:
     one.feed(TOKENS[:1])
     (part,) = one.kv.layers[2].read()
     kept: Any = one.kv.layers[2].derived["infllm", block, 0]
-    assert kept.upto == method.windows(130) == 130 // (block // 4) - 1
+    assert kept.upto == BlockMeans(method.block).windows(130) == 130 // (block // 4) - 1
     stride = block // 4
     means = torch.stack([part.k[:, w * stride : (w + 2) * stride].mean(1) for w in range(kept.upto)], 1)
     torch.testing.assert_close(kept.known, means, atol=1e-6, rtol=1e-6)
@@ -48,13 +48,13 @@ def test_means_equal_those_of_the_whole(block: int, sizes: list[int]) -> None:
 def test_below_dense_len_nothing_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense to the last bit, and no score is made; from there on, scores are."""
     scored: list[int] = []
-    plain = InfLLM._votes
+    plain = BlockMeans.votes
 
-    def watched(self: InfLLM, read: Read, means: Tensor) -> Tensor:
+    def watched(self: BlockMeans, read: Read, means: Tensor) -> Tensor:
         scored.append(int(read.q_positions[0]))
         return plain(self, read, means)
 
-    monkeypatch.setattr(InfLLM, "_votes", watched)
+    monkeypatch.setattr(BlockMeans, "votes", watched)
     one, dense = started(InfLLM(4, 1, 4, 1, dense_len=100)), Walk(tiny.model(), TOKENS[:PROMPT])
     dense.feed(TOKENS[:PROMPT])
     for token in TOKENS[PROMPT:99]:
@@ -89,19 +89,19 @@ def test_prompts_choose_as_well() -> None:
 def test_long_prompts_choose_piece_by_piece(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row by row, or a few at a time, so that no mask of all rows is ever made; what they read stays the same."""
     made: list[int] = []
-    plain = InfLLM._select
+    plain = reference.selected
 
-    def watched(self: InfLLM, read: Read) -> Tensor:
-        mask = plain(self, read)
+    def watched(*of: Any) -> Tensor:
+        mask = plain(*of)
         made.append(mask.shape[1])
         return mask
 
     method = InfLLM(4, 1, 4, 1, dense_len=30)
     want = started(method).feed(TOKENS[PROMPT:])
-    monkeypatch.setattr(InfLLM, "_select", watched)
+    monkeypatch.setattr(reference, "selected", watched)
     one = started(method)
     made.clear()
-    monkeypatch.setattr(infllm, "ENTRIES", entries)
+    monkeypatch.setattr(reference, "ENTRIES", entries)
     torch.testing.assert_close(one.feed(TOKENS[PROMPT:]), want, atol=1e-4, rtol=1e-4)
     rows = max(1, entries // (HEADS * 130))
     assert made == LAYERS * [*[rows] * (60 // rows), *([60 % rows] if 60 % rows else [])]
@@ -118,9 +118,9 @@ def test_bytes_read_are_the_closed_form() -> None:
         first = (n - 1) // block - method.local + 1
         rows = (init + topk) * block + n - first * block
         assert rows <= method.most
-        known = method.windows(n - 1)
+        known = BlockMeans(method.block).windows(n - 1)
         made = (known + 1 - kept) * stride if known > kept else 0
-        made += 2 * stride if method.windows(n) > known else 0
+        made += 2 * stride if BlockMeans(method.block).windows(n) > known else 0
         assert one.counters.kv_bytes_read - before == LAYERS * KEY * (2 * rows + known + made)
         kept = known
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.attend._select import share
 from phasewise.methods.attend.instinfer import InstInfer, _Index, fewest
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.counters import Counters
-from phasewise.step import reads
-from phasewise.step.choice import VectorChoice
+from phasewise.step import lower, reads
+from phasewise.step.plan import share
+from phasewise.step.reference import attend
 from phasewise.verbs.host import Host
 from tests import oracle, tiny
 from tests.kv.harness import Walk
@@ -63,7 +63,7 @@ def test_bytes_read_are_the_closed_form(monkeypatch: pytest.MonkeyPatch, group: 
         listed.extend(slots)
         return plain(some, slots, rests)
 
-    monkeypatch.setattr("phasewise.methods.attend.instinfer.attend_listed", watched)
+    monkeypatch.setattr("phasewise.step.reference.attend_listed", watched)
     indexed = 0
     for token in TOKENS[PROMPT:]:
         n, before = one.request.computed + 1, one.counters.kv_bytes_read
@@ -103,7 +103,7 @@ def test_the_mean_of_values_stands_for_what_is_left_out() -> None:
         for mean in (True, False):
             read = _read(q, k, v)
             method = InstInfer(r=4.0, k=12.0, mean=mean).bind(Host(tiny.model(), None, Counters(), None, None))  # type: ignore[arg-type]
-            (out,) = method.attend([read])
+            (out,) = attend(method.plan(read.span), [read])
             assert out is not None
             errors.append(float((out - read.attend()).pow(2).sum()))
         worse += errors[1] > errors[0]
@@ -159,7 +159,7 @@ def test_whole_steps_count_what_steps_in_halves_do(group: int, model: Model, mon
         one.feed(TOKENS[:PROMPT])
         with monkeypatch.context() as patch:
             if not whole:
-                patch.setattr(VectorChoice, "natively", lambda *_: None)
+                patch.setattr(lower, "_top_k", lambda *_: "a test asks by layer")
             made, before = passes(patch), one.counters.kv_bytes_read
             for token in TOKENS[PROMPT:]:
                 one.feed([token])

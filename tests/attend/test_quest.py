@@ -14,13 +14,15 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, Ledger, Raw
 from phasewise.kv.layer_kv import LayerKV
-from phasewise.kv.promises import promises
-from phasewise.methods.attend.quest import Quest, _Bounds
+from phasewise.methods.attend.quest import Quest, _Bounds, upper_bounds
 from phasewise.methods.evict.snapkv import SnapKV
 from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
+from phasewise.step import reference
+from phasewise.step.plan import AttentionPlan
 from phasewise.step.read import Read
+from phasewise.step.reference import attend
 from phasewise.verbs.host import Host
 from tests import double, oracle, seeds, tiny
 from tests.asking import Asking
@@ -73,7 +75,7 @@ def test_no_key_scores_above_its_pages_bound(seed: int, page: int, n: int, steps
     assert bounds is not None and bounds.pages.tolist() == list(range(n // page))
     whole = n // page * page
     scores = torch.einsum("rhgd,hnd->hrgn", q.view(3, 2, 2, 6), k[:, :whole]).amax(2).view(2, 3, -1, page).amax(-1)
-    got = promises(q, bounds.low, bounds.high)
+    got = upper_bounds(q, bounds.low, bounds.high)
     assert got.shape == scores.shape and bool((got >= scores - 1e-5).all())
     if page == 1:
         torch.testing.assert_close(got, scores, atol=1e-5, rtol=1e-5)
@@ -233,23 +235,23 @@ def test_bytes_read_are_the_closed_form() -> None:
     assert one.counters.kv_bytes_read < 0.6 * sum(2 * key * layers * n for n in range(111, 151))
 
 
-def test_rows_outside_the_choice_are_not_even_decoded() -> None:
+def test_rows_outside_the_choice_are_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast path touches the chosen rows alone, in whatever form they are stored."""
 
-    class Watched(Quest):
-        whole: list[bool] = []
+    whole: list[bool] = []
 
-        def attend(self, reads: Any) -> list[Tensor | None]:
-            out = super().attend(reads)
-            self.whole.extend(read.part._whole is not None for read in reads if read.layer >= KNOBS["dense_layers"])
-            return out
+    def watched(plan: AttentionPlan, reads: Any) -> Any:
+        out = attend(plan, reads)
+        whole.extend(read.part._whole is not None for read in reads if read.layer >= KNOBS["dense_layers"])
+        return out
 
+    monkeypatch.setattr(reference, "attend", watched)
     for case in ("plain", "int8", "snapkv"):
-        Watched.whole.clear()
-        one = started(Watched(**KNOBS), case)
+        one = started(Quest(**KNOBS), case)
+        whole.clear()
         for token in TOKENS[PROMPT:90]:
             one.feed([token])
-        assert Watched.whole and not any(Watched.whole)
+        assert whole and not any(whole)
 
 
 @pytest.mark.parametrize("case", ["plain", "snapkv"])

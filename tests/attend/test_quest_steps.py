@@ -17,7 +17,7 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.ops import native
-from phasewise.step.choice import PageChoice
+from phasewise.step import lower
 from phasewise.verbs.host import Host
 from tests import tiny
 from tests.kv.harness import Walk
@@ -46,7 +46,7 @@ def started(model: Model, attend: Any = None, **methods: Any) -> Walk:
 
 def halved(patch: pytest.MonkeyPatch) -> None:
     """Nobody's choice is made natively."""
-    patch.setattr(PageChoice, "natively", lambda *_: None)
+    patch.setattr(lower, "_top_k", lambda *_: "a test asks by layer")
 
 
 def kept(walk: Walk) -> list[Tensor]:

@@ -16,9 +16,11 @@ from phasewise.methods.evict.streaming import Streaming
 from phasewise.methods.store.int8 import Int8
 from phasewise.model.model import Model
 from phasewise.request.request import Request
+from phasewise.step import reference
+from phasewise.step.plan import AttentionPlan
+from phasewise.step.reference import attend
 from phasewise.verbs.host import Host
 from tests import oracle, seeds, tiny
-from tests.asking import Asking
 from tests.attend.slow_tidal import SlowTidal
 from tests.kv.harness import Uneven, Walk, cuts, drafting, sliding
 
@@ -132,22 +134,19 @@ def test_bytes_read_are_the_closed_form() -> None:
         assert one.counters.kv_bytes_read - before == 2 * (n * row + n * row // 2) + 2 * (K + 1) * row
 
 
-def test_rows_that_were_not_picked_are_not_even_decoded() -> None:
+def test_rows_that_were_not_picked_are_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast path touches the picked rows alone, in whatever form they are stored."""
     whole: list[bool] = []
 
-    class Watched(Asking):
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
+    def watched(plan: AttentionPlan, reads: Any) -> Any:
+        out = attend(plan, reads)
+        whole.extend(read.part._whole is not None for read in reads if read.layer in (1, 3))
+        return out
 
-        def __call__(self, reads: Any) -> Any:
-            out = self.inner.attend(reads)
-            whole.extend(read.part._whole is not None for read in reads if read.layer in (1, 3))
-            return out
-
+    monkeypatch.setattr(reference, "attend", watched)
     for case in ("plain", "int8"):
+        one = started(tidal(), case)
         whole.clear()
-        one = started(Watched(tidal()), case)
         for token in TOKENS[PROMPT:90]:
             one.feed([token])
         assert whole and not any(whole)

@@ -133,11 +133,12 @@ def test_a_row_is_compared_with_the_row_that_made_its_list() -> None:
 def test_thresholds_at_either_end(theta: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no query is alike, outputs are those without reuse; where all are, the first list is the only one."""
     double.everything(monkeypatch)
-    plain, again = started(runtime(k=12, first=3, local=5)), started(runtime(k=12, first=3, local=5, theta=theta))
+    made = runtime(k=12, first=3, local=5)
+    plain, again = started(made), started(runtime(k=12, first=3, local=5, theta=theta))
     want, got = (torch.cat([one.feed([token]) for token in TOKENS[PROMPT:110]]) for one in (plain, again))
     if theta > 0:
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
-        assert again.counters.choices == plain.counters.choices == 40 * (LAYERS - 1)
+        assert again.counters.choices == made.counters.choices == 40 * (LAYERS - 1)
         assert again.counters.kv_bytes_read == plain.counters.kv_bytes_read
     else:
         torch.testing.assert_close(got[:1], want[:1], atol=1e-9, rtol=1e-9)

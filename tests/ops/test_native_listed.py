@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phasewise.kv.promises import chosen
 from phasewise.methods.store.int8 import Int8
 from phasewise.ops import native
 from phasewise.ops.attention import reference
@@ -21,6 +20,21 @@ from tests.ops.targets import EACH, by_levels
 HERE = [name for name in native.TARGETS if native.load(name) is not None]
 pytestmark = pytest.mark.skipif(not HERE, reason="no native kernels here")
 MOST = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}  # errors relative to the largest number
+
+
+def chosen(pages: Pages) -> Tensor:
+    """What `listed.choose` lists for one row, plainly."""
+    heads, (_, heads_q, _) = pages.low.shape[0], pages.q.shape
+    q = pages.q.float().view(heads, heads_q // heads, -1)  # [h, G, D]
+    if pages.high is None:
+        each = q @ pages.low.float().mT
+    else:
+        each = q.clamp_min(0) @ pages.high.float().mT + q.clamp_max(0) @ pages.low.float().mT
+    order = each.amax(1).sort(descending=True, stable=True).indices  # [h, P]
+    best = order[:, : pages.chosen].sort().values
+    slots = (best[:, :, None] * pages.size + torch.arange(pages.size)).flatten(1)
+    last = torch.arange(pages.own, pages.n).expand(heads, -1)
+    return torch.cat((slots, last), 1)[:, None].int()
 
 
 @pytest.fixture(params=EACH, autouse=True, scope="module")

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from phasewise.methods.attend._select import listing, share
-from phasewise.methods.attend.infllm import InfLLM
-from phasewise.methods.attend.instinfer import InstInfer, _Index, _InstInfer
+from phasewise.methods.attend.infllm import BlockMeans, InfLLM
+from phasewise.methods.attend.instinfer import InstInfer, Runtime
 from phasewise.methods.attend.tidal import Picker, Tidal
 from phasewise.methods.attend.token_select import TokenSelect
-from phasewise.ops.native.choice import Rest
 from phasewise.reproduce.controls import Control, drawn
-from phasewise.step.plan import AttentionPlan, Custom
+from phasewise.step.plan import AttentionPlan, Rivals, Scores, TopK
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+
+
+class Drawn:
+    """A scorer of single rows that draws its scores, per head."""
+
+    kernel = None
+
+    def index(self, read: Read) -> None:
+        """Nothing lies beside the rows."""
+
+    def scores(self, read: Read, index: None, rows: Rivals) -> Scores:
+        assert rows.single, "made for plain decoding"
+        among = (rows.rivals if rows.number is None else rows.number > 0)[0, 0]  # units that may be chosen
+        gen = drawn(read.span.request.prompt_len, read.part.n, read.layer)
+        scores = torch.zeros(read.part.size[0], 1, len(among))
+        scores[:, 0, among] = torch.rand(len(scores), int(among.sum()), generator=gen)
+        return Scores(scores)
 
 
 @dataclass(frozen=True)
@@ -31,23 +46,13 @@ class RandomPages(Control):
     dense_layers: int
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
+    @cached_property
+    def _plan(self) -> AttentionPlan:
+        most = max(self.budget, 3 * self.page)
+        return AttentionPlan(TopK(Drawn(), most, most + 1, unit=self.page, dense_layers=self.dense_layers))
+
     def plan(self, span: Span) -> AttentionPlan:
-        return AttentionPlan(Custom(self.attend))
-
-    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
-        return [self._one(read) for read in reads]
-
-    def _one(self, read: Read) -> Tensor:
-        part, most = read.part, max(self.budget, 3 * self.page)
-        heads, n = part.size
-        if read.layer < self.dense_layers or n <= most:
-            return read.attend()
-        assert part.plain and part.n == read.span.positions[0] and read.mask() is None, "made for plain decoding"
-        own = part.n // self.page * self.page
-        gen = drawn(read.span.request.prompt_len, part.n, read.layer)
-        pages = torch.rand(heads, own // self.page, generator=gen).topk((most - n + own) // self.page).indices
-        old = (pages[:, :, None] * self.page + torch.arange(self.page)).flatten(1)
-        return read.attend_rows(torch.cat((old, torch.arange(own, n).expand(heads, -1)), 1))
+        return self._plan
 
 
 @dataclass(frozen=True)
@@ -77,19 +82,13 @@ class RandomPicks(Control):
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def bind(self, host: Host) -> Picker:
-        return _RandomPicks(self.of, self.of.choosing(host.model.config.layers))
+        return Picker(self.of, self.of.choosing(host.model.config.layers), _drawn_weights)
 
 
-class _RandomPicks(Picker):
-    def __init__(self, knobs: Tidal, choosing: tuple[int, ...]) -> None:
-        super().__init__(knobs, choosing)
-        self._plan = AttentionPlan(Custom(self.attend))  # kernels draw nothing
-
-    def weights(self, read: Read) -> Tensor:
-        heads, n = read.part.size
-        about = read.span.request.prompt_len, read.layer
-        rows = [torch.rand(heads, n, generator=drawn(*about, at)) for at in read.q_positions.tolist()]
-        return torch.stack(rows, 1)
+def _drawn_weights(read: Read) -> Tensor:
+    heads, n = read.part.size
+    about = read.span.request.prompt_len, read.layer
+    return torch.stack([torch.rand(heads, n, generator=drawn(*about, at)) for at in read.q_positions.tolist()], 1)
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,13 @@ class RandomTokens(Control):
     dense_layers: int
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
+    @cached_property
+    def _plan(self) -> AttentionPlan:
+        keys = TopK(Drawn(), self.most, 1, first=self.first, local=self.local, dense_layers=self.dense_layers)
+        return AttentionPlan(keys)
+
     def plan(self, span: Span) -> AttentionPlan:
-        return AttentionPlan(Custom(self.attend))
-
-    def attend(self, reads: Sequence[Read]) -> list[Tensor]:
-        return [self._one(read) for read in reads]
-
-    def _one(self, read: Read) -> Tensor:
-        part = read.part
-        heads, n = part.size
-        most = share(self.most, n)
-        if read.layer < self.dense_layers or n <= most:
-            return read.attend()
-        assert part.plain and part.n == read.span.positions[0] and read.mask() is None, "made for plain decoding"
-        gen, own = drawn(read.span.request.prompt_len, part.n, read.layer), n - self.local
-        votes = torch.rand(heads, own - self.first, generator=gen)
-        return read.attend_rows(listing(votes, self.first, most - self.first - self.local, own, n)[:, 0].long())
+        return self._plan
 
 
 @dataclass(frozen=True)
@@ -128,26 +118,12 @@ class RandomKept(Control):
     of: InstInfer
     phases: ClassVar[tuple[str, ...]] = ("decode",)
 
-    def bind(self, host: Host) -> _InstInfer:
-        return _RandomKept(self.of, host)
+    def bind(self, host: Host) -> Runtime:
+        return Runtime(self.of, host, _drawn_votes)
 
 
-class _RandomKept(_InstInfer):
-    def __init__(self, knobs: InstInfer, host: Host) -> None:
-        super().__init__(knobs, host)
-        self._plan = AttentionPlan(Custom(self.attend))  # kernels draw nothing
-
-    def _ranked(self, read: Read, votes: Tensor) -> Tensor:
-        return torch.rand(votes.shape, generator=drawn(read.span.request.prompt_len, read.part.n, read.layer))
-
-    def _lists(self, alone: Mapping[int, tuple[Read, _Index]]) -> dict[int, tuple[Tensor, Rest | None]]:
-        found: dict[int, tuple[Tensor, Rest | None]] = {}
-        for i, (read, index) in alone.items():
-            read.count_bytes(index.bytes_of(self.most, read.part.n))
-            index.add(read.part)
-            found[i] = self._list(read, index)
-            self._whole_groups(read, found[i][0])
-        return found
+def _drawn_votes(read: Read, votes: Tensor) -> Tensor:
+    return torch.rand(votes.shape, generator=drawn(read.span.request.prompt_len, read.part.n, read.layer))
 
 
 @dataclass(frozen=True)
@@ -156,10 +132,16 @@ class RandomBlocks(InfLLM):
     for every row anew."""
 
     @property
-    def choice(self) -> None:  # type: ignore[override]
-        """Kernels draw nothing."""
+    def scorer(self) -> BlockMeans:
+        return _DrawnBlocks(self.block)
 
-    def _votes(self, read: Read, means: Tensor) -> Tensor:
+
+class _DrawnBlocks(BlockMeans):
+    def __init__(self, block: int) -> None:
+        super().__init__(block)
+        self.kernel = None  # kernels draw nothing
+
+    def votes(self, read: Read, means: Tensor) -> Tensor:
         heads, blocks = len(means), read.span.last // self.block + 1
         rows = [torch.rand(heads, blocks, generator=drawn(read.layer, at)) for at in read.q_positions.tolist()]
         return torch.stack(rows, 1)

@@ -7,22 +7,44 @@ A span that has a lowered form is computed by a native step; the others run oper
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phasewise.kv.unequal import Narrow, by_head
+from phasewise.kv.vectors import Kept, VectorTable
+from phasewise.ops.native import listed
+from phasewise.ops.native.abi import LayerChoiceStruct, Structures
+from phasewise.ops.native.choice import (
+    AGAIN,
+    ALL,
+    GIVEN,
+    PEAK,
+    PICKS,
+    PROMISE,
+    SHARE,
+    Ballot,
+    Candidates,
+    Chosen,
+    Rest,
+    Ways,
+    takes,
+)
+from phasewise.ops.native.choice import choose as choose_slots
 from phasewise.ops.native.stack import Stack, StackSpan
 from phasewise.ops.native.weighed import MOST_SHARING, Weighs
 from phasewise.step import forms
-from phasewise.step.choice import simple
-from phasewise.step.plan import EVERYTHING, FULL, AttentionPlan, Custom, Window
+from phasewise.step.plan import EVERYTHING, FULL, AttentionPlan, Custom, KernelScores, LayerPicks, TopK, Window
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
+    from phasewise.kv.layer_kv import LayerKV
+    from phasewise.kv.vectors import Standing
     from phasewise.model.model import Model
+    from phasewise.step.read import Read
     from phasewise.step.span import Span
 
 
@@ -279,7 +301,7 @@ def _found(
     return front, window.staying(behind) + window.size
 
 
-# ---- top-k KV selection
+# ---- what rows choose
 def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hidden: bool) -> Lowered:
     """Without an attention window that hides anything: what rows choose, where kernels make that choice."""
     plan = span.plan
@@ -287,14 +309,205 @@ def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hi
         return Lowered(whole, "attention weights are taken by layer")
     if plan.bias is not None and not whole.bias:
         return Lowered(whole, "a bias where heads keep unequally many rows")
-    if not isinstance(plan.keys, Custom):
+    if plan.keys is FULL:
         return Lowered(whole)
-    choice = plan.keys.choice
-    if choice is None:
-        return Lowered(whole, "a function chooses what rows read")
     if stack.capped or hidden:
         return Lowered(whole, "rows choose under a cap of scores or a window of the model's own")
-    if not simple(span, flat, whole):
+    single = span.rows == 1 and whole.sees is None and flat.unequal is None
+    if not single or flat.gaps or flat.n != span.positions[0]:
         return Lowered(whole, "several rows choose, or over KV with gaps")
-    part = choice.natively(span, flat, whole)
-    return Lowered(whole, "kernels do not make this choice") if part is None else Lowered(part)
+    choice: Chosen | str = "a function chooses what rows read"
+    if isinstance(plan.keys, TopK):
+        choice = _top_k(plan.keys, span, flat)
+    elif isinstance(plan.keys, LayerPicks):
+        choice = _picks(plan.keys, span, flat)
+    elif isinstance(plan.keys, Custom):
+        choice = _given(plan.keys, span, flat, stack)
+    return Lowered(whole, choice) if isinstance(choice, str) else Lowered(whole._replace(choice=choice))
+
+
+def candidates(keys: TopK, kernel: KernelScores, n: int, dim: int) -> Candidates:
+    """What the row at slot n - 1 chooses among, with keys of `dim` numbers."""
+    own = (n - 1) // keys.unit - keys.local + 1  # the first unit of those that are read in any case
+    units = own - keys.first
+    chosen = (keys.rows(n) - n + units * keys.unit) // keys.unit if keys.units is None else keys.units
+    begin, end = (0, kernel.vectors(n)) if kernel.every else (keys.first * kernel.each, own * kernel.each)
+    rule = SHARE if kernel.softmax else PROMISE
+    return Candidates(
+        keys.first * keys.unit, units, keys.unit, chosen, rule, kernel.joint, begin, end,
+        at=keys.first * kernel.each, each=kernel.each, before=kernel.before, step=kernel.step, parts=kernel.parts,
+        width=kernel.width or dim, largest=kernel.largest, group=keys.fetch,
+    )  # fmt: skip
+
+
+def _top_k(keys: TopK, span: Span, flat: ContiguousView) -> Chosen | str:
+    """Top-k selection of a single row; or why kernels do not make it."""
+    kernel = keys.scorer.kernel
+    if kernel is None:
+        return "kernels do not know these scores"
+    layers = span.phase.walk or range(len(flat.layers))
+    table = _table(keys, kernel, flat, layers)
+    if table is None:
+        return "the budget has no room for the index, or layers know unequally much of it"
+    n, shape = flat.n + 1, flat.layers[0].shape
+    among, lasting = candidates(keys, kernel, n, shape.dim), kernel.vectors(flat.n)
+    known = table.known(lasting)
+    read = among.listed(n) * table.row_bytes + n * (flat.row_bytes - table.row_bytes) + table.sums
+    read += (min(among.end, lasting) - among.begin) * table.each * among.looked // among.width
+    if kernel.make is not None:
+        if known < among.end:
+            read += (lasting - known) * table.made_bytes
+            _make(kernel.make, table, flat.layers, layers, lasting)
+            table.made(known := lasting)
+    elif kernel.softmax:
+        read += among.rows(known, lasting) * table.made_bytes
+    elif known < lasting:
+        read += (flat.n - known * keys.unit) * table.made_bytes
+    beside = array("q", bytes(8 * len(layers) * shape.heads)) if keys.fetch else None
+    ways = Ways(table.structs, kept=(table, _turn(kernel, table, layers, flat.n)), beside=beside, slot=table.slot)
+    done = partial(_top_k_done, table, lasting if kernel.make is None else known, keys, shape.heads)
+    return Chosen(among, known, ways, read, done)
+
+
+def _top_k_done(table: VectorTable, known: int, keys: TopK, heads: int) -> None:
+    table.made(known)
+    if keys.chose is not None:
+        layers = sum(own is not None for own in table.kept)
+        keys.chose(1, layers, layers * heads)
+
+
+def _table(keys: TopK, kernel: KernelScores, flat: ContiguousView, layers: Sequence[int]) -> VectorTable | None:
+    """The index of all layers; None where the budget has no room for it, or some layers know more than others."""
+
+    def none(i: int, no_keys: Tensor) -> Standing | None:
+        if layers[i] < keys.dense_layers:
+            return None
+        if kernel.empty is not None:
+            return kernel.empty(no_keys)
+        return Kept(no_keys.new_empty((no_keys.shape[0], 0, kernel.width or no_keys.shape[2])))
+
+    before = flat.tables.get(keys)
+    table = VectorTable.of(flat, keys, kernel.key, none, kernel.vectors, 0.0 if kernel.scaled else 1.0)
+    if table is not None and table is not before and kernel.channels is not None:
+        for at, layer in enumerate(layers):
+            table.structs.point(at, "channels", kernel.channels[layer])
+    return table
+
+
+def _make(
+    make: Callable[[int, Tensor, int], Tensor], table: VectorTable, rows: Sequence[LayerKV], layers: Sequence[int],
+    upto: int,
+) -> None:  # fmt: skip
+    for own, cache, layer in zip(table.kept, rows, layers):
+        if isinstance(own, Kept) and own.upto < upto:
+            own.add(make(layer, cache.read()[0].keys(own.upto, upto), own.upto))
+
+
+def _turn(kernel: KernelScores, table: VectorTable, layers: Sequence[int], position: int) -> list[Tensor]:
+    """By what the queries at a position are turned, into the table."""
+    if kernel.turned is None:
+        return []
+    found = [kernel.turned(layer, position) for layer in layers]
+    for at, turn in enumerate(found):
+        if turn is not None:
+            struct = table.structs[at]
+            struct.turn, struct.turned = turn.data_ptr(), turn.shape[1]
+    return [turn for turn in found if turn is not None]
+
+
+def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:
+    """What some layers pick for those behind them; or why kernels do not."""
+    if keys.weights is not None:
+        return "kernels do not know these weights"
+    n, layers = flat.n + 1, span.phase.walk or range(len(flat.layers))
+    ways = list[int]()
+    for layer in layers:
+        ways.append(PICKS if layer in keys.picking else AGAIN if PICKS in ways else ALL)
+    among = Candidates(0, n - 1, 1, keys.k, PEAK, False, 0, n, width=flat.layers[0].shape.dim)
+    row, picks, less = flat.row_bytes // len(layers), ways.count(PICKS), ways.count(AGAIN)
+    read = (len(layers) - less) * n * row + picks * n * row // 2 + less * among.listed(n) * row
+    structs = Structures(LayerChoiceStruct, [LayerChoiceStruct(way=way) for way in ways])
+    lists = torch.empty((flat.layers[0].shape.heads, among.listed(n)), dtype=torch.int32)
+    return Chosen(among, n, Ways(structs, lists=lists), read)
+
+
+def _given(keys: Custom, span: Span, flat: ContiguousView, stack: Stack) -> Chosen | str:
+    """What was chosen before this step; or why it was not."""
+    given = None if keys.given is None or span.phase.walk is not None else keys.given(span)
+    if given is None:
+        return "a function chooses what rows read"
+    n, shape = flat.n + 1, flat.layers[0].shape
+    queries = torch.empty((len(flat.layers), stack.heads[0], shape.dim), dtype=torch.bfloat16)
+    among = Candidates(0, given.own, 1, given.lists[0].shape[1], SHARE, False, 0, 0)
+    structs = Structures(LayerChoiceStruct, [LayerChoiceStruct(way=GIVEN, low=each) for each in given.lists])
+    read = among.listed(n) * flat.row_bytes
+    return Chosen(among, 0, Ways(structs, queries, kept=given.lists), read, partial(given.heard, queries))
+
+
+# ---- the same for single rows, layer by layer
+def choose(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, Rest | None]]:
+    """The slots int32 [h, 1, S] that single rows read at one layer, increasing, of those whose choice kernels make, and
+    what stands for the rest. Each has its index; what is read of index and keys is counted."""
+    kernel = keys.scorer.kernel
+    if kernel is None:
+        return {}
+    if not kernel.softmax:
+        return _pages(keys, singles)
+    ballots: dict[int, Ballot] = {}
+    for i, (read, index) in singles.items():
+        ballot = _ballot(keys, kernel, read, index)
+        if takes(ballot):
+            among, lasting = ballot.candidates, kernel.vectors(read.part.n)
+            each, sums = index.vectors[:, :, :1].nbytes, 0 if index.sums is None else index.sums.nbytes
+            read.count_bytes((min(among.end, lasting) - among.begin) * each * among.looked // among.width + sums)
+            read.count_keys(among.rows(lasting, lasting) * read.part.size[0])
+            ballots[i] = ballot
+    shapes: dict[int, list[int]] = {}  # a call takes one
+    for i, ballot in ballots.items():
+        shapes.setdefault(ballot.k.shape[0], []).append(i)
+    found: dict[int, tuple[Tensor, Rest | None]] = {}
+    for members in shapes.values():
+        for i, slots in zip(members, choose_slots([ballots[i] for i in members])):
+            read, index = singles[i]
+            index.upto = max(index.upto, kernel.vectors(read.part.n))  # the kernel has added them
+            found[i] = slots, ballots[i].rest
+    return found
+
+
+def _ballot(keys: TopK, kernel: KernelScores, read: Read, index: Standing) -> Ballot:
+    part, layer = read.part, read.layer
+    n, rest = part.size[1], None
+    struct = Ways.layer(index.vectors, index.sums, read.scale if kernel.scaled else 1.0)
+    if kernel.channels is not None:
+        channels = kernel.channels[layer] if part.heads is None else kernel.channels[layer][part.heads]
+        struct.point("channels", channels)
+    if kernel.turned is not None and (turn := kernel.turned(layer, n - 1)) is not None:
+        struct.point("turn", turn)
+        struct.turned = turn.shape[1]
+    if index.sums is not None:
+        rest = Rest(index.sums.new_empty(read.q.shape[1]), torch.empty_like(index.sums))
+    k, scale, v, v_scale = part.planes if len(part.planes) == 4 else (part.planes[0], None, part.planes[-1], None)
+    among = candidates(keys, kernel, n, read.q.shape[2])
+    return Ballot(read.q, k, scale, among, index.upto, struct, v, v_scale, rest)
+
+
+def _pages(keys: TopK, singles: Mapping[int, tuple[Read, Any]]) -> dict[int, tuple[Tensor, Rest | None]]:
+    """The same by upper bounds of pages."""
+    pages: dict[int, listed.Pages] = {}
+    for i, (read, index) in singles.items():
+        kernel = keys.scorer.kernel
+        assert kernel is not None
+        among = candidates(keys, kernel, read.part.size[1], read.q.shape[2])
+        low, *high = index.known
+        own = (among.first + among.units) * among.size
+        page = listed.Pages(read.q, low, high[0] if high else None, among.size, among.chosen, own, read.part.size[1])
+        if listed.takes(page):
+            read.count_bytes(sum(each.nbytes for each in index.known))
+            pages[i] = page
+    shapes: dict[int, list[int]] = {}
+    for i, page in pages.items():
+        shapes.setdefault(page.low.shape[0], []).append(i)
+    found: dict[int, tuple[Tensor, Rest | None]] = {}
+    for members in shapes.values():
+        found |= {i: (slots, None) for i, slots in zip(members, listed.choose([pages[i] for i in members]))}
+    return found

@@ -6,16 +6,16 @@ executes any plan in torch, `step/lower.py` turns it into what the kernels take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from phasewise.kv.vectors import Standing
     from phasewise.ops.native.weighed import Weighs
-    from phasewise.step.choice import Choice
     from phasewise.step.read import Read, View
     from phasewise.step.span import Span
 
@@ -30,16 +30,160 @@ class Custom:
     """A function is asked between a layer's queries and its attention.
 
     `attend(reads)` returns one output [R, hq, D] per read, or None for attention over everything visible. A row's
-    output depends on that row and its committed prefix alone; queries are overwritten after the call. `choice` says the
-    same as data, for single rows over a plain cache.
+    output depends on that row and its committed prefix alone; queries are overwritten after the call. `given(span)`
+    says what a single row over a plain cache reads in all layers, where that is known beforehand: then nobody is asked.
     """
 
     attend: Callable[[Sequence[Read]], Sequence[Tensor | None]]
-    choice: Choice | None = None
+    given: Callable[[Span], Given | None] | None = None
 
 
-Keys = Full | Custom
+class Given(NamedTuple):
+    """What a single row reads: in each layer the slots `lists` int32 [H, K] (-1: none), and all from slot `own` on.
+    `heard` gets the row's queries in all layers, bfloat16 [layers, Hq, D], after the step."""
+
+    lists: Sequence[Tensor]
+    own: int
+    heard: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A row reads the blocks of `block` positions that `of(its own block)` lists, increasing, its own last."""
+
+    block: int
+    of: Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPicks:
+    """Layers before the first of `picking` read everything. So do these, and pick for every KV head the `k` rows before
+    the own one with the largest weight over the query heads that share it; a layer behind reads what was picked last,
+    and the own row.
+
+    Rows at positions below `since` read everything. `weights(read)` [h, R, N] takes the place of the logarithm of the
+    largest weight.
+    """
+
+    k: int
+    picking: tuple[int, ...]
+    since: int
+    weights: Callable[[Read], Tensor] | None = None
+
+
+class Scores(NamedTuple):
+    """Of every unit that a row may choose, [1 | h, R, units]; of several units of the same score the earlier is read.
+
+    With approximate attention `weights` [h, G, R, N], what is read counts for the share of weight that it has, and
+    `mean` [h, R, D] stands for the rest.
+    """
+
+    units: Tensor
+    weights: Tensor | None = None
+    mean: Tensor | None = None
+
+
+class Scorer(Protocol):
+    """Ranks what rows may read, by something that stands for their keys and lies beside them (the index)."""
+
+    @property
+    def kernel(self) -> KernelScores | None:
+        """The same scores as kernels compute them for a single row; None: they do not."""
+        ...
+
+    def index(self, read: Read) -> Any:
+        """The index of the read's committed rows, up to date; what is read to make it is counted."""
+        ...
+
+    def scores(self, read: Read, index: Any, rows: Rivals) -> Scores:
+        """How every row of the read ranks the units. What is read of index and keys is counted."""
+        ...
+
+
+class Rivals(NamedTuple):
+    """The N slots of a part as R query rows meet them, bool [1 | h, R, N] each: those `seen`, those read in any case,
+    and the `rivals` among the others. `single`: one row that sees all before it, none missing. `unit` int64 [1 | h, N]
+    is the unit of each slot, and `number` int32 [1 | h, R, units] how many rivals each has; None: a unit is a slot."""
+
+    seen: Tensor
+    must: Tensor
+    rivals: Tensor
+    single: bool
+    unit: Tensor | None = None
+    number: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """Top-k KV selection: a row reads the units of the highest score beside those that it reads in any case.
+
+    A unit is a page of `unit` positions. The first `first` units and the last `local` ones, the row's own among them,
+    are read in any case, and so are rows that a window has re-based. Of the others a row reads `units` units, or, if
+    that is None, as many as fit into `most` rows in all (up to 1: a share of the rows that it sees). Rows that see
+    fewer than `least` rows, and the first `dense_layers` layers, read everything.
+
+    `fetch`: single rows are fetched, and counted, in groups of so many slots. `chose(rows, layers, heads)` is told
+    how many rows have chosen, in so many layers and (layer, KV head) pairs.
+    """
+
+    scorer: Scorer
+    most: float
+    least: int
+    unit: int = 1
+    first: int = 0
+    local: int = 1
+    units: int | None = None
+    dense_layers: int = 0
+    fetch: int = 0
+    chose: Callable[[int, int, int], None] | None = None
+
+    def rows(self, seen: int) -> int:
+        """How many rows are read of so many seen ones, where units are no bound."""
+        return share(self.most, seen)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelScores:
+    """How kernels score the units of a single row (`ops/native/choice.py`), by vectors beside the rows.
+
+    `key` names the index, of which `empty(keys)` is one for no rows of keys [h, 0, D]. n committed rows have
+    `vectors(n)` vectors. `softmax`: a unit's score is its share of the softmax over vectors, summed over the query
+    heads that share a KV head, or over all heads if `joint`; else the largest product or upper bound. The softmax runs
+    over the units that may be chosen, or over `every` vector. Unit u has the vectors from u * each - before to
+    (u + 1) * each; a vector is made of `parts` times `step` rows, or by `make(layer, keys, start)` of the keys
+    [H, m, D] from slot `start` on.
+
+    `width`: numbers of a vector, 0 as many as a key has; of these `largest` are looked at, those where the query is
+    largest, if that is not 0. `channels`: which numbers of a key a vector is, int32 [H, width] by layer.
+    `turned(layer, position)`: cos and signed sin float32 [2, R] that turn the query first. `scaled`: products are
+    multiplied with the layer's scale of scores.
+    """
+
+    key: Hashable
+    softmax: bool = True
+    joint: bool = False
+    every: bool = False
+    each: int = 1
+    before: int = 0
+    step: int = 1
+    parts: int = 1
+    width: int = 0
+    largest: int = 0
+    scaled: bool = True
+    vectors: Callable[[int], int] = int
+    empty: Callable[[Tensor], Standing] | None = None
+    channels: Sequence[Tensor] | None = None
+    make: Callable[[int, Tensor, int], Tensor] | None = None
+    turned: Callable[[int, int], Tensor | None] | None = None
+
+
+Keys = Full | TopK | Blocks | LayerPicks | Custom
 FULL = Full()
+
+
+def share(value: float, whole: int) -> int:
+    """Up to 1 a share of `whole`, rounded up, above a number; within 1 and `whole`."""
+    return max(1, min(whole, -int(-value * whole // 1) if value <= 1 else int(value)))
 
 
 @dataclass(frozen=True, slots=True)

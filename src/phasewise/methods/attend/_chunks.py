@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phasewise.methods.attend._select import IN_TEXT, best
 from phasewise.model.model import Model
 from phasewise.ops import attention as ops
+from phasewise.ops.native.choice import Rest
 from phasewise.step.read import Read
+from phasewise.step.reference import IN_TEXT, best
 
 ENTRIES = 1 << 20  # rows of keys that are gathered at a time
 Ranked = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -31,7 +32,7 @@ class Close:
 
     model: Model
 
-    def listed(self, reads: Sequence[Read], slots: Sequence[Tensor]) -> list[Tensor]:
+    def listed(self, reads: Sequence[Read], slots: Sequence[Tensor], rests: Sequence[Rest] = ()) -> list[Tensor]:
         """Single rows, over int32 [h, 1, S] each, increasing, with themselves at the end. -> [1, hq, D] each"""
         return [self._near(read, of_rows.long(), None) for read, of_rows in zip(reads, slots)]
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from phasewise.kv.vectors import Kept
-from phasewise.methods.attend._select import Reader, Sorted, Voter, listed, selected, single, standing
+from phasewise.step.plan import Rivals, TopK
 from phasewise.step.read import Read
+from phasewise.step.reference import Reader, rivals, selected, single, slots_of
 from phasewise.step.span import Span
 
 NONE, HELD = -2, -1  # in the place of a row's number: nobody, and who made the request's list
@@ -54,7 +54,7 @@ class _Layer:
     at: Sequence[int]
     q: Tensor  # of all heads, as they are compared, [R, H, G, D]
     held: Made | None  # the request's list
-    sorted: Sequence[Sorted]  # of each read; none: it is one row that sees all before it
+    sorted: Sequence[Rivals]  # of each read; none: it is one row that sees all before it
     makers: Sequence[int]  # by row
     made: dict[int, list[Tensor]]  # as `_Note` has it
 
@@ -65,15 +65,14 @@ class _Layer:
 
 
 class Reuse:
-    """`elect`, of `rows` (first, local, most), with lists that are used again. `turned`: the queries of a read as they
-    are compared, [R, hq, D]. A request's drawer has what was made last, by layer."""
+    """Top-k selection `keys` with lists that are used again. `turned`: the queries of a read as they are compared,
+    [R, hq, D]. A request's drawer `name` has what was made last, by layer."""
 
     def __init__(
-        self, voter: Voter, turned: Callable[[Read], Tensor], theta: float, rows: tuple[int, int, int], dense: int,
-        reader: Reader,
+        self, keys: TopK, name: str, turned: Callable[[Read], Tensor], theta: float, reader: Reader
     ) -> None:  # fmt: skip
-        self.voter, self.turned, self.theta, self.dense, self.reader = voter, turned, theta, dense, reader
-        self.first, self.local, self.most = rows
+        self.keys, self.name, self.turned, self.theta, self.reader = keys, name, turned, theta, reader
+        self.first, self.local, self.most = keys.first, keys.local, int(keys.most)
 
     def __call__(self, reads: Sequence[Read]) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(reads)
@@ -98,13 +97,13 @@ class Reuse:
     def _layer(self, reads: Sequence[Read], at: Sequence[int]) -> _Layer | None:
         """None where no row of a span chooses."""
         sizes, layer = [read.part.size[1] for read in reads], reads[0].layer
-        if layer < self.dense or max(sizes) <= self.most:
+        if layer < self.keys.dense_layers or max(sizes) <= self.most:
             return None
-        held: Made | None = reads[0].state.get(self.voter.name, {}).get(layer)  # type: ignore[attr-defined]
-        ways, acts = list[Sorted](), [True]
+        held: Made | None = reads[0].state.get(self.name, {}).get(layer)  # type: ignore[attr-defined]
+        ways, acts = list[Rivals](), [True]
         whole = min(sizes) > self.most and (held is None or not bool((held[1] < 0).any()))
         if not (whole and all(single(read) for read in reads)):
-            ways = [Sorted.of(read, self.first, self.local) for read in reads]
+            ways = [rivals(self.keys, read) for read in reads]
             more = [(each.seen.sum(-1) > self.most).any(0) for each in ways]
             acts = torch.stack(more).any(0).tolist()
             if not any(acts):
@@ -132,11 +131,11 @@ class Reuse:
     # ---- what is read
     def _singles(self, layers: Sequence[_Layer]) -> dict[int, Tensor]:
         """For rows that come alone and see all before them, the slots that they read, int32 [h, 1, S]."""
-        alone: dict[int, tuple[Read, Kept]] = {}
+        alone: dict[int, tuple[Read, Any]] = {}
         for layer in layers:
             if layer.made:
-                alone |= {i: (read, standing(read, self.voter)) for i, read in zip(layer.at, layer.reads)}
-        lists = listed(self.voter, alone, self.first, self.local, self.most)
+                alone |= {i: (read, self.keys.scorer.index(read)) for i, read in zip(layer.at, layer.reads)}
+        lists = {i: slots for i, (slots, _) in slots_of(self.keys, alone).items()}
         for layer in layers:
             if layer.made:
                 layer.made[0] = [lists[i][:, 0, self.first : self.most - self.local] for i in layer.at]
@@ -169,13 +168,12 @@ class Reuse:
         few = ways.seen.sum(-1, keepdim=True) <= self.most  # they read all that they see
         return ways.must | (ways.seen & (mine | few))
 
-    def _choose(self, read: Read, ways: Sorted) -> Tensor:
+    def _choose(self, read: Read, ways: Rivals) -> Tensor:
         """What every row chooses of what it need not read, bool [1 | h, R, N]."""
         if read.part.size[1] <= self.most:
             return ways.rivals
-        known = standing(read, self.voter)
-        read.count_bytes(known.known.nbytes)
-        return selected(read, self.voter, known.known, ways, self.most) & ways.rivals
+        scores = self.keys.scorer.scores(read, self.keys.scorer.index(read), ways)
+        return selected(self.keys, ways, scores) & ways.rivals
 
     # ---- what stays
     def _note(self, layer: _Layer) -> None:
@@ -186,16 +184,16 @@ class Reuse:
         note = _Note(rows, layer.makers, q, layer.made, [part.heads for part in parts], positions)
         if read.span.trail is None:
             read.span.trail = {}
-        read.span.trail.setdefault(self.voter.name, {})[read.layer] = note
+        read.span.trail.setdefault(self.name, {})[read.layer] = note
 
     def stayed(self, span: Span, keep: int | Sequence[int]) -> None:
         """The list that the last row which stays goes by is the request's."""
-        notes: dict[int, _Note] = (span.trail or {}).pop(self.voter.name, {})
+        notes: dict[int, _Note] = (span.trail or {}).pop(self.name, {})
         kept = set(range(keep) if isinstance(keep, int) else keep)
         for layer, note in notes.items():
             makers = [maker for row, maker in zip(note.rows, note.makers) if row in kept]
             if makers and makers[-1] in note.made:
-                span.request.state.setdefault(self.voter.name, {})[layer] = note.list(makers[-1])
+                span.request.state.setdefault(self.name, {})[layer] = note.list(makers[-1])
 
 
 def _alike(one: Tensor, other: Tensor, theta: float) -> bool:

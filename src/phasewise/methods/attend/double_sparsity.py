@@ -15,12 +15,10 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.methods._amounts import check_amount
-from phasewise.methods.attend._select import elect, grouped, share, tally
+from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
-from phasewise.ops.native.choice import SHARE, Candidates
-from phasewise.step.choice import VectorChoice
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
+from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, TopK, share
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
@@ -76,7 +74,7 @@ class DoubleSparsity:
         return _DoubleSparsity(self, [tensors[f"{i}.weight"].float().to(host.model.device) for i in layers])
 
 
-class _DoubleSparsity:
+class _DoubleSparsity(RowScorer):
     name = "double_sparsity"
 
     def __init__(self, knobs: DoubleSparsity, heavy: Sequence[Tensor]) -> None:
@@ -86,14 +84,11 @@ class _DoubleSparsity:
         order = [each.sort(dim=-1, descending=True, stable=True).indices[:, :count] for each in heavy]
         self.channels = [each.sort(-1).values for each in order]  # int64 [H, r]
         self.count = count
-        labels = [each.int().contiguous() for each in self.channels]
-        self.choice = VectorChoice(
-            (self.name, 0), self._candidates, knobs.k + 1, lambda rows: rows, knobs.dense_layers, channels=labels
+        self.kernel = KernelScores(
+            (self.name, 0), width=count, channels=[each.int().contiguous() for each in self.channels]
         )
-        self._plan = AttentionPlan(Custom(self.attend, self.choice))
-
-    def _candidates(self, n: int) -> Candidates:
-        return Candidates(0, n - 1, 1, self.knobs.k - 1, SHARE, False, 0, n - 1, width=self.count)
+        self.keys = TopK(self, knobs.k, knobs.k + 1, dense_layers=knobs.dense_layers)
+        self._plan = AttentionPlan(self.keys)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         if layer < self.knobs.dense_layers or end <= self.knobs.k:
@@ -101,10 +96,7 @@ class _DoubleSparsity:
         return end * shape.heads * self.count * shape.dtype.itemsize
 
     def plan(self, span: Span) -> AttentionPlan:
-        return self._plan if self.choice.acts(span) else EVERYTHING
-
-    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        return elect(reads, self, (0, 1, self.knobs.k), self.knobs.dense_layers)
+        return self._plan if span.last + 1 >= self.keys.least else EVERYTHING
 
     # ---- how rows are ranked
     def width(self, dim: int) -> int:

@@ -9,7 +9,6 @@ has never been without the blocks that are left out here, and may lose more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -21,21 +20,18 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.vectors import Kept
-from phasewise.methods.attend._select import NEVER, best, grouped, single, tally, voted
+from phasewise.methods.attend._select import grouped, tally
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
-from phasewise.ops.native.choice import SHARE, Candidates
-from phasewise.step.choice import VectorChoice
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
+from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals, Scorer, Scores, TopK
 from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed
+from phasewise.step.reference import NEVER, single
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
 NAME = "infllm"
-ENTRIES = 1 << 27  # of a mask that is made at a time
 RANK = 8  # of the low-rank weights of every linear layer
 
 
@@ -99,10 +95,6 @@ class InfLLM:
         return _Tuned(self, Delta(tensors, host.model.dtype, host.model.device))
 
     @property
-    def stride(self) -> int:
-        return self.block // 4
-
-    @property
     def local(self) -> int:
         """Blocks up to a row's own that it reads."""
         return -(-self.window // self.block) + 1
@@ -116,97 +108,50 @@ class InfLLM:
         """Whether a row that sees so many, itself included, chooses."""
         return seen >= self.dense_len and -(-seen // self.block) * self.block > self.most
 
-    def windows(self, rows: int) -> int:
-        """How many are complete in so many rows."""
-        return max(rows // self.stride - 1, 0)
-
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         if not self.acts(end):
             return 0
-        return self.windows(end) * shape.heads * shape.dim * shape.dtype.itemsize
+        return BlockMeans(self.block).windows(end) * shape.heads * shape.dim * shape.dtype.itemsize
+
+    @cached_property
+    def keys(self) -> TopK:
+        """What a row reads, as data."""
+        least = max(self.dense_len, self.most + 1)
+        return TopK(self.scorer, self.most, least, unit=self.block, first=self.init, local=self.local, units=self.topk)
+
+    @property
+    def scorer(self) -> Scorer:
+        return BlockMeans(self.block)
+
+    @cached_property
+    def _plan(self) -> AttentionPlan:
+        return AttentionPlan(self.keys)
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if self.acts(span.last + 1) else EVERYTHING
 
-    @cached_property
-    def _plan(self) -> AttentionPlan:
-        return AttentionPlan(Custom(self.attend, self.choice))
 
-    @cached_property
-    def choice(self) -> VectorChoice | None:
-        """What single rows do, said as data."""
-        least = max(self.dense_len, self.most + 1)
-        return VectorChoice((NAME, self.block, 0), self._candidates, least, self.windows)
+class BlockMeans:
+    """Scores blocks by the softmax over means of keys: see `InfLLM`."""
 
-    def _candidates(self, n: int) -> Candidates:
-        init, own = self.init, (n - 1) // self.block - self.local + 1  # own: the first local block
-        return Candidates(
-            init * self.block, own - init, self.block, self.topk, SHARE, False, 0, self.windows(n),
-            at=4 * init, each=4, before=1, step=self.stride, parts=2,
-        )  # fmt: skip
+    kernel: KernelScores | None
 
-    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        out: list[Tensor | None] = [None] * len(reads)
-        alone: dict[int, Read] = {}
-        for i, read in enumerate(reads):
-            if not self.acts(read.span.last + 1):
-                continue
-            if single(read):
-                alone[i] = read
-            else:
-                pieces = [piece.attend(self._select(piece)) for piece in read.slices(ENTRIES)]
-                out[i] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        lists = self._lists(alone)
-        if lists:
-            for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
-                out[i] = result
-        return out
+    def __init__(self, block: int) -> None:
+        self.block, self.stride = block, block // 4
+        self.kernel = KernelScores(
+            (NAME, block, 0), every=True, each=4, before=1, step=self.stride, parts=2, vectors=self.windows
+        )
 
-    # ---- which blocks
-    def _lists(self, alone: Mapping[int, Read]) -> dict[int, Tensor]:
-        """For single rows, the slots of the blocks that they read, int32 [h, 1, S]."""
-        lists = dict[int, Tensor]()
-        if self.choice is not None:
-            lists = voted(self.choice, {i: (read, self._kept(read)) for i, read in alone.items()})
-        return lists | {i: self._list(read) for i, read in alone.items() if i not in lists}
+    def windows(self, rows: int) -> int:
+        """How many are complete in so many rows."""
+        return max(rows // self.stride - 1, 0)
 
-    def _list(self, read: Read) -> Tensor:
-        """For a single row: the slots of the blocks it reads, int32 [h, 1, S]."""
-        (heads, n), size = read.part.size, self.block
-        own = (n - 1) // size - self.local + 1  # the first local block
-        votes = self._votes(read, self._means(read))[:, 0, self.init : own]  # [h, own - init]
-        order = votes.sort(dim=-1, descending=True, stable=True).indices  # neighbours share a window: ties are common
-        chosen = order[:, : self.topk].sort(-1).values + self.init
-        slots = (chosen[:, :, None] * size + torch.arange(size, device=chosen.device)).flatten(1)
-        every = torch.arange(n, device=chosen.device).expand(heads, -1)
-        return torch.cat((every[:, : self.init * size], slots, every[:, own * size :]), 1)[:, None].int()
+    def scores(self, read: Read, index: Kept, rows: Rivals) -> Scores:
+        if rows.single or self._in_order(read):
+            return Scores(self.votes(read, self._means(read, index)))
+        return Scores(self._slow_votes(read, rows.seen))
 
-    def _select(self, read: Read) -> Tensor:
-        """What every row reads, bool [h, R, N], for several rows, windows or caches with gaps."""
-        part, mask = read.part, read.mask()
-        always = self.always(part.positions, read.q_positions)
-        if read.view is not None and read.view.moved is not None:
-            slots, delta = read.view.moved
-            always[:, :, slots] |= (delta != 0)[:, None]
-        seen = always.new_ones(1, len(read.q), part.size[1]) if mask is None else mask
-        votes = self._votes(read, self._means(read)) if self._in_order(read) else self._slow_votes(read, seen)
-        return self.read_of(seen, always, part.positions, votes)
-
-    def always(self, positions: Tensor, at: Tensor) -> Tensor:
-        """Which of the rows at these positions [1 | h, N] those `at` [R] read in any case, bool [1 | h, R, N]."""
-        block, own = positions[:, None] // self.block, (at // self.block)[:, None]
-        always = (block < self.init) | (block > own - self.local)
-        return always | ~torch.tensor([self.acts(t + 1) for t in at.tolist()], device=at.device)[:, None]
-
-    def read_of(self, seen: Tensor, always: Tensor, positions: Tensor, votes: Tensor) -> Tensor:
-        """Of what is seen, what is read, given the scores of all blocks [h, R, B]: bool [h, R, N]."""
-        rivals = (seen & ~always).expand(len(votes), -1, -1)  # [h, R, N]
-        column = (positions // self.block)[:, None].expand_as(rivals)
-        there = torch.zeros_like(votes, dtype=torch.int32).scatter_add_(2, column, rivals.int()) > 0  # [h, R, B]
-        taken = best(votes, there, there.new_full((1, 1, 1), self.topk, dtype=torch.int64))
-        return (seen & always) | (rivals & taken.gather(2, column))
-
-    def _votes(self, read: Read, means: Tensor) -> Tensor:
+    def votes(self, read: Read, means: Tensor) -> Tensor:
         """The score of every block from the means [h, W, D] of complete windows, logarithms [h, R, B]."""
         logits = grouped(read.q, len(means)) * read.scale @ means.float().mT[:, None]  # [h, G, R, W]
         return self.pooled(logits, None, read.q_positions, read.span.last)
@@ -229,10 +174,9 @@ class InfLLM:
         near = window is None or read.span.last < window
         return whole and near and part.plain and part.n == read.span.positions[0]
 
-    def _means(self, read: Read) -> Tensor:
+    def _means(self, read: Read, found: Kept) -> Tensor:
         """Of all windows that are complete with this step's rows, [h, W, D]. Those of committed rows are kept."""
         part, stride = read.part, self.stride
-        found = self._kept(read)
         read.count_bytes(found.known.nbytes)
         upto, fresh = found.upto, self.windows(part.size[1])
         if fresh == upto:
@@ -240,7 +184,7 @@ class InfLLM:
         read.count_keys((fresh + 1 - upto) * stride * part.size[0])
         return torch.cat((found.known, self.mean(part.keys(upto * stride, (fresh + 1) * stride))), 1)
 
-    def _kept(self, read: Read) -> Kept:
+    def index(self, read: Read) -> Kept:
         """The means of windows of committed rows."""
         part, stride = read.part, self.stride
         key = NAME, self.block, part.slab
@@ -248,7 +192,7 @@ class InfLLM:
         if not isinstance(found, Kept):
             found = Kept(part.keys(0, 0))
         upto = self.windows(part.n)
-        if found.upto < upto:
+        if found.upto < upto and (single(read) or self._in_order(read)):
             read.count_keys((upto + 1 - found.upto) * stride * part.size[0])
             found = found.roomy(self.windows(rounded(part.size[1])))
             found.add(self.mean(part.keys(found.upto * stride, (upto + 1) * stride)))

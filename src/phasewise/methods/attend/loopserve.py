@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,16 +20,16 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
 from phasewise.methods.attend._lines import Lines, attend, cover, masses, sampled
-from phasewise.methods.attend._select import NEVER, single, tally
+from phasewise.methods.attend._select import tally
 from phasewise.model.config import ModelConfig
 from phasewise.ops import attention as ops
 from phasewise.ops.native.abi import LayerChoiceStruct
 from phasewise.ops.native.choice import CHOSEN, SHARE, Ballot, Candidates, choose, takes
 from phasewise.request.request import Request
-from phasewise.step.lists import Given, GivenChoice
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Given
 from phasewise.step.read import Read
 from phasewise.step.reads import attend_listed
+from phasewise.step.reference import NEVER, single
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
@@ -109,7 +110,7 @@ class Looping:
     def __init__(self, knobs: LoopServe, config: ModelConfig) -> None:
         self.knobs, self.heads = knobs, config.heads
         self._prompts = AttentionPlan(Custom(self.attend))
-        self._tokens = AttentionPlan(Custom(self.attend, GivenChoice(self._given, self._heard, config.heads)))
+        self._tokens = AttentionPlan(Custom(self.attend, self._given))
 
     def drawer(self, layer: int, shape: KVShape, room: Room) -> int:
         """Queries twice, for what whole steps have left lies by itself."""
@@ -170,7 +171,8 @@ class Looping:
         layers = [own for layer, own in state.items() if layer != HEARD]
         if not layers or not self.knobs.chooses(border) or any(own.get("border") != border for own in layers):
             return None
-        return Given([state[layer]["chosen"] for layer in range(len(layers))], border - self.knobs.voters)
+        lists = [state[layer]["chosen"] for layer in range(len(layers))]
+        return Given(lists, border - self.knobs.voters, partial(self._heard, span))
 
     def _heard(self, span: Span, queries: Tensor) -> None:
         heads = span.kv.layers[0].shape.heads

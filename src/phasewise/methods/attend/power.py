@@ -8,22 +8,17 @@ answers run. The cache stays whole: an old block is seen again whenever its dist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
-from phasewise.methods.attend._select import single
 from phasewise.methods.attend.dense import Dense
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
-from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Blocks
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
 
@@ -102,59 +97,8 @@ class Power:
 
 class _Power:
     def __init__(self, knobs: Power, delta: Delta | None) -> None:
-        self.knobs, self.clear, self.delta = knobs, knobs.clear, delta
-        self._plan = AttentionPlan(Custom(self.attend))
+        self.clear, self.delta = knobs.clear, delta
+        self._plan = AttentionPlan(Blocks(knobs.block, knobs.blocks))
 
     def plan(self, span: Span) -> AttentionPlan:
-        return self._plan if self._hides(span) else EVERYTHING
-
-    def _hides(self, span: Span) -> bool:
-        return span.last >= self.clear
-
-    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        out: list[Tensor | None] = [None] * len(reads)
-        lists: dict[int, Tensor] = {}
-        for i, read in enumerate(reads):
-            if not self._hides(read.span):
-                continue
-            if single(read):
-                lists[i] = self._listing(read).expand(read.part.size[0], -1, -1)
-            else:
-                out[i] = read.attend(self._select(read))
-        if lists:
-            for i, result in zip(lists, attend_listed([reads[i] for i in lists], [*lists.values()])):
-                out[i] = result
-        return out
-
-    def _listing(self, read: Read) -> Tensor:
-        """The slots that a single row reads, int32 [1, 1, S], increasing; the same in all layers."""
-        size, at = self.knobs.block, read.span.positions[0]
-        key = self, at
-        if key not in read.step.notes:
-            blocks = torch.tensor(self.knobs.blocks(at // size), dtype=torch.int32, device=read.q.device)
-            slots = (blocks[:, None] * size + torch.arange(size, dtype=torch.int32, device=read.q.device)).flatten()
-            read.step.notes[key] = slots[: len(slots) - size + at % size + 1][None, None]  # the last block is its own
-        found: Tensor = read.step.notes[key]
-        return found
-
-    def _select(self, read: Read) -> Tensor:
-        """What every row reads of what it sees, bool [1 | h, R, N]: the same in all layers, if slots are positions."""
-        if read.part.plain and read.rows is None and read.view is None:
-            key = self, id(read.span), read.part.size[1]
-            if key not in read.step.notes:
-                read.step.notes[key] = self._mask(read)
-            noted: Tensor = read.step.notes[key]
-            return noted
-        select = self._mask(read)
-        if read.view is not None and read.view.moved is not None:
-            slots, delta = read.view.moved
-            select[:, :, slots] |= (delta != 0)[:, None]
-        return select
-
-    def _mask(self, read: Read) -> Tensor:
-        """`seen`, worked out block by block: of a long prompt, numbers for every pair of rows would fill the memory."""
-        size = self.knobs.block
-        own, others = read.q_positions // size, read.part.positions // size  # [R], [1 | h, N]
-        blocks = torch.arange(int(max(own.max(), others.max())) + 1, device=own.device)
-        near = self.knobs.seen(own[:, None] * size, blocks * size)  # [R, B]
-        return torch.stack([near.index_select(1, each) for each in others])
+        return self._plan if span.last >= self.clear else EVERYTHING

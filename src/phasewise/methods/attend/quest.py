@@ -6,7 +6,6 @@ stays whole, so a later query may read any row. Prompts are dense.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -18,13 +17,10 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape, rounded
 from phasewise.kv.pages import PageKeys
 from phasewise.kv.part import Part
-from phasewise.kv.promises import chosen, promises, split
-from phasewise.ops.native import listed
-from phasewise.ops.native.listed import Pages
-from phasewise.step.choice import PageChoice
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
+from phasewise.methods.attend._select import grouped
+from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals, Scores, TopK
 from phasewise.step.read import Read
-from phasewise.step.reads import attend_listed
+from phasewise.step.reference import NEVER, by_unit
 from phasewise.step.span import Span
 
 
@@ -63,7 +59,10 @@ class Quest:
 
     @cached_property
     def _plan(self) -> AttentionPlan:
-        return AttentionPlan(Custom(self.attend, PageChoice(self.page, self.most, self.dense_layers)))
+        keys = TopK(
+            PageBounds(self.page), self.most, self.most + 1, unit=self.page, dense_layers=self.dense_layers
+        )  # fmt: skip
+        return AttentionPlan(keys)
 
     def plan(self, span: Span) -> AttentionPlan:
         return self._plan if span.last >= self.most else EVERYTHING
@@ -74,27 +73,18 @@ class Quest:
             return 0
         return end // self.page * shape.heads * (2 * shape.dim * shape.dtype.itemsize + 16)
 
-    def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        out: list[Tensor | None] = [None] * len(reads)
-        steps: dict[int, PageKeys | _Bounds] = {}  # of single rows that see all before them, none missing
-        for i, read in enumerate(reads):
-            part = read.part
-            if read.layer < self.dense_layers or part.size[1] <= self.most:
-                continue
-            bounds = self._bounds(read)
-            low, high = bounds.known
-            read.count_bytes(low.nbytes + high.nbytes)
-            if part.plain and part.n == read.span.positions[0] and read.mask() is None:
-                steps[i] = bounds
-            else:
-                out[i] = read.attend(self._select(read, _Bounds.of(bounds)))
-        if steps:
-            some = [reads[i] for i in steps]
-            for i, result in zip(steps, attend_listed(some, self._best(some, [*steps.values()]))):
-                out[i] = result
-        return out
 
-    def _bounds(self, read: Read) -> PageKeys | _Bounds:
+class PageBounds:
+    """Scores a page by the upper bound that its smallest and largest keys put on the query's scores."""
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.kernel = KernelScores(
+            PageKeys.key("bounds", page), softmax=False, step=page, vectors=lambda rows: rows // page,
+            empty=lambda keys: PageKeys.none("bounds", page, keys),
+        )  # fmt: skip
+
+    def index(self, read: Read) -> PageKeys | _Bounds:
         """Bounds of the pages that are complete before this step."""
         part = read.part
         upto = min(read.span.positions)
@@ -117,94 +107,50 @@ class Quest:
             part.derived.keep(key, bounds)
         return bounds
 
-    def _best(self, reads: Sequence[Read], bounds: Sequence[PageKeys | _Bounds]) -> list[Tensor]:
-        """For single rows that see all rows before them, none missing: the slots they read, int32 [h, 1, S]."""
-        pages = []
-        for read, own in zip(reads, bounds):
-            (low, high), n, first = own.known, read.part.size[1], own.upto * self.page
-            pages.append(Pages(read.q, low, high, self.page, (self.most - n + first) // self.page, first, n))
-        if all(listed.takes(each) for each in pages) and len({each.low.shape[0] for each in pages}) == 1:
-            return listed.choose(pages)
-        return [chosen(each) for each in pages]
-
-    def _select(self, read: Read, bounds: _Bounds) -> Tensor:
-        """What every row reads, bool [h, R, N], for rows with structure, windows or evicted caches."""
-        layout = self._laid_out(read, bounds)
-        order = self._values(read, bounds, layout).argsort(-1, descending=True)
-        fits = layout.rows.gather(2, order).cumsum(-1) <= layout.left
-        taken = layout.rows.new_zeros((*order.shape[:2], order.shape[2] + 1), dtype=torch.bool).scatter(2, order, fits)
-        of_row = layout.column[:, None].expand_as(layout.rivals)
-        return layout.must | (layout.rivals & taken.gather(2, of_row))
-
-    def _laid_out(self, read: Read, bounds: _Bounds) -> _Layout:
-        """The same for all layers in which rows lie and are seen alike."""
-        part, mask = read.part, read.mask()
-        if not part.plain or read.rows is not None or read.view is not None:
-            return self._lay_out(read, bounds, mask)
-        key = self, id(read.span), id(mask), part.size, bounds.upto  # such a mask is kept for all layers
-        if key not in read.step.notes:
-            read.step.notes[key] = self._lay_out(read, bounds, mask)
-        layout: _Layout = read.step.notes[key]
-        return layout
-
-    def _lay_out(self, read: Read, bounds: _Bounds, mask: Tensor | None) -> _Layout:
-        part = read.part
-        heads, n = part.size
-        page = part.positions // self.page  # [1 | h, N]
-        own = read.q_positions // self.page  # [R]
-        seen = page.new_ones(1, len(own), n, dtype=torch.bool) if mask is None else mask  # [1 | h, R, N]
-        rivals = seen & (page[:, None] < own[:, None])  # the rest of what is seen is read in any case
-        if read.view is not None and read.view.moved is not None:
-            slots, delta = read.view.moved
-            rivals[:, :, slots] &= (delta == 0)[:, None]
-        left = self.most - (seen & ~rivals).sum(-1, keepdim=True)  # [1 | h, R, 1]
-        must, rivals = seen & ~rivals, rivals.expand(heads, -1, -1)
-        pages = torch.cat((bounds.pages, torch.arange(bounds.upto, int(own.max()), device=page.device)))
-        column = torch.searchsorted(pages, page.contiguous()).expand(heads, -1)  # [h, N]; len(pages) = none of them
-        of_row = column[:, None].expand_as(rivals)
-        rows = torch.zeros(heads, len(own), len(pages) + 1, dtype=torch.int32, device=page.device)
-        rows = rows.scatter_add(2, of_row, rivals.int())[..., :-1]  # [h, R, pages]
-        known = len(bounds.pages)
-        partial = rows > 0
-        partial[..., :known] &= rows[..., :known] != bounds.rows[:, None]
-        own_bounds = partial.any(0).any(0).nonzero()[:, 0].tolist()
-        return _Layout(must, rivals, left, column, rows, partial, own_bounds)
-
-    def _values(self, read: Read, bounds: _Bounds, layout: _Layout) -> Tensor:
-        """What each page promises each row, [h, R, pages]; `layout.rows` of it are rivals that the row sees.
-
-        Pages of which a row sees all that is stored have their bounds; the others (filled by this step, or at the edge
-        of a window) get bounds of their own.
-        """
-        rows, known = layout.rows, len(bounds.pages)
-        value = rows.new_full(rows.shape, float("-inf"), dtype=torch.float32)
-        value[..., :known] = promises(read.q, bounds.low, bounds.high)
-        value.masked_fill_(rows == 0, float("-inf"))
-        for c in layout.own_bounds:
-            here = layout.column == c  # [h, N]
+    def scores(self, read: Read, index: PageKeys | _Bounds, rows: Rivals) -> Scores:
+        """Pages of which a row sees all that is stored have their bounds; the others (filled by this step, or at the
+        edge of a window) get bounds of their own."""
+        pages = rows if rows.unit is not None else by_unit(rows, read.part.positions, read.span.last)
+        assert pages.unit is not None and pages.number is not None
+        bounds, heads = _Bounds.of(index), read.part.size[0]
+        read.count_bytes(bounds.low.nbytes + bounds.high.nbytes)
+        count = pages.number.expand(heads, -1, -1)  # [h, R, pages]
+        known = upper_bounds(read.q, bounds.low, bounds.high)
+        value = known.new_full(count.shape, NEVER)
+        value[..., bounds.pages] = known
+        partial = count > 0
+        partial[..., bounds.pages] &= count[..., bounds.pages] != bounds.rows[:, None]
+        column = pages.unit.expand(heads, -1)
+        for c in partial.any(0).any(0).nonzero()[:, 0].tolist():
+            here = column == c  # [h, N]
             slots = here.any(0).nonzero()[:, 0]
-            k = read.part.take(slots.expand(len(here), -1))[0][:, None]  # [h, 1, m, D]
-            read.count_keys(len(here) * len(slots))
-            among = (layout.rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
+            k = read.part.take(slots.expand(heads, -1))[0][:, None]  # [h, 1, m, D]
+            read.count_keys(heads * len(slots))
+            among = (rows.rivals & here[:, None])[:, :, slots, None]  # [h, R, m, 1]
             low = k.masked_fill(~among, float("inf")).amin(2)  # [h, R, D]
-            high = k.masked_fill(~among, float("-inf")).amax(2)
-            up, down = split(read.q, len(here))
+            high = k.masked_fill(~among, NEVER).amax(2)
+            up, down = _signs(read.q, heads)
             exact = (up * high[:, None] + down * low[:, None]).sum(-1).amax(1)  # [h, R]
-            value[..., c] = torch.where(layout.partial[..., c], exact, value[..., c])
-        return value
+            value[..., c] = torch.where(partial[..., c], exact, value[..., c])
+        if rows.unit is None:  # pages of one row: units are slots
+            value = value.gather(2, column[:, None].expand(-1, len(read.q), -1))
+        return Scores(value)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Who sees what of which page, for some rows of one span."""
+def upper_bounds(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The most that q [R, h * G, D] times a key within the bounds [h, P, D] can be: the largest over the query heads of
+    a KV head, float32 [h, R, P]."""
+    heads, pages = low.shape[:2]
+    up, down = _signs(q, heads)
+    each = up.flatten(1, 2) @ high.float().mT + down.flatten(1, 2) @ low.float().mT
+    most: Tensor = each.view(heads, q.shape[1] // heads, q.shape[0], pages).amax(1)
+    return most
 
-    must: Tensor  # bool [1 | h, R, N]: read in any case
-    rivals: Tensor  # bool [h, R, N]: read if their page is chosen
-    left: Tensor  # [1 | h, R, 1]: how many of these
-    column: Tensor  # [h, N]: the page among all that are ranked; as many as there are: none of them
-    rows: Tensor  # int32 [h, R, pages]: rivals that a row sees
-    partial: Tensor  # bool [h, R, pages]: it does not see all that are stored
-    own_bounds: list[int]  # pages of which that is so for some row
+
+def _signs(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """q [R, h * G, D] -> its positive and its negative part, float32 [h, G, R, D]."""
+    by_head = grouped(q, heads)
+    return by_head.clamp_min(0), by_head.clamp_max(0)
 
 
 @dataclass(frozen=True)

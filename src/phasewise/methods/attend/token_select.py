@@ -18,13 +18,12 @@ from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
 from phasewise.methods.attend._chunks import Chunks, Close, Sizes
 from phasewise.methods.attend._reuse import Reuse
-from phasewise.methods.attend._select import IN_TEXT, Sorted, best, elect, grouped, tally
+from phasewise.methods.attend._select import RowScorer, grouped, tally
 from phasewise.model.model import Model
-from phasewise.ops.native.choice import SHARE, Candidates
 from phasewise.request.counters import Counters
-from phasewise.step.choice import VectorChoice
-from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom
+from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, KernelScores, Scores, TopK
 from phasewise.step.read import Read
+from phasewise.step.reference import IN_TEXT, rivals, selected, top_k
 from phasewise.step.span import Span
 from phasewise.verbs.host import ENDLESS, Host
 
@@ -99,22 +98,21 @@ class TokenSelect:
         return _Chunked(made, tokens) if self.chunk else tokens
 
 
-class _TokenSelect:
+class _TokenSelect(RowScorer):
     name = "token_select"
 
     def __init__(self, knobs: TokenSelect, model: Model, counters: Counters) -> None:
         self.knobs, self.most, self.model = knobs, knobs.first + knobs.k + knobs.local, model
         self.counters, self.close = counters, Close(model) if knobs.positions == "list" else None
         self.reader = self.close or IN_TEXT
-        self.choice = VectorChoice(
-            (self.name, 0), self._candidates, self.most + 1, lambda rows: rows, knobs.dense_layers, scaled=False,
-            make=self._make, turned=Turning(model, knobs.local), told=self._told,
+        self.kernel = KernelScores(
+            (self.name, 0), joint=True, scaled=False, make=self._make, turned=Turning(model, knobs.local)
+        )
+        self.keys = TopK(
+            self, self.most, self.most + 1, first=knobs.first, local=knobs.local, dense_layers=knobs.dense_layers,
+            chose=self._chose,
         )  # fmt: skip
-        self._plan = AttentionPlan(Custom(self.attend, self.choice))
-
-    def _candidates(self, n: int) -> Candidates:
-        first, own = self.knobs.first, n - self.knobs.local
-        return Candidates(first, own - first, 1, self.knobs.k, SHARE, True, first, own, at=first)
+        self._plan = AttentionPlan(self.keys)
 
     def beside(self, layer: int, shape: KVShape, end: int) -> int:
         if layer < self.knobs.dense_layers or end <= self.most:
@@ -127,16 +125,11 @@ class _TokenSelect:
     def acts(self, span: Span) -> bool:
         return span.last + 1 > self.most
 
-    def _told(self, layers: int) -> None:
-        """A whole step is over in which a row chose in so many layers."""
-        self.counters.choices += layers
+    def _chose(self, rows: int, layers: int, heads: int) -> None:
+        self.counters.choices += rows * layers
 
     def attend(self, reads: Sequence[Read]) -> list[Tensor | None]:
-        if reads[0].layer >= self.knobs.dense_layers:
-            for read in {id(read.span): read for read in reads if read.part.size[1] > self.most}.values():
-                read.step.count("choices", read.q.shape[0])
-        rows = self.knobs.first, self.knobs.local, self.most
-        return elect(reads, self, rows, self.knobs.dense_layers, self.reader)
+        return top_k(self.keys, reads, self.reader)
 
     # ---- how rows are ranked
     def width(self, dim: int) -> int:
@@ -175,8 +168,7 @@ class _Again:
     def __init__(self, made: _TokenSelect) -> None:
         knobs = made.knobs
         self.made, self.acts, self.beside = made, made.acts, made.beside
-        rows = knobs.first, knobs.local, made.most
-        self.reuse = Reuse(made, made.turned, knobs.theta, rows, knobs.dense_layers, made.reader)
+        self.reuse = Reuse(made.keys, made.name, made.turned, knobs.theta, made.reader)
         self.stayed, self.attend = self.reuse.stayed, self.reuse
         self._plan = AttentionPlan(Custom(self.attend))
 
@@ -237,13 +229,10 @@ class _Chunked:
 
     def _last(self, read: Read) -> Tensor | None:
         """The first rows and the last ones, where nothing is chosen."""
-        first, most, (_, n) = self.made.knobs.first, self.made.most, read.part.size
-        if n <= most:
+        if read.part.size[1] <= self.made.most:
             return None
-        rows = Sorted.of(read, first, self.made.knobs.local)
-        votes = read.part.positions.float()[:, None].expand(-1, len(read.q), -1)
-        left = most - rows.must.sum(-1, keepdim=True)
-        return self.made.reader.masked(read, rows.must | best(votes, rows.rivals, left))
+        rows, votes = rivals(self.made.keys, read), read.part.positions.float()[:, None].expand(-1, len(read.q), -1)
+        return self.made.reader.masked(read, selected(self.made.keys, rows, Scores(votes)))
 
     @staticmethod
     def _prompts(span: Span) -> bool:

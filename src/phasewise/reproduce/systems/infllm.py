@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.infllm import BlockMeans, InfLLM
 from phasewise.reproduce import loads
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.selected import RandomBlocks
@@ -10,7 +10,7 @@ from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Se
 
 BLOCK, INIT, WINDOW, TOPK, LEAST, NEW = 16, 1, 32, 4, 256, 40
 KNOBS = f"block={BLOCK},init={INIT},window={WINDOW},topk={TOPK},dense_len={LEAST}"
-METHOD = InfLLM(BLOCK, INIT, WINDOW, TOPK, LEAST)
+METHOD, MEANS = InfLLM(BLOCK, INIT, WINDOW, TOPK, LEAST), BlockMeans(BLOCK)
 
 
 def read(case: Case, run: Run) -> int:
@@ -21,14 +21,14 @@ def read(case: Case, run: Run) -> int:
 def closed(case: Case) -> int:
     """The rows of the blocks, the means of complete windows, and the keys of windows that have just become complete,
     twice: for the row that ends them, and to keep."""
-    layers, prompt, stride = case.config.layers, loads.prompt_rows(case), METHOD.stride
+    layers, prompt, stride = case.config.layers, loads.prompt_rows(case), MEANS.stride
     key = case.row_bytes // layers // 2  # bytes of a row's keys in a layer
     total = 0
     for n in range(prompt + 2, prompt + NEW):  # rows that a token sees, itself included
         own = (n - 1) // BLOCK - METHOD.local + 1
         rows = (INIT + TOPK) * BLOCK + n - own * BLOCK
-        before, kept = METHOD.windows(n - 1), METHOD.windows(n - 2)
-        made = (before > kept) * (before + 1 - kept) * stride + (METHOD.windows(n) > before) * 2 * stride
+        before, kept = MEANS.windows(n - 1), MEANS.windows(n - 2)
+        made = (before > kept) * (before + 1 - kept) * stride + (MEANS.windows(n) > before) * 2 * stride
         total += layers * key * (2 * rows + before + made)
     return total
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from phasewise.methods.attend._select import share
 from phasewise.methods.attend.instinfer import InstInfer
 from phasewise.reproduce import loads
 from phasewise.reproduce.play import Run
 from phasewise.reproduce.selected import RandomKept
 from phasewise.reproduce.system import Case, Counter, Paper, Quality, Saving, Setting, System, Timing
+from phasewise.step.plan import share
 
 R, SHARE, GROUP, NEW = 8, 0.125, 16, 40
 KNOBS = f"r={R}.0,k={SHARE}"

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from phasewise.load import config_of
 from phasewise.methods.attend._select import grouped
-from phasewise.methods.attend.infllm import InfLLM
+from phasewise.methods.attend.infllm import BlockMeans, InfLLM
 from phasewise.model.config import ModelConfig
+from phasewise.step.plan import Scores
+from phasewise.step.reference import rivals_of, selected
 from phasewise.train.artefacts import Job
 from phasewise.train.dense import Block
 from phasewise.train.lowrank import LowRank
@@ -55,7 +57,9 @@ class Chosen:
         seen = torch.ones(1, length, length, dtype=torch.bool, device=k.device).tril_()
         if not method.acts(length):
             return seen.expand(heads, -1, -1)
-        means = method.mean(k.transpose(0, 1)[:, : length // method.stride * method.stride])
+        scorer = BlockMeans(method.block)
+        means = scorer.mean(k.transpose(0, 1)[:, : length // scorer.stride * scorer.stride])
         logits = grouped(q, heads) * q.shape[2] ** -0.5 @ means.float().mT[:, None]
-        votes = method.pooled(logits, None, at, length - 1)
-        return method.read_of(seen, method.always(at[None], at), at[None], votes)
+        votes = scorer.pooled(logits, None, at, length - 1)
+        rows = rivals_of(method.keys, at, at[None], seen, length - 1)
+        return selected(method.keys, rows, Scores(votes))
