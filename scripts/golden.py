@@ -1,7 +1,7 @@
 """The golden record: what one seeded trace of every method gave, for tests/laws/test_golden.py to hold the code to.
 
     python scripts/golden.py                       compare, under every instruction set that this processor has
-    python scripts/golden.py --add attend.new ...  record cases that are not recorded yet; no other entry is touched
+    python scripts/golden.py --add attend.new ...  record methods that are new; no entry that there is is touched
     python scripts/golden.py --drop attend.old ... forget entries of cases that are no more
     python scripts/golden.py --rewrite-everything  record all cases anew, which forgives every change of behaviour
 
@@ -80,7 +80,7 @@ def compare() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--add", nargs="+", metavar="CASE", help="cases to record that are not recorded yet")
+    parser.add_argument("--add", nargs="+", metavar="CASE", help="methods, or single cases, to record that are new")
     parser.add_argument("--drop", nargs="+", metavar="CASE", help="entries to forget whose methods are no more")
     parser.add_argument("--rewrite-everything", action="store_true", help="forget the record and make it anew")
     parser.add_argument("--here", action="store_true", help="compare with this process's kernels alone")
@@ -104,10 +104,11 @@ def main() -> int:
     if options.add:
         if old := sorted(set(options.add) & record.keys()):
             parser.error(f"{', '.join(old)}: already recorded, and an entry is never changed by --add")
-        if unknown := sorted(set(options.add) - known.keys()):
+        added = {case for name in options.add for case in golden.naming(name)} - record.keys()
+        if unknown := [name for name in options.add if name not in known]:
             missing = sorted(known.keys() - record.keys())
             parser.error(f"{', '.join(unknown)}: no such case. Not recorded yet: {', '.join(missing) or 'none'}")
-        golden.write(record | made(options.add))
+        golden.write(record | made(sorted(added)))
         return 0
     failed = 0
     for kernels in (*sets(), "none"):

@@ -74,6 +74,12 @@ def holding(verb: str, name: str, held: str, kind: str, other: str) -> dict[str,
     return given
 
 
+def naming(name: str) -> list[str]:
+    """The cases of a name: itself or, of a method, those in which it holds another one or is held as well."""
+    short = name.rpartition(".")[2]
+    return [case for case in cases() if case.partition(":")[0] == name or case.endswith(f"={short}") or case == name]
+
+
 # ---- the trace
 @dataclass
 class Clock:
