@@ -5,8 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 NATIVE := $(wildcard src/phasewise/ops/native/*.cpp src/phasewise/ops/native/*.h)
-# one more than there are cores, as tests also wait for processes; more than four gain nothing
-JOBS   := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -lt 3 ] && echo $$((n + 1)) || echo 4)
+# one a core, as each imports every test first; more than four gain nothing
+JOBS   := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
 PINS   := pyproject.toml constraints.txt setup.py $(NATIVE)
 
 # compiled once, and not by every worker and every process that tests start

@@ -15,7 +15,7 @@ from tests.oracle import logits
 
 
 def oracle_loss(tokens: list[int]) -> float:
-    scores = logits(tiny.model(), tokens).double().log_softmax(-1)
+    scores = logits(tiny.checkpoint(), tokens).double().log_softmax(-1)
     return -float(scores[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].mean())
 
 

@@ -162,7 +162,7 @@ def test_the_loss_of_a_stretch_is_the_models_cross_entropy() -> None:
     tokens, stretches = tiny.prompts(96, seed=8)[0], [range(16, 24), range(40, 48), range(88, 96)]
     forced = Forced()
     engine = Bench(tiny.model()).engine({}, Limits(kv_bytes=64 << 20), sample=forced)
-    scores = logits(tiny.model(), tokens).double().log_softmax(-1)
+    scores = logits(tiny.checkpoint(), tokens).double().log_softmax(-1)
     want = [-float(scores[torch.tensor(s) - 1, torch.tensor(tokens)[s.start : s.stop]].mean()) for s in stretches]
     assert stretch_losses(engine, forced, tokens, stretches) == pytest.approx(want, abs=1e-4)
     assert engine.counters.prefix_hits > 0  # what the longest prompt computed, the others took
@@ -180,7 +180,7 @@ def test_choices_are_the_models_own_beside_a_text_that_is_not() -> None:
     for verbs in ({}, {"draft": "prompt_lookup:k=3"}):
         engine = Bench(tiny.model()).engine(verbs, Limits(kv_bytes=64 << 20), sample=forced)
         [written] = write(engine, forced, [(tokens, 20)])
-        assert written.choices == logits(tiny.model(), tokens)[19:59].argmax(-1).tolist()
+        assert written.choices == logits(tiny.checkpoint(), tokens)[19:59].argmax(-1).tolist()
     assert not forced.scripts and not forced.nats and not forced.choices
 
 
