@@ -18,8 +18,6 @@ from tests.laws.axes import REFUSED
 
 SLAB = 64 * tiny.engine().store.row_bytes
 SCHEDULES = ("sarathi:budget=1", "sarathi:budget=9", "sarathi", "prefill_first", "layered:rows_per_group=7")
-DRAFTED = [options | {"verify": "match"} for options in method_options("draft")]
-DECODED = [{"decode": "block_diffusion:block=4,selector=static,steps=2"}, {"decode": "contrastive:amateur=tiny-draft"}]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -23,11 +23,6 @@ _OTHERS = [target for target in HERE if target != OWN]
 # the values of `sets` for a test that holds several instruction sets to what it computes once
 SETS = [pytest.param([OWN] if OWN else [], id="own"), pytest.param(_OTHERS, id="others", marks=pytest.mark.thorough)]
 NATIVE = pytest.mark.skipif(not HERE, reason="there are no native kernels here")
-
-
-def first(count: int, cases: Sequence[Any]) -> list[Any]:
-    """The cases of a test with so many of them; those after the first `count` are left to `make test-rest`."""
-    return [*cases[:count], *(pytest.param(case, marks=pytest.mark.thorough) for case in cases[count:])]
 
 
 @cache

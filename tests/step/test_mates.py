@@ -38,7 +38,7 @@ KINDS: list[dict[str, str]] = [
     {"evict": "streaming:sinks=3,window=25"}, {"evict": "streaming:sinks=0,window=40,positions=text"},
     {"evict": "snapkv:keep=0.5,window=5"}, {"evict": "snapkv:keep=0.5,window=5,heads=ada,layers=pyramid"},
     {"evict": "h2o:heavy=20,recent=10,lot=4"}, {"evict": "h2o:heavy=20,recent=10,lot=4,heads=ada"},
-    {"evict": "tova:keep=30,lot=4"}, {"evict": "keyformer:keep=30,lot=4"},
+    {"evict": "tova:keep=30,lot=4"}, {"evict": "keyformer:keep=30,lot=4"}, {"evict": "expected_attention:keep=0.5"},
     {"evict": "longgen:sinks=3,window=25,weights=none"},
     {"evict": "longgen:sinks=3,window=25,stride=3,block=16,weights=random:0"},
     {"evict": "rlkv:share=0.6,sinks=3,window=25,weights=random:1"}, {"skip": "unified:speedup=2.0,weights=none"},
