@@ -31,21 +31,19 @@ from phasewise.errors import UserError
 from phasewise.load import model_path
 from phasewise.model.tokenizer import Tokenizer
 from phasewise.step.span import Span
-from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Without:
+class Without(Method):
     """A `skip` that leaves layers out in both phases."""
 
     layers: tuple[int, ...]
 
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-
-    def bind(self, host: Host) -> Without:
-        return self
+    traits: ClassVar[Traits] = Traits("skip", skips_rows=True)
 
     def rows(self, layer: int, span: Span, x: Tensor) -> Tensor | None:
         return torch.empty(0, dtype=torch.int64) if layer in self.layers else None

@@ -61,7 +61,7 @@ def prompt_seconds(engine: Any, prompt: Sequence[int]) -> float:
     """Until the rows of the prompt are there, but for those of a block that is not full."""
     request, unit = (
         Request(prompt, Params(max_tokens=1, ignore_eos=True)),
-        getattr(engine.parts.phases[0].decode, "unit", 1),
+        engine.parts.recipes[""].traits.block,
     )
     with torch.inference_mode():
         start = time.perf_counter()

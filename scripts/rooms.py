@@ -33,7 +33,12 @@ ALONE = {
 }  # files at the root
 DOORS = ("__init__", "llm", "load", "options", "builder", "recipes")
 VERBS = ("place", "schedule", "decode", "draft", "verify", "attend", "evict", "store", "skip", "sample")
-SHARED = ("host",)  # files of verbs/ that belong to no verb: what any method may ask for
+SHARED = (
+    "host",
+    "method",
+    "traits",
+    "conflict",
+)  # files of verbs/ that belong to no verb
 # upward, for annotations: contracts may be named from below, and what is held or handed over by whoever holds it
 ANNOTATIONS = {
     ("kv", "verbs"), ("step", "verbs"), ("request", "kv"), ("request", "step"), ("verbs", "engine"),

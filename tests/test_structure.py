@@ -1,27 +1,15 @@
-"""What CONTRIBUTING says of the code's shape, held against the code: sizes, environment, names, optional attributes."""
+"""What CONTRIBUTING says of the code's shape, held against the code: sizes, environment, names."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from phasewise import catalog
-from phasewise.verbs.attend import Attend
-from phasewise.verbs.decode import Decode
-from phasewise.verbs.draft import Drafter
-from phasewise.verbs.evict import Evict
-from phasewise.verbs.host import Method
-from phasewise.verbs.place import Placing
-from phasewise.verbs.sample import Sample
-from phasewise.verbs.schedule import Scheduler
-from phasewise.verbs.skip import Skip
-from phasewise.verbs.store import Codec, Storing
-from phasewise.verbs.verify import Verifier
+from phasewise.verbs.method import Method
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "phasewise"
@@ -175,75 +163,9 @@ def test_a_name_would_be_found() -> None:
     assert named(without("A = 'sarathi'\nB = 'sarathi'\n", assigned=("A",)), unmistakable()) == ["2: B = 'sarathi'"]
 
 
-# ---- what methods may have and need not
-PROTOCOLS: dict[str, tuple[Any, ...]] = {
-    "every verb": (Method,), "place": (Placing,), "schedule": (Scheduler,), "decode": (Decode,), "draft": (Drafter,),
-    "verify": (Verifier,), "attend": (Attend,), "evict": (Evict,), "store": (Storing, Codec), "skip": (Skip,),
-    "sample": (Sample,),
-}  # fmt: skip
-OF_OTHERS = {  # names that are asked of what is no method
-    "pidfd_open": "what the system has", "sched_getaffinity": "what the system has", "malloc_trim": "what libc has",
-    "__name__": "a type's name",
-}  # fmt: skip
-NOT_BY_NAME = {
-    "tight": "asked by the laws, which are tests",
-    "untrained": "asked by a bench",
-    "budgets": "asked by a bench",
-    "least": "set by the drafter that holds it",
-}
-LINE = re.compile(r"^    (?P<name>\w+)(?:\([^)]*\) -> .+?|: .+?)  -- \S", re.MULTILINE)
-
-
-def optional(protocol: Any) -> list[str]:
-    """The attributes listed under *Optional* in a protocol's docstring."""
-    text = inspect.getdoc(protocol) or ""
-    return [match["name"] for match in LINE.finditer(text.partition("Optional:\n")[2])]
-
-
-def asked(source: str) -> set[str]:
-    """Literal names of `getattr` and `hasattr`."""
-    return {
-        node.args[1].value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("getattr", "hasattr")
-        and isinstance(node.args[1], ast.Constant)
-    }
-
-
-def test_whatever_the_core_asks_for_by_name_is_documented() -> None:
-    found = set().union(*(asked(path.read_text(encoding="utf-8")) for path in core(PACKAGE)))
-    known = {name for protocols in PROTOCOLS.values() for protocol in protocols for name in optional(protocol)}
-    assert found - set(OF_OTHERS) == known - set(NOT_BY_NAME)
-    assert set(OF_OTHERS) <= found
-
-
-def test_every_verb_says_what_it_asks() -> None:
-    assert set(PROTOCOLS) == {"every verb", *catalog.VERBS}
-    for verb, protocols in PROTOCOLS.items():
-        first = (inspect.getdoc(protocols[0]) or "").splitlines()[0]
-        assert first.startswith("Any verb: " if verb == "every verb" else f"{verb}: "), first
-
-
-def test_names_that_are_asked_for_are_found() -> None:
-    assert asked("getattr(a, 'unit', 1)\nhasattr(b, 'wire')\ngetattr(c, d)\n") == {"unit", "wire"}
-
-    class Some:
-        """Some verb.
-
-        Optional:
-            unit: int  -- rows
-            wire(shapes: Sequence[int], unit: int) -> Wire | None  -- the form, of
-                engines: with more  lines
-        """
-
-    assert optional(Some) == ["unit", "wire"]
-
-
+# ---- what methods say of themselves
 def test_every_method_says_what_it_promises() -> None:
     for verb, name, method in catalog.every():
-        for field in Method.__annotations__:
+        assert issubclass(method, Method), f"{verb}.{name} is no Method"
+        for field in ("paper", "guarantee", "needs", "neutral"):
             assert hasattr(method, field), f"{verb}.{name} lacks {field}"
-        if verb in ("attend", "skip"):
-            assert set(method.phases) <= {"prefill", "decode"} and method.phases, name

@@ -128,7 +128,7 @@ class Builder:
 
 def _workers() -> str:
     """Which placements have any."""
-    known = [name for name in catalog.names("place") if getattr(catalog.method("place", name), "launches", False)]
+    known = [name for name in catalog.names("place") if catalog.build("place", name).traits.launches]
     return f"Add --place with one of {', '.join(known)}"
 
 

@@ -226,9 +226,17 @@ _HINTS: dict[type[Any], dict[str, Any]] = {}  # read once of each class
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
     if cls not in _HINTS:
-        hints = typing.get_type_hints(cls)
+        own = [base for base in reversed(cls.__mro__) if "__dataclass_fields__" in vars(base)]
+        hints = {name: hint for base in own for name, hint in typing.get_type_hints(_fields_alone(base)).items()}
         _HINTS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     return _HINTS[cls]
+
+
+def _fields_alone(cls: type[Any]) -> type[Any]:
+    """A class with the annotations of this one and none that it inherits: those of a verb's base need not resolve."""
+    return type(
+        cls.__name__, (), {"__module__": cls.__module__, "__annotations__": vars(cls).get("__annotations__", {})}
+    )
 
 
 def _vocabulary(cls: type[Any]) -> list[str]:

@@ -294,9 +294,9 @@ class LLM:
     def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
         """What there is to know of new recipes, and of requests that name none."""
         self.lossy |= {name: lossy(own) for name, own in recipes.items()}
-        self.adds |= {name: getattr(own["decode"], "adds", 0) for name, own in recipes.items()}
+        self.adds |= {name: own["decode"].traits.added_rows for name, own in recipes.items()}
         every = [method for own in recipes.values() for method in own.values()]
-        self.asks |= frozenset(name for method in every for name in getattr(method, "asks", ()))
+        self.asks |= frozenset(name for method in every for name in method.traits.asks)
 
     def _asked(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords with those that methods take (`asks`) put into `ask`."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from phasewise import catalog
-from phasewise.engine.binding import SHARED, settle
+from phasewise.engine.binding import settle
 from phasewise.errors import UserError
 from phasewise.recipes import PARTS_OF_DECODE, Verbs, check, chosen, texts
 from phasewise.spelling import read
+from phasewise.verbs.traits import SHARED
 
 DEFAULTS = {
     "place": "colocated",
@@ -32,6 +33,11 @@ def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
 
     The decode method's parts (a drafter, a verifier), or those of the one it hands on to, come from options or knobs.
     """
+    return settle(built(options), defaults())
+
+
+def built(options: Mapping[str, str | None]) -> dict[str, Any]:
+    """`parse` without a look at whether the methods work together."""
     given = chosen(options)
     texts = {**DEFAULTS, **(WITH_DRAFT if "draft" in given else {}), **given}
     name, knobs = catalog.split(texts["decode"], "decode")
@@ -49,7 +55,7 @@ def parse(options: Mapping[str, str | None]) -> dict[str, Any]:
     own = {verb: methods[verb] for verb in filled}
     methods["decode"] = catalog.configure(cls, {**knobs, **handed}, f"decode {name}", **own)
     methods |= {verb: held for verb, held in catalog.filled(methods["decode"]).items() if verb in PARTS_OF_DECODE}
-    return settle(methods, defaults())
+    return methods
 
 
 def _handed(cls: type[Any], knobs: Mapping[str, Any], texts: dict[str, str], given: dict[str, str]) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def spell(methods: Mapping[str, Any]) -> dict[str, str]:
     return {
         verb: catalog.spell(verb, method)
         for verb, method in methods.items()
-        if verb not in PARTS_OF_DECODE and getattr(method, "slots", (verb,))[0] == verb
+        if verb not in PARTS_OF_DECODE and method.traits.verb == verb
     }
 
 
@@ -95,7 +101,7 @@ def lossy(methods: Mapping[str, Any]) -> list[str]:
     that are just as they say to be neutral may not."""
     found = []
     for verb, method in ((verb, link) for verb, held in methods.items() for link in catalog.chain_of(held)):
-        kind, home = type(method), getattr(method, "slots", (verb,))[0]
+        kind, home = type(method), method.traits.verb
         then = {field: getattr(method, field) for field in catalog.parts_of(kind) if field == catalog.THEN}
         if home == verb and kind.guarantee == "lossy" and not (kind.neutral and method == kind(**kind.neutral, **then)):
             neutral = f" (or say {catalog.spell(verb, kind(**kind.neutral, **then))})" if kind.neutral else ""

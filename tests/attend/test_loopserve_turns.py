@@ -298,7 +298,8 @@ def test_what_is_kept_is_booked_and_given_back() -> None:
 
 # ---- who may not
 def test_whoever_has_to_see_prompts_is_refused_as_before() -> None:
-    recalling = [name for name in catalog.names("attend") if getattr(catalog.method("attend", name), "recalls", False)]
+    every = {name: catalog.build("attend", name).traits for name in catalog.names("attend")}
+    recalling = [name for name, traits in every.items() if traits.accepts_injected]
     assert recalling == ["loopserve"]
     refused = {"attend": ["infllm", "power:weights=random:0", "zero_tuning:gamma=20,weights=none"], "skip": ["lazyllm"]}
     refused["evict"] = [name for name in catalog.names("evict") if name not in ("none", "longgen", "rlkv")]

@@ -49,7 +49,7 @@ def test_a_knob_beside_the_neutral_ones_makes_no_promise() -> None:
 
 def test_a_method_of_several_slots_is_named_once() -> None:
     """By its own verb, whose option chose it."""
-    several = [(verb, name) for verb, name in LOSSY if len(getattr(catalog.method(verb, name)(), "slots", ())) > 1]
+    several = [(verb, name) for verb, name in LOSSY if catalog.method(verb, name)().traits.fills]
     assert len(several) > 2
     for verb, name in [*several, ("store", "cachegen:rest=zipcache")]:
         assert len(lossy(parse({verb: name}))) == 1

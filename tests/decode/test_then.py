@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from phasewise.engine.engine import Engine
 from phasewise.errors import UserError
-from phasewise.methods.decode._then import Handing, bound, checked
+from phasewise.methods.decode._then import Handing, checked
 from phasewise.methods.decode.augment import Augment
-from phasewise.methods.decode.autoregressive import Autoregressive
+from phasewise.methods.decode.autoregressive import Autoregressive, _Autoregressive
 from phasewise.methods.decode.c2c import C2C
 from phasewise.methods.decode.pie import Pie
 from phasewise.model.model import Model
@@ -21,7 +21,9 @@ from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.span import Span
-from phasewise.verbs.host import MARGIN, Host
+from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import MARGIN, Traits
 from tests import tiny
 
 COUNT, N = 5, 32
@@ -166,7 +168,7 @@ def test_room_is_kept_for_latents_and_drafts() -> None:
     for then, rows in (("", 1), (",then=(speculative:draft=(prompt_lookup),verify=match)", MARGIN),
                        (",then=(speculative:draft=(paced:of=(token_recycling)),verify=match)", MARGIN)):  # fmt: skip
         engine = built({"decode": f"augment:latents=80,weights=random:0{then}"})
-        assert engine.parts.phases[-1].decode.margin >= 80 + rows  # type: ignore[attr-defined]
+        assert engine.parts.recipes[""].traits.margin >= 80 + rows  # type: ignore[attr-defined]
 
 
 # ---- in bfloat16
@@ -211,26 +213,33 @@ def test_by_options_too(name: str, then: str, said: str) -> None:
         tiny.engine({"decode": f"{FIRST[name]},then={then}"})
 
 
-@pytest.mark.parametrize(("says", "why"), [
-    ({"given": None}, "takes rows of prompts from elsewhere as well"),
-    ({"scattered": True}, "does not draw one token after another"), ({"unit": 4}, "does not draw one token after"),
+@pytest.mark.parametrize(("traits", "why"), [
+    (Traits("decode", injects_kv=True), "takes rows of prompts from elsewhere as well"),
+    (Traits("decode", plain_prompts=True, unordered=True), "does not draw one token after another"),
+    (Traits("decode", plain_prompts=True, block=4), "does not draw one token after another"),
 ])  # fmt: skip
-def test_runtimes_that_do_more_are_refused(says: dict[str, Any], why: str) -> None:
-    class Other:
-        def bind(self, host: Host) -> Any:
-            return type("Runtime", (), says)()
+def test_methods_that_do_more_are_refused(traits: Traits, why: str) -> None:
+    @dataclass(frozen=True)
+    class Other(Method):
+        traits: ClassVar[Traits]
 
+    Other.traits = traits
     with pytest.raises(UserError, match=f"pie: then=Other {why}.*choose one for what follows the prompt"):
-        bound(Host(None, None, None, None, None), "pie", Other())  # type: ignore[arg-type]
+        checked("pie", Other())
 
 
 def test_what_follows_is_asked_what_it_takes() -> None:
     """And closed, and says for itself how far texts may go."""
     told = list[str]()
 
-    class Follows:
-        asks, margin, singly = ("tone",), 70, True
+    @dataclass(frozen=True)
+    class Follows(Autoregressive):
+        traits: ClassVar[Traits] = Traits("decode", asks=("tone",))
 
+        def bind(self, host: Any) -> Any:
+            return Following(host)
+
+    class Following(_Autoregressive):
         def check(self, params: Params) -> None:
             told.append("check")
 
@@ -240,13 +249,11 @@ def test_what_follows_is_asked_what_it_takes() -> None:
         def reach(self, context: int) -> int:
             return context - 1
 
-    runtime = Handing(Follows())
-    assert (runtime.asks, runtime.margin, runtime.singly, runtime.reach(10)) == (("tone",), 70, True, 9)
+    host = Host(None, None, None, None, None)  # type: ignore[arg-type]
+    runtime = Handing(host, Follows())
+    assert runtime.reach(10) == 9
     runtime.check(Params(ask={"tone": "low"}))
     runtime.check(Params(ask={"other": 1}))
     runtime.close()
     assert told == ["check", "close"]
-    silent = Handing(object())
-    silent.close()
-    assert (silent.asks, silent.margin, silent.singly, silent.reach(10)) == ((), 0, False, 10)
     checked("pie", Autoregressive())

@@ -172,7 +172,7 @@ def cycled(run: LookaheadRun, tokens: int) -> list[int]:
         said = [after(token) for token in span.tokens]
         guesses = draft.cut(len(draft.tokens) - draft.ask)
         path, token = Match()(guesses, Dist(said, 64), lambda *_: 0.0)
-        if run.top:
+        if run.knobs.window:
             run.learn([span], None, [Outcome(1, [token])], torch.tensor(said)[:, None])  # type: ignore[arg-type]
         request.tokens += [*(draft.tokens[node] for node in path), token]
         new.append(len(path) + 1)
@@ -240,8 +240,8 @@ def test_a_window_asks_whole_or_not_at_all(budget: int) -> None:
 def test_large_windows_are_whole_native_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's W = G = 15: as many as 119 nodes, and every pass is one call; the KV budget knows of them."""
     model = Model.load(tiny.checkpoint(hidden=64), dtype=torch.bfloat16)
-    run, made = run_of(Lookahead(15, 5, 15)), passes(monkeypatch)
-    assert run.largest == 15 * 4 + 4 * 15 - 1
+    made = passes(monkeypatch)
+    assert Lookahead(15, 5, 15).traits.max_nodes == 15 * 4 + 4 * 15 - 1
     placed = tiny.engine({"draft": "lookahead:window=15,n=5,guesses=15"}, of=model)
     tiny.run(placed, tiny.prompts(33, 5), tiny.greedy(40))
     assert all(each.whole for each in made) and max(each.rows for each in made) > 120

@@ -17,7 +17,7 @@ from phasewise.request.request import Request
 from phasewise.speculation.loop import draft_span
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft
+from phasewise.verbs.draft import Draft, Drafter
 from tests import tiny
 
 RIGHT, WRONG, LOOK = 7, 8, 2e-5  # tokens; seconds that a look takes
@@ -32,7 +32,7 @@ class Clock:
 
 
 @dataclass
-class Script:
+class Script(Drafter):
     """Guesses chains of `k`; every token is right with `chance`, by itself. Looking takes LOOK seconds a request, and a
     guess `node` seconds more."""
 
@@ -60,7 +60,7 @@ class Script:
             found.append(Draft.chain(tokens))
         return found
 
-    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Sequence[Outcome]) -> None:
+    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Sequence[Outcome], tops: Any = None) -> None:
         pass
 
 
@@ -226,13 +226,11 @@ def test_it_passes_on_what_its_drafter_says() -> None:
     """What the loop asks a drafter for is the inner drafter's own answer."""
     methods = parse({"draft": "paced:of=(token_recycling:scope=engine,nodes=9)"})
     assert isinstance(methods["draft"], Paced)
-    pacer = Pacer(methods["draft"].of.bind(None))
-    assert pacer.shared
-    assert pacer.top == 8
-    assert not pacer.draws(Request(tiny.prompts(5)[0]))
-    plain = Pacer(parse({"draft": "paced"})["draft"].of.bind(None))
-    assert (plain.shared, plain.top, plain.companion) == (False, 0, None)
-    assert plain.reach(100) > 1 << 30
+    traits = methods["draft"].traits
+    assert (traits.learns_across, traits.candidates, traits.drawn, traits.idles) == (True, 8, False, True)
+    plain = parse({"draft": "paced"})["draft"]
+    assert (plain.traits.learns_across, plain.traits.candidates) == (False, 0)
+    assert Pacer(plain.of.bind(None)).companion is None and Pacer(plain.of.bind(None)).reach(100) > 1 << 30
 
 
 @pytest.mark.parametrize("held", ["paced:of=({})", "rasd:base=(prompt_lookup),source=({})"])

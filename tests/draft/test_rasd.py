@@ -211,12 +211,16 @@ def test_what_one_says_of_itself_it_says() -> None:
     request = Request(PROMPTS[0], tiny.greedy(40))
     host: Any = tiny.engine({"draft": f"rasd:base=({BASE}),source=({SOURCE})"})
     fused = host.recipes[""].phases[-1].decode.drafter
-    assert fused.size(request) == 3 * 2 + 16 == fused.largest and fused.companion is fused.base.companion
-    assert fused.reach(1024) == 1024 and not fused.draws(request) and not fused.shared and not fused.top
+    traits = parse({"draft": f"rasd:base=({BASE}),source=({SOURCE})"})["draft"].traits
+    assert fused.size(request) == 3 * 2 + 16 == traits.max_nodes and fused.companion is fused.base.companion
+    assert fused.reach(1024) == 1024 and not fused.draws(request)
+    assert traits.drawn and not traits.learns_across and not traits.candidates
     assert fused.draws(Request(PROMPTS[0], Params(temperature=1.0)))
-    copies: Any = tiny.engine({"draft": "rasd:base=(token_recycling:scope=engine),source=(prompt_lookup:k=9)"})
-    fused = copies.recipes[""].phases[-1].decode.drafter
-    assert fused.reach(1024) == ENDLESS and fused.top == 8 and fused.shared and fused.companion is None
+    options = {"draft": "rasd:base=(token_recycling:scope=engine),source=(prompt_lookup:k=9)"}
+    copies: Any = tiny.engine(options)
+    fused, traits = copies.recipes[""].phases[-1].decode.drafter, parse(options)["draft"].traits
+    assert fused.reach(1024) == ENDLESS and fused.companion is None
+    assert traits.candidates == 8 and traits.learns_across and not traits.drawn
     with pytest.raises(UserError, match="rasd learns from all requests"):
         tiny.engine({"draft": "rasd:base=(token_recycling:scope=engine),source=(prompt_lookup)", "verify": "top_beta"})
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from unittest.mock import patch
 
 from phasewise import catalog
 from phasewise.catalog import part
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Deep:
 
 
 @dataclass(frozen=True)
-class Simple:
+class Simple(Method):
     """A method with a knob of every type."""
 
     n: int = 4
@@ -47,16 +49,18 @@ class Simple:
     maybe: int | None = None
     name: str | None = None
     either: int | str = 7
+    traits: ClassVar[Traits] = Traits("draft")
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(Method):
     """A method that holds two methods of its own verb, one of them without default, and a part."""
 
     source: Any = part("draft")
     base: Any = part("draft", "simple:n=6")
     shape: Any = part("draft.shape", "tree")
     k: int = 1
+    traits: ClassVar[Traits] = Traits("draft")
 
 
 METHODS = {

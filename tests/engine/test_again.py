@@ -14,9 +14,9 @@ from phasewise.engine.limits import Limits
 from phasewise.methods.decode.autoregressive import Autoregressive
 from phasewise.options import parse
 from phasewise.request.request import Request
-from phasewise.step.phase import Hidden
+from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome
+from phasewise.verbs.decode import Decode, Outcome
 from phasewise.verbs.host import Host
 from phasewise.verbs.place import Placed
 from tests import tiny
@@ -35,10 +35,16 @@ class Twice(Autoregressive):
         return _Twice(self, super().bind(host))
 
 
-class _Twice:
+class _Twice(Decode):
     def __init__(self, knobs: Twice, inner: Any) -> None:
         self.knobs, self.inner = knobs, inner
-        self.rows, self.propose = inner.rows, inner.propose
+
+    def rows(self, request: Request) -> int:
+        return int(self.inner.rows(request))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans: list[Span] = self.inner.propose(requests, budgets, phase)
+        return spans
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         outcomes: list[Outcome] = self.inner.accept(spans, hidden)

@@ -21,10 +21,14 @@ from phasewise.methods.skip.unified import Unified
 from phasewise.options import defaults, parse, spell
 from phasewise.request.counters import Counters
 from phasewise.request.request import Request
+from phasewise.step.phase import Hidden, Phase
 from phasewise.step.plan import AttentionPlan, Custom
 from phasewise.step.read import Read
 from phasewise.step.span import Span
+from phasewise.verbs.decode import Decode, Outcome
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 from tests import oracle, tiny
 from tests.engine.dummies import installed
 
@@ -33,12 +37,11 @@ seen: list[Any] = []  # every method of this page that was bound, in order
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Method):
     """An attend method that evicts too: a window with sinks, read and given up by one runtime."""
 
     window: int = 10
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-    slots: ClassVar[tuple[str, ...]] = ("attend", "evict")
+    traits: ClassVar[Traits] = Traits("attend", fills=("evict",), frees_rows=True)
 
     def bind(self, host: Host) -> _Window:
         seen.append(self)
@@ -69,26 +72,29 @@ class _Window:
 class Half(Unified):
     """A skip method that also fills evict."""
 
-    slots: ClassVar[tuple[str, ...]] = ("skip", "evict")
+    traits: ClassVar[Traits] = Traits("skip", fills=("evict",))
 
 
 @dataclass(frozen=True)
 class Stored(Quest):
     """An attend method that wants a slot which cannot be shared."""
 
-    slots: ClassVar[tuple[str, ...]] = ("attend", "store")
+    traits: ClassVar[Traits] = Traits("attend", fills=("store",))
 
 
 @dataclass(frozen=True)
-class Owner:
+class Owner(Method):
     """A decode method with attend and skip of its own, while `own` is on."""
 
     own: bool = True
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    composes: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def brings(self) -> tuple[str, ...]:
-        return ("attend", "skip") if self.own else ()
+    def traits(self) -> Traits:
+        return Traits(
+            "decode", phases=self.phases, brings=("attend", "skip") if self.own else (), composes=self.composes
+        )
 
     def bind(self, host: Host) -> _Owner:
         seen.append(self)
@@ -104,11 +110,21 @@ class Composer(Owner):
     composes: ClassVar[tuple[str, ...]] = ("skip",)
 
 
-class _Owner:
+class _Owner(Decode):
     def __init__(self, inner: Any, own: dict[str, Any]) -> None:
         self.inner, self.own = inner, own
         self.chosen: list[tuple[str, Any]] = []
-        self.rows, self.propose, self.accept = inner.rows, inner.propose, inner.accept
+
+    def rows(self, request: Request) -> int:
+        return int(self.inner.rows(request))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        spans: list[Span] = self.inner.propose(requests, budgets, phase)
+        return spans
+
+    def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
+        outcomes: list[Outcome] = self.inner.accept(spans, hidden)
+        return outcomes
 
     def bring(self, verb: str, chosen: Any) -> Any:
         self.chosen.append((verb, chosen))
@@ -161,7 +177,7 @@ def test_it_does_the_work_of_both() -> None:
 
 
 def test_in_a_phase_it_leaves_alone_it_only_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Window, "phases", ("decode",))
+    monkeypatch.setattr(Window, "traits", replace(Window.traits, phases=("decode",)))
     placed: Any = tiny.engine({"attend": "window"})
     first, last = placed.parts.recipes[""].phases
     assert last.attend is last.evict is first.evict and first.attend == catalog.build("attend", "dense")
@@ -171,7 +187,7 @@ def test_in_a_phase_it_leaves_alone_it_only_evicts(monkeypatch: pytest.MonkeyPat
     ("options", "why"),
     [
         ({"attend": "window", "evict": "snapkv"}, "attend window also fills evict: leave out --evict snapkv"),
-        ({"attend": "window", "skip": "half"}, "skip half and attend window both fill evict"),
+        ({"attend": "window", "skip": "half"}, "attend window and skip half both fill evict"),
         ({"attend": "stored"}, "attend stored cannot fill store: only attend, evict, skip can be shared"),
         ({"evict": "misfiled"}, "evict misfiled says it is a method of attend"),
     ],
@@ -208,7 +224,7 @@ def test_what_it_brings_is_used_in_its_phases() -> None:
 
 
 def test_without_phases_it_is_used_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Owner, "phases")
+    monkeypatch.setattr(Owner, "phases", ("prefill", "decode"))
     placed: Any = tiny.engine({"decode": "owner"})
     first, last = placed.parts.recipes[""].phases
     assert first.attend is last.attend is last.decode.own["attend"] and first.skip is last.skip is not None
@@ -248,7 +264,7 @@ def test_it_composes_what_it_says_it_composes() -> None:
 
 # ---- equal methods are bound once
 @dataclass(frozen=True)
-class Counted:
+class Counted(Method):
     """A method whose runtime is a new object at every binding."""
 
     k: int = 1
@@ -259,7 +275,7 @@ class Counted:
 
 
 @dataclass
-class Loose:
+class Loose(Method):
     """A method that cannot be hashed."""
 
     note: list[int] = field(default_factory=list)

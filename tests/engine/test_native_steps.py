@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from phasewise.methods.evict._running import Running
 from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.options import DEFAULTS
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.method import Method
+from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 from tests import tiny
 from tests.laws import settings as laws
 from tests.watched import passes
@@ -36,10 +38,11 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
     tiny.run(engine, tiny.prompts(40), tiny.greedy(12))
     steps, whole = engine.counters.forwards, sum(each.whole for each in made)
     method, phase = catalog.method(verb, name), engine.parts.phases[-1]
-    acts = set(getattr(method, "phases", ("prefill", "decode")))
+    traits = method().traits
+    acts = set(traits.phases)
     looks = (verb == "evict" and name != DEFAULTS[verb] and not hasattr(phase.evict, "window")) or name == "power"
     if hasattr(engine.parts.store.codec, "cuts"):  # blocks are opened
-        looked = verb == "evict" or "evict" in getattr(method, "slots", ())  # at the prompt: its step is halved
+        looked = verb == "evict" or "evict" in traits.fills  # at the prompt: its step is halved
         assert len(made) == 1 and whole == (not looked)  # the prompt alone is native
     elif not phase.walks:  # which rows run a layer is decided on the way, or they run with weights of their own
         assert len(made) == whole == (1 if acts == {"decode"} else 0)  # the prompt's
@@ -57,10 +60,12 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
             assert whole == 0
 
 
-class Follows:
+class Follows(Method, Sample):
     """A `sample` that writes a given text, and keeps the logits."""
 
-    guarantee, needs = "lossy", "nothing"
+    guarantee: ClassVar[str] = "lossy"
+    needs: ClassVar[str] = "nothing"
+    traits: ClassVar[Traits] = Traits("sample")
 
     def __init__(self, text: Sequence[int], then: Callable[[], None] | None = None) -> None:
         self.text, self.seen, self.then = text, list[Tensor](), then

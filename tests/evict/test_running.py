@@ -195,7 +195,7 @@ def test_reads_are_counted(name: str) -> None:
 
 def test_prompts_of_all_queries_share_no_prefix() -> None:
     assert not H2O.shares_prefix and not Keyformer.shares_prefix
-    assert getattr(Tova, "shares_prefix", True) and bound(Tova()).observes == 1
+    assert Tova.traits.shares_prefix and bound(Tova()).observes == 1
     for name, hits in (("h2o", 0), ("keyformer", 0), ("tova", 32)):
         engine = tiny.engine({"evict": f"{name}:keep=9" if name != "h2o" else "h2o"})
         for _ in range(2):

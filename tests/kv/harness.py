@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ from phasewise.step.phase import Phase
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Custom, Record
 from phasewise.step.read import Read, View
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.draft import Draft
+from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.evict import Evict
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 from tests import tiny
 
 
@@ -205,9 +207,11 @@ class Uneven:
 
 
 # ---- engines
-class Scripted:
+class Scripted(Method, Drafter):
     """Drafts trees along known outputs: the right tokens mixed with wrong ones and wrong siblings, so that a step keeps
     anything from nothing to a whole branch."""
+
+    traits: ClassVar[Traits] = Traits("draft")
 
     def __init__(self, script: dict[tuple[int, ...], list[int]], seed: int = 0) -> None:
         self.script, self.seed = script, seed
@@ -237,7 +241,7 @@ class Scripted:
             parent = len(tokens) - len(pair) + pair.index(right)
         return Draft(tokens, parents)
 
-    def learn(self, spans: Any, hidden: Any, outcomes: Any) -> None:
+    def learn(self, spans: Any, hidden: Any, outcomes: Any, tops: Any = None) -> None:
         pass
 
 

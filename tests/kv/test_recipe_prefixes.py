@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phasewise import catalog
 from phasewise.engine.engine import Engine
+from phasewise.options import parse
 from phasewise.request.request import Request
 from phasewise.verbs.place import Placed
 from tests import seeds, tiny
@@ -53,7 +54,7 @@ def test_plain_prompts_are_what_their_method_says(name: str) -> None:
     so."""
     mine, plain = remembered(options("decode", name)), remembered({})
     equal = len(mine) == len(plain) and all(torch.equal(a, b) for a, b in zip(mine, plain))
-    assert plain and equal == getattr(catalog.method("decode", name), "plain_prompts", False)
+    assert plain and equal == parse(options("decode", name))["decode"].traits.plain_prompts
 
 
 def remembered(verbs: dict[str, str]) -> list[Tensor]:

@@ -8,83 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, combinations, product
 from typing import Any, TypeVar
 
 from phasewise import catalog
-from phasewise.options import DEFAULTS
+from phasewise.engine.binding import chosen, named
+from phasewise.options import DEFAULTS, built, defaults
+from phasewise.verbs.conflict import conflict
+from phasewise.verbs.traits import Traits
 from tests.laws.covering import covering
 from tests.laws.settings import discovered, guarantee, options, slow, spell, tight
 
 SHAPING = ("attend", "evict", "skip", "store", "sample")  # verbs whose methods change what a token is computed from
 DRIVING = ("schedule", "place")  # verbs whose methods change only when and where
-
-# Pairs that cannot work together, by their names, and what the refusal says. All else must work: a case that is refused
-# and not listed fails, and so does one that is listed and not refused.
-SEALED = ("store.kivi", "store.gear", "store.zipcache")
-PACKS, FILLS = "packs finished rows in blocks", "also fills evict"
-TUNED = ("skip.unified", "evict.longgen", "attend.power")  # bring low-rank weights of their own
-TAKES, GIVEN = ("pie", "kv_prediction", "c2c"), "takes rows of prompts from elsewhere"
-LATE = "skip.lazyllm"  # has rows run late, each with a single new one
-ASIDE = {"attend": "dense", "evict": "none"}  # what goes with stores that pack finished rows
-REFUSED: dict[frozenset[str], str] = {
-    **{
-        frozenset(("attend.tidal", f"evict.{name}")): "gives up rows they need"
-        for name in catalog.names("evict")
-        if name != DEFAULTS["evict"] and "decode" in getattr(catalog.method("evict", name), "phases", ("decode",))
-    },
-    frozenset(("attend.tidal", "decode.block_diffusion")): "finishes tokens in blocks",
-    **{
-        frozenset((store, f"{verb}.{name}")): FILLS if (store, verb) == ("store.zipcache", "evict") else PACKS
-        for store in SEALED
-        for verb, plain in ASIDE.items()
-        for name in catalog.names(verb)
-        if name != plain
-    },
-    frozenset(("decode.block_diffusion", "evict.zipvl")): "takes prompts whole",
-    **{frozenset(pair): "both bring low-rank weights" for pair in combinations(TUNED, 2)},
-    frozenset(("decode.block_diffusion", "attend.loopserve")): "takes prompts whole",
-    frozenset(("decode.block_diffusion", "store.zipcache")): "finishes tokens in blocks of its own",
-    **{
-        frozenset((f"attend.{name}", "evict.zipvl")): "also fills attend"
-        for name in catalog.names("attend")
-        if name != DEFAULTS["attend"]
-    },
-    **{
-        frozenset((f"decode.{decode}", f"{verb}.{name}")): GIVEN
-        for decode in TAKES
-        for verb in ("attend", "evict", "skip")
-        for name in catalog.names(verb)
-        if name not in (DEFAULTS[verb], "hydragen")
-        and "prefill" in getattr(catalog.method(verb, name), "phases", ("prefill",))
-        and not getattr(catalog.method(verb, name), "recalls", False)
-    },
-    **{frozenset((f"decode.{decode}", "store.zipcache")): GIVEN for decode in TAKES},
-    **{
-        frozenset(("decode.augment", f"{verb}.{name}")): "brings its own"
-        for verb in ("attend", "evict", "skip")
-        for name in catalog.names(verb)
-        if name != DEFAULTS[verb]
-    },
-    frozenset(("decode.augment", "store.zipcache")): "brings its own",
-    **{
-        frozenset((f"{verb}.{name}", LATE)): f"also fills {verb}"
-        for verb in ("attend", "evict")
-        for name in catalog.names(verb)
-        if name != DEFAULTS[verb]
-    },
-    **{frozenset((store, LATE)): "both fill evict" if store == "store.zipcache" else PACKS for store in SEALED},
-    **{
-        frozenset((name, LATE)): "may bring several"
-        for name in (
-            *(f"draft.{name}" for name in catalog.names("draft")),
-            *(f"verify.{name} draft.draft_model" for name in catalog.names("verify")),
-            "decode.block_diffusion", "chain", "tree",
-        )
-        if not name.startswith(f"verify.{DEFAULTS['verify']} ")
-        and not (name.startswith("verify") and guarantee("verify", name.split(" ")[0][7:]) == "lossy")
-    },
-}  # fmt: skip
 
 Verbs = tuple[tuple[str, str], ...]  # {verb: text} in a form that can be cached
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -126,14 +63,23 @@ def label(row: Row) -> str:
     return " ".join(filter(None, (choice.name for choice in row))) or "dense"
 
 
+@cache
+def traits(choice: Choice) -> tuple[Traits, ...]:
+    """Those of the methods that a choice puts to work, defaults left out."""
+    if choice.script:
+        return (Traits("decode", "speculative"),)
+    return tuple(named(method) for method in chosen(built(dict(choice.verbs)), defaults()))
+
+
 def refusal(row: Row) -> str | None:
-    """What the listed refusal of this row says, if there is one."""
-    names = {choice.name for choice in row}
-    return next((reason for pair, reason in REFUSED.items() if pair <= names), None)
+    """Why the methods of this row cannot work together, if they cannot: `verbs/conflict.py`. All else must work: a case
+    that is refused and has no conflict fails, and so does one that has one and is not refused."""
+    pairs = ((one, other) for a, b in combinations(row, 2) for one in traits(a) for other in traits(b))
+    return next((why for one, other in pairs if (why := conflict(one, other)) is not None), None)
 
 
 def allowed(a: Choice, b: Choice) -> bool:
-    return frozenset((a.name, b.name)) not in REFUSED
+    return refusal((a, b)) is None
 
 
 # ---- factors

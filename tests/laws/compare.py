@@ -14,19 +14,25 @@ from phasewise.engine.limits import Limits
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 from tests import tiny
 
 TIE = 1e-4  # of the two best logits
 
 
 @dataclass(frozen=True)
-class Recording:
+class Recording(Method, Sample):
     """A sample method that notes the gap of the two best logits for every token it is asked for."""
 
     plain: Sample
     gaps: dict[tuple[str, int], float] = field(default_factory=dict)  # by request and position
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("sample")
 
     def bind(self, host: Host) -> Recording:
         return Recording(host.bind(self.plain), self.gaps)

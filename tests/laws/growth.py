@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from phasewise import catalog
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 from tests.laws import axes, golden, test_compositions, test_methods, test_neutral
 from tests.laws.dummies import register
 
@@ -21,13 +23,14 @@ SHARES = {
 
 
 @dataclass(frozen=True)
-class Dummy:
+class Dummy(Method):
     """It is only counted."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("sample")  # of whatever verb: it conflicts with nothing
 
 
 @dataclass(frozen=True)

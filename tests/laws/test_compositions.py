@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
-from typing import Any
+from itertools import chain, combinations, product
+from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
 
 from phasewise import catalog
 from phasewise.errors import UserError
@@ -16,8 +17,10 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft
+from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
+from phasewise.verbs.traits import Traits
 from tests import tiny
 from tests.laws import axes
 from tests.laws.axes import Choice, Row, Verbs
@@ -48,7 +51,7 @@ def composed(row: Row) -> Placed:
 
 
 @dataclass(frozen=True)
-class Scripted:
+class Scripted(Method, Drafter):
     """A drafter that knows what X alone gives and, at every third position, says something else.
 
     With `tree`, a wrong guess stands beside every guess, so that accepted rows have rejected siblings.
@@ -58,13 +61,17 @@ class Scripted:
     tree: bool
     k: int = 4
 
+    traits: ClassVar[Traits] = Traits("draft")
+
     def size(self, request: Request) -> int:
         return self.k * (2 if self.tree else 1)
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request) for request in requests]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         pass
 
     def _guess(self, request: Request) -> Draft:
@@ -92,10 +99,68 @@ def test_methods_together_give_what_the_lossy_ones_give_alone(case: Row) -> None
         assert 0 < placed.counters.accepted < placed.counters.drafted
 
 
-def test_what_is_listed_as_refused_is_refused() -> None:
-    for pair, reason in axes.REFUSED.items():
-        with pytest.raises(UserError, match=reason):
-            composed(tuple(choice for choice in every_choice() if choice.name in pair))
+def test_methods_in_conflict_are_refused() -> None:
+    """By the engine, with the reason that `conflict` gives."""
+    found = 0
+    for a, b in pairs():
+        if (reason := axes.refusal((a, b))) is not None:
+            found += 1
+            with pytest.raises(UserError) as refused:
+                composed((a, b))
+            assert reason in str(refused.value)
+    assert found > 100
+
+
+EXPECTED = {  # by pair of choices, a part of the reason
+    ("attend.tidal", "evict.h2o"): "gives up rows they need",
+    ("attend.tidal", "decode.block_diffusion"): "finishes tokens in blocks: choose",
+    ("store.kivi", "attend.quest"): "packs finished rows in blocks: attend quest chooses among rows",
+    ("store.kivi", "attend.hydragen"): "reads those of several requests at once",
+    ("store.gear", "evict.snapkv"): "packs finished rows in blocks: evict snapkv gives single rows up",
+    ("store.gear", "skip.lazyllm"): "packs finished rows in blocks: skip lazyllm lets single rows pass",
+    ("store.zipcache", "attend.power"): "packs finished rows in blocks",
+    ("store.zipcache", "evict.streaming"): "store zipcache also fills evict: leave out --evict streaming",
+    ("store.zipcache", "skip.lazyllm"): "both fill evict",
+    ("store.zipcache", "decode.block_diffusion"): "finishes tokens in blocks of its own",
+    ("store.zipcache", "decode.pie"): "takes rows of prompts from elsewhere",
+    ("evict.zipvl", "decode.block_diffusion"): "evict zipvl takes prompts whole",
+    ("evict.zipvl", "attend.quest"): "evict zipvl also fills attend: leave out --attend quest",
+    ("evict.zipvl", "skip.lazyllm"): "both fill attend",
+    ("attend.loopserve", "decode.block_diffusion"): "attend loopserve takes prompts whole",
+    ("attend.power", "evict.longgen"): "both bring low-rank weights",
+    ("skip.unified", "evict.longgen"): "both bring low-rank weights",
+    ("decode.c2c", "evict.tova"): "takes rows of prompts from elsewhere, and evict tova is not shown them",
+    ("decode.kv_prediction", "attend.infllm"): "takes rows of prompts from elsewhere",
+    ("decode.pie", "skip.lazyllm"): "takes rows of prompts from elsewhere",
+    ("decode.augment", "attend.hydragen"): "decode augment brings its own attend: leave out --attend hydragen",
+    ("decode.augment", "store.zipcache"): "brings its own evict: leave out --store zipcache",
+    ("skip.lazyllm", "attend.quest"): "skip lazyllm also fills attend: leave out --attend quest",
+    ("skip.lazyllm", "draft.prompt_lookup"): "may bring several",
+    ("skip.lazyllm", "tree"): "may bring several",
+}
+TOGETHER = [  # what a rule might wrongly forbid
+    ("attend.tidal", "evict.snapkv"), ("store.kivi", "skip.unified"), ("store.int8", "attend.quest"),
+    ("decode.pie", "attend.quest"), ("decode.pie", "attend.loopserve"), ("decode.c2c", "attend.quest"),
+    ("decode.pie", "attend.hydragen"), ("store.zipcache", "draft.prompt_lookup"), ("attend.power", "evict.streaming"),
+    ("skip.lazyllm", "decode.contrastive"), ("attend.infllm", "evict.longgen"), ("decode.augment", "store.kivi"),
+    ("store.cachegen", "attend.quest"), ("attend.token_select", "decode.block_diffusion"),
+]  # fmt: skip
+
+
+def test_conflicts_are_those_that_are_known() -> None:
+    """An independent list, whatever the methods say of themselves."""
+    every = {choice.name: choice for choice in every_choice()}
+    for (a, b), reason in EXPECTED.items():
+        assert reason in str(axes.refusal((every[a], every[b]))), (a, b)
+        assert reason in str(axes.refusal((every[b], every[a]))), "whoever comes first"
+    for a, b in TOGETHER:
+        assert axes.refusal((every[a], every[b])) is None, (a, b)
+
+
+def pairs() -> Iterator[tuple[Choice, Choice]]:
+    factors = [axes.methods(verb) for verb in (*axes.DRIVING, *axes.SHAPING)] + [axes.decoders()]
+    for values, others in combinations(factors, 2):
+        yield from product(values, others)
 
 
 def every_choice() -> list[Choice]:

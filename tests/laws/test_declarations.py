@@ -11,7 +11,9 @@ import pytest
 from torch import Tensor
 
 from phasewise.methods.sample.standard import Standard
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.method import Method
+from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 from tests import tiny
 from tests.laws import axes, scenario, test_methods
 from tests.laws.compare import build, reference
@@ -22,7 +24,7 @@ STANDARD, SCHEDULE = Standard(), "sarathi:budget=9"
 
 
 @dataclass(frozen=True)
-class Contrary:
+class Contrary(Method, Sample):
     """The least likely token, in two ways of computing it."""
 
     fast: bool = True
@@ -32,6 +34,7 @@ class Contrary:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
     reference: ClassVar[dict[str, object]] = {"fast": False}
+    traits: ClassVar[Traits] = Traits("sample")
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         return STANDARD(-2 * logits / 2 if self.fast else -logits, contexts)
@@ -46,14 +49,14 @@ class Careless(Contrary):
 
 
 @dataclass(frozen=True)
-class Private:
+class Private(Method, Sample):
     """Says something else where rows were not computed for the request itself; so it shares none."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    shares_prefix: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits("sample", shares_prefix=False)
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         for row, context in enumerate(contexts):
@@ -67,7 +70,7 @@ class Private:
 class Open(Private):
     """The same, and does not say so."""
 
-    shares_prefix: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits("sample")
 
 
 @dataclass(frozen=True)

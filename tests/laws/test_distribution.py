@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ from phasewise.model.model import Model
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.loop import matches
 from phasewise.verbs.draft import Draft, Drawn
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Dist, Purpose, pick, uniform
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random, Verifier
 from tests import oracle, tiny
 from tests.laws import axes
@@ -96,13 +98,12 @@ def unmatched(verify: Verifier, drawn: Drawn) -> int:
 def test_verifiers_match_plain_decoding_where_they_say(name: str) -> None:
     """There, and nowhere else, load may size drafts (see `Speculation`)."""
     verify = catalog.build("verify", name)
-    said = {"all": DRAWN, "point": DRAWN[:1], "none": ()}[matches(verify)]
+    said = {"all": DRAWN, "point": DRAWN[:1], "none": ()}[verify.traits.matches]
     assert [drawn for drawn in DRAWN if not unmatched(verify, drawn)] == list(said)
 
 
 def test_a_verifier_that_does_not_match_is_caught() -> None:
     assert unmatched(always, "point") > 0
-    assert matches(always) == "none"
 
 
 # ---- the same test must catch verifiers that cut corners
@@ -142,6 +143,14 @@ def best_two_of_three(last: int, seed: int, position: int) -> Draft:
     keep = [i for i in range(3) if i != worst]
     assert draft.q is not None
     return Draft([draft.tokens[i] for i in keep], [-1, -1], "without_replacement", draft.q[keep])
+
+
+@dataclass(frozen=True)
+class Always(Method):
+    traits: ClassVar[Traits] = Traits("verify")
+
+    def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
+        return always(draft, p, rng)
 
 
 def test_a_verifier_that_always_accepts_is_caught() -> None:
@@ -261,7 +270,7 @@ def test_every_way_of_drawing_keeps_the_distribution(drawn: str) -> None:
 
 def test_a_lax_verifier_is_caught_through_the_engine() -> None:
     methods = parse({"draft": spelled("draft_model")})
-    methods["decode"] = Speculative(methods["draft"], always)
+    methods["decode"] = Speculative(methods["draft"], Always())
     placed = Builder(target(), methods, Limits(kv_bytes=64 << 20, max_running=1000), load=tiny.load).build()
     assert fits(through_the_engine(placed, "temperature"), chances("temperature")) < FAIL
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from phasewise.engine.engine import Engine
 from phasewise.methods.sample.standard import Standard
 from phasewise.request.request import Request
 from phasewise.step import shared
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 from tests import double, tiny
 from tests.laws.compare import build
 
@@ -31,11 +33,12 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @dataclass
-class Noting:
+class Noting(Method, Sample):
     """Keeps the logits of every token, by prompt and position."""
 
     plain: Sample
     seen: dict[tuple[tuple[int, ...], int], Tensor] = field(default_factory=dict)
+    traits: ClassVar[Traits] = Traits("sample")
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         for row, context in zip(logits, contexts):

@@ -14,7 +14,7 @@ import pytest
 
 from phasewise import catalog
 from phasewise.errors import UserError
-from phasewise.speculation.loop import matches
+from phasewise.options import parse
 from tests import tiny
 from tests.laws import axes, golden, scenario
 from tests.laws.axes import Single
@@ -47,9 +47,6 @@ def test_declares_itself(verb: str, name: str) -> None:
     for settings in ("neutral", "tight", "reference"):
         known = set(catalog.knobs_of(cls))
         assert set(getattr(cls, settings, {})) <= known, f"{settings} names knobs that do not exist"
-    if "shares_prefix" in dir(cls):
-        assert isinstance(catalog.build(verb, name).shares_prefix, bool)
-    assert verb != "verify" or matches(cls) in ("all", "point", "none")
     for field in dataclasses.fields(cls):
         if field.name not in catalog.slots_of(cls):
             default = (field.default, field.default_factory)
@@ -91,7 +88,7 @@ def holds(case: Single) -> None:
     trace = scenario.check(options(verb, name), schedule)
     if guarantee(verb, name) != "lossy":
         equals_its_reference(verb, name)
-    shares = bool(getattr(catalog.method(verb, name), "shares_prefix", True))
+    shares = parse(dict(options(verb, name)))[verb].traits.shares_prefix
     hits = trace.prefix_hits or (shares and scenario.run(options(verb, name), schedule, ["prefix"]).prefix_hits)
     assert bool(hits) == shares, "prefixes are shared by those that say so, at least where prompts are computed whole"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,10 +22,11 @@ from phasewise.methods.decode.speculative import Speculative
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.speculation.loop import matches
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Dist
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random
 from tests import tiny
 from tests.laws import axes
@@ -47,10 +48,11 @@ FORGETFUL = {  # what they have learned of a request is lost with all else in a 
 
 
 @dataclass(frozen=True)
-class Lax:
+class Lax(Method):
     """Accepts every guess whose token is at all likely: lossy, and different for other guesses."""
 
-    guarantee = "lossy"
+    guarantee: ClassVar[str] = "lossy"
+    traits: ClassVar[Traits] = Traits("verify")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path: list[int] = []
@@ -76,7 +78,7 @@ def speculating(draft: str, verify: str, schedule: str = "prefill_first", **limi
 
 
 SHARED = ("swift",)  # their guesses hang on what other requests said: lossy verifiers are refused
-REFUSED = {(draft, verify) for draft in SHARED for verify in VERIFIERS if matches(VERIFIERS[verify]()) == "none"}
+REFUSED = {(draft, verify) for draft in SHARED for verify in VERIFIERS if VERIFIERS[verify]().traits.matches == "none"}
 
 
 @cache

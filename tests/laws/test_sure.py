@@ -18,8 +18,10 @@ from phasewise.methods.sample.standard import Standard
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 from tests import tiny
 from tests.laws.settings import options, spell, tight
 
@@ -40,12 +42,12 @@ def dictated(request: Request, position: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Dictating:
+class Dictating(Method, Sample):
     """Leaves but one token in some places, and `says` so beforehand, or does not."""
 
     says: bool = True
 
-    asks: ClassVar[tuple[str, ...]] = ("dictated",)
+    traits: ClassVar[Traits] = Traits("sample", asks=("dictated",))
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}

@@ -14,7 +14,7 @@ from phasewise.options import parse
 from tests import tiny
 
 PLACES = list(catalog.names("place"))
-ALONE = [name for name in PLACES if not getattr(catalog.method("place", name), "launches", False)]
+ALONE = [name for name in PLACES if not catalog.method("place", name).traits.launches]
 WARNING = "no byte is saved on the way"
 
 

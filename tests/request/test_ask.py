@@ -18,8 +18,10 @@ from phasewise.options import parse
 from phasewise.request.header import request_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 from tests import tiny
 
 ASK = {"favour": {"token": 9, "by": [1.5, {"deep": None}]}}
@@ -27,14 +29,14 @@ PLACES = ["colocated", "disaggregated:prefill=1,decode=1", "splitwise", "semi_pd
 
 
 @dataclass(frozen=True)
-class Favours:
+class Favours(Method, Sample):
     """Raises the logit of one token, as each request asks."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    asks: ClassVar[tuple[str, ...]] = ("favour",)
+    traits: ClassVar[Traits] = Traits("sample", asks=("favour",))
 
     def check(self, params: Params) -> None:
         assert params.ask is not None

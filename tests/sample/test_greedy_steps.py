@@ -15,7 +15,7 @@ from phasewise.model.model import Model
 from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.verbs.sample import Context, Dist, distribution
+from phasewise.verbs.sample import Context, Dist, Sample, distribution
 from tests import tiny
 from tests.sample import structured
 from tests.serve.tiny_chat import chat_checkpoint
@@ -101,7 +101,7 @@ def test_mixed_batches_give_what_each_gets_alone(verbs: dict[str, str], asked: C
     assert greedy_only["best"] > 0 and asked["head"] > greedy_only["head"]
 
 
-class FirstToken:
+class FirstToken(Sample):
     """A sample method of another kind: it says nothing about greedy tokens, so it is always asked."""
 
     def __call__(self, logits: Tensor, contexts: list[Context]) -> Dist:

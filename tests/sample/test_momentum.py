@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_scores_are_the_papers() -> None:
 
 def tiny_host() -> object:
     class Host:
-        def bind(self, method: object) -> object:
+        def bind(self, method: Any) -> Any:
             return method
 
     return Host()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,8 +21,10 @@ from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.span import Span, depths
-from phasewise.verbs.draft import Draft, judged
+from phasewise.verbs.draft import Draft, Drafter, judged
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
+from phasewise.verbs.traits import Traits
 from tests import oracle, tiny
 
 N, PROMPTS = 20, tiny.prompts(21, 6, 40)
@@ -31,13 +33,13 @@ PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1
 Script = dict[tuple[int, ...], list[int]]
 
 
-class Asking:
+class Asking(Method, Drafter):
     """Two guesses, the first of them right; then the right continuation, which asks, and a wrong branch that does.
 
     Every row's state, likeliest token and outcome is kept.
     """
 
-    top = 1
+    traits: ClassVar[Traits] = Traits("draft", drawn=False, candidates=1)
 
     def __init__(self, script: Script, ask: bool, guess: bool = True) -> None:
         self.script, self.ask, self.guess = script, ask, guess
@@ -47,9 +49,6 @@ class Asking:
 
     def size(self, request: Request) -> int:
         return 9
-
-    def draws(self, request: Request) -> bool:
-        return False
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._one(request) for request in requests]
@@ -67,7 +66,8 @@ class Asking:
             draft.ask = len(right) + 2
         return draft
 
-    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Sequence[Any], tops: Tensor) -> None:
+    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Sequence[Any], tops: Tensor | None = None) -> None:
+        assert tops is not None
         ids, row = tops[:, 0].tolist(), 0
         asking = sum(len(judged(span)) for span in spans)
         for span, outcome in zip(spans, outcomes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from phasewise.ops import native
 from phasewise.options import parse
 from phasewise.request.request import Request
 from phasewise.step.span import Span
-from phasewise.verbs.draft import Draft
+from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
+from phasewise.verbs.traits import Traits
 from tests import tiny
 from tests.watched import passes
 
@@ -47,22 +49,22 @@ def long(truth: Sequence[int], seed: int) -> Draft:
     return Draft.chain([*truth[: LONG - 5], 3, *truth[LONG - 4 : LONG]])
 
 
-class Drafts:
+class Drafts(Method, Drafter):
     """Guesses made from outputs that are known."""
 
-    largest = WIDE * DEEP
+    traits: ClassVar[Traits] = Traits("draft", max_nodes=WIDE * DEEP)
 
     def __init__(self, script: Script, make: Callable[[Sequence[int], int], Draft]) -> None:
         self.script, self.make = script, make
 
     def size(self, request: Request) -> int:
-        return self.largest
+        return self.traits.max_nodes
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         truths = (self.script[tuple(request.prompt)][request.n_out :] for request in requests)
         return [self.make(truth, request.known).cut(most) for truth, request, most in zip(truths, requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Any) -> None:
+    def learn(self, spans: Sequence[Span], hidden: Any, outcomes: Any, tops: Any = None) -> None:
         """Nothing."""
 
 

@@ -68,7 +68,7 @@ def begun(kind: int, codec: Codec) -> Walk:
     built = {verb: catalog.build(verb, text) for verb, text in KINDS[kind].items()}
     bound: dict[str, Any] = {verb: each.bind(host) if hasattr(each, "bind") else each for verb, each in built.items()}
     one = Walk(model(), prompt(kind), codec=codec, **bound)
-    if "prefill" in getattr(built.get("attend"), "phases", ("prefill",)):
+    if "attend" not in built or built["attend"].traits.acts("prefill"):
         one.plain = one.phase
     return one
 

@@ -21,8 +21,10 @@ from phasewise.methods.verify.top_beta import TopBeta
 from phasewise.model.model import Model
 from phasewise.options import parse
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Dist
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random, Shown
 from tests import tiny
 
@@ -80,12 +82,15 @@ def test_no_load_cuts_a_guess(schedule: str) -> None:
 
 
 @dataclass(frozen=True)
-class Curious:
+class Curious(Method):
     """Matches, and keeps what it was shown."""
 
     wants: frozenset[str]
     seen: ClassVar[list[tuple[Shown, Dist, int]]] = []
-    matches: ClassVar[str] = "all"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("verify", wants=self.wants, matches="all")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random, shown: Shown) -> tuple[list[int], int]:
         self.seen.append((shown, p, len(draft.tokens)))

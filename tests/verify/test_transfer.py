@@ -17,7 +17,9 @@ from phasewise.methods.verify.transfer import Transfer, moved
 from phasewise.options import parse
 from phasewise.request.params import Params
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, uniform
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Shown
 from tests import tiny
 from tests.speculation.markov import Tree, relative, table, target
@@ -231,9 +233,13 @@ def test_eta_zero_gives_rejections_tokens(draft: str) -> None:
 def test_thoughts_are_kept_for_those_who_want_them() -> None:
     seen: list[Draft] = []
 
-    class Curious:
+    class Curious(Method):
         def __init__(self, *wants: str) -> None:
             self.wants = frozenset(wants)
+
+        @property
+        def traits(self) -> Traits:
+            return Traits("verify", wants=self.wants)
 
         def __call__(self, draft: Draft, p: Dist, rng, *shown: Shown) -> tuple[list[int], int]:
             seen.append(draft)

@@ -24,8 +24,10 @@ from phasewise.errors import UserError
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.draft import Drawn
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
-from phasewise.verbs.sample import Context, Dist, Purpose, uniform
+from phasewise.verbs.sample import Context, Dist, Purpose, Sample, uniform
+from phasewise.verbs.traits import Traits
 
 Form = Callable[[Tensor, Tensor, int], float]
 
@@ -50,7 +52,7 @@ RULES = (
 
 
 @dataclass
-class Recorded:
+class Recorded(Method, Sample):
     """A `sample` for one request at a time: it writes `script`, and keeps what the model held likely at each place."""
 
     temperature: float
@@ -59,6 +61,7 @@ class Recorded:
 
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
+    traits: ClassVar[Traits] = Traits("sample")
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         top = []

@@ -26,8 +26,10 @@ from phasewise.errors import UserError
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.sample import Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 
 STRETCH = 64
 OUT_OF_ORDER = (
@@ -37,7 +39,7 @@ OUT_OF_ORDER = (
 
 
 @dataclass
-class Forced:
+class Forced(Method, Sample):
     """A `sample` that follows each request's script, and keeps what the model thought of it: `nats[id][position]`.
 
     `choices` are the tokens it would have taken, greedily, in the place of the script's. Behind the script it takes
@@ -50,6 +52,7 @@ class Forced:
 
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
+    traits: ClassVar[Traits] = Traits("sample")
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         best = logits.argmax(-1).tolist()

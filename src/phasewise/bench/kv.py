@@ -56,7 +56,7 @@ def every(most: int | None = None) -> list[Setting]:
 def _concerns(verb: str, name: str) -> bool:
     """Whether a method makes anything of the KV."""
     if verb == CHANGING:
-        return hasattr(catalog.method(verb, name), "budgets")
+        return bool(catalog.method(verb, name).budgets)
     return verb in KEEPING and name != DEFAULTS[verb]
 
 
@@ -76,7 +76,7 @@ def ladder(verb: str, name: str, most: int | None = None) -> list[Setting]:
     """A method at each step of the ladder that it declares, or at `most` of them, spread evenly, the last included.
     Steps that differ in more than numbers (who shares rows out, weights or none) are ladders of their own."""
     method = catalog.method(verb, name)
-    steps: Sequence[Mapping[str, object]] = getattr(method, "budgets", ({},))
+    steps: Sequence[Mapping[str, object]] = method.budgets or ({},)
     if most is not None:
         kinds = [named(step) for step in steps]
         own = [[step for step, its in zip(steps, kinds, strict=True) if its == kind] for kind in report.unique(kinds)]

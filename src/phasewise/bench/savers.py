@@ -53,7 +53,7 @@ def savers(ways: Sequence[str] = (WORK, NEUTRAL)) -> list[Setting]:
                 continue
             method = catalog.method(verb, name)
             for way, knobs, words in (
-                (WORK, getattr(method, "untrained", {}), ""), (NEUTRAL, method.neutral, ", neutral"),
+                (WORK, method.untrained, ""), (NEUTRAL, method.neutral, ", neutral"),
             ):  # fmt: skip
                 if way not in ways:
                     continue

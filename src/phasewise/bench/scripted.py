@@ -11,12 +11,16 @@ from math import log
 from random import Random
 from typing import ClassVar
 
+from torch import Tensor
+
 from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 GOLDEN = 0.6180339887498949
 
@@ -38,7 +42,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Scripted:
+class Scripted(Method, Drafter):
     """Chains of `k` guesses, each right with probability `accept` as long as those before it are. `tell` it of a
     request before the engine sees it; of others it guesses nothing.
 
@@ -55,6 +59,7 @@ class Scripted:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "the target's own tokens"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("draft")
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -97,7 +102,9 @@ class Scripted:
             for request, script, budget in zip(requests, scripts, budgets)
         ]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         pass
 
 

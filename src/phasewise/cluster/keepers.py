@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from phasewise.cluster.handle import WorkerHandle
-from phasewise.request.params import Params
+from phasewise.engine.runtime import Runtime
 from phasewise.request.request import Request
 
 REMEMBERED = 4096  # requests that have finished; KV mostly goes sooner
@@ -19,18 +18,17 @@ class Keepers:
     def __init__(self) -> None:
         self._at: OrderedDict[str, WorkerHandle] = OrderedDict()
 
-    def finished(self, request: Request, decode: Any, handle: WorkerHandle) -> None:
-        """It was `decode` that computed its prompt."""
-        if not hasattr(decode, "follows"):
+    def finished(self, request: Request, runtime: Runtime, handle: WorkerHandle) -> None:
+        """`runtime` computed its prompt."""
+        if not runtime.traits.retains_kv:
             return
         self._at[request.id] = handle
         while len(self._at) > REMEMBERED:
             self._at.popitem(last=False)
 
-    def find(self, request: Request, decode: Any, seated: Sequence[WorkerHandle]) -> WorkerHandle | None:
+    def find(self, request: Request, runtime: Runtime, seated: Sequence[WorkerHandle]) -> WorkerHandle | None:
         """The worker that has what this request goes on from; None where nobody has, or it computes no prompts."""
-        follows: Callable[[Params], str | None] | None = getattr(decode, "follows", None)
-        name = None if follows is None else follows(request.params)
+        name = runtime.phases[0].decode.follows(request.params)
         handle = None if name is None else self._at.get(name)
         there = handle is not None and handle in seated and "prefill" in handle.spec.phases
         return handle if there else None

@@ -23,7 +23,7 @@ def told(recipes: Recipes) -> Lesson:
     """What `read` makes equal recipes of, elsewhere. Raises UserError for a method that has no text."""
     lesson: Lesson = {}
     for name, methods in recipes.items():
-        homes = {verb: str(getattr(method, "slots", (verb,))[0]) for verb, method in methods.items()}
+        homes = {verb: method.traits.verb for verb, method in methods.items()}
         lesson[name] = {verb: [home, catalog.spell(home, methods[verb])] for verb, home in homes.items()}
     if read(lesson) != recipes:
         raise UserError(f"recipes {', '.join(recipes)} have methods that cannot be written as text for the workers")

@@ -29,6 +29,7 @@ from phasewise.cluster.lessons import Lesson, told
 from phasewise.cluster.policy import Adjusting, Pairing, Policy
 from phasewise.cluster.supervisor import Supervisor, Timeouts
 from phasewise.engine.engine import Engine
+from phasewise.engine.runtime import Runtime
 from phasewise.errors import PhasewiseError, UserError
 from phasewise.kv.handoff import State
 from phasewise.request.counters import Counters
@@ -238,15 +239,15 @@ class Router:
         for each in seated:
             each.shape = shape
         if not request.n_out:
-            keeper = self._keepers.find(request, self._decode(request), seated)
+            keeper = self._keepers.find(request, self._runtime(request), seated)
             return self.policy.start(request.tokens, seated) if keeper is None else keeper
         handle = self.policy.go_on(request.known, [handle for handle in seated if handle.spec.decodes])
         assert handle is not None
         return handle
 
-    def _decode(self, request: Request) -> object:
-        """What computes its prompt, as the workers have it."""
-        return self.fronts[0].runtime(request).phases[0].decode
+    def _runtime(self, request: Request) -> Runtime:
+        """The methods that compute its prompt, as the workers have them."""
+        return self.fronts[0].runtime(request)
 
     def shape(self, request: Request) -> bytes:
         """The key under which workers cache the request's prompt, empty where they do not: recipes that shape it alike
@@ -403,7 +404,7 @@ class Router:
         flight.unload()
         self.handover.forget(flight)
         if left.how == "finished":
-            self._keepers.finished(caller, self._decode(caller), flight.handle)
+            self._keepers.finished(caller, self._runtime(caller), flight.handle)
         caller.left = left
         caller.trace.left, caller.trace.by["left"] = self.clock(), flight.handle.name
         self._progressed[caller] = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phasewise.catalog import chain_of
 from phasewise.engine.binding import Bindings, Methods, in_phase
 from phasewise.engine.refusals import refuse_blocks
 from phasewise.engine.runtime import Runtime
@@ -17,6 +16,7 @@ from phasewise.kv.wire import Wire
 from phasewise.speculation.companion import Companion
 from phasewise.step.phase import Phase
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -47,19 +47,23 @@ class Assembly:
         """What a recipe's requests run with in the phases of these names."""
         bindings = self._of(methods["sample"])
         phases = bindings.phases(methods, names)
-        decode, evict = phases[0].decode, phases[0].evict
-        unit = getattr(decode, "unit", 1)
+        evict = phases[0].evict
+        traits: Traits = methods["decode"].traits
+        unit = traits.block
         codec, wire = self._form(methods["store"], unit)
-        refuse_blocks(codec, methods, phases, kv_shapes(self.model))
+        refuse_blocks(codec, methods["store"], kv_shapes(self.model))
         key = self._prefix_key(methods, names[0]) if self.caching else None
         shared = Sharing(key, 1 if evict is None else max(1, evict.observes), unit, self.prefixes)
         shapes, counters = kv_shapes(self.model), self.counters
         store = Store(shapes, codec, ledger=self.ledger, counters=counters, sharing=shared, wire=wire)
         several: dict[int, Any] = {id(one): one for own in phases for one in (own.attend, own.evict, own.decode)}
         keeps = [each.beside for each in several.values() if hasattr(each, "beside")]
-        store.book(keeps, [each.drawer for each in several.values() if hasattr(each, "drawer")])
+        drawers = [each.drawer for each in several.values() if hasattr(each, "drawer") and each.drawer is not None]
+        store.book(keeps, drawers)
         store.expect([own.evict for own in phases if own.evict], any(own.late is not None for own in phases))
-        return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample)
+        takers = {id(method): method for method in methods.values() if method.traits.asks}.values()
+        asks = [(method.traits.asks, bindings.bind(method)) for method in takers]
+        return Runtime(phases, store, bindings.companions(methods, names), bindings.host.sample, traits, asks)
 
     def _of(self, sample: Any) -> Bindings:
         for known, bindings in self._bindings:
@@ -87,13 +91,12 @@ class Assembly:
 
     def _prefix_key(self, methods: Methods, first: str) -> str | None:
         """Everything that shapes a prompt's KV besides its tokens (DESIGN law 10), `first` being the phase of prompts;
-        None if a method says that what it makes of a prompt is of no use to others (`shares_prefix = False`)."""
-        every = [link for method in methods.values() for link in chain_of(method)]
-        if not all(getattr(method, "shares_prefix", True) for method in every):
+        None if a method says that what it makes of a prompt is of no use to others (`Traits.shares_prefix`)."""
+        if not all(method.traits.shares_prefix for method in methods.values()):
             return None
         shaping = [methods[verb] for verb in ("store", "evict")]
         shaping += [in_phase(methods[verb], first, self.defaults[verb]) for verb in ("attend", "skip")]
-        if not getattr(methods["decode"], "plain_prompts", False):
+        if not methods["decode"].traits.plain_prompts:
             shaping.append(methods["decode"])
         return repr((self.model.config, self.model.dtype, shaping))
 

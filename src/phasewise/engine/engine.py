@@ -186,8 +186,7 @@ class Engine:
     def close(self) -> None:
         """Whatever works for a decode method elsewhere ends; all else is in this process and goes with it."""
         for phase in (phase for runtime in self.recipes.values() for phase in runtime.phases):
-            if hasattr(phase.decode, "close"):
-                phase.decode.close()
+            phase.decode.close()
 
     # ---- one step
     def _goes(self, request: Request) -> bool:

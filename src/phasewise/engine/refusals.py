@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from phasewise.engine.binding import Methods, label
+from phasewise.engine.binding import label
 from phasewise.errors import UserError
-from phasewise.kv.blocks import SIDES, marking, sealing
+from phasewise.kv.blocks import SIDES, sealing
 from phasewise.kv.buffer import ROUND, rounded, stride
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from phasewise.kv.buffer import KVShape
     from phasewise.model.config import ModelConfig
     from phasewise.request.request import Request
-    from phasewise.step.phase import Phase
     from phasewise.verbs.store import Codec
 
 DEPTH = (
@@ -49,20 +48,18 @@ def refuse(request: Request, runtime: Runtime, vocab: int, eos: Sequence[int]) -
         if never >= set(params.allowed_token_ids):
             raise UserError("allowed_token_ids are all forbidden by bad_words or, as ends, by min_tokens: allow others")
     late = any(phase.late is not None for phase in runtime.phases)
-    if late or any(getattr(phase.decode, "sparing", False) for phase in runtime.phases):
+    if late or runtime.traits.sparse_prompts:
         for name in ("prompt_logprobs", "pooling"):
             if getattr(params, name) is not None:
                 raise UserError(f"{name} asks about rows of the prompt, and not all of them run all layers here: leave "
                                 f"it out, or choose another {'skip' if late else 'decode'} method")  # fmt: skip
     scored = any(each is not None for each in (params.logprobs, params.prompt_logprobs, params.pooling))
-    if scored or any(len(word) > 1 for word in params.bad_words):
-        for phase in runtime.phases:
-            if getattr(phase.decode, "scattered", False):
-                raise UserError(
-                    f"{_name(phase.decode)} does not draw one token after another, so there are no log-probabilities, "
-                    "no vectors and no bad words of several tokens: leave logprobs, prompt_logprobs, pooling and such "
-                    "bad_words out, or choose another decode method"
-                )
+    if runtime.traits.unordered and (scored or any(len(word) > 1 for word in params.bad_words)):
+        raise UserError(
+            f"{_name(runtime.phases[0].decode)} does not draw one token after another, so there are no "
+            "log-probabilities, no vectors and no bad words of several tokens: leave logprobs, prompt_logprobs, "
+            "pooling and such bad_words out, or choose another decode method"
+        )
 
 
 def _outside(tokens: Iterable[int], vocab: int) -> int | None:
@@ -73,39 +70,17 @@ def _name(decode: object) -> str:
     return type(decode).__module__.rpartition(".")[2]
 
 
-def refuse_blocks(codec: Codec, methods: Methods, phases: Sequence[Phase], shapes: Sequence[KVShape]) -> None:
-    """Raise UserError where a store seals blocks of rows that do not fit the model, or go with another method."""
+def refuse_blocks(codec: Codec, method: Any, shapes: Sequence[KVShape]) -> None:
+    """Raise UserError where a store method packs blocks of rows that do not fit the model."""
     blocks = sealing(codec)
     if blocks is None:
         return
-    store = label("store", methods["store"])
     try:
         for shape in shapes:
             for side in SIDES:
                 blocks.kinds(side, shape)
     except UserError as error:
-        raise UserError(f"{store}: {error}") from None
-    own = "evict" in getattr(methods["store"], "slots", ())  # it gives nothing up
-    if marking(codec) is not None and any(getattr(phase.decode, "unit", 1) > 1 for phase in phases):
-        decode = label("decode", methods["decode"])
-        raise UserError(f"{store} ranks rows as a block of them fills, and {decode} finishes tokens in blocks of its "
-                        "own. Choose another decode method, or store int8")  # fmt: skip
-    for verb, why in filter(None, (_hinders(phase, own) for phase in phases)):
-        raise UserError(
-            f"{store} packs finished rows in blocks: {label(verb, methods[verb])} {why}. Leave out --{verb}, or choose "
-            "store slab or int8"
-        )
-
-
-def _hinders(phase: Phase, own: bool) -> tuple[str, str] | None:
-    """The verb whose method does not go with sealed blocks, and why. `own`: the evict method is the store's."""
-    if phase.skip is not None and phase.walk is None:
-        return "skip", "lets single rows pass layers by"
-    if phase.evict is not None and not own:
-        return "evict", "gives single rows up"
-    if not getattr(phase.attend, "everything", False) or getattr(phase.attend, "shares_reads", False):
-        return "attend", "chooses among rows, or reads those of several requests at once, whose form changes"
-    return None
+        raise UserError(f"{label('store', method)}: {error}") from None
 
 
 def kept_within(runtime: Runtime, config: ModelConfig) -> str:

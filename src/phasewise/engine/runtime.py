@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from phasewise.errors import UserError, near
 from phasewise.request.counters import Counters
-from phasewise.verbs.host import ENDLESS, MARGIN
+from phasewise.verbs.host import ENDLESS
+from phasewise.verbs.traits import MARGIN, Traits
 
 if TYPE_CHECKING:
     from phasewise.kv.store import Store
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 PIECE = 512  # rows
+PLAIN = Traits("decode")
 LATE = 32  # rows past its prompt that a request may bring where each may read sealed rows in a form of its own
 
 
@@ -33,25 +35,25 @@ class Runtime:
     store: Store
     companions: Sequence[Companion] = ()
     sample: Any = None
+    traits: Traits = PLAIN  # of its decode method
+    asks: Sequence[tuple[tuple[str, ...], Any]] = ()  # names in `Params.ask`, and the runtime that takes them
     counters: Counters = field(default_factory=Counters)  # of its requests alone: see `OF_REQUESTS`
 
     def check(self, params: Params) -> None:
         """Raise UserError unless all that a request asks for (`Params.ask`) can be honoured."""
         if params.ask is None:
             return
-        slots = [method for phase in self.phases for method in (phase.decode, phase.attend, phase.evict, phase.skip)]
-        takers = {id(method): method for method in (self.sample, *slots) if getattr(method, "asks", ())}
-        known = {name for method in takers.values() for name in method.asks}
-        scattered = any(getattr(phase.decode, "scattered", False) for phase in self.phases)
+        known = {name for names, _ in self.asks for name in names}
+        sampled = {name for names, runtime in self.asks if runtime is self.sample for name in names}
         for name in params.ask:
             if name not in known:
                 raise UserError(f"no method of this engine takes {name}. {near(name, known)}")
-            if scattered and name in getattr(self.sample, "asks", ()):
+            if self.traits.unordered and name in sampled:
                 raise UserError(f"{name} cannot be kept where tokens are drawn before those in front of them are "
                                 "known: choose another decode method, or leave it out")  # fmt: skip
-        for method in takers.values():
-            if not params.ask.keys().isdisjoint(method.asks):
-                method.check(params)
+        for names, runtime in self.asks:
+            if not params.ask.keys().isdisjoint(names):
+                runtime.check(params)
 
     def open(self, request: Request, tokens: int) -> None:
         """Give a request the KV that it needs for so many tokens, with all that is there of its prompt."""
@@ -61,24 +63,22 @@ class Runtime:
 
     def bring(self, request: Request) -> None:
         """Give it rows that come next and that its decode method need not have computed."""
-        given = getattr(self.phases[0].decode, "given", None) if request.prefilling else None
-        if given is None or request.kv is None:
+        if not self.traits.injects_kv or not request.prefilling or request.kv is None:
             return
-        while (rows := given(request, self.store.left)) is not None:
+        while (rows := self.phases[0].decode.given(request, self.store.left)) is not None:
             if rows.start is not None:  # what is there is what computing gives, and may be of use to others
                 self.store.remember(request)
             start, count = request.kv.bring(rows, request.computed)
             request.computed = start + count
-            request.kv.foreign |= not getattr(self.phases[0].attend, "everything", False)  # as are those to come
+            request.kv.foreign |= not self.phases[0].dense  # as are those to come
             self.store.counters.recalled += count
 
     def leave(self, request: Request) -> None:
         """If it has finished, and requests may come that have a use for its KV, keep that."""
         if request.kv is None or request.left is None or request.left.how != "finished":
             return
-        decode = self.phases[0].decode
-        if self.phases[0].name == "prefill" and hasattr(decode, "given") and getattr(decode, "leaves", True):
-            self.store.leave(request, all(getattr(phase.attend, "everything", False) for phase in self.phases))
+        if self.phases[0].name == "prefill" and self.traits.retains_kv:
+            self.store.leave(request, all(phase.dense for phase in self.phases))
 
     def phase(self, request: Request) -> Phase:
         """The phase that the request is in. There must be one: who is past the last phase has departed."""
@@ -121,14 +121,14 @@ class Runtime:
     @property
     def margin(self) -> int:
         """Rows beyond its limit that a request may hold for a while: of a draft, or of a block."""
-        return max([MARGIN, *(int(getattr(phase.decode, "margin", 0)) for phase in self.phases)])
+        return max(MARGIN, self.traits.margin)
 
     def reach(self, context: int) -> int:
         """Positions that a text may have, where the model's context is `context`."""
         found = context if self.companions else ENDLESS  # theirs are those of their own models
         for phase in self.phases:
             acting: list[object] = [phase.decode, *(one for one in (phase.evict, phase.skip) if one is not None)]
-            if phase.evict is None or not getattr(phase.attend, "everything", False):  # the KV is for the context
+            if phase.evict is None or not phase.dense:  # the KV is for the context
                 acting.append(phase.attend)
             for method in acting:
                 say = getattr(method, "reach", None)

@@ -144,7 +144,7 @@ class Setting:
 
     def _scheduler(self) -> Callable[[], Scheduler]:
         made: Any = catalog.build("schedule", self.schedule)
-        return lambda: made.bind(None) if hasattr(made, "bind") else made
+        return lambda: made.bind(None)
 
 
 def deaths(texts: Sequence[str]) -> list[tuple[float, int]]:

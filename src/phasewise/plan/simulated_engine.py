@@ -19,8 +19,8 @@ from phasewise.plan.memory import NumberRuntime, NumberStore
 from phasewise.plan.sequence import SimulatedSequence
 from phasewise.plan.serving import Serving
 from phasewise.request.counters import Counters
-from phasewise.verbs.host import MARGIN
 from phasewise.verbs.schedule import Scheduler, Work
+from phasewise.verbs.traits import MARGIN
 
 TURNS = 2.0  # two who share a core take turns; a worker's threads wait for each other, so all for the one with half
 

@@ -33,10 +33,12 @@ from phasewise.step.probe import Shaped
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Work
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 
 def drawn(*about: object) -> torch.Generator:
@@ -45,7 +47,7 @@ def drawn(*about: object) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class Control:
+class Control(Method):
     """What the builder asks of every method."""
 
     paper: ClassVar[str] = ""
@@ -59,6 +61,7 @@ class OneChunk(Control):
     """schedule: all decodes, and the next chunk of the oldest prompt alone, however small it is."""
 
     budget: int
+    traits: ClassVar[Traits] = Traits("schedule")
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
         works = [Work(job, job.rows) for job in live if not job.prefilling]
@@ -72,6 +75,10 @@ class Blindly(Control):
     """draft: SWIFT without its search: as many sub-layers are left out, whichever they are."""
 
     of: Swift
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> SelfDrafter:
         made = self.of.bind(host)
@@ -89,6 +96,7 @@ class CutTwice(Control):
 
     rows: int
     groups: int
+    traits: ClassVar[Traits] = Traits("schedule")
 
     def plan(self, live: Sequence[Any], now: float) -> list[Work]:
         works = [Work(job, job.rows) for job in live if not job.prefilling and not job.depth]
@@ -109,6 +117,7 @@ class RandomRows(Control):
     window: int
     seed: int = 0
     spread: Spread = UNIFORM
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True)
 
     def bind(self, host: Host) -> _RandomRows:
         return _RandomRows(self, host.model.config.layers)
@@ -148,6 +157,10 @@ class RandomRunning(Control):
     of: H2O | Tova | Keyformer
     seed: int = 0
 
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
+
     def bind(self, host: Host) -> _RandomRunning:
         return _RandomRunning(self.of.bind(host), self.seed)
 
@@ -173,9 +186,10 @@ class RandomImportant(Control):
     random."""
 
     of: ZipVL
-    slots: ClassVar[tuple[str, ...]] = ZipVL.slots
-    phases: ClassVar[tuple[str, ...]] = ZipVL.phases
-    shares_prefix: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> _RandomImportant:
         return _RandomImportant(self.of, host.model.config.attention)
@@ -191,8 +205,10 @@ class RandomNeeds(Control):
     """skip, evict, attend: after the same layers as many tokens go on, and as many come back, as LazyLLM needs: any."""
 
     of: LazyLLM
-    slots: ClassVar[tuple[str, ...]] = LazyLLM.slots
-    shares_prefix: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> _RandomNeeds:
         return _RandomNeeds(self.of, host.model.config, host.model.dtype)
@@ -208,7 +224,7 @@ class _RandomNeeds(Lazy):
 class OtherWay(Control):
     """attend: ZeroTuning with every factor turned over: what was raised is lowered, in the same heads."""
 
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    traits: ClassVar[Traits] = Traits("attend", own_attention=True)
 
     def bind(self, host: Host) -> Any:
         made = ZeroTuning().bind(host)
@@ -216,12 +232,13 @@ class OtherWay(Control):
 
 
 @dataclass(frozen=True)
-class RandomGuess(Control):
+class RandomGuess(Control, Drafter):
     """draft: a chain of `k` tokens drawn at random from a vocabulary of `vocab`."""
 
     k: int
     vocab: int
     guarantee: ClassVar[str] = "exact"
+    traits: ClassVar[Traits] = Traits("draft")
 
     def size(self, request: Request) -> int:
         return min(self.k, headroom(request))
@@ -230,7 +247,9 @@ class RandomGuess(Control):
         chains = (Random(f"{r.prompt_len} {r.tokens[-2:]} {r.known}") for r in requests)
         return [Draft.chain([rng.randrange(self.vocab) for _ in range(b)]) for rng, b in zip(chains, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         """Learns nothing."""
 
 
@@ -239,6 +258,7 @@ class Coarse(Control):
     """store: CacheGen's way over the wire, with so many steps on either side of zero for every number of all layers."""
 
     steps: int
+    traits: ClassVar[Traits] = Traits("store")
 
     def codec(self) -> Codec:
         return Raw()
@@ -263,6 +283,7 @@ class Swapped(Control):
     bits: int
     group: int
     residual: int
+    traits: ClassVar[Traits] = Traits("store", packs_blocks=True)
 
     def codec(self) -> Codec:
         return Grouped(self.bits, self.group, (BlockCut(1, self.residual), BlockCut(self.residual)), (False, True))
@@ -277,6 +298,7 @@ class Elsewhere(Control):
     block: int
     rank: int
     sparse: float
+    traits: ClassVar[Traits] = Traits("store", packs_blocks=True)
 
     def codec(self) -> Codec:
         cut = BlockCut(self.block)
@@ -294,7 +316,7 @@ class OtherLayers(Control):
     """skip: as many layers as Unified Layer Skipping leaves out, but the first ones after the first."""
 
     speedup: float
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    traits: ClassVar[Traits] = Traits("skip", phases=("decode",))
 
     def bind(self, host: Host) -> _OtherLayers:
         layers = host.model.config.layers

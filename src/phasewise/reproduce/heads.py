@@ -11,6 +11,7 @@ from phasewise.methods.evict.rlkv import RLKV, Cut
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.plan import Window
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class OtherHeads(Control):
     of: RLKV
     gates: Literal["reversed", "random"] = "reversed"
     seed: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Cut | None:
         config = host.model.config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from phasewise.methods.attend.loopserve import Looping, LoopServe
 from phasewise.reproduce.controls import Control, drawn
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class RandomLines(Control):
     as often; the first column, own blocks and last rows among them, the others drawn at random per head."""
 
     of: LoopServe
-    phases: ClassVar[tuple[str, ...]] = LoopServe.phases
-    shares_prefix: ClassVar[bool] = False
-    recalls: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Looping:
         return _RandomLines(self.of, host.model.config)

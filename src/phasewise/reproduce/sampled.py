@@ -16,9 +16,9 @@ from phasewise.reproduce.lab import Lab
 from phasewise.reproduce.play import Entry, Run
 from phasewise.reproduce.system import Case, Load, Setting, Tried
 from phasewise.reproduce.workload import Asked
-from phasewise.speculation.loop import Matches
 from phasewise.verbs.draft import Draft
 from phasewise.verbs.sample import Dist
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random, Verifier
 
 MOST = 16  # requests that share a step: what is counted does not hang on it
@@ -45,7 +45,7 @@ class Watched(Control):
     judge: Verifier
     forms: Forms
     seen: list[Seen] = field(default_factory=list, compare=False)
-    matches: ClassVar[Matches] = "point"
+    traits: ClassVar[Traits] = Traits("verify", matches="point")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path, token = self.judge(draft, p, rng)

@@ -18,6 +18,7 @@ from phasewise.step.plan import AttentionPlan, Rivals, Scores, TopK
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 
 class Drawn:
@@ -44,7 +45,7 @@ class RandomPages(Control):
     page: int
     budget: int
     dense_layers: int
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    traits: ClassVar[Traits] = Traits("attend", own_attention=True, phases=("decode",))
 
     @cached_property
     def _plan(self) -> AttentionPlan:
@@ -60,8 +61,10 @@ class RandomChunks(Control):
     """attend: as TokenSelect with chunks, but the rows that a prompt's chunk chooses are drawn at random."""
 
     of: TokenSelect
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-    shares_prefix: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Any:
         made: Any = self.of.bind(host)
@@ -79,7 +82,10 @@ class RandomPicks(Control):
     head; they are computed once more as often."""
 
     of: Tidal
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Picker:
         return Picker(self.of, self.of.choosing(host.model.config.layers), _drawn_weights)
@@ -99,7 +105,7 @@ class RandomTokens(Control):
     local: int
     most: float
     dense_layers: int
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    traits: ClassVar[Traits] = Traits("attend", own_attention=True, phases=("decode",))
 
     @cached_property
     def _plan(self) -> AttentionPlan:
@@ -116,7 +122,10 @@ class RandomKept(Control):
     the share of weight that they are thought to have, and the mean of all values stands for the rest, as there."""
 
     of: InstInfer
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Runtime:
         return Runtime(self.of, host, _drawn_votes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from phasewise.reproduce.controls import Control, drawn
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,10 @@ class Shuffled(Control):
     """store, evict: as many rows in either class as ZipCache has, but how much they matter is shuffled among them."""
 
     of: ZipCache
-    slots: ClassVar[tuple[str, ...]] = ZipCache.slots
-    shares_prefix: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def codec(self) -> Codec:
         return self.of.codec()

@@ -16,7 +16,7 @@ from phasewise.speculation.companion import Growth
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, Drawn, headroom
+from phasewise.verbs.draft import Draft, Drafter, Drawn, headroom
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import Context, Purpose, uniform
 
@@ -131,17 +131,18 @@ class Lane(Protocol):
     def grow(self, growths: Sequence[Growth]) -> Tensor: ...
 
 
-class Grower:
+class Grower(Drafter):
     """The runtime of drafters that grow trees of a second model. The first `chunk` tokens of a prompt that it has still
     to read are read at once, more of them in pieces, and meanwhile nothing is guessed."""
 
     def __init__(self, host: Host, companion: Lane, shape: Shape, chunk: int) -> None:
-        self.host, self.companion, self.shape, self.chunk = host, companion, shape, chunk
+        self.host, self.shape, self.chunk = host, shape, chunk
+        self.companion: Lane = companion
         self.thoughts = False
 
-    @property
-    def largest(self) -> int:
-        return self.shape.nodes(self.shape.levels)
+    def think(self) -> bool:
+        self.thoughts = True
+        return True
 
     def draws(self, request: Request) -> bool:
         return self.shape.drawn != "point" and not request.params.greedy
@@ -167,7 +168,9 @@ class Grower:
             self.companion.catch_up(ready, self.chunk)
         return [self._finish(trees[i]) if i in trees else None for i in range(len(requests))]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         pass  # the companion finds out by itself which of its rows still hold
 
     def _finish(self, tree: Tree) -> Draft:

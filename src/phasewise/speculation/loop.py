@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from phasewise.speculation.tails import Tails
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.read import FEW
 from phasewise.step.span import Span, ancestors, depths
-from phasewise.verbs.decode import Outcome, catching_up, draw_outcomes, slice_span
+from phasewise.verbs.decode import Decode, Outcome, catching_up, draw_outcomes, slice_span
 from phasewise.verbs.draft import headroom, judged
 from phasewise.verbs.host import Host
 from phasewise.verbs.sample import (
@@ -26,15 +26,13 @@ from phasewise.verbs.sample import (
     nothing_left,
     uniform,
 )
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Shown
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
-    from phasewise.speculation.grower import Lane
     from phasewise.verbs.draft import Draft, Drafter
     from phasewise.verbs.verify import Verifier
-
-Matches = Literal["all", "point", "none"]
 
 
 def pending(request: Request) -> int:
@@ -49,10 +47,9 @@ def slices(requests: Sequence[Request], budgets: Sequence[int], phase: Phase) ->
 
 def sure(host: Host, request: Request) -> Sequence[int]:
     """Tokens that follow the request's text for certain: as many as one pass shall have, and before its last."""
-    if request.params.ask is None or catching_up(request) or not hasattr(host.sample, "sure"):
+    if request.params.ask is None or catching_up(request):
         return ()
-    found: Sequence[int] = host.sample.sure(request)
-    return found[: min(headroom(request), FEW - 1)]
+    return host.sample.sure(request)[: min(headroom(request), FEW - 1)]
 
 
 def sure_span(request: Request, follows: Sequence[int], phase: Phase) -> Span:
@@ -87,20 +84,13 @@ def contexts_of(span: Span) -> list[Context]:
 
 def told(host: Host, spans: list[Span]) -> list[Span]:
     """The same spans, once the sample method knows what it will be asked after them."""
-    if hasattr(host.sample, "ahead"):
-        asking = [span for span in spans if span.request.params.ask is not None]
-        if asking:
-            host.sample.ahead([context for span in asking for context in contexts_of(span)])
+    asking = [span for span in spans if span.request.params.ask is not None]
+    if asking:
+        host.sample.ahead([context for span in asking for context in contexts_of(span)])
     return spans
 
 
-def matches(verifier: Any) -> Matches:
-    """What a verify method declares (see `Verifier`)."""
-    declared: Matches = getattr(verifier, "matches", "none")
-    return declared
-
-
-class Speculation:
+class Speculation(Decode):
     """The decode loop of every drafter: propose pending token + draft, verify, keep the accepted path.
 
     Prompts and replays go through as plain slices. With no draft a step is one ordinary row. Where the sample method
@@ -115,49 +105,39 @@ class Speculation:
     preemption or hand-off: if its guesses hang on that, tokens under a verifier that does not match them may change.
     """
 
-    def __init__(self, host: Host, drafter: Drafter, verifier: Verifier, matches: Matches = "none") -> None:
-        self.host, self.drafter, self.verifier, self.matches = host, drafter, verifier, matches
-        companion: Lane | None = getattr(drafter, "companion", None)
-        if companion is not None:
-            companion.optional = self._sized
-        if hasattr(drafter, "sized"):
-            drafter.sized = self._sized
-        if matches == "none" and getattr(drafter, "shared", False):
+    def __init__(self, host: Host, drafter: Drafter, verifier: Verifier, traits: Traits) -> None:
+        """`traits`: those of the drafter and the verifier together."""
+        self.host, self.drafter, self.verifier, self.matches = host, drafter, verifier, traits.matches
+        if drafter.companion is not None:
+            drafter.companion.optional = self._sized
+        drafter.sized_by(self._sized)
+        if traits.matches == "none" and traits.learns_across:
             raise UserError(
                 f"{_name(drafter)} learns from all requests, and under the verifier {_name(verifier)} tokens would "
                 "depend on them; let it learn from each request alone (scope=request), or choose an exact verifier"
             )
-        self._top: int = getattr(drafter, "top", 0)
-        self._wants: frozenset[str] = getattr(verifier, "wants", frozenset())
-        if "thoughts" in self._wants and hasattr(drafter, "thoughts"):
-            drafter.thoughts = True
-        self._always = not getattr(drafter, "rests", False)
+        self._drawn, self._top, self._wants = traits.drawn, traits.candidates, traits.wants
+        if "thoughts" in self._wants:
+            drafter.think()
+        self._always = not traits.idles
         self._guessing = True  # whether the drafter is to be asked in this step
 
     def reach(self, context: int) -> int:
         """What drafts are made with says for itself: second models end texts where their context ends."""
-        say = getattr(self.drafter, "reach", None)
-        return context if say is None else int(say(context))
+        return self.drafter.reach(context)
 
-    def shift(self, rows: int) -> None:
+    def displace(self, rows: int) -> None:
         """Tokens after the prompt stand so many positions further on: whoever drafts on their KV has to know."""
-        companion = getattr(self.drafter, "companion", None)
-        if isinstance(companion, Tails):
-            companion.beyond = rows
+        if isinstance(self.drafter.companion, Tails):
+            self.drafter.companion.beyond = rows
 
     def close(self) -> None:
-        if hasattr(self.drafter, "close"):
-            self.drafter.close()
-
-    @property
-    def margin(self) -> int:
-        return int(getattr(self.drafter, "largest", 0))
+        self.drafter.close()
 
     def whole(self, request: Request) -> bool:
         """Whether its guesses have to be made, and in full, whatever the load."""
         if self.matches == "point":
-            draws: Callable[[Request], bool] | None = getattr(self.drafter, "draws", None)
-            return draws is None or draws(request)
+            return self._drawn and self.drafter.draws(request)
         return self.matches == "none"
 
     def _sized(self, request: Request) -> bool:
@@ -224,26 +204,29 @@ class Speculation:
             used = len(judged(span))
             outcomes.append(self._judge(span, dist, row, shown.part(row, row + used)))
             row += used
-        self.drafter.learn(spans, hidden, outcomes, *tops)
+        if tops is None:
+            self.drafter.learn(spans, hidden, outcomes)
+        else:
+            self.drafter.learn(spans, hidden, outcomes, tops)
         return outcomes
 
     def _distributions(
         self, hidden: Hidden, wanted: list[int], contexts: list[Context]
-    ) -> tuple[Dist, Shown, Sequence[Tensor]]:
+    ) -> tuple[Dist, Shown, Tensor | None]:
         """What the verifier and, beside spans and outcomes, the drafter are told of these rows; those beyond the
         contexts are the drafter's alone."""
         host = self.host
         if not wanted:
-            nothing = [torch.empty(0, self._top, dtype=torch.int64)] if self._top else []
+            nothing = torch.empty(0, self._top, dtype=torch.int64) if self._top else None
             return Dist([], host.model.config.vocab), Shown(), nothing
         host.counters.head_rows += len(wanted)
         x = hidden.rows(wanted)
-        logits, tops = None, []
+        logits, tops = None, None
         if self._top or "logits" in self._wants:
             dist, logits, ids = distribution_shown(
                 host.sample, host.model, x, contexts, "logits" in self._wants, self._top
             )
-            tops = [ids] if self._top else []
+            tops = ids if self._top else None
         else:
             dist = distribution(host.sample, host.model, x, contexts)
         return dist, Shown(logits, x if "hidden" in self._wants else None), tops

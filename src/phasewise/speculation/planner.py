@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
-from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.draft import Draft
 
 if TYPE_CHECKING:
-    from phasewise.request.request import Request
+    pass
 
 MOST_ROWS = 512  # of steps whose time is looked at
 LEVEL = 0.9  # what a step leaves of the times before it: machines change their speed within seconds
@@ -88,12 +88,6 @@ class Costs:
             slope = self._slopes.setdefault(kind, [0.0, 0.0])
             slope[0] = SHAPE * slope[0] + more * max(-most, min(most, (now - seconds) / one))
             slope[1] = SHAPE * slope[1] + more * more
-
-
-def sort_of(drafter: Drafter, request: Request) -> int:
-    """How good the drafter takes its last guess for the request to be; 0 if it does not say (see Drafter)."""
-    say = getattr(drafter, "sort", None)
-    return 0 if say is None else int(say(request))
 
 
 def kinds(draft: Draft, sort: int) -> list[int]:

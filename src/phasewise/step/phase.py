@@ -51,6 +51,7 @@ class Phase:
     evict: Evict | None = None
     skip: Skip | None = None
     holds: Callable[[Request], bool] | None = None  # whether a request is in it; None = all that are in none before it
+    whole: bool = False  # prompts come in one piece, whatever a scheduler gives (`Traits.whole_prompts`)
 
     # ---- what rows read
     def plan(self, span: Span) -> AttentionPlan:
@@ -59,6 +60,11 @@ class Phase:
         if self.evict is None or self.evict is self.attend:
             return plan
         return merge(plan, self.evict.plan(span))
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether no plan of the attend method ever chooses: rows read all that they see."""
+        return getattr(self.attend, "everything", False)
 
     # ---- which layers run, and with which weights
     @cached_property
@@ -86,11 +92,6 @@ class Phase:
     def ran(self) -> Callable[[int, Span, Tensor], None] | None:
         """Likewise."""
         return getattr(self.skip, "ran", None)
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether prompts come in one piece, whatever a scheduler gives."""
-        return any(getattr(method, "whole", False) for method in (self.attend, self.evict, self.skip))
 
     # ---- what follows a commit
     @cached_property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +13,10 @@ from phasewise.step.span import Span
 from phasewise.verbs.sample import Context, choose, draw
 
 if TYPE_CHECKING:
+    from phasewise.kv.buffer import KVShape
+    from phasewise.kv.drawers import Room
+    from phasewise.kv.left import Given, Left
+    from phasewise.request.params import Params
     from phasewise.request.pool import Pool
     from phasewise.request.request import Request
     from phasewise.request.score import Score
@@ -38,47 +43,58 @@ class Outcome:
         return self.keep if isinstance(self.keep, int) else len(self.keep)
 
 
-class Decode(Protocol):
+class Decode(ABC):
     """decode: which rows does a request bring, and what is made of the result?
 
-    Optional:
-        unit: int  -- rows of a block, where rows see later rows of their own block: prefixes are shared in whole blocks
-        singly: bool  -- of a runtime that brings one row at a time, once a prompt is computed, if it is given no more:
-            what `skip` methods with rows that run late need
-        given(request: Request, left: Callable[[str], Left | None]) -> Given | None  -- of a runtime: asked while a
-            prompt is not complete, before its first row and after each step: finished keys and values of the tokens
-            that come next, never of the last, or in the place of rows that are there. `left` finds KV that a request
-            has left, by its id; with such a method requests that finish leave theirs (kv/left.py). Methods that look at
-            a prompt's rows, or drop some, are refused beside it, but for those that say `recalls`
-        leaves: bool  -- of such a runtime, False: it takes nothing from other requests, and they leave it nothing
-        sparing: bool  -- of such a runtime, True: most rows of every prompt are never computed, and requests that ask
-            about them (`prompt_logprobs`, `pooling`) are refused
-        follows(params: Params) -> str | None  -- of a runtime with `given`: the id of the request whose KV it will look
-            for, so that a placement may start it where that finished
-        adds: int  -- of a method: rows that it adds to every prompt and that stand for no token; answers say how many
-        margin: int  -- rows beyond those of its text that a request may bring to a step, where these may be more than
-            MARGIN: who could not find room for them in the KV budget is refused at once
-        plain_prompts: bool  -- of a method that computes prompts as plain causal slices: recipes that differ in such a
-            decode method alone share cached prefixes
-        brings: tuple  -- of attend, evict and skip those that it has runtimes of its own for: its runtime's
-            `bring(verb, chosen)` gives them (engine/binding.py)
-        scattered: bool  -- of a runtime, True: it draws tokens before those in front of them are known, and requests
-            that ask for log-probabilities, or something of the sample method (`asks`), are refused. All others draw
-            them one after another, each after a row of its own, of the last rows kept: there scores are read off
-        composes: tuple  -- of these, the verbs for which it takes what the user chose as `chosen`
+    Runtimes inherit from this class: what they leave out is as it is here. One that hands on to another one, or holds
+    one, forwards all of it.
     """
 
+    @abstractmethod
     def rows(self, request: Request) -> int:
         """Rows the request would like to bring to the next step (at least 1)."""
-        ...
 
+    @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         """One span per request, of at most its budget of rows (a method with a smallest unit may exceed it by one)."""
-        ...
 
+    @abstractmethod
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         """One outcome per span. Pure as to the engine: it changes neither KV nor the request's tokens."""
-        ...
+
+    def check(self, params: Params) -> None:
+        """Raise UserError, naming it, where something in `Params.ask` that the method takes cannot be honoured. Called
+        before a request with such a name is admitted, from any thread."""
+
+    def reach(self, context: int) -> int:
+        """Positions that a text may have, where the model's context is `context`; ENDLESS where it sets no bound."""
+        return context
+
+    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+        """Finished keys and values of the tokens that come next, never of the last, or in the place of rows that are
+        there. Asked, with `Traits.injects_kv`, while a prompt is not complete: before its first row and after each
+        step. `left` finds the KV that a request has left, by its id (kv/left.py)."""
+        return None
+
+    def follows(self, params: Params) -> str | None:
+        """The id of the request whose KV `given` will look for: a placement may start it where that finished."""
+        return None
+
+    def bring(self, verb: str, chosen: Any) -> Any:
+        """The runtime for a slot of `Traits.brings`; `chosen` is the user's, where the method composes with it."""
+        raise NotImplementedError(f"{type(self).__name__} brings no {verb}")
+
+    @property
+    def drawer(self) -> Callable[[int, KVShape, Room], int] | None:
+        """(layer, shape, room) -> bytes at most that lie in requests' drawers from step to step for a layer with such
+        room; they are booked with its rows (kv/drawers.py). None: nothing to book."""
+        return None
+
+    def displace(self, rows: int) -> None:
+        """Told that tokens after the prompt stand so many positions further on, as rows before them stand for none."""
+
+    def close(self) -> None:
+        """Told when the engine is closed."""
 
 
 def slice_span(request: Request, rows: int, phase: Phase) -> Span:
@@ -120,8 +136,7 @@ def draw_outcomes(
             chosen = choose(host.sample, host.model, x, contexts)
         else:
             logits = host.model.head(x)
-            if hasattr(host.sample, "exclude"):  # before anything is judged by what is likely
-                host.sample.exclude(logits, contexts)
+            host.sample.exclude(logits, contexts)  # before anything is judged by what is likely
             chosen = draw(host.sample(shape(logits, done), contexts), contexts)
         host.counters.head_rows += len(done)
         for tokens, token in zip(drawn, chosen):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from phasewise.verbs.decode import Outcome
 
 if TYPE_CHECKING:
     from phasewise.request.request import Request
+    from phasewise.speculation.grower import Lane
 
 Drawn = Literal["point", "iid", "without_replacement", "top_plus_one"]
 
@@ -27,7 +29,7 @@ class Draft:
     siblings are taken out of it and the rest is renormalised. A zero row marks a deterministic node among drawn ones.
     None: every node is deterministic ("point"), or q is unknown; then only matching the target's own draw is exact.
     `thoughts`: by path, what the drafter held likely to follow it, float32 [V], drawn from or not; after the pending
-    token alone unless more is wanted (see Drafter).
+    token alone unless more is wanted (`Drafter.think`).
     The last `ask` nodes are no guesses: what the model says there is for the drafter, never judged and never kept.
     `likely`: how likely the drafter takes each node to be right where its parent is; None: it does not say. Whoever
     counts what was right counts equal ones together (speculation/planner.py).
@@ -101,43 +103,62 @@ class Draft:
         return Draft(tokens, parents, self.drawn, q, self.thoughts, ask, likely)
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """draft: what might come next?
 
-    A guess says how it was drawn (`Draft`); whoever keeps a second model in step asks the host for a companion, and
-    whoever guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py) there. See
-    `Speculation` (speculation/loop.py) for what hangs on what is optional.
-
-    Optional:
-        draws(request: Request) -> bool  -- whether guesses for it may be drawn, with a `q`; without it all may be
-        largest: int  -- the most nodes that any of its drafts has, where these may be more than 64 (`Decode.margin`)
-        companion: Companion | Tails  -- its second model, or what stands for one
-        top: int  -- `learn` gets, as its last argument, the likeliest tokens after every judged row: ids int64
-            [rows, top], best first, all guesses of each draft and the last row of a plain one (`judged`), span by
-            span; after these, of the nodes that ask
-        sized: Callable[[Request], bool]  -- set by the loop: whether load may size its guesses for a request
-        sort(request: Request) -> int  -- how good its last guess for the request is taken to be, in a few steps from 0
-            on: guesses of one sort are counted together (speculation/planner.py)
-        least: float  -- set by who sizes its guesses: those less likely to be accepted are not wanted
-        thoughts: bool  -- False until a verifier wants them: then its drafts have `thoughts` after all that it asked
-        rests: bool  -- True: it need not be asked for guesses in a step for which each `size` was 0
-        shared: bool  -- guesses hang on what other requests said: no verifier may let tokens depend on them
+    A guess says how it was drawn (`Draft`). A drafter that keeps a second model in step asks the host for a companion;
+    one that guesses with the model itself, on the requests' own KV, writes `Tails` (speculation/tails.py). Drafters
+    inherit from this class: what they leave out is as it is here. A drafter that holds another one forwards all of it.
     """
 
+    companion: Lane | None = None  # its second model, or what stands for one
+
+    @abstractmethod
     def size(self, request: Request) -> int:
         """The most nodes it may propose next (a bound on the rows a step needs); see `headroom`."""
-        ...
 
+    @abstractmethod
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         """At most `budget` nodes per request; more are cut, as are levels beyond `headroom`. None or empty = no guess.
 
         Deterministic given the request and the budget.
         """
-        ...
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
-        """Told what became of every span (prompt slices, plain rows, drafts), before the tokens are emitted."""
-        ...
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
+        """Told what became of every span (prompt slices, plain rows, drafts), before the tokens are emitted.
+
+        `tops`, for drafters with `Traits.candidates`: the likeliest tokens after every judged row, ids int64 [rows,
+        candidates], best first: all guesses of each draft and the last row of a plain one (`judged`), span by span;
+        after these, the nodes that ask.
+        """
+
+    def draws(self, request: Request) -> bool:
+        """Whether guesses for this request may be drawn, with a `q`; asked of drafters with `Traits.drawn`."""
+        return True
+
+    def reach(self, context: int) -> int:
+        """Positions that a text may have, where the model's context is `context`."""
+        return context
+
+    def sort(self, request: Request) -> int:
+        """How good its last guess for the request is taken to be, in a few steps from 0 on: guesses of one sort are
+        counted together (speculation/planner.py)."""
+        return 0
+
+    def think(self) -> bool:
+        """Let its drafts have `thoughts` after all that it asked, from now on. Returns whether it can."""
+        return False
+
+    def sized_by(self, sized: Callable[[Request], bool]) -> None:
+        """Told by the loop, once, how to find out whether load may size the guesses for a request."""
+
+    def at_least(self, chance: float) -> None:
+        """Told that guesses less likely to be accepted than `chance` are not wanted."""
+
+    def close(self) -> None:
+        """Told when the engine is closed."""
 
 
 def headroom(request: Request) -> int:

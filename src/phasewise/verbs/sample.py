@@ -7,10 +7,11 @@ purpose) (law 7), so a request draws the same tokens in any batch, process or pl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from phasewise.errors import Unanswerable
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
+    from phasewise.request.params import Params
     from phasewise.request.request import Request
 
 
@@ -124,30 +126,45 @@ def pick(probs: Tensor, u: float) -> int:
     return min(found, probs.shape[-1] - 1)
 
 
-class Sample(Protocol):
+class Sample(ABC):
     """sample: logits to the distribution a token is drawn from.
 
     A method may change logits and hand on to another one: it holds that in a field `then = part("sample", ...)`, and
-    `--sample one+two` chains them. It never brings back a token that one before it has excluded (-inf).
-
-    Optional:
-        greedy(contexts: Sequence[Context]) -> bool  -- each of these tokens is simply the one of the largest logit (of
-            equal ones the first): it is then not called for them, and no logits are written
-        among(contexts: Sequence[Context]) -> Sequence[Tensor | None]  -- asked of such tokens: which of them count at
-            all, int32 [V / 32] for each (bit i of word j: token 32 j + i), None for all; empty where that is so of each
-        ahead(contexts: Sequence[Context]) -> None  -- told, before the forward, of what it will be called for after it,
-            as far as these requests ask for something (`Params.ask`): what takes time can be done meanwhile
-        sure(request: Request) -> Sequence[int]  -- tokens that follow its text whatever the model says, none of which
-            ends it: at each of them it leaves but one. Asked of requests that ask for something. Decode methods compute
-            them in one pass, without asking again, and they count as guesses that were accepted (`Counters.forced`)
-        exclude(logits: Tensor, contexts: Sequence[Context]) -> None  -- sets to -inf, in place, tokens that must not
-            be said whatever the model thinks of them; it does so when called, too. Who judges by the logits themselves
-            (verifiers that want them) is shown them so
+    `--sample one+two` chains them. It never brings back a token that one before it has excluded (-inf). Runtimes
+    inherit from this class: what they leave out is as it is here.
     """
 
+    @abstractmethod
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         """logits float32 [n, V] (may be overwritten), one context per row."""
-        ...
+
+    def check(self, params: Params) -> None:
+        """Raise UserError, naming it, where something in `Params.ask` that the method takes cannot be honoured. Called
+        before a request with such a name is admitted, from any thread."""
+
+    def greedy(self, contexts: Sequence[Context]) -> bool:
+        """Whether each of these tokens is simply the one of the largest logit (of equal ones the first): it is then not
+        called for them, and no logits are written."""
+        return False
+
+    def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
+        """Asked of greedy tokens: which tokens count at all, int32 [V / 32] for each (bit i of word j: token 32 j + i).
+        None for all; empty where that is so of each."""
+        return ()
+
+    def ahead(self, contexts: Sequence[Context]) -> None:
+        """Told, before the forward, of what it will be called for after it, as far as these requests ask for something
+        (`Params.ask`): what takes time can be done meanwhile."""
+
+    def sure(self, request: Request) -> Sequence[int]:
+        """Tokens that follow its text whatever the model says, none of which ends it: at each of them it leaves but
+        one. Asked of requests that ask for something. Decode methods compute them in one pass, without asking again,
+        and they count as guesses that were accepted (`Counters.forced`)."""
+        return ()
+
+    def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
+        """Set to -inf, in place, tokens that must not be said whatever the model thinks of them; a call does so, too.
+        Who judges by the logits themselves (verifiers that want them) is shown them so."""
 
 
 def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> list[int]:
@@ -157,8 +174,8 @@ def choose(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context])
 
 def distribution(sample: Sample, model: Model, x: Tensor, contexts: Sequence[Context]) -> Dist:
     """What tokens are drawn from after rows x [n, d] of the last layer, one context per row."""
-    if _greedy(sample, contexts):
-        return Dist(model.best(x, _among(sample, contexts)), model.config.vocab)
+    if sample.greedy(contexts):
+        return Dist(model.best(x, sample.among(contexts)), model.config.vocab)
     return sample(model.head(x), contexts)
 
 
@@ -170,21 +187,11 @@ def distribution_shown(
     """
     raw = model.head(x)
     ids, raw = raw.topk(min(top, raw.shape[-1]), -1).indices, raw[: len(contexts)]
-    if _greedy(sample, contexts) and not _among(sample, contexts):
+    if sample.greedy(contexts) and not sample.among(contexts):
         return Dist(raw.argmax(-1).tolist(), model.config.vocab), raw if logits else None, ids
-    if logits and hasattr(sample, "exclude"):
+    if logits:
         sample.exclude(raw, contexts)
     return sample(raw.clone() if logits else raw, contexts), raw if logits else None, ids
-
-
-def _greedy(sample: Sample, contexts: Sequence[Context]) -> bool:
-    greedy = getattr(sample, "greedy", None)
-    return greedy is not None and greedy(contexts)
-
-
-def _among(sample: Sample, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
-    among = getattr(sample, "among", None)
-    return () if among is None else among(contexts)
 
 
 def draw(dist: Dist, contexts: Sequence[Context]) -> list[int]:

@@ -7,10 +7,12 @@ from typing import ClassVar
 
 from phasewise.step.plan import EVERYTHING, AttentionPlan
 from phasewise.step.span import Span
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Method):
     """Exact attention over all visible rows."""
 
     paper: ClassVar[str] = ""
@@ -18,7 +20,7 @@ class Dense:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
     everything: ClassVar[bool] = True
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    traits: ClassVar[Traits] = Traits("attend")
 
     def plan(self, span: Span) -> AttentionPlan:
         return EVERYTHING

@@ -22,10 +22,12 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, TopK, s
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class DoubleSparsity:
+class DoubleSparsity(Method):
     """Copies of the `channels` heaviest channels of every key (a share of them up to 1, above a number) lie beside the
     rows, within the KV budget. A row always reads itself; the `k` - 1 others are those that get most of the softmax
     over these channels' part of the scores, summed over the query heads that share a KV head. The first `dense_layers`
@@ -46,10 +48,10 @@ class DoubleSparsity:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "calibration"
     neutral: ClassVar[dict[str, object]] = {"k": 1 << 30, "weights": "random:0"}
+    traits: ClassVar[Traits] = Traits("attend", own_attention=True, phases=("decode",))
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 128})
     untrained: ClassVar[dict[str, object]] = {"weights": "random:0"}
     tight: ClassVar[dict[str, object]] = {"channels": 4.0, "k": 12, "dense_layers": 0}
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
         if not self.channels > 0:

@@ -14,10 +14,12 @@ from typing import ClassVar
 from phasewise.errors import UserError
 from phasewise.step.plan import AttentionPlan, SharedPrefix
 from phasewise.step.span import Span
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Hydragen:
+class Hydragen(Method):
     """Requests that hold the same nodes of the prefix tree have these rows in common: whole blocks of their prompts.
     Their queries meet one copy of them together; each request's own rows come on top, joined by log-sum-exp in float32.
 
@@ -35,10 +37,9 @@ class Hydragen:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"sharers": 1 << 30}
-    tight: ClassVar[dict[str, object]] = {"rows": 32}
     everything: ClassVar[bool] = True
-    shares_reads: ClassVar[bool] = True
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    traits: ClassVar[Traits] = Traits("attend", shared_reads=True)
+    tight: ClassVar[dict[str, object]] = {"rows": 32}
 
     def __post_init__(self) -> None:
         for name, least in (("sharers", 2), ("rows", 1)):

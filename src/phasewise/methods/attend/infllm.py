@@ -30,13 +30,15 @@ from phasewise.step.read import Read
 from phasewise.step.reference import NEVER, single
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "infllm"
 RANK = 8  # of the low-rank weights of every linear layer
 
 
 @dataclass(frozen=True)
-class InfLLM:
+class InfLLM(Method):
     """A block is `block` consecutive positions. A row always reads the first `init` blocks and the last
     ceil(`window` / `block`) + 1, its own among them; of the others the `topk` of the highest score. Keys are averaged
     over windows of half a block, one at every quarter; the softmax of every query head over the windows that end no
@@ -67,7 +69,6 @@ class InfLLM:
         {"block": 16, "window": 128, "topk": 4, "dense_len": 512},
     )
     tight: ClassVar[dict[str, object]] = {"block": 4, "init": 1, "window": 4, "topk": 1, "dense_len": 0}
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __post_init__(self) -> None:
         if self.block < 4 or self.block % 4:
@@ -84,6 +85,10 @@ class InfLLM:
         knobs = {name: getattr(self, name) for name in ("block", "init", "window", "topk", "dense_len")}
         tensors = shapes(config, range(config.layers), RANK)
         return Artefact("attend.infllm", tensors, knobs, "leave weights out for the model as it is")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("attend", own_attention=True, low_rank=self.weights != "none")
 
     def bind(self, host: Host) -> InfLLM | _Tuned | Dense:
         config = host.model.config

@@ -25,10 +25,12 @@ from phasewise.step.read import Read
 from phasewise.step.reference import NEVER
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class InstInfer:
+class InstInfer(Method):
     """`r` of a query's numbers, those of the largest magnitude (summed over the query heads that share a KV head), give
     approximate weights: a softmax whose temperature makes up for the numbers left out. The row itself and the `k` - 1
     others of most weight are read exactly; they count for the share of weight that they have, `mean` lets the mean of
@@ -51,9 +53,9 @@ class InstInfer:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"r": 1.0, "k": 1.0}
+    traits: ClassVar[Traits] = Traits("attend", own_attention=True, phases=("decode",))
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({"r": 0.25, "k": 0.25}, {})
     tight: ClassVar[dict[str, object]] = {"r": 3.0, "k": 12.0, "group": 4}
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
         for name in ("r", "k"):

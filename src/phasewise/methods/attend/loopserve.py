@@ -32,12 +32,14 @@ from phasewise.step.reads import attend_listed
 from phasewise.step.reference import NEVER, single
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME, HEARD = "loopserve", -1
 
 
 @dataclass(frozen=True)
-class LoopServe:
+class LoopServe(Method):
     """A prompt: `sample` of its rows, spread over all of them, say how each KV head spreads its attention. Columns and
     diagonals of the map, in blocks of `block`, are added one by one, each the one that holds most of what the others
     miss, until they hold the share `alpha`; the first column and the own blocks always belong to them. What lies on
@@ -70,12 +72,12 @@ class LoopServe:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"alpha": 1.0, "budget": 1 << 30}
+    traits: ClassVar[Traits] = Traits(
+        "attend", own_attention=True, whole_prompts=True, shares_prefix=False, accepts_injected=True
+    )
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"budget": 96})
     tight: ClassVar[dict[str, object]] = {"alpha": 0.5, "budget": 6, "every": 4, "block": 4, "sample": 12,
                                          "voters": 4}  # fmt: skip
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-    shares_prefix: ClassVar[bool] = False
-    recalls: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
@@ -104,7 +106,6 @@ class Looping:
     and what was chosen at the last border: "chosen" positions [H, K] (-1: none), "border"; and, by HEARD, what whole
     steps have left since: positions, and queries of all layers [layers, H, G, D]."""
 
-    whole = True
     ranks = True  # by `votes`, which kernels may count
 
     def __init__(self, knobs: LoopServe, config: ModelConfig) -> None:

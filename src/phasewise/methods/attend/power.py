@@ -21,12 +21,14 @@ from phasewise.model.lowrank import Delta, shapes
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Blocks
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 RANK = 16  # of the low-rank weights of every linear layer
 
 
 @dataclass(frozen=True)
-class Power:
+class Power(Method):
     """Positions count in blocks of `block`. A row in block i sees block j, up to its own place, if j is one of the
     first `sinks`, or i - j is below `window` (its own block and those before it) or a power of two; so in prompts too.
 
@@ -49,7 +51,6 @@ class Power:
     untrained: ClassVar[dict[str, object]] = {"weights": "none"}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"weights": "none"})
     tight: ClassVar[dict[str, object]] = {"block": 2, "window": 1, "sinks": 1}
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("window", 1), ("sinks", 0)):
@@ -84,6 +85,10 @@ class Power:
         knobs = {"block": self.block, "window": self.window, "sinks": self.sinks}
         tensors = shapes(config, range(config.layers), RANK)
         return Artefact("attend.power", tensors, knobs, "say weights=none for the mask without the training")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("attend", own_attention=True, low_rank=self.weights != "none")
 
     def bind(self, host: Host) -> _Power | Dense:
         config = host.model.config

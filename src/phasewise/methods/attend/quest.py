@@ -22,10 +22,12 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, KernelScores, Rivals,
 from phasewise.step.read import Read
 from phasewise.step.reference import NEVER, by_unit
 from phasewise.step.span import Span
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Quest:
+class Quest(Method):
     """A page is `page` consecutive positions. A row always reads its own page; the others are ranked by the upper bound
     that their smallest and largest keys put on the query's scores (largest over the query heads that share a KV head),
     and taken in that order while the rows read fit the budget, which is at least three pages.
@@ -43,9 +45,9 @@ class Quest:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    traits: ClassVar[Traits] = Traits("attend", own_attention=True, phases=("decode",))
     tight: ClassVar[dict[str, object]] = {"page": 4, "budget": 12, "dense_layers": 0}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"budget": 512}, {"budget": 256}, {"budget": 128})
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
         for name, least in (("page", 1), ("budget", 1), ("dense_layers", 0)):

@@ -19,12 +19,14 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, LayerPicks
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 PLACE = 0.4  # of the depth, where the choice is made again: see `Tidal`
 
 
 @dataclass(frozen=True)
-class Tidal:
+class Tidal(Method):
     """The first `dense` layers read everything. The next one does too, and picks for every row and KV head the `k`
     positions with the largest weight (over the query heads that share it); the row itself is read in any case. Layer
     `second` picks once more, and its choice replaces the first: 0 means two fifths of the depth, -1 never. That finds
@@ -52,7 +54,6 @@ class Tidal:
     neutral: ClassVar[dict[str, object]] = {"k": 1 << 30, "dense": 0}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 128})
     tight: ClassVar[dict[str, object]] = {"k": 6, "dense": 0, "second": 2, "every": 5}
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
         for name, least in (("k", 1), ("dense", 0), ("second", -1), ("every", 0)):
@@ -78,6 +79,10 @@ class Tidal:
                 "less. Lower dense, or say second=-1"
             )
         return found
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("attend", own_attention=True, phases=("decode",), recomputes=self.every > 0)
 
     def bind(self, host: Host) -> Picker:
         return Picker(self, self.choosing(host.model.config.layers))

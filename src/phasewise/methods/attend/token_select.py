@@ -26,12 +26,14 @@ from phasewise.step.read import Read
 from phasewise.step.reference import IN_TEXT, rivals, selected, top_k
 from phasewise.step.span import Span
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 SOME = 256  # positions whose angles are worked out together
 
 
 @dataclass(frozen=True)
-class TokenSelect:
+class TokenSelect(Method):
     """A row reads the first `first` rows, the last `local` ones, itself included, and of those between the `k` that get
     most votes: the softmax of every query head over the rows between, summed over all heads. For the vote, keys are as
     they were before rotation and the query stands `local` positions behind all of them, so that distance says nothing.
@@ -75,8 +77,6 @@ class TokenSelect:
     neutral: ClassVar[dict[str, object]] = {"k": 1 << 30}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"k": 96, "first": 8, "local": 24})
     tight: ClassVar[dict[str, object]] = {"k": 6, "first": 2, "local": 4}
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
-    shares_prefix: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("k", 1), ("first", 0), ("local", 1), ("dense_layers", 0), ("chunk", 0)):
@@ -88,9 +88,12 @@ class TokenSelect:
             raise UserError(f"token_select: positions={self.positions!r}: choose text or list")
         if self.positions == "list" and not self.chunk:
             raise UserError("token_select: positions=list counts so in prompts, too: add chunk, of 512 in the paper")
+
+    @property
+    def traits(self) -> Traits:
         if self.chunk:  # its rows hang on all queries of a chunk
-            object.__setattr__(self, "phases", ("prefill", "decode"))
-            object.__setattr__(self, "shares_prefix", False)
+            return Traits("attend", own_attention=True, whole_prompts=True, shares_prefix=False)
+        return Traits("attend", own_attention=True, phases=("decode",))
 
     def bind(self, host: Host) -> _TokenSelect | _Again | _Chunked:
         made = _TokenSelect(self, host.model, host.counters)
@@ -184,8 +187,6 @@ class _Again:
 
 class _Chunked:
     """The same with prompts that choose. `tokens`: what answers do, which say nothing as data where lists are close."""
-
-    whole = True
 
     def __init__(self, made: _TokenSelect, tokens: _TokenSelect | _Again) -> None:
         knobs = made.knobs

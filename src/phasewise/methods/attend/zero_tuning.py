@@ -21,12 +21,14 @@ from phasewise.model.config import ModelConfig
 from phasewise.step.plan import AttentionPlan
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 MOST = 1e6  # of a factor, either way: float32 holds what comes of it
 
 
 @dataclass(frozen=True)
-class ZeroTuning:
+class ZeroTuning(Method):
     """With `weights` auto, a file or `random:SEED`, heads and factor are those that were chosen for the model on a
     validation part (train/artefacts/attend_zero_tuning.py); `gamma` above 0 takes the place of the chosen factor in
     these heads. `weights=none`: all heads, by `gamma`. Above 1 a head looks more at the first token and less at
@@ -57,7 +59,6 @@ class ZeroTuning:
     untrained: ClassVar[dict[str, object]] = {"gamma": 2.0, "weights": "none"}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"gamma": 2.0, "weights": "none"})
     tight: ClassVar[dict[str, object]] = {"gamma": 20.0}
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def __post_init__(self) -> None:
         if self.gamma != 0 and not 1 / MOST <= self.gamma <= MOST:
@@ -72,6 +73,10 @@ class ZeroTuning:
         """ln gamma by layer and query head; 0 where a head is left as it is."""
         shape = (config.layers, config.heads)
         return Artefact("attend.zero_tuning", {"lift": shape}, without="say weights=none,gamma=2 for all heads alike")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("attend", own_attention=self.gamma != 1)
 
     def bind(self, host: Host) -> Any:
         config = host.model.config

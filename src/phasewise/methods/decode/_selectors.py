@@ -6,11 +6,15 @@ SDAR's is what temperature and top-p leave of it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from phasewise.errors import UserError
+
+if TYPE_CHECKING:
+    from phasewise.verbs.host import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +29,22 @@ class Masked:
     progress: float = 0.0  # share of the block's denoising steps that are done, in [0, 1]
 
 
-class Selector(Protocol):
-    """The runtime of a part of the kind `decode.selector`: which rows become final in this step.
+class Selector(ABC):
+    """A part of the kind `decode.selector`, or its runtime: which rows become final in this step.
 
     Rows come in order of position; ties go to the lower one. At least one is chosen, so that a block of m masks is done
-    after at most m steps. The choice depends on `masked` alone. A selector that wants more than confidences has an
-    attribute `reads: tuple[str, ...]` that names it: "entropy", "gap".
+    after at most m steps. The choice depends on `masked` alone.
     """
 
+    reads: ClassVar[tuple[str, ...]] = ()  # what is worked out for it besides confidences: "entropy", "gap"
+
+    @abstractmethod
     def __call__(self, masked: Masked) -> list[int]:
         """Indices into the masked rows, each once."""
-        ...
 
-
-def reads(selector: Selector, what: str) -> bool:
-    """Whether a selector wants this worked out."""
-    return what in getattr(selector, "reads", ())
+    def bind(self, host: Host) -> Selector:
+        """What works in its place in one engine."""
+        return self
 
 
 def not_negative(selector: str, knob: str, value: float) -> None:

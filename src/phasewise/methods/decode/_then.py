@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phasewise import catalog
 from phasewise.errors import UserError
+from phasewise.kv.buffer import KVShape
+from phasewise.kv.drawers import Room
+from phasewise.kv.left import Given, Left
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome
+from phasewise.verbs.decode import Decode, Outcome
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 
 FIX = "choose one for what follows the prompt, such as autoregressive or speculative"
 
 
 def checked(name: str, then: Any) -> None:
     """Raise UserError unless the method `name` can leave what follows the prompt to the method `then`."""
-    if not is_dataclass(then) or isinstance(then, type):
+    if not isinstance(then, Method):
         raise UserError(f"{name}: then={then!r} must be an object, such as Autoregressive()")
-    if catalog.THEN in catalog.parts_of(type(then)) or any(getattr(then, say, 0) for say in ("adds", "brings")):
+    traits = then.traits
+    if catalog.THEN in catalog.parts_of(type(then)) or traits.added_rows or traits.brings:
         raise UserError(f"{name}: then={_named(then)} acts on prompts as well: {FIX}")
-    if not getattr(then, "plain_prompts", False):
-        raise UserError(f"{name}: then={_named(then)} computes prompts in a way of its own: {FIX}")
-
-
-def bound(host: Host, name: str, then: Any) -> Any:
-    """The runtime of `then`. Raises UserError where it does more than draw one token after another."""
-    runtime = host.bind(then)
-    if hasattr(runtime, "given"):
+    if traits.injects_kv:
         raise UserError(f"{name}: then={_named(then)} takes rows of prompts from elsewhere as well: {FIX}")
-    if getattr(runtime, "scattered", False) or getattr(runtime, "unit", 1) > 1:
+    if not traits.plain_prompts:
+        raise UserError(f"{name}: then={_named(then)} computes prompts in a way of its own: {FIX}")
+    if traits.unordered or traits.block > 1:
         raise UserError(f"{name}: then={_named(then)} does not draw one token after another: {FIX}")
-    return runtime
 
 
 def _named(then: Any) -> str:
@@ -54,45 +52,45 @@ def following(request: Request, budget: int, stop: int, phase: Phase) -> Span:
     return Span(request, request.kv, phase, request.tokens[start:end], range(start, end))
 
 
-class Handing:
-    """A runtime that has `then` decode, and says of itself what that one says, wherever nothing else is said."""
+class Handing(Decode):
+    """A runtime that has `then`, the runtime of `method`, decode. It forwards all that it does not do otherwise."""
 
-    def __init__(self, then: Any) -> None:
-        self.then = then
-
-    @property
-    def singly(self) -> bool:
-        return bool(getattr(self.then, "singly", False))
-
-    @property
-    def margin(self) -> int:
-        return int(getattr(self.then, "margin", 0))
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return tuple(getattr(self.then, "asks", ()))
+    def __init__(self, host: Host, method: Any) -> None:
+        self.then: Decode = host.bind(method)
+        self.then_asks: tuple[str, ...] = method.traits.asks
 
     def check(self, params: Params) -> None:
-        if self.then_asked(params):
+        if not set(params.ask or ()).isdisjoint(self.then_asks):
             self.then.check(params)
 
-    def then_asked(self, params: Params) -> bool:
-        """Whether a request asks for something that `then` takes."""
-        return not set(params.ask or ()).isdisjoint(getattr(self.then, "asks", ()))
-
     def reach(self, context: int) -> int:
-        return int(self.then.reach(context)) if hasattr(self.then, "reach") else context
+        return self.then.reach(context)
+
+    def given(self, request: Request, left: Callable[[str], Left | None]) -> Given | None:
+        return self.then.given(request, left)
+
+    def follows(self, params: Params) -> str | None:
+        return self.then.follows(params)
+
+    def bring(self, verb: str, chosen: Any) -> Any:
+        return self.then.bring(verb, chosen)
+
+    @property
+    def drawer(self) -> Callable[[int, KVShape, Room], int] | None:
+        return self.then.drawer
+
+    def displace(self, rows: int) -> None:
+        self.then.displace(rows)
 
     def close(self) -> None:
-        if hasattr(self.then, "close"):
-            self.then.close()
+        self.then.close()
 
     def own(self, request: Request, budget: int, phase: Phase) -> Span | None:
         """The span of a request whose rows `then` is not to propose."""
         return None
 
     def rows(self, request: Request) -> int:
-        return int(self.then.rows(request))
+        return self.then.rows(request)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
         spans = [self.own(request, budget, phase) for request, budget in zip(requests, budgets)]
@@ -103,5 +101,4 @@ class Handing:
         return [span for span in spans if span is not None]
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
-        outcomes: list[Outcome] = self.then.accept(spans, hidden)
-        return outcomes
+        return self.then.accept(spans, hidden)

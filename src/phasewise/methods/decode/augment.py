@@ -17,7 +17,7 @@ from phasewise.errors import UserError
 from phasewise.kv.buffer import KVShape
 from phasewise.kv.drawers import Room
 from phasewise.methods.attend.dense import Dense
-from phasewise.methods.decode._then import Handing, bound, checked
+from phasewise.methods.decode._then import Handing, checked
 from phasewise.model.artefacts import Artefact
 from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
@@ -25,7 +25,9 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome, slice_span
-from phasewise.verbs.host import MARGIN, Host
+from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import MARGIN, SHARED, Traits
 
 NAME = "augment"
 RANK = 16  # of the coprocessor's low-rank weights, in all linear layers
@@ -34,7 +36,7 @@ SOFT, GAIN = "soft", "gain"
 
 
 @dataclass(frozen=True)
-class Augment:
+class Augment(Method):
     """When a prompt is computed, the coprocessor (the base with low-rank weights) reads its KV with `latents` learned
     rows behind it; what it makes of them, normed and scaled, goes through the base as rows of the prompt, and the last
     of these draws the first token. Two passes of `latents` rows, and as many rows of KV for the rest of the request;
@@ -57,20 +59,11 @@ class Augment:
     neutral: ClassVar[dict[str, object]] = {"latents": 0}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
     tight: ClassVar[dict[str, object]] = {"latents": 5}
-    plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked(NAME, self.then)
         if not 0 <= self.latents <= MOST:
             raise UserError(f"augment: latents={self.latents} must lie in [0, {MOST}], a number of rows (0 = none)")
-
-    @property
-    def brings(self) -> tuple[str, ...]:
-        return ("attend", "evict", "skip") if self.latents else ()
-
-    @property
-    def adds(self) -> int:
-        return self.latents
 
     def artefact(self, config: ModelConfig) -> Artefact:
         """The coprocessor's low-rank weights, the rows that it begins with, and the scale of what it makes of them."""
@@ -78,11 +71,18 @@ class Augment:
         tensors = {**own, **shapes(config, range(config.layers), RANK)}
         return Artefact("decode.augment", tensors, {"latents": self.latents}, "say latents=0 to go without")
 
-    def bind(self, host: Host) -> Any:
-        then = bound(host, NAME, self.then)
+    @property
+    def traits(self) -> Traits:
+        then: Traits = self.then.traits
         if not self.latents:
             return then
-        return Augmenting(host, then, host.artefact(self.artefact(host.model.config), self.weights))
+        drafts = 1 if then.single_rows else max(MARGIN, then.margin)
+        return replace(then, brings=SHARED, added_rows=self.latents, single_rows=False, margin=self.latents + drafts)
+
+    def bind(self, host: Host) -> Any:
+        if not self.latents:
+            return host.bind(self.then)
+        return Augmenting(host, self.then, host.artefact(self.artefact(host.model.config), self.weights))
 
 
 class _Coprocessor:
@@ -103,16 +103,13 @@ class Augmenting(Handing):
     as it seems, until latents are there as well; the coprocessor has run, and they lie in the drawer; they are in the
     KV; it is decoded."""
 
-    singly = False
-
     def __init__(self, host: Host, then: Any, tensors: dict[str, Tensor]) -> None:
-        super().__init__(then)
+        super().__init__(host, then)
         model = host.model
         own = {name: tensors[name].to(model.device, model.dtype) for name in (SOFT, GAIN)}
         self.host, self.soft, self.gain = host, own[SOFT], own[GAIN]
         self.count = len(self.soft)
-        if hasattr(then, "shift"):
-            then.shift(self.count)
+        self.then.displace(self.count)
         self.dense = Dense()
         rest = {name: tensor for name, tensor in tensors.items() if name not in own}
         self.coprocessor = _Coprocessor(Delta(rest, model.dtype, model.device))
@@ -120,10 +117,6 @@ class Augmenting(Handing):
 
     def bring(self, verb: str, chosen: Any) -> Any:
         return self.dense if verb == "attend" else None
-
-    @property
-    def margin(self) -> int:
-        return self.count + (1 if super().singly else max(MARGIN, super().margin))
 
     def reach(self, context: int) -> int:
         return min(context, super().reach(context)) - self.count

@@ -10,12 +10,14 @@ from phasewise.request.request import Request
 from phasewise.speculation.loop import pending, sure, sure_span, told
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, draw_outcomes, slice_span
+from phasewise.verbs.decode import Decode, Outcome, draw_outcomes, slice_span
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Autoregressive:
+class Autoregressive(Method):
     """Known tokens that are not computed yet go through as slices; the last one's logits give the next token. Tokens
     that are the only ones left (a grammar's) go along with the one before them."""
 
@@ -23,15 +25,13 @@ class Autoregressive:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    plain_prompts: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits("decode", plain_prompts=True, single_rows=True)
 
     def bind(self, host: Host) -> _Autoregressive:
         return _Autoregressive(host)
 
 
-class _Autoregressive:
-    singly = True
-
+class _Autoregressive(Decode):
     def __init__(self, host: Host) -> None:
         self.host = host
 

@@ -14,19 +14,21 @@ import torch
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.methods.decode._selectors import Masked, Selector, quota, reads
+from phasewise.methods.decode._selectors import Masked, Selector, quota
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome
+from phasewise.verbs.decode import Decode, Outcome
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Context, Dist, Purpose, uniform
+from phasewise.verbs.traits import Traits
 
 UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
-class BlockDiffusion:
+class BlockDiffusion(Method):
     """Block by block: denoise until no mask is left, one pass per step, then store the clean block once.
 
     Blocks are counted from position 0, so prompts are cut into whole blocks and a prompt's incomplete last block is the
@@ -62,6 +64,10 @@ class BlockDiffusion:
             raise UserError(
                 f"block_diffusion: selector={self.selector!r} must be an object: Dynamic(threshold=0.9), say"
             )
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("decode", block=self.block, unordered=self.block > 1, margin=self.block)
 
     def bind(self, host: Host) -> _BlockDiffusion:
         config = host.model.config
@@ -119,20 +125,16 @@ class _Drawn:
     gap: list[float]
 
 
-class _BlockDiffusion:
+class _BlockDiffusion(Decode):
     """Progress is `known` and `computed` alone: whole known blocks are slices, an incomplete one is a canvas."""
-
-    scattered = True
 
     def __init__(self, host: Host, knobs: BlockDiffusion, select: Selector, mask: int) -> None:
         self.host, self.select, self.mask = host, select, mask
         self.unit = knobs.block
-        self.scattered = knobs.block > 1
-        self.margin = min(self.unit, host.model.config.max_positions)
         self.steps = knobs.steps or knobs.block
         self.shift = knobs.shift
         self.fuse = knobs.fuse and not knobs.shift  # a shifted block needs the last row of the one before
-        self.entropy, self.gap = reads(select, "entropy"), reads(select, "gap")
+        self.entropy, self.gap = "entropy" in select.reads, "gap" in select.reads
 
     # ---- which rows
     def rows(self, request: Request) -> int:

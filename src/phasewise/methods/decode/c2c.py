@@ -23,7 +23,7 @@ from phasewise.errors import UserError
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._fuser import SIDES, added, layer_map, shapes
 from phasewise.methods.decode._second import Reader, Rows, config_of, second
-from phasewise.methods.decode._then import Handing, bound, checked, following
+from phasewise.methods.decode._then import Handing, checked, following
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.model import Model
@@ -31,12 +31,14 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "c2c"
 
 
 @dataclass(frozen=True)
-class C2C:
+class C2C(Method):
     """`sharer`: the second model, of the same vocabulary: token by token they read the same; several are joined by `+`.
     Each reads prompts `piece` tokens at a time, of which a scheduler's budget knows nothing, and its cache is given
     back once the rows are fused. `several`: what they add is made side by side (`parallel`) or one after the other, as
@@ -63,7 +65,6 @@ class C2C:
     neutral: ClassVar[dict[str, object]] = {"gates": "closed"}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
     tight: ClassVar[dict[str, object]] = {"piece": 16}
-    plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked(NAME, self.then)
@@ -103,9 +104,14 @@ class C2C:
         knobs: dict[str, int | float | str] = {"sharer": self.sharer, "width": self.width}
         return Artefact("decode.c2c", made, knobs, "say gates=closed for the model alone", partner)
 
+    @property
+    def traits(self) -> Traits:
+        then: Traits = self.then.traits
+        return then if self.gates == "closed" else replace(then, injects_kv=True)
+
     def bind(self, host: Host) -> Any:
         if self.gates == "closed":
-            return bound(host, NAME, self.then)
+            return host.bind(self.then)
         found = []
         for one in self.each:
             sharer = second(host, NAME, "sharer", one.sharer)
@@ -155,10 +161,8 @@ def _flat(rows: Tensor) -> Tensor:
 class Fusing(Handing):
     """Whatever it knows of a request, its readers hold; that its rows have been fused, its KV says (`KV.foreign`)."""
 
-    leaves = False
-
     def __init__(self, knobs: C2C, host: Host, sharers: Sequence[tuple[Model, Fuser]]) -> None:
-        super().__init__(bound(host, NAME, knobs.then))
+        super().__init__(host, knobs.then)
         self.chained = knobs.several == "sequential"
         self.fusers = [fuser for _, fuser in sharers]
         self.readers = [Reader(host, f"{NAME}.{i}", model, knobs.piece) for i, (model, _) in enumerate(sharers)]

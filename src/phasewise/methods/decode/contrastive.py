@@ -14,18 +14,21 @@ import torch
 from torch import Tensor
 
 from phasewise.errors import UserError
+from phasewise.request.request import Request
 from phasewise.speculation.companion import Companion
 from phasewise.speculation.loop import pending, slices
-from phasewise.step.phase import Hidden
+from phasewise.step.phase import Hidden, Phase
 from phasewise.step.span import Span
-from phasewise.verbs.decode import Outcome, draw_outcomes
+from phasewise.verbs.decode import Decode, Outcome, draw_outcomes
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 FAR = 1e5  # nats: no chance beside any other
 
 
 @dataclass(frozen=True)
-class Contrastive:
+class Contrastive(Method):
     """One token per step from `(1 + beta) * expert - beta * amateur`, over the tokens the expert finds plausible.
 
     Plausible: at least `alpha` times as likely as the expert's best token. Both models read the same tokens in the same
@@ -43,7 +46,7 @@ class Contrastive:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "second model"
     neutral: ClassVar[dict[str, object]] = {"beta": 0.0, "alpha": 0.0}
-    plain_prompts: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits("decode", plain_prompts=True, single_rows=True)
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -63,13 +66,15 @@ class Contrastive:
         return _Contrastive(host, host.companion("contrastive", amateur), self)
 
 
-class _Contrastive:
-    singly = True
-    rows = staticmethod(pending)
-    propose = staticmethod(slices)
-
+class _Contrastive(Decode):
     def __init__(self, host: Host, companion: Companion, knobs: Contrastive) -> None:
         self.host, self.companion, self.knobs = host, companion, knobs
+
+    def rows(self, request: Request) -> int:
+        return pending(request)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], phase: Phase) -> list[Span]:
+        return slices(requests, budgets, phase)
 
     def accept(self, spans: Sequence[Span], hidden: Hidden) -> list[Outcome]:
         # a sibling about to fork reads its parent's logits: it will get the parent's followed prompt as well

@@ -10,7 +10,7 @@ Answers hang on the weights that were trained for the two models (train/artefact
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from phasewise.catalog import part
 from phasewise.errors import UserError
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._second import Reader, Rows, config_of, second
-from phasewise.methods.decode._then import Handing, bound, checked
+from phasewise.methods.decode._then import Handing, checked
 from phasewise.model.artefacts import Artefact, fingerprint
 from phasewise.model.config import ModelConfig
 from phasewise.model.layout import layout
@@ -30,6 +30,8 @@ from phasewise.model.tuned import Added
 from phasewise.model.weights import Weights
 from phasewise.request.request import Request
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "kv_prediction"
 RANK = 16  # of what is added to the auxiliary's own weights
@@ -37,7 +39,7 @@ AUX = "aux."
 
 
 @dataclass(frozen=True)
-class KVPrediction:
+class KVPrediction(Method):
     """`model`: the auxiliary, a second model of the same vocabulary, whose low-rank tuning is part of the weights.
     Prompts of fewer than `least` tokens are computed as ever. `piece`: tokens that it reads at once.
 
@@ -59,7 +61,6 @@ class KVPrediction:
     neutral: ClassVar[dict[str, object]] = {"least": ENDLESS}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
     tight: ClassVar[dict[str, object]] = {"least": 2, "piece": 16}
-    shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checked(NAME, self.then)
@@ -75,6 +76,11 @@ class KVPrediction:
         biases = {f"{side}.bias": (config.layers, width) for side in "kv"}
         added = {AUX + name: shape for name, shape in shapes(aux, range(aux.layers), RANK).items()}
         return Artefact("decode.kv_prediction", {**maps, **biases, **added}, {"model": self.model}, partner=partner)
+
+    @property
+    def traits(self) -> Traits:
+        then: Traits = self.then.traits
+        return replace(then, injects_kv=True, sparse_prompts=True, shares_prefix=False, plain_prompts=False)
 
     def bind(self, host: Host) -> Predicting:
         aux = second(host, NAME, "auxiliary", self.model)
@@ -152,12 +158,9 @@ def _flat(x: Tensor) -> Tensor:
 class Predicting(Handing):
     """Whatever it knows of a request, the reader holds, and gives back before the request's first row."""
 
-    leaves = False
-    sparing = True
-
     def __init__(self, knobs: KVPrediction, host: Host, aux: Model, tensors: Mapping[str, Tensor]) -> None:
         aux = tuned(aux, tensors)
-        super().__init__(bound(host, NAME, knobs.then))
+        super().__init__(host, knobs.then)
         self.knobs = knobs
         self.maps, self.reader = Maps(host.model, aux, tensors), Reader(host, NAME, aux, knobs.piece)
         self.reader.companion.done = lambda request: True  # before a step is made room for

@@ -9,7 +9,7 @@ for nothing is computed plainly and exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -19,19 +19,21 @@ from phasewise.errors import UserError
 from phasewise.kv.cache import KV
 from phasewise.kv.left import Given, Left
 from phasewise.methods.decode._common import common
-from phasewise.methods.decode._then import Handing, bound, checked, following
+from phasewise.methods.decode._then import Handing, checked, following
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.phase import Phase
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "pie"
 
 
 @dataclass(frozen=True)
-class Pie:
+class Pie(Method):
     """A request with `ask={"after": ID}` (in Python, `after=ID`) gives its whole text as the prompt. It takes what its
     prompt has in common with the text of the request ID, from the left: runs of at least `least` tokens. All else is
     computed, from the left as well, and so are the first `repair` tokens after each edit, where what is unread weighs
@@ -49,12 +51,10 @@ class Pie:
     least: int = 16
     then: Any = part("decode", "autoregressive")
 
-    asks: ClassVar[tuple[str, ...]] = ("after",)
     paper: ClassVar[str] = "arXiv 2407.03157"
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    plain_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked(NAME, self.then)
@@ -62,6 +62,11 @@ class Pie:
             raise UserError(f"pie: repair={self.repair} must be at least 0, a number of tokens")
         if self.least < 1:
             raise UserError(f"pie: least={self.least} must be at least 1, a number of tokens")
+
+    @property
+    def traits(self) -> Traits:
+        then: Traits = self.then.traits
+        return replace(then, asks=("after", *then.asks), injects_kv=True, retains_kv=True)
 
     def bind(self, host: Host) -> Editing:
         lengths = sorted({rope.scheme for rope in host.model.config.ropes if not rope.fixed})
@@ -99,12 +104,8 @@ class Editing(Handing):
     """A request's drawer holds its plan until its prompt is complete."""
 
     def __init__(self, knobs: Pie, host: Host) -> None:
-        super().__init__(bound(host, NAME, knobs.then))
+        super().__init__(host, knobs.then)
         self.knobs, self.model = knobs, host.model
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return *self.knobs.asks, *super().asks
 
     def check(self, params: Params) -> None:
         super().check(params)

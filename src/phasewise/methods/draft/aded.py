@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from phasewise.errors import UserError
 from phasewise.methods.draft._datastore import LIBRARY, named
 from phasewise.methods.draft._tree_search import MonteCarlo, best_first
@@ -16,16 +18,18 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Purpose, uniform
+from phasewise.verbs.traits import Traits
 
 NAME = "aded"
 CAP = 3.0  # the most weight that a trigram gets
 
 
 @dataclass(frozen=True)
-class Aded:
+class Aded(Method):
     """A table says what follows two tokens: at first the shares of the 12 most frequent tokens in `store` (`library`:
     Python's own; a folder that `phasewise datastore` made; or `random:SEED`). With every verdict each trigram of the
     last `window` tokens gets `step` more weight, so that what was written lately outweighs the corpus.
@@ -67,17 +71,21 @@ class Aded:
             if getattr(self, knob) not in known:
                 raise UserError(f"aded: {knob}={getattr(self, knob)} must be {' or '.join(known)}")
 
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.nodes, learns_across=self.scope == "engine")
+
     def bind(self, host: Host) -> AdedRun:
         return AdedRun(self, Trigrams.of(named(NAME, self.store, host.model), self.kept))
 
 
-class AdedRun:
+class AdedRun(Drafter):
     """ADED in one engine."""
 
     def __init__(self, method: Aded, base: Trigrams) -> None:
         self.method, self.base = method, base
         self.rule = Rule(method.step, CAP, method.kept, method.pairs)
-        self.largest, self.shared = method.nodes, method.scope == "engine"
+        self.shared = method.scope == "engine"
         self.table: Table = {}  # all requests', where it is shared
 
     def size(self, request: Request) -> int:
@@ -86,13 +94,12 @@ class AdedRun:
     def reach(self, context: int) -> int:
         return ENDLESS
 
-    def draws(self, request: Request) -> bool:
-        return False
-
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         if not self.method.step:
             return
         for span, outcome in zip(spans, outcomes):

@@ -7,20 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from phasewise.errors import UserError
 from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import ENDLESS
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "aggressive"
 MANY = -1  # in an index: occurs more than once
 
 
 @dataclass(frozen=True)
-class Aggressive:
+class Aggressive(Method, Drafter):
     """The source, from where the answer has got to; first from its beginning.
 
     Where the answer leaves the source there is no guess until its last token, or its last two, up to the last `n`,
@@ -52,19 +56,22 @@ class Aggressive:
         if self.source != "marks" and self.closes >= 0:
             raise UserError(f"aggressive: closes={self.closes} goes with source=marks only")
 
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.k)
+
     def size(self, request: Request) -> int:
         return min(self.k, headroom(request))
 
     def reach(self, context: int) -> int:
         return ENDLESS
 
-    def draws(self, request: Request) -> bool:
-        return False
-
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         """What was said is read from the request itself: guesses hang on its tokens alone."""
 
     def _guess(self, request: Request, budget: int) -> Draft:

@@ -9,10 +9,12 @@ from phasewise.errors import UserError
 from phasewise.methods.draft._spine import Spine
 from phasewise.speculation.grower import Grower, grower
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Method):
     """A chain of `k` tokens; with `branches` > 1 every level has that many guesses, of which the first is followed up.
 
     So a tree costs the draft model no more rows than a chain: `k` per step and request. Guesses obey the request's own
@@ -38,5 +40,13 @@ class DraftModel:
             if getattr(self, knob) < 1:
                 raise UserError(f"draft_model: {knob}={getattr(self, knob)} must be at least 1")
 
+    @property
+    def shape(self) -> Spine:
+        return Spine(self.k, self.branches, self.drawn)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
+
     def bind(self, host: Host) -> Grower:
-        return grower(host, "draft_model", self.model, Spine(self.k, self.branches, self.drawn), self.chunk)
+        return grower(host, "draft_model", self.model, self.shape, self.chunk)

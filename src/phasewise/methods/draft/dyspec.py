@@ -14,13 +14,15 @@ from phasewise.speculation.branching import without
 from phasewise.speculation.grower import Asked, Grower, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import pick
+from phasewise.verbs.traits import Traits
 
 DRAWN: Drawn = "without_replacement"
 
 
 @dataclass(frozen=True)
-class DySpec:
+class DySpec(Method):
     """A draft model's tree of at most `nodes` guesses and `depth` levels. A guess is worth the chance, by the draft
     model, that the text comes to it; one more is drawn below a node while what is left of its worth is at least
     `theta` (0: one part in `nodes`).
@@ -47,9 +49,16 @@ class DySpec:
         if not 0 <= self.theta < 1:
             raise UserError(f"dyspec: theta={self.theta} must be at least 0 and below 1")
 
+    @property
+    def shape(self) -> _Worth:
+        return _Worth(self.nodes, self.depth, self.theta or 1 / self.nodes)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
+
     def bind(self, host: Host) -> Grower:
-        shape = _Worth(self.nodes, self.depth, self.theta or 1 / self.nodes)
-        return grower(host, "dyspec", self.model, shape, self.chunk)
+        return grower(host, "dyspec", self.model, self.shape, self.chunk)
 
 
 @dataclass(frozen=True)

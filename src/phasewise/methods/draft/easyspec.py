@@ -11,10 +11,12 @@ from phasewise.model.grouped import Grouped, grouped
 from phasewise.speculation.companion import Companion
 from phasewise.speculation.grower import Grower, grower
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class EasySpec:
+class EasySpec(Method):
     """A chain of `k` tokens by a draft model in which the attentions of `group` layers in a row all read what the group
     is given: they could be computed side by side, and only MLPs wait for one another. The first and the last `ends`
     layers stay as they are, so a guess waits for 2 ends + ceil((layers - 2 ends) / group) attentions.
@@ -50,6 +52,10 @@ class EasySpec:
             raise UserError(
                 f"easyspec: chunk={self.chunk} must be more than k={self.k}: accepted guesses are read again"
             )
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", max_nodes=self.k)
 
     def bind(self, host: Host) -> Grower:
         made = grower(host, "easyspec", self.model, Spine(self.k, 1, "without_replacement"), self.chunk)

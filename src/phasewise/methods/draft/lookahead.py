@@ -14,9 +14,11 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom, judged
+from phasewise.verbs.draft import Draft, Drafter, headroom, judged
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Purpose, uniform
+from phasewise.verbs.traits import Traits
 
 NAME = "lookahead"
 CHUNK = 8192  # tokens of a prompt whose n-grams are taken: a very long one holds nobody up
@@ -26,7 +28,7 @@ Pool = dict[int, list[tuple[int, ...]]]  # token -> what followed it, the latest
 
 
 @dataclass(frozen=True)
-class Lookahead:
+class Lookahead(Method):
     """A window of `window` columns and n - 1 rows stands after the pending token: row by row the model's latest guesses
     for the tokens there. A pass asks for the next row; then every column, with that, is an n-gram, and the window moves
     on by a token. Of the n-grams that begin with the pending token the latest `guesses` are guessed.
@@ -53,21 +55,26 @@ class Lookahead:
             if getattr(self, knob) < least:
                 raise UserError(f"lookahead: {knob}={getattr(self, knob)} must be at least {least}")
 
+    @property
+    def nodes(self) -> int:
+        """The most guesses and rows of the window that a step brings."""
+        widths = ((rows, self.window + self.n - 1 - rows) for rows in range(1, self.n))  # until the last row is there
+        asked = max(rows * width - 1 for rows, width in widths) if self.window else 0
+        return self.guesses * (self.n - 1) + asked
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, candidates=int(self.window > 0), max_nodes=self.nodes)
+
     def bind(self, host: Host) -> LookaheadRun:
         return LookaheadRun(self)
 
 
-class LookaheadRun:
+class LookaheadRun(Drafter):
     """Lookahead decoding in one engine."""
 
     def __init__(self, knobs: Lookahead) -> None:
         self.knobs = knobs
-        self.top = int(knobs.window > 0)
-        widths = (
-            (rows, knobs.window + knobs.n - 1 - rows) for rows in range(1, knobs.n)
-        )  # until the last row is there
-        asked = max(rows * width - 1 for rows, width in widths) if knobs.window else 0
-        self.largest = knobs.guesses * (knobs.n - 1) + asked
 
     def size(self, request: Request) -> int:
         levels, state = headroom(request), self._state(request)
@@ -76,9 +83,6 @@ class LookaheadRun:
 
     def reach(self, context: int) -> int:
         return ENDLESS
-
-    def draws(self, request: Request) -> bool:
-        return False
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]

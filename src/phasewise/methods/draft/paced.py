@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from typing import Any, ClassVar
@@ -15,12 +15,14 @@ from torch import Tensor
 from phasewise.catalog import part
 from phasewise.methods.draft._record import Chances, Record
 from phasewise.request.request import Request
-from phasewise.speculation.planner import LEVEL, SPIKE, Costs, Line, Plan, kind, kinds, plan, reached, sort_of
+from phasewise.speculation.planner import LEVEL, SPIKE, Costs, Line, Plan, kind, kinds, plan, reached
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft
+from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "paced"
 SHARE = 0.01  # of a step's time that may go into looking for guesses while none pays
@@ -38,7 +40,7 @@ PROBE = 32  # a second model guesses as far as it may every so many steps: deep 
 
 
 @dataclass(frozen=True)
-class Paced:
+class Paced(Method):
     """The guesses of the drafter `of`, cut to those worth their rows.
 
     What a step takes by its rows is measured as it goes; how likely a guess is, is counted per request and over all, by
@@ -59,6 +61,11 @@ class Paced:
     guarantee: ClassVar[str] = "distribution"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+
+    @property
+    def traits(self) -> Traits:
+        of: Traits = self.of.traits
+        return replace(of, idles=True)
 
     def bind(self, host: Host) -> Pacer:
         return Pacer(host.bind(self.of))
@@ -89,19 +96,14 @@ class _Paces(Record):
         return (1 + (self.right + LOOKED * before) / looks) * math.exp(-n * self.slower / looks) - 1
 
 
-class Pacer:
+class Pacer(Drafter):
     """What it remembers of a request is a `_Paces`, of steps and kinds of guesses what all requests share."""
 
-    rests = True
-
-    def __init__(self, of: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, of: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
         self.of, self.clock = of, clock
         self.costs, self.chances = Costs(), Chances()
         self.sized: Callable[[Request], bool] = lambda request: False
-        self.draws: Callable[[Request], bool] = getattr(of, "draws", lambda request: True)
-        self.companion = getattr(of, "companion", None)
-        self.top: int = getattr(of, "top", 0)
-        self.shared: bool = getattr(of, "shared", False)
+        self.companion = of.companion
         self._look = 0.0  # seconds that looking takes, a request ...
         self._once = 0.0  # ... and, in the step under way, at those that were not looked at before
         self._all = _Paces()  # of all requests: what looks were worth
@@ -116,19 +118,30 @@ class Pacer:
         self._last = 0.0  # when the one before it had its verdict, if a clock was read then: that takes time
         self._drafting: float | None = None  # seconds of it that were spent here, if any
 
-    @property
-    def largest(self) -> int:
-        return int(getattr(self.of, "largest", 0))
-
     def reach(self, context: int) -> int:
-        say = getattr(self.of, "reach", None)
-        return context if say is None else int(say(context))
+        return self.of.reach(context)
+
+    def draws(self, request: Request) -> bool:
+        return self.of.draws(request)
+
+    def sort(self, request: Request) -> int:
+        return self.of.sort(request)
+
+    def think(self) -> bool:
+        return self.of.think()
+
+    def sized_by(self, sized: Callable[[Request], bool]) -> None:
+        self.sized = sized
+        self.of.sized_by(sized)
+
+    def at_least(self, chance: float) -> None:
+        self.of.at_least(chance)
 
     def size(self, request: Request) -> int:
         paces = self._of(request)
         if paces.wakes > self._number:
             return 0
-        size = int(self.of.size(request))
+        size = self.of.size(request)
         return size if paces.whole or paces.right > PAID else min(size, FEELER)  # rows that are asked for take room
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
@@ -137,14 +150,16 @@ class Pacer:
         if not any(free):
             return self._ask(requests, budgets)
         line = self._line(n) or Line(1.0, 1.0)  # unknown: a step without guesses will show
-        if hasattr(self.of, "least"):  # a guess is worth its row if it makes tokens in a larger share than it costs
-            self.of.least = min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base))
+        # a guess is worth its row if it makes tokens in a larger share than it costs
+        self.of.at_least(min(MOST_LEAST, max(LEAST, 0.5 * n * line.row / line.base)))
         line = Line(line.base, PRUDENCE * line.row)
         drafts = (self._cut if self.companion is None else self._bounded)(requests, budgets, free, line)
         self._drafting = self.clock() - began
         return drafts
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         """A step is timed from verdict to verdict, but for what passed in here."""
         drafting, last, self._number = self._drafting, self._last, self._number + 1
         now = self._last = self.clock() if drafting is not None or self._timely(self._number) else 0.0
@@ -161,19 +176,17 @@ class Pacer:
             self._looks = False
         if self._asked:
             self._weigh(spans, outcomes)
-        self.of.learn(spans, hidden, outcomes, *tops)
+        self.of.learn(spans, hidden, outcomes, tops)
 
     def close(self) -> None:
-        if hasattr(self.of, "close"):
-            self.of.close()
+        self.of.close()
 
     def _timely(self, number: int) -> bool:
         """Whether a step without looks is timed, or the next one may be."""
         return number % SEEN in (0, SEEN - 1) or (number + 1) % self._pause == 0
 
     def _ask(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
-        drafts: list[Draft | None] = self.of.draft(requests, budgets)
-        return drafts
+        return self.of.draft(requests, budgets)
 
     def _new(self, request: Request) -> _Paces:
         """Who comes new is looked at at once, unless looks at others were worth little of late."""
@@ -282,10 +295,10 @@ class Pacer:
         likelihoods where not even the first of a chain is worth the price."""
         chain = draft.parents == list(range(-1, len(draft.tokens) - 1))
         head = draft.cut(1) if chain else draft
-        which = kinds(head, sort_of(self.of, request))
+        which = kinds(head, self.of.sort(request))
         chances = {each: paces.chance(each, self.chances) for each in set(which)}
         if chain and chances[which[0]] >= price:
-            head, which = draft, kinds(draft, sort_of(self.of, request))
+            head, which = draft, kinds(draft, self.of.sort(request))
             chances = {each: paces.chance(each, self.chances) for each in set(which)}
         paces.watch(head, which, request.known)
         if not chain:

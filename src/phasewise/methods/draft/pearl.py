@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
+
 from phasewise import catalog
 from phasewise.errors import UserError
 from phasewise.methods.draft._desk import Desk, Order
@@ -17,14 +19,16 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "pearl"
 
 
 @dataclass(frozen=True)
-class PEARL:
+class PEARL(Method):
     """A round is one pass of the target and, at the same time, `k` of the draft model. After a rejection the target
     has the pending token alone, and its verdict on the first of the `k` guesses is the token it says next
     (pre-verify). Once that is right, every round verifies the k - 1 guesses that are left while the draft model goes
@@ -58,6 +62,10 @@ class PEARL:
         for knob, least in (("k", 2), ("threads", 1), ("chunk", 1)):
             if getattr(self, knob) < least:
                 raise UserError(f"pearl: {knob}={getattr(self, knob)} must be at least {least}")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.k - 1)
 
     def bind(self, host: Host) -> _Pearl:
         second = host.load(self.model)
@@ -125,22 +133,15 @@ class _Line:
             self.seat.forget(self.key)
 
 
-class _Pearl:
+class _Pearl(Drafter):
     """Lines for requests, and one seat for them all."""
 
     def __init__(self, knobs: PEARL, host: Host, seat: Seat, context: int) -> None:
         self.knobs, self.host, self.seat, self.context = knobs, host, seat, context
         self._keys = count()
 
-    @property
-    def largest(self) -> int:
-        return self.knobs.k - 1
-
-    def draws(self, request: Request) -> bool:
-        return False  # they are compared with what the target draws, so they count as chosen
-
     def size(self, request: Request) -> int:
-        return min(self.largest, headroom(request))
+        return min(self.knobs.k - 1, headroom(request))
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         lines, passes = [self._line(request) for request in requests], self.seat.passes
@@ -152,7 +153,9 @@ class _Pearl:
         self.seat.post([order for order in orders if order is not None])  # worked on while the target runs
         return [Draft.chain(line.stream[:size]) if size > 0 else None for line, size in zip(lines, sizes)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         pass  # the tokens say which guesses were right
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
 from phasewise.methods.draft._continuations import copied
@@ -16,8 +18,10 @@ from phasewise.speculation.companion import common
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import ENDLESS
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
 NEAR = 4  # matches looked at per branch wanted
@@ -26,7 +30,7 @@ NAME = "prompt_lookup"
 
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Method, Drafter):
     """The continuation of the longest earlier match of the text's end (the latest, of equally long ones).
 
     `k` caps a guess; so does twice the match's length, and a cap per request that halves when a guess is rejected
@@ -49,17 +53,14 @@ class PromptLookup:
                 raise UserError(f"prompt_lookup: {knob}={getattr(self, knob)} must be at least 1")
 
     @property
-    def largest(self) -> int:
-        return self.k * self.branches
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.k * self.branches)
 
     def size(self, request: Request) -> int:
         return min(self.k, headroom(request)) * self.branches
 
     def reach(self, context: int) -> int:
         return ENDLESS
-
-    def draws(self, request: Request) -> bool:
-        return False
 
     def sort(self, request: Request) -> int:
         """The longer the match, the better the guess: 1 token, 2 or 3, 4 to 7, ..."""
@@ -69,7 +70,9 @@ class PromptLookup:
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         """From its own guess, whatever stood beside it in the draft."""
         for span, outcome in zip(spans, outcomes):
             if isinstance(span.note, Draft):

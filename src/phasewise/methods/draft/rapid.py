@@ -15,6 +15,8 @@ from phasewise.speculation.branching import branch
 from phasewise.speculation.grower import SELF, Asked, Grower, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 if TYPE_CHECKING:
     from phasewise.model.model import Model
@@ -24,7 +26,7 @@ DRAWN: Drawn = "without_replacement"
 
 
 @dataclass(frozen=True)
-class Rapid:
+class Rapid(Method):
     """A chain of at most `k` tokens by a model (`self`: the engine's own, its weights shared) that reads at most
     `context` tokens of the prompt and what was generated since: the prompt's first `piece` tokens, its last `query`,
     and of its pieces between those nearest to these last ones, in the prompt's order.
@@ -63,6 +65,10 @@ class Rapid:
             raise UserError(f"rapid: confidence={self.confidence} must be from 0 to 1")
         if self.scorer not in ("bm25", "embedding"):
             raise UserError(f"rapid: scorer={self.scorer} must be bm25 or embedding")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", max_nodes=self.k)
 
     def bind(self, host: Host) -> Grower:
         made = grower(host, NAME, self.model, _Chain(self.k, self.confidence), self.chunk)

@@ -3,8 +3,8 @@ verifier."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,12 +18,12 @@ from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.host import Host
-
-MOST = 64  # nodes of a drafter that does not say otherwise (`Drafter.largest`)
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits, joined
 
 
 @dataclass(frozen=True)
-class RASD:
+class RASD(Method):
     """All guesses of `base` and all of `source`: a beginning that both have is one node, and what only the source has
     comes after the base's siblings. So no greedy step accepts less than with either alone.
 
@@ -52,40 +52,61 @@ class RASD:
                 "remembers of a request. Choose two different drafters"
             )
 
+    @property
+    def traits(self) -> Traits:
+        base, source = self.base.traits, self.source.traits
+        return replace(
+            joined(base, source), drawn=base.drawn, max_nodes=base.max_nodes + source.max_nodes,
+            idles=base.idles and source.idles,
+        )  # fmt: skip
+
     def bind(self, host: Host) -> Fusion:
         base, source = host.bind(self.base), host.bind(self.source)
-        if getattr(source, "companion", None) is not None or not hasattr(source, "draws"):
+        if source.companion is not None or self.source.traits.drawn:
             raise UserError(
                 f"rasd: source={_named(self.source)} may draw its guesses: take one that chooses them, such as "
                 "retrieval or prompt_lookup, and make a second model the base"
             )
-        if self.among and getattr(base, "companion", None) is None:
+        if self.among and base.companion is None:
             raise UserError(
                 f"rasd: among={self.among} asks what a second model thinks, and base={_named(self.base)} has none: "
                 "leave it out, or take a base such as draft_model"
             )
-        return Fusion(self.among, base, source)
+        return Fusion(self.among, base, source, (self.base.traits.candidates, self.source.traits.candidates))
 
 
-class Fusion:
+class Fusion(Drafter):
     """Two drafters as one, in one engine. What they remember of a request is theirs."""
 
-    def __init__(self, among: int, base: Drafter, source: Drafter) -> None:
-        self.among, self.base, self.source = among, base, source
+    def __init__(self, among: int, base: Drafter, source: Drafter, candidates: tuple[int, int] = (0, 0)) -> None:
+        """`candidates`: how many likeliest tokens each of them is given (`Traits.candidates`)."""
+        self.among, self.base, self.source, self.candidates = among, base, source, candidates
         self.parts = (base, source)
-        self.companion = getattr(base, "companion", None)
-        self.largest = sum(int(getattr(its, "largest", MOST)) for its in self.parts)
-        self.top = max(int(getattr(its, "top", 0)) for its in self.parts)
-        self.shared = any(getattr(its, "shared", False) for its in self.parts)
+        self.companion = base.companion
 
     def size(self, request: Request) -> int:
         return sum(its.size(request) for its in self.parts)
 
     def reach(self, context: int) -> int:
-        return min(int(its.reach(context)) if hasattr(its, "reach") else context for its in self.parts)
+        return min(its.reach(context) for its in self.parts)
 
     def draws(self, request: Request) -> bool:
-        return bool(self.base.draws(request)) if hasattr(self.base, "draws") else True
+        return self.base.draws(request)
+
+    def sort(self, request: Request) -> int:
+        return self.base.sort(request)
+
+    def think(self) -> bool:
+        """Only the base says what it thinks: the source's guesses come from no model."""
+        return self.base.think()
+
+    def sized_by(self, sized: Callable[[Request], bool]) -> None:
+        for its in self.parts:
+            its.sized_by(sized)
+
+    def at_least(self, chance: float) -> None:
+        for its in self.parts:
+            its.at_least(chance)
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         bases, sources = (
@@ -94,15 +115,15 @@ class Fusion:
         )
         return [self._fused(base, source, budget) for base, source, budget in zip(bases, sources, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
-        for its in self.parts:
-            wanted = int(getattr(its, "top", 0))
-            its.learn(spans, hidden, outcomes, *(top[:, :wanted] for top in tops if wanted))
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
+        for its, wanted in zip(self.parts, self.candidates):
+            its.learn(spans, hidden, outcomes, None if tops is None or not wanted else tops[:, :wanted])
 
     def close(self) -> None:
         for its in self.parts:
-            if hasattr(its, "close"):
-                its.close()
+            its.close()
 
     def _fused(self, base: Draft | None, source: Draft | None, budget: int) -> Draft | None:
         if source is None:
@@ -126,7 +147,7 @@ def fuse(base: Draft, source: Draft, likely: Collection[int] | None = None) -> D
     nodes: dict[tuple[int, int], int] = {}
     for node, below in enumerate(zip(parents, tokens)):
         nodes.setdefault(below, node)  # of equal siblings the first is the one that is accepted, if any
-    places = {-1: -1}
+    places, added = {-1: -1}, list[int]()
     for node, (parent, token) in enumerate(zip(source.parents, source.tokens)):
         if parent not in places or (parent < 0 and likely is not None and token not in likely):
             continue
@@ -135,8 +156,9 @@ def fuse(base: Draft, source: Draft, likely: Collection[int] | None = None) -> D
             nodes[below] = len(tokens)
             tokens.append(token)
             parents.append(below[0])
+            added.append(node)
         places[node] = nodes[below]
-    more = len(tokens) - first
+    more = len(added)
     if not more:
         return base
     tokens += base.tokens[first:]
@@ -144,7 +166,10 @@ def fuse(base: Draft, source: Draft, likely: Collection[int] | None = None) -> D
     q = base.q
     if q is not None:
         q = torch.cat((q[:first], q.new_zeros(more, q.shape[1]), q[first:]))
-    return Draft(tokens, parents, base.drawn, q, ask=base.ask)
+    chances = None  # without those of either side, guesses are counted by their place
+    if base.likely is not None and source.likely is not None:
+        chances = [*base.likely[:first], *(source.likely[node] for node in added), *base.likely[first:]]
+    return Draft(tokens, parents, base.drawn, q, base.thoughts, base.ask, chances)
 
 
 def _held(method: Any) -> list[str]:

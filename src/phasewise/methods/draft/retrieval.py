@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.methods.draft._continuations import heaviest
@@ -16,12 +17,14 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(Method):
     """The longest end of the text that occurs in a datastore, and what followed there: the `nodes` beginnings that most
     of its continuations share.
 
@@ -49,16 +52,19 @@ class Retrieval:
         if not self.shortest <= self.longest <= ORDERED:
             raise UserError(f"retrieval: longest={self.longest} must be from shortest={self.shortest} to {ORDERED}")
 
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.nodes)
+
     def bind(self, host: Host) -> _Retrieval:
         return _Retrieval(self, named("retrieval", self.store, host.model))
 
 
-class _Retrieval:
+class _Retrieval(Drafter):
     """Nothing is remembered of a request: a guess follows from its tokens."""
 
     def __init__(self, method: Retrieval, store: Datastore) -> None:
         self.method, self.store = method, store
-        self.largest = method.nodes
 
     def size(self, request: Request) -> int:
         return self.method.nodes if headroom(request) > 0 else 0
@@ -66,13 +72,12 @@ class _Retrieval:
     def reach(self, context: int) -> int:
         return ENDLESS
 
-    def draws(self, request: Request) -> bool:
-        return False
-
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         pass
 
     def _guess(self, request: Request, budget: int) -> Draft | None:

@@ -15,13 +15,15 @@ from phasewise.speculation.branching import branch, without
 from phasewise.speculation.grower import Asked, Grower, Shape, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Purpose, uniform
+from phasewise.verbs.traits import Traits
 
 DRAWN: Drawn = "without_replacement"
 
 
 @dataclass(frozen=True)
-class RSD:
+class RSD(Method):
     """A draft model's tree of `depth` levels. `beam` > 0 (RSD-S): the `beam` sequences of every level that a stochastic
     beam search draws without replacement; unlikely beginnings die early. Else (RSD-C) every node of level i has
     `widths[i]` children, written 4x2x2x1.
@@ -48,10 +50,18 @@ class RSD:
         if not all(part.isdecimal() and int(part) > 0 for part in self.widths.split("x")):
             raise UserError(f"rsd: widths={self.widths!r} must be numbers of children from 1 on, such as 4x2x2x1")
 
+    @property
+    def shape(self) -> Shape:
+        if self.beam:
+            return _Beam(self.beam, self.depth)
+        return _Widths(tuple(map(int, self.widths.split("x"))))
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
+
     def bind(self, host: Host) -> Grower:
-        widths = tuple(map(int, self.widths.split("x")))
-        shape: Shape = _Beam(self.beam, self.depth) if self.beam else _Widths(widths)
-        return grower(host, "rsd", self.model, shape, self.chunk)
+        return grower(host, "rsd", self.model, self.shape, self.chunk)
 
 
 @dataclass(frozen=True)

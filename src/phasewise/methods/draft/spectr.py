@@ -11,10 +11,12 @@ from phasewise.speculation.branching import branch
 from phasewise.speculation.grower import Asked, Grower, Tree, grower
 from phasewise.verbs.draft import Draft, Drawn
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class SpecTr:
+class SpecTr(Method):
     """`chains` continuations of `k` tokens, each drawn by itself: what the paper's rule, `--verify k_seq`, was made
     for.
 
@@ -37,8 +39,16 @@ class SpecTr:
             if getattr(self, knob) < 1:
                 raise UserError(f"spectr: {knob}={getattr(self, knob)} must be at least 1")
 
+    @property
+    def shape(self) -> _Chains:
+        return _Chains(self.chains, self.k)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", max_nodes=self.shape.nodes(self.shape.levels))
+
     def bind(self, host: Host) -> Grower:
-        return grower(host, "spectr", self.model, _Chains(self.chains, self.k), self.chunk)
+        return grower(host, "spectr", self.model, self.shape, self.chunk)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from phasewise.errors import UserError
 from phasewise.methods.draft._automaton import SuffixAutomaton, automaton
 from phasewise.methods.draft._earlier import BREAK, Cursor, Earlier, Place
@@ -16,8 +18,10 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom
+from phasewise.verbs.draft import Draft, Drafter, headroom
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 CHUNK = 8192  # tokens read per step: a very long prompt holds nobody up
 NAME = "suffix_decoding"
@@ -29,7 +33,7 @@ EARLIER = (0.09, 0.05)
 
 
 @dataclass(frozen=True)
-class SuffixDecoding:
+class SuffixDecoding(Method):
     """After every token the longest match of the text's end is looked for, and what followed it goes on: the latest
     first, then what came earlier or after shorter matches, `branches` in all. Of all these guesses the likeliest
     are taken, at most `nodes`, down to a chance of `least` to be accepted.
@@ -61,11 +65,15 @@ class SuffixDecoding:
         if self.scope not in ("request", "engine"):
             raise UserError(f"suffix_decoding: scope={self.scope} must be request or engine")
 
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, max_nodes=self.nodes, learns_across=self.scope == "engine")
+
     def bind(self, host: Host) -> Suffixes:
         return Suffixes(self)
 
 
-class Suffixes:
+class Suffixes(Drafter):
     """SuffixDecoding in one engine."""
 
     def __init__(self, knobs: SuffixDecoding) -> None:
@@ -75,25 +83,23 @@ class Suffixes:
         self.odds = suffixes.Odds(ONLY, LATEST, knobs.nodes)
         self.earlier = Earlier()
 
-    @property
-    def largest(self) -> int:
-        return self.knobs.nodes
-
     def size(self, request: Request) -> int:
         return min(self.knobs.nodes, headroom(request) * (self.knobs.nodes if self.knobs.branches > 1 else 1))
 
+    def at_least(self, chance: float) -> None:
+        self.least = chance
+
     def reach(self, context: int) -> int:
         return ENDLESS
-
-    def draws(self, request: Request) -> bool:
-        return False
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         if self.shared:
             self.earlier.collect()
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         """Nothing: the text says it all."""
 
     def _guess(self, request: Request, budget: int) -> Draft | None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from phasewise.errors import UserError
 from phasewise.methods.draft._skipset import Search, Sites, Stops
 from phasewise.model.thinned import Thinned
@@ -17,16 +19,18 @@ from phasewise.speculation.tails import Tails
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, Drawn
+from phasewise.verbs.draft import Draft, Drafter, Drawn
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import pick
+from phasewise.verbs.traits import Traits
 
 MOST = 63  # nodes: with the pending token 64 rows
 WIDTHS = ((0.5, 10), (0.8, 8), (0.95, 5), (1.0, 3))  # up to this confidence so many guesses for one token
 
 
 @dataclass(frozen=True)
-class Swift:
+class Swift(Method):
     """A chain of at most `steps` guesses by the model without a share `ratio` of its attentions and MLPs, the first and
     the last layer excepted. It reads the KV of the whole model and writes behind that; what it wrote is dropped before
     the verdict. The chain ends after a guess whose probability is below `confidence`. Beside every guess stand the next
@@ -59,6 +63,7 @@ class Swift:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("draft", drawn=False, learns_across=True)
     tight: ClassVar[dict[str, object]] = {"steps": 4, "confidence": 0.1, "branches": 2, "window": 6, "bayes": 3}
 
     def __post_init__(self) -> None:
@@ -79,21 +84,19 @@ class Swift:
         return SelfDrafter(host, search, shape, self.window)
 
 
-class SelfDrafter:
+class SelfDrafter(Drafter):
     """SWIFT in one engine; what it has found is every request's."""
-
-    shared = True
 
     def __init__(self, host: Host, search: Search, shape: _Confident, window: int) -> None:
         self.host, self.search, self.window = host, search, window
-        self.companion = Tails("swift", self._thinned(search.best).packed(), host.counters)
+        self.companion: Tails = Tails("swift", self._thinned(search.best).packed(), host.counters)
         self.grower = Grower(host, self.companion, shape, ENDLESS)
 
     def size(self, request: Request) -> int:
         return self.grower.size(request)
 
-    def draws(self, request: Request) -> bool:
-        return False
+    def think(self) -> bool:
+        return self.grower.think()
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         if not self.search.done:
@@ -102,7 +105,9 @@ class SelfDrafter:
         with tails.lent(requests):
             return self.grower.draft(requests, [min(b, tails.room(r)) for r, b in zip(requests, budgets)])
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome]) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         pass  # what was generated stands in the requests
 
     def _look(self, requests: Sequence[Request]) -> None:

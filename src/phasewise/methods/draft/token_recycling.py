@@ -16,8 +16,10 @@ from phasewise.request.request import Request
 from phasewise.step.phase import Hidden
 from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
-from phasewise.verbs.draft import Draft, headroom, judged
+from phasewise.verbs.draft import Draft, Drafter, headroom, judged
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "token_recycling"
 MOST = 63  # nodes: with the pending token, the rows of one native step
@@ -27,7 +29,7 @@ Table = dict[int, list[int]]  # token -> its likeliest successors when it was la
 
 
 @dataclass(frozen=True)
-class TokenRecycling:
+class TokenRecycling(Method):
     """Every judged row, rejected ones too, leaves its `k` likeliest successors in a table; a guess is a fixed tree of
     `nodes` ranks filled in from that table, level by level.
 
@@ -53,11 +55,15 @@ class TokenRecycling:
         if self.scope not in ("request", "engine"):
             raise UserError(f"token_recycling: scope={self.scope} must be request or engine")
 
+    @property
+    def traits(self) -> Traits:
+        return Traits("draft", drawn=False, candidates=self.k, learns_across=self.scope == "engine")
+
     def bind(self, host: Host) -> Recycler:
         return Recycler(self.k, template(self.k, self.nodes), self.scope == "engine")
 
 
-class Recycler:
+class Recycler(Drafter):
     """Token Recycling in one engine."""
 
     def __init__(self, top: int, shape: tuple[tuple[int, ...], ...], shared: bool) -> None:
@@ -71,13 +77,13 @@ class Recycler:
     def reach(self, context: int) -> int:
         return ENDLESS
 
-    def draws(self, request: Request) -> bool:
-        return False
-
     def draft(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets)]
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
+        assert tops is not None
         rows = iter(tops.tolist())
         for span in spans:
             table = self._table(span.request)

@@ -22,12 +22,14 @@ from phasewise.step.plan import EVERYTHING, AttentionPlan, Record
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "expected_attention"
 
 
 @dataclass(frozen=True)
-class ExpectedAttention:
+class ExpectedAttention(Method):
     """The mean and covariance of the last `sample` queries of a prompt, before rotation, stand for those to come.
 
     The mean rotation of the next `future` positions turns them. A row's score is its expected attention times the norm
@@ -41,11 +43,12 @@ class ExpectedAttention:
     sinks: int = 4
     heads: Heads = "uniform"
 
-    phases: ClassVar[tuple[str, ...]] = ("prefill",)  # what stays is read like any other KV
     paper: ClassVar[str] = "arXiv 2510.00636"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": 1.0}
+    # what stays is read like any other KV
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True, phases=("prefill",))
     tight: ClassVar[dict[str, object]] = {"keep": 8.0, "sample": 4, "sinks": 1}
 
     def __post_init__(self) -> None:

@@ -14,10 +14,12 @@ from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Heads, Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class H2O:
+class H2O(Method):
     """A row's score is the sum of the weights that all queries have given it, over the query heads of a KV head. When a
     prompt is complete, the `heavy` best of the older rows stay, and the last `recent` ones; after every further row the
     lowest of the older ones leaves.
@@ -43,9 +45,9 @@ class H2O:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"heavy": float(1 << 30)}
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True, shares_prefix=False)
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({"heavy": 0.25, "recent": 0.25}, {})
     tight: ClassVar[dict[str, object]] = {"heavy": 5.0, "recent": 4.0, "lot": 4}
-    shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.heavy < 0 or self.recent < 0 or not self.heavy + self.recent > 0:

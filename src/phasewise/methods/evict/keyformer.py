@@ -26,10 +26,12 @@ from phasewise.step.probe import Shaped
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Keyformer:
+class Keyformer(Method):
     """A row's score is what all queries have given it of softmax((logits + noise) / temperature), Gumbel(0, 1) noise of
     each (query row, key, query head) and layer its own, added over the query heads of a KV head. Attention itself has
     neither. The temperature is `tau` in the prompt and `tau` + j * `tau_step` for the j-th row after it. Of `keep` rows
@@ -61,9 +63,9 @@ class Keyformer:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": float(1 << 30)}
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True, shares_prefix=False)
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"keep": 0.3, "recent": 0.15})
     tight: ClassVar[dict[str, object]] = {"keep": 9.0, "lot": 4}
-    shares_prefix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.keep > 0:

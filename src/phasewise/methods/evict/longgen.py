@@ -23,13 +23,15 @@ from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 RANK = 16  # of the low-rank weights of every linear layer
 Full = Literal["middle", "ends", "none"]
 
 
 @dataclass(frozen=True)
-class LongGen:
+class LongGen(Method):
     """The `full` third of the layers, in the middle, reads and keeps everything. In the others a row at position t sees
     the first `sinks` rows and the last `window` ones, itself included; with a `stride` above 0 also every stride-th
     block of `block` rows, counted from the first (the paper's second kind). What none of them will see again is freed.
@@ -80,6 +82,10 @@ class LongGen:
         knobs |= {"stride": self.stride, "block": self.block} if self.stride else {}
         tensors = shapes(config, range(config.layers), RANK)
         return Artefact("evict.longgen", tensors, knobs, "say weights=none for the mask without the training")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("evict", frees_rows=True, low_rank=self.weights != "none")
 
     def bind(self, host: Host) -> _LongGen | None:
         config = host.model.config

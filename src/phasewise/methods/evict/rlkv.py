@@ -21,10 +21,12 @@ from phasewise.request.request import Request
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class RLKV:
+class RLKV(Method):
     """Of all KV heads of the model, the `share` with the lowest gates is cut; layers may have any number of them. Rows
     keep their rotations and positions.
 
@@ -65,6 +67,10 @@ class RLKV:
         cut = torch.zeros(gates.numel(), dtype=torch.bool)
         cut[order[: round(self.share * gates.numel())]] = True
         return cut.view(gates.shape)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("evict", frees_rows=self.share > 0)
 
     def bind(self, host: Host) -> Cut | None:
         if self.share == 0:

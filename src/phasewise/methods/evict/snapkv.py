@@ -23,10 +23,12 @@ from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(Method):
     """The attention of the last `window` prompt rows, summed over them, averaged over the query heads of a KV head and
     pooled over `kernel` neighbours, ranks the rows before them; the best stay, and the window itself.
 
@@ -46,11 +48,12 @@ class SnapKV:
     beta: float = 20.0
     least: float = 0.2
 
-    phases: ClassVar[tuple[str, ...]] = ("prefill",)  # what stays is read like any other KV
     paper: ClassVar[str] = "arXiv 2404.14469"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": 1.0}
+    # what stays is read like any other KV
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True, phases=("prefill",))
     tight: ClassVar[dict[str, object]] = {"keep": 6.0, "window": 4}
     budgets: ClassVar[tuple[dict[str, object], ...]] = (
         {"keep": 0.5}, {"keep": 0.25}, {"keep": 0.125},

@@ -13,10 +13,12 @@ from phasewise.methods.evict._windows import EVERY, Dropping, check
 from phasewise.step.plan import EVERYTHING, AttentionPlan, Window
 from phasewise.step.span import Span
 from phasewise.verbs.host import ENDLESS, Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Streaming:
+class Streaming(Method):
     """A row at position t sees the first `sinks` rows and the last `window` rows, itself included; so in prompts too.
 
     With positions "cache", the paper's, a row's distance to a sink is counted within the cache: the window keeps its
@@ -34,6 +36,7 @@ class Streaming:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"window": 1 << 30}
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True)
     tight: ClassVar[dict[str, object]] = {"sinks": 2, "window": 10}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"window": 508}, {"window": 252}, {"window": 124})
 

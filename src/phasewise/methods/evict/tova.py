@@ -14,10 +14,12 @@ from phasewise.methods._amounts import check_amount
 from phasewise.methods.evict._allot import Layers, Spread
 from phasewise.methods.evict._running import Budget, Running, Way, check_lot, share
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Tova:
+class Tova(Method):
     """When a prompt is complete, the `keep` rows that its last row attends to most stay, in a layer the same for all
     heads (weights are averaged over them); after every further row the least of them leaves. The newest row is a
     candidate like any other: nothing is protected for being recent.
@@ -37,6 +39,7 @@ class Tova:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"keep": float(1 << 30)}
+    traits: ClassVar[Traits] = Traits("evict", frees_rows=True)
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"keep": 256})
     tight: ClassVar[dict[str, object]] = {"keep": 9.0, "lot": 4}
 

@@ -26,10 +26,12 @@ from phasewise.step.probe import received
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class ZipVL:
+class ZipVL(Method):
     """The last `window` rows and `probes` earlier ones, drawn by `seed`, are looked at before the others: the tokens by
     what these give them, summed over rows and heads, are taken from the largest on until they have the share `tau`.
     That says how many; which ones, the same sums divided by the probes that see a token. The window is always among
@@ -44,13 +46,15 @@ class ZipVL:
     probes: int = 32
     seed: int = 0
 
-    slots: ClassVar[tuple[str, ...]] = ("evict", "attend")
-    phases: ClassVar[tuple[str, ...]] = ("prefill",)  # what stays is read like any other KV
-    shares_prefix: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2410.08584"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"tau": 1.0}
+    # what stays is read like any other KV
+    traits: ClassVar[Traits] = Traits(
+        "evict", fills=("attend",), phases=("prefill",), frees_rows=True, own_attention=True, whole_prompts=True,
+        shares_prefix=False,
+    )  # fmt: skip
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"tau": 0.9})
     tight: ClassVar[dict[str, object]] = {"tau": 0.6, "window": 4, "probes": 4}
 
@@ -70,7 +74,6 @@ class Zipped:
     """A request's drawer holds the slots that a layer keeps, from its attention to the prompt's end."""
 
     observes = 0
-    whole = True
 
     def __init__(self, knobs: ZipVL, attention: tuple[AttentionSpec, ...]) -> None:
         self.knobs, self.attention = knobs, attention

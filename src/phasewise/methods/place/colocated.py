@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Colocated:
+class Colocated(Method):
     """One engine runs prompts and decoding."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("place")
 
     def build(self, plan: Plan) -> Placed:
         return plan.engine(("prefill", "decode"), share=1.0)

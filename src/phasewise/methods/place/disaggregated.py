@@ -13,11 +13,13 @@ from phasewise.cluster.policy import TwoPools
 from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Disaggregated:
+class Disaggregated(Method):
     """`prefill` workers share `share` of the KV budget and compute prompts and first tokens, `decode` workers the rest.
 
     Decoding workers pull: a finished prompt waits in its worker's share of the budget until one of them has room, and
@@ -40,7 +42,7 @@ class Disaggregated:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    launches: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits("place", launches=True)
     tight: ClassVar[dict[str, object]] = {"prefill": 2, "decode": 2, "local": 8}
 
     def __post_init__(self) -> None:

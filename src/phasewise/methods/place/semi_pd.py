@@ -14,11 +14,13 @@ from phasewise.cluster.router import Router
 from phasewise.cluster.shared_pool_policy import SharedPoolPolicy
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class SemiPD:
+class SemiPD(Method):
     """One worker computes prompts, another one goes on with them: neither phase waits for the other's steps, and both
     spend the same budget. Decoding workers keep what their requests need to grow; prompts take the rest, and wait for
     more than that.
@@ -52,7 +54,7 @@ class SemiPD:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    launches: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits("place", launches=True)
     tight: ClassVar[dict[str, object]] = {"slo_tpot": 1e-6, "window": 0.001, "dwell": 0.001}
 
     def __post_init__(self) -> None:

@@ -13,11 +13,13 @@ from phasewise.cluster.phase_pools import PhasePools
 from phasewise.cluster.router import Router
 from phasewise.cluster.supervisor import Timeouts
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed, Plan
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Splitwise:
+class Splitwise(Method):
     """`prompt` and `token` workers, and `mixed` ones without another home, each with an equal part of the KV budget.
 
     A request gets two workers when it arrives: the prompt worker with the fewest pending tokens, and the token worker
@@ -43,7 +45,7 @@ class Splitwise:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    launches: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits("place", launches=True)
     tight: ClassVar[dict[str, object]] = {"prompt": 2, "token": 2, "threshold": 60}
 
     def __post_init__(self) -> None:

@@ -1,51 +1,43 @@
-"""What comes after a method in a chain of sample methods (`then`)."""
+"""A runtime of sample methods that hand on to another one (`then`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.host import Host
+from phasewise.verbs.sample import Context, Dist, Sample
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """The runtime of the next method, with what is optional in `Sample` as it is where that has none."""
+class Chained(Sample):
+    """It forwards everything to `then`, the runtime of `method`; who inherits from it changes some."""
 
-    sample: Any
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return tuple(getattr(self.sample, "asks", ()))
-
-    def check(self, params: Params) -> None:
-        if params.ask is not None and not params.ask.keys().isdisjoint(self.asks):
-            self.sample.check(params)
-
-    def greedy(self, contexts: Sequence[Context]) -> bool:
-        return hasattr(self.sample, "greedy") and bool(self.sample.greedy(contexts))
-
-    def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
-        masks: Sequence[Tensor | None] = self.sample.among(contexts) if hasattr(self.sample, "among") else ()
-        return masks
-
-    def ahead(self, contexts: Sequence[Context]) -> None:
-        if hasattr(self.sample, "ahead"):
-            self.sample.ahead(contexts)
-
-    def sure(self, request: Request) -> Sequence[int]:
-        found: Sequence[int] = self.sample.sure(request) if hasattr(self.sample, "sure") else ()
-        return found
-
-    def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
-        if hasattr(self.sample, "exclude"):
-            self.sample.exclude(logits, contexts)
+    def __init__(self, host: Host, method: Any) -> None:
+        self.then: Sample = host.bind(method)
+        self.then_asks: tuple[str, ...] = method.traits.asks
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
-        dist: Dist = self.sample(logits, contexts)
-        return dist
+        return self.then(logits, contexts)
+
+    def check(self, params: Params) -> None:
+        if params.ask is not None and not params.ask.keys().isdisjoint(self.then_asks):
+            self.then.check(params)
+
+    def greedy(self, contexts: Sequence[Context]) -> bool:
+        return self.then.greedy(contexts)
+
+    def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
+        return self.then.among(contexts)
+
+    def ahead(self, contexts: Sequence[Context]) -> None:
+        self.then.ahead(contexts)
+
+    def sure(self, request: Request) -> Sequence[int]:
+        return self.then.sure(request)
+
+    def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
+        self.then.exclude(logits, contexts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from phasewise.catalog import part
 from phasewise.errors import Unanswerable, UserError
 from phasewise.methods.sample._grammars import KINDS, Compiled, Grammars, grammars_of
-from phasewise.methods.sample._rest import Rest
+from phasewise.methods.sample._rest import Chained
 from phasewise.methods.sample._rules import goes_on
 from phasewise.methods.sample._words import Bits, Words, words_of
 from phasewise.ops.sampling import barred
@@ -25,7 +25,9 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.speculation.companion import common
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.traits import Traits
 
 log = logging.getLogger(__name__)
 NAME = "grammar"
@@ -33,7 +35,7 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Grammar:
+class Grammar(Method):
     """Tokens that the grammar of a request (`ask={"json_schema": {...}}`, or `regex`, `choice`, `grammar`) forbids have
     no chance: what is drawn, and what is accepted of a draft, always goes on to a text of the grammar. End tokens are
     allowed where the text may end, and only there. Requests that ask for none are left alone.
@@ -50,11 +52,12 @@ class Grammar:
     neutral: ClassVar[dict[str, object]] = {}
 
     @property
-    def asks(self) -> tuple[str, ...]:
-        return (*KINDS, *getattr(self.then, "asks", ()))
+    def traits(self) -> Traits:
+        then: Traits = self.then.traits
+        return replace(then, asks=(*KINDS, *then.asks))
 
     def bind(self, host: Host) -> _Grammar:
-        return _Grammar(host, Rest(host.bind(self.then)))
+        return _Grammar(host, self)
 
 
 class Line:
@@ -160,10 +163,10 @@ class Line:
 How = Callable[[Line, Path, Sequence[int]], Tensor | None]
 
 
-class _Grammar:
-    def __init__(self, host: Host, rest: Rest) -> None:
-        self.model, self.rest = host.model, rest
-        self.asks = (*KINDS, *rest.asks)
+class _Grammar(Chained):
+    def __init__(self, host: Host, knobs: Grammar) -> None:
+        super().__init__(host, knobs.then)
+        self.model = host.model
         self._grammars: Grammars | None = None
         self._beside: Future[None] | None = None  # masks that are filled beside the forward
         self._pool: ThreadPoolExecutor | None = None
@@ -174,7 +177,7 @@ class _Grammar:
             if params.ignore_eos:
                 raise UserError("ignore_eos cannot go with a grammar, whose texts have an end: leave one of them out")
             self._begins(self._compiled(params), params)
-        self.rest.check(params)
+        super().check(params)
 
     def _begins(self, compiled: Compiled, params: Params) -> None:
         """Raise UserError where no text can begin with any token that the request allows."""
@@ -193,28 +196,25 @@ class _Grammar:
         return self._grammars.get(params.ask or {})
 
     # ---- every step
-    def greedy(self, contexts: Sequence[Context]) -> bool:
-        return self.rest.greedy(contexts)
-
     def among(self, contexts: Sequence[Context]) -> Sequence[Tensor | None]:
         self._wait()
         asked = [_asked(context.request.params) for context in contexts]
         if not any(asked):
-            return self.rest.among(contexts)
+            return self.then.among(contexts)
         masks = [self._of(Line.counts, context) if mine else None for mine, context in zip(asked, contexts)]
-        return [_both(*pair) for pair in zip_longest(masks, self.rest.among(contexts))]
+        return [_both(*pair) for pair in zip_longest(masks, self.then.among(contexts))]
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         self._exclude(logits, contexts)
-        return self.rest(logits, contexts)
+        return self.then(logits, contexts)
 
     def ahead(self, contexts: Sequence[Context]) -> None:
         """Masks are filled in a thread while the model computes."""
         self._wait()
         self._pool = self._pool or ThreadPoolExecutor(1, "masks")
-        how = Line.counts if self.rest.greedy(contexts) else Line.add
+        how = Line.counts if self.then.greedy(contexts) else Line.add
         self._beside = self._pool.submit(self._fill, how, [c for c in contexts if _asked(c.request.params)])
-        self.rest.ahead(contexts)
+        self.then.ahead(contexts)
 
     def _fill(self, how: How, contexts: Sequence[Context]) -> None:
         for context in contexts:
@@ -230,13 +230,13 @@ class _Grammar:
 
     def sure(self, request: Request) -> Sequence[int]:
         if not _asked(request.params):
-            return self.rest.sure(request)
+            return self.then.sure(request)
         self._wait()
         return self._line(request).sure(request.params)
 
     def exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         self._exclude(logits, contexts)
-        self.rest.exclude(logits, contexts)
+        self.then.exclude(logits, contexts)
 
     def _exclude(self, logits: Tensor, contexts: Sequence[Context]) -> None:
         """Logits [n, V] of what a grammar forbids become -inf."""

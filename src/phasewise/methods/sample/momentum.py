@@ -12,17 +12,19 @@ from torch import Tensor
 
 from phasewise.catalog import part
 from phasewise.errors import UserError
-from phasewise.methods.sample._rest import Rest
+from phasewise.methods.sample._rest import Chained
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Context, Dist
+from phasewise.verbs.traits import Traits
 
 NAME = "momentum"
 LONGEST = 5  # tokens of a repeat; longer ones count as this
 
 
 @dataclass(frozen=True)
-class Momentum:
+class Momentum(Method):
     """Of the `k` likeliest tokens the one with the largest p - alpha * f, f being how many tokens of an earlier text
     (prompt or output) end with it, the ones before it included, at most five: f = 0 for a token that is new.
 
@@ -46,11 +48,12 @@ class Momentum:
             raise UserError(f"momentum: alpha={self.alpha} must be a number that is not negative")
 
     @property
-    def asks(self) -> tuple[str, ...]:
-        return tuple(getattr(self.then, "asks", ()))
+    def traits(self) -> Traits:
+        then: Traits = self.then.traits
+        return then
 
     def bind(self, host: Host) -> _Momentum:
-        return _Momentum(self, Rest(host.bind(self.then)))
+        return _Momentum(host, self)
 
 
 class Grams:
@@ -78,21 +81,20 @@ def endings(tokens: Sequence[int], end: int) -> list[tuple[int, ...]]:
     return [tuple(tokens[end - n : end]) for n in range(1, min(LONGEST, end) + 1)]
 
 
-class _Momentum:
-    def __init__(self, knobs: Momentum, rest: Rest) -> None:
-        self.k, self.alpha, self.rest = knobs.k, knobs.alpha, rest
-        self.asks, self.check, self.exclude = rest.asks, rest.check, rest.exclude
-        self.ahead, self.among, self.sure = rest.ahead, rest.among, rest.sure
+class _Momentum(Chained):
+    def __init__(self, host: Host, knobs: Momentum) -> None:
+        super().__init__(host, knobs.then)
+        self.k, self.alpha = knobs.k, knobs.alpha
 
     def greedy(self, contexts: Sequence[Context]) -> bool:
-        return self.alpha == 0 and self.rest.greedy(contexts)
+        return self.alpha == 0 and self.then.greedy(contexts)
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context]) -> Dist:
         chosen = [row for row, context in enumerate(contexts) if context.request.params.greedy]
         if self.alpha and chosen:
-            self.rest.exclude(logits, contexts)
+            self.then.exclude(logits, contexts)
             self._score(logits, chosen, contexts)
-        return self.rest(logits, contexts)
+        return self.then(logits, contexts)
 
     def _score(self, logits: Tensor, chosen: Sequence[int], contexts: Sequence[Context]) -> None:
         """Scores in place of the logits [n, V] of some rows."""

@@ -12,13 +12,15 @@ from torch import Tensor
 from phasewise.methods.sample._rules import NEVER, exclude
 from phasewise.ops.sampling import largest, penalise, shape
 from phasewise.request.request import Request
-from phasewise.verbs.sample import NOTHING, Context, Dist
+from phasewise.verbs.method import Method
+from phasewise.verbs.sample import NOTHING, Context, Dist, Sample
+from phasewise.verbs.traits import Traits
 
 CELLS = 1 << 16  # logits that are penalised at once: more would leave the processor's cache
 
 
 @dataclass(frozen=True)
-class Standard:
+class Standard(Method, Sample):
     """Each request's own `Params` decide: penalties, then bias, then what must not be said at all (all but some tokens,
     ends too early, bad words), temperature, top-k, top-p, min-p; greedy at 0.
 
@@ -29,6 +31,7 @@ class Standard:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("sample")
 
     def greedy(self, contexts: Sequence[Context]) -> bool:
         """Whether every token is the one of the largest logit, so that no logits are needed."""

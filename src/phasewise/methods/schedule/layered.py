@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Work
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Layered:
+class Layered(Method):
     """One cohort of prompts is in flight at a time; each step runs every decode and the cohort's next layers.
 
     A cohort of T rows takes ceil(T / rows_per_group) steps, rounded up to a power of two and at most one per layer, so
@@ -32,6 +34,7 @@ class Layered:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"rows_per_group": 1 << 30}
+    traits: ClassVar[Traits] = Traits("schedule")
     tight: ClassVar[dict[str, object]] = {"rows_per_group": 16}
 
     def __post_init__(self) -> None:

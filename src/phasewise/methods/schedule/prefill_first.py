@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Work
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class PrefillFirst:
+class PrefillFirst(Method):
     """While a prompt waits, whole prompts run and decoding pauses; otherwise everybody decodes.
 
     Best TTFT, worst tail of TPOT: a long prompt stalls every stream. `budget` caps the prompt rows of one step; a
@@ -24,6 +26,7 @@ class PrefillFirst:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("schedule")
     tight: ClassVar[dict[str, object]] = {"budget": 48}
 
     def __post_init__(self) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Budget, Work
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Sarathi:
+class Sarathi(Method):
     """No decode ever waits for a prompt. No step has more than `budget` rows, or than its decodes and `reserve`
     together where these are more.
 
@@ -28,6 +30,7 @@ class Sarathi:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    traits: ClassVar[Traits] = Traits("schedule")
     tight: ClassVar[dict[str, object]] = {"budget": 9}
 
     def __post_init__(self) -> None:

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 from phasewise.errors import UserError
 from phasewise.methods.schedule._latency import Latency
+from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Budget, Work
+from phasewise.verbs.traits import Traits
 
 AIM = 0.95  # of a TPOT target: steps are not as long as predicted to the millisecond
 LOST = 16  # tokens that a decode may be behind its target before nobody waits for it any more
@@ -21,7 +23,7 @@ LEAST = 1.5  # prompts may always make a step this many times as long as its dec
 
 
 @dataclass(frozen=True)
-class Slo:
+class Slo(Method):
     """`sarathi` for requests with targets (`Request.slo`); without any target it is `sarathi` to the row.
 
     A prompt's slack is its deadline (arrival + TTFT target) minus now minus the time its rows still take, by a line
@@ -45,6 +47,7 @@ class Slo:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    traits: ClassVar[Traits] = Traits("schedule")
     tight: ClassVar[dict[str, object]] = {"budget": 9}
 
     def __post_init__(self) -> None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phasewise.errors import UserError
+from phasewise.verbs.method import Method
 from phasewise.verbs.schedule import Budget, Work
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class SplitFuse:
+class SplitFuse(Method):
     """One row for every decode, then prompts first come first served, then guesses, until `budget` rows are reached.
 
     A mix of prompts and fewer plain decodes than rows comes out as with `sarathi`, which fills its steps as well. But
@@ -36,6 +38,7 @@ class SplitFuse:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"budget": 1 << 30}
+    traits: ClassVar[Traits] = Traits("schedule")
     tight: ClassVar[dict[str, object]] = {"budget": 3}
 
     def __post_init__(self) -> None:

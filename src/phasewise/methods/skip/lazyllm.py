@@ -9,7 +9,7 @@ costs a read and nothing else. Left out: the paper's own layers and rates, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import ClassVar
 
@@ -27,12 +27,14 @@ from phasewise.step.probe import probe
 from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 NAME = "lazyllm"
 
 
 @dataclass(frozen=True)
-class LazyLLM:
+class LazyLLM(Method):
     """After some layers, those tokens go on that the last one attends to most, on average over its heads; the last one
     always does. The layers lie evenly from the share `start` of the depth on, `stages` of them, and the share of all
     tokens known that goes on falls in equal steps to `keep`. The others' rows wait beside the KV for a new token that
@@ -48,9 +50,6 @@ class LazyLLM:
     stages: int = 3
     revive: bool = True
 
-    slots: ClassVar[tuple[str, ...]] = ("skip", "evict", "attend")
-    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-    shares_prefix: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2407.14057"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
@@ -65,6 +64,11 @@ class LazyLLM:
             raise UserError(f"lazyllm: start={self.start} must be at least 0 and below 1, a share of the depth")
         if self.stages < 1:
             raise UserError(f"lazyllm: stages={self.stages} must be at least 1: tokens leave somewhere")
+
+    @property
+    def traits(self) -> Traits:
+        plain = Traits("skip", fills=("evict", "attend"), shares_prefix=False)
+        return plain if self.keep == 1 else replace(plain, skips_rows=True, defers_tokens=True, whole_prompts=True)
 
     def bind(self, host: Host) -> Lazy | None:
         config = host.model.config
@@ -101,7 +105,6 @@ class Lazy:
     int64 [r], increasing, and what that layer has made of them [r, d]."""
 
     observes = 0
-    whole = True
     everything = True
 
     def __init__(self, knobs: LazyLLM, config: ModelConfig, dtype: torch.dtype) -> None:

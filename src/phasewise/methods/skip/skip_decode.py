@@ -17,10 +17,12 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class SkipDecode:
+class SkipDecode(Method):
     """The first generated token runs the share `first` of the layers; token `tokens` and all after it run `last`.
 
     The share falls linearly between them. `warm` first layers always run. Prompts run all layers. Both shares at 1 is
@@ -37,7 +39,6 @@ class SkipDecode:
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"last": 1.0}
     tight: ClassVar[dict[str, object]] = {"tokens": 6}
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
         if not 0 < self.last <= self.first <= 1:
@@ -46,6 +47,10 @@ class SkipDecode:
             )
         if self.tokens < 1 or self.warm < 0:
             raise UserError(f"skip_decode: tokens={self.tokens} must be at least 1, and warm={self.warm} at least 0")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("skip", phases=("decode",), skips_rows=self.last < 1)
 
     def depth(self, layers: int, token: int) -> int:
         """The number of layers that generated token `token`, counted from 0, runs of `layers`; it never rises."""

@@ -20,12 +20,14 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.lowrank import Delta, shapes
 from phasewise.step.span import Span
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
+from phasewise.verbs.traits import Traits
 
 RANK = 16  # of the low-rank weights of each linear layer that runs
 
 
 @dataclass(frozen=True)
-class Unified:
+class Unified(Method):
     """First and last layer always run; those between are spread evenly. `speedup` 1 runs everything, untuned.
 
     `weights`: `auto` (trained for this model and speed-up; beside the model, or shipped), a file, `random:SEED` (to
@@ -42,7 +44,6 @@ class Unified:
     neutral: ClassVar[dict[str, object]] = {"speedup": 1.0}
     untrained: ClassVar[dict[str, object]] = {"weights": "none"}
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({}, {"weights": "none"})
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     def __post_init__(self) -> None:
         if not self.speedup >= 1:
@@ -52,6 +53,10 @@ class Unified:
         """Low-rank weights of the layers that run."""
         tensors = shapes(config, kept(config.layers, self.speedup), RANK)
         return Artefact("skip.unified", tensors, {"speedup": self.speedup}, "say weights=none to skip layers untuned")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("skip", phases=("decode",), low_rank=self.weights != "none" and self.speedup > 1)
 
     def bind(self, host: Host) -> _Unified | None:
         config = host.model.config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from phasewise.catalog import name_of, part
@@ -19,11 +19,13 @@ from phasewise.kv.chunked import Chunked, Cut
 from phasewise.kv.wire import Numbers, Wire
 from phasewise.methods.store.slab import Slab
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class CacheGen:
+class CacheGen(Method):
     """A row of a layer's keys or values is rounded to some tens of steps of its largest number, fewer in deep layers.
     Chunks of `chunk` rows are coded one by one, each with the distributions of its channels' symbols, so nothing is
     calibrated. Level 0 sends rows as they are, 1 to 4 ever coarser ones. Prompts are rounded once, when complete, on
@@ -80,18 +82,10 @@ class CacheGen:
                 ) from None
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        """What `rest` fills beside its own."""
-        return tuple(getattr(self.rest, "slots", ("store",)))
-
-    @property
-    def inner(self) -> str:
-        """How `rest` is chosen, where it is not as by default."""
-        return "" if isinstance(self.rest, Slab) else f":rest={name_of('store', self.rest)}"
-
-    @property
-    def shares_prefix(self) -> bool:
-        return bool(getattr(self.rest, "shares_prefix", True))
+    def traits(self) -> Traits:
+        inner = "" if isinstance(self.rest, Slab) else f":rest={name_of('store', self.rest)}"
+        rest: Traits = self.rest.traits
+        return replace(rest, inner=inner)
 
     def bind(self, host: Host) -> object:
         """Of the other slots: what `rest` fills them with."""

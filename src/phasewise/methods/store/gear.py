@@ -14,11 +14,13 @@ from phasewise.errors import UserError
 from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Raw
 from phasewise.methods.store._approximated import Approximated
+from phasewise.verbs.method import Method
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Gear:
+class Gear(Method):
     """Rows are sealed in blocks of `block`, per head. Of every line of a block (a channel of keys, a token of values)
     the share `sparse` of extreme numbers, half of them the largest and half the smallest, is kept apart in 16 bits with
     an index of 16; at least one of each, unless `sparse=0` (GEAR-L). The rest is rounded to `bits` bits a number,
@@ -56,6 +58,10 @@ class Gear:
             raise UserError(
                 f"gear: sparse={self.sparse} must be between 0 (no outliers) and 0.5, a share of all numbers"
             )
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("store", packs_blocks=self.bits < 16)
 
     def codec(self) -> Codec:
         if self.bits == 16:

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from phasewise.kv.buffer import KVShape, Raw
+from phasewise.verbs.method import Method
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 LEVELS = 127
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(Method):
     """Keys (rotated) and values as int8 with a bfloat16 scale: `2 * (D + 2)` bytes per row and head. 16 bits = as is.
 
     Left out: keys quantised per channel, which low bit widths need (KIVI, arXiv 2402.02750).
@@ -34,6 +36,7 @@ class Int8:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"bits": 16}
+    traits: ClassVar[Traits] = Traits("store")
     budgets: ClassVar[tuple[dict[str, object], ...]] = ({},)
 
     def codec(self) -> Codec:

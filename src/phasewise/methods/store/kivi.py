@@ -14,11 +14,13 @@ from phasewise.errors import UserError
 from phasewise.kv.blocks import BlockCut
 from phasewise.kv.buffer import Raw
 from phasewise.methods.store._grouped import Grouped
+from phasewise.verbs.method import Method
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Kivi:
+class Kivi(Method):
     """Keys have few channels that are large in all tokens, so they are rounded channel by channel, `group` consecutive
     tokens at a time; values token by token, `group` consecutive channels at a time. Each group has the 2 ** bits evenly
     spaced levels between its smallest and largest number, which are kept in 16 bits: `bits + 32 / group` bits a number.
@@ -49,6 +51,10 @@ class Kivi:
         if self.residual < 1 or self.residual % self.group:
             fix = -(-max(self.residual, 1) // self.group) * self.group
             raise UserError(f"kivi: residual={self.residual} must be a multiple of group={self.group}: choose {fix}")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("store", packs_blocks=self.bits < 16)
 
     def codec(self) -> Codec:
         if self.bits == 16:

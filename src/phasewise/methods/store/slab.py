@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.kv.buffer import Raw
+from phasewise.verbs.method import Method
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 
 @dataclass(frozen=True)
-class Slab:
+class Slab(Method):
     """Rows in the model's own dtype."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
+    traits: ClassVar[Traits] = Traits("store")
 
     def codec(self) -> Codec:
         return Raw()

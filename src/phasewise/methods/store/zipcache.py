@@ -31,13 +31,15 @@ from phasewise.step.read import Read
 from phasewise.step.span import Span
 from phasewise.step.trail import Trail
 from phasewise.verbs.host import Host
+from phasewise.verbs.method import Method
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 SUMS, BLOCK = "zipcache", "zipcache block"  # drawers: of a prompt's slots; of the rows of the last block that is full
 
 
 @dataclass(frozen=True)
-class ZipCache:
+class ZipCache(Method):
     """The share `important` of rows is kept in `high` bits a number, the rest in `low`: the same rows for all heads of
     a layer, by what a row gets of the attention of probe rows, divided by the number of those that see it: without
     that, early rows would win because more see them. Probes are the last share `probes` of the prompt's rows, and as
@@ -62,8 +64,6 @@ class ZipCache:
     probes: float = 0.05
     seed: int = 0
 
-    slots: ClassVar[tuple[str, ...]] = ("store", "evict")
-    shares_prefix: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2405.14256"
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
@@ -92,6 +92,12 @@ class ZipCache:
         if self.raw:
             return Raw()
         return Classed(self.high, self.low, self.gap, round(self.important * self.gap))
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            "store", fills=("evict",), shares_prefix=False, packs_blocks=not self.raw, ranks_rows=not self.raw
+        )
 
     def bind(self, host: Host) -> Saliency:
         return Saliency(self, host.model.config)

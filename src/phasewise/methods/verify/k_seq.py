@@ -11,9 +11,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from phasewise.methods.verify.rejection import Rejection
-from phasewise.speculation.loop import Matches
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random
 
 HALVINGS = 60  # as fine as a float
@@ -21,7 +22,7 @@ REJECTION = Rejection()
 
 
 @dataclass(frozen=True)
-class KSeq:
+class KSeq(Method):
     """For guesses drawn with replacement (drawn=iid), in chains or trees; all others are judged as `rejection` does.
 
     The k guesses for one token are asked in turn, each accepted with probability min(1, p / (rho q)); if none is, the
@@ -34,7 +35,7 @@ class KSeq:
     guarantee: ClassVar[str] = "distribution"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    matches: ClassVar[Matches] = "point"
+    traits: ClassVar[Traits] = Traits("verify", matches="point")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         if draft.drawn != "iid" or draft.q is None or any(q[t] == 0 for q, t in zip(draft.q, draft.tokens)):

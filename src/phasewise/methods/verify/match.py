@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.speculation.loop import Matches
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, Purpose
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random
 
 
 @dataclass(frozen=True)
-class Match:
+class Match(Method):
     """At each node one token is drawn from the target, with the randomness plain decoding would use there; the child
     that carries it is accepted, otherwise the token itself is emitted. So even sampled output equals plain decoding's,
     token for token, whatever the drafter (drafter-invariant decoding); `rejection` accepts more of a sampled draft."""
@@ -21,7 +22,7 @@ class Match:
     guarantee: ClassVar[str] = "exact"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    matches: ClassVar[Matches] = "all"
+    traits: ClassVar[Traits] = Traits("verify", matches="all")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path: list[int] = []

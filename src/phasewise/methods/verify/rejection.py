@@ -8,14 +8,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phasewise.speculation.loop import Matches
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random
 
 
 @dataclass(frozen=True)
-class Rejection:
+class Rejection(Method):
     """One rule for every draft, because a draft says what each node was drawn from.
 
     At a node, each drawn child in turn is accepted with probability min(1, p / q); after a rejection p becomes the
@@ -29,7 +30,8 @@ class Rejection:
     guarantee: ClassVar[str] = "distribution"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {}
-    matches: ClassVar[Matches] = "point"  # the residual and the acceptance draw numbers of their own
+    # the residual and the acceptance draw numbers of their own
+    traits: ClassVar[Traits] = Traits("verify", matches="point")
 
     def __call__(self, draft: Draft, p: Dist, rng: Random) -> tuple[list[int], int]:
         path: list[int] = []

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from phasewise.errors import UserError
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, Purpose
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random, Shown
 
 
 @dataclass(frozen=True)
-class TopBeta:
+class TopBeta(Method):
     """At temperature 0 a guess that is not the likeliest token is accepted if it is one of the `beta` likeliest and its
     logit is at most `tau` below the best one; of several, the likeliest.
 
@@ -29,8 +31,8 @@ class TopBeta:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"beta": 1}
+    traits: ClassVar[Traits] = Traits("verify", wants=frozenset({"logits"}))
     tight: ClassVar[dict[str, object]] = {"beta": 64, "tau": 100.0}
-    wants: ClassVar[frozenset[str]] = frozenset({"logits"})
 
     def __post_init__(self) -> None:
         if self.beta < 1:

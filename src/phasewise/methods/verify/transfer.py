@@ -11,14 +11,16 @@ from torch import Tensor
 from phasewise.errors import UserError
 from phasewise.methods.verify.rejection import Rejection
 from phasewise.verbs.draft import Draft
+from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, Purpose, pick
+from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Random, Shown
 
 REJECTION = Rejection()
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(Method):
     """The target's logits move by eta * (q - p) for tokens with at least `share` times the chance of the drafter's
     best: made for `--draft rapid`, whose drafter has read what matters. With eta=0 it is `rejection`.
 
@@ -40,8 +42,8 @@ class Transfer:
     guarantee: ClassVar[str] = "lossy"
     needs: ClassVar[str] = "nothing"
     neutral: ClassVar[dict[str, object]] = {"eta": 0.0}
+    traits: ClassVar[Traits] = Traits("verify", wants=frozenset({"logits", "thoughts"}))
     tight: ClassVar[dict[str, object]] = {"eta": 40.0}
-    wants: ClassVar[frozenset[str]] = frozenset({"logits", "thoughts"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.eta < float("inf"):

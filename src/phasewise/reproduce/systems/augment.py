@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from phasewise.train.exchanges import Exchanges
 from phasewise.train.lowrank import LowRank
 from phasewise.train.mixture import Mixture
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 LATENTS, PROMPT, NEW = 16, 256, 32
 STEPS = 6  # of held-out data
@@ -36,8 +36,10 @@ class RandomLatents(Control):
     """decode: as many rows in the same places, as long as the coprocessor's, in directions drawn at random."""
 
     of: Augment
-    brings: ClassVar[tuple[str, ...]] = ("attend", "evict", "skip")
-    plain_prompts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Augmenting:
         tensors = host.artefact(self.of.artefact(host.model.config), self.of.weights)

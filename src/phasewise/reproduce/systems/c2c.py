@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Setting
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 PROMPT, NEW = 512, 8
 ASKED = 60  # facts of each model
@@ -44,7 +45,10 @@ class Shuffled(Control):
     """decode: the same fuser, and the sharer's rows in an order drawn at random."""
 
     of: C2C
-    plain_prompts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Fusing:
         def mixed(rows: list[Rows], request: Request, stop: int) -> list[Rows]:
@@ -59,7 +63,10 @@ class Reversed(Control):
     """decode: the same fuser, with every gate that is open closed, and every other open."""
 
     of: C2C
-    plain_prompts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Fusing:
         made: Fusing = self.of.bind(host)
@@ -97,7 +104,10 @@ class Strangers(Control):
     """decode: the same fusers, and the sharers' rows of the prompt before."""
 
     of: C2C
-    plain_prompts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Fusing:
         last: list[list[Rows]] = []

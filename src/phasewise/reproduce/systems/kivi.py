@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from phasewise.kv.blocks import BlockCut
 from phasewise.methods.store._grouped import Grouped
@@ -15,6 +16,7 @@ from phasewise.reproduce.system import Attempt, Counter, Paper, Quality, Saving,
 from phasewise.reproduce.systems import _blocks as blocks
 from phasewise.reproduce.workload import STRANGER
 from phasewise.verbs.store import Codec
+from phasewise.verbs.traits import Traits
 
 BITS, GROUP, RESIDUAL, NEW = 2, 32, 128, 40
 CUTS = BlockCut(RESIDUAL), BlockCut(1, RESIDUAL)
@@ -30,6 +32,7 @@ class InBits(Control):
     """store: KIVI in any number of bits up to 8."""
 
     bits: int
+    traits: ClassVar[Traits] = Traits("store", packs_blocks=True)
 
     def codec(self) -> Codec:
         return Grouped(self.bits, GROUP, CUTS)

@@ -20,6 +20,7 @@ from phasewise.reproduce.play import Entry, play
 from phasewise.reproduce.system import Attempt, Case, Counter, Paper, Quality, Saving, Setting, System, Timing, Tried
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 METHOD = LoopServe(budget=256, every=4, voters=16)  # chosen on second questions of the training part
 KNOBS = f"budget={METHOD.budget},voters={METHOD.voters}"
@@ -49,6 +50,10 @@ class Watched(Control):
     of: LoopServe
     read: list[float] = field(default_factory=list)
     held: list[float] = field(default_factory=list)
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Looping:
         return _Watched(self, host.model.config)

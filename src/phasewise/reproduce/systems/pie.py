@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from phasewise.reproduce.system import (
 )
 from phasewise.reproduce.workload import STRANGER, Asked
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 LENGTH, FRESH, GONE, NEW = 1500, 48, 24, 8
 METHOD, BASELINE = Setting({"decode": "pie"}), Setting(prefix_cache=True)
@@ -44,8 +44,10 @@ class Unturned(Control):
     """decode: the same rows, and the keys of those that moved stay turned as they were."""
 
     of: Pie
-    asks: ClassVar[tuple[str, ...]] = Pie.asks
-    plain_prompts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return self.of.traits
 
     def bind(self, host: Host) -> Editing:
         return _Unturned(self.of, host)

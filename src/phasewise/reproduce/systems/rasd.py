@@ -10,7 +10,7 @@ from torch import Tensor
 from phasewise.methods.decode.speculative import Speculative
 from phasewise.methods.draft.draft_model import DraftModel
 from phasewise.methods.draft.prompt_lookup import PromptLookup
-from phasewise.methods.draft.rasd import Fusion
+from phasewise.methods.draft.rasd import RASD, Fusion
 from phasewise.methods.verify.match import Match
 from phasewise.reproduce import loads
 from phasewise.reproduce.controls import Control
@@ -24,6 +24,7 @@ from phasewise.step.span import Span
 from phasewise.verbs.decode import Outcome
 from phasewise.verbs.draft import Draft, Drafter
 from phasewise.verbs.host import Host
+from phasewise.verbs.traits import Traits
 
 K, COPIED = 4, 8  # tokens of either guess
 STORED, AMONG = 16, 10  # a datastore's guesses, and how many first tokens those may have that stay
@@ -64,6 +65,10 @@ class Watched(Control):
 
     rounds: list[Round] = field(default_factory=list, compare=False)
 
+    @property
+    def traits(self) -> Traits:
+        return RASD(DraftModel(k=K), PromptLookup(k=COPIED)).traits
+
     def bind(self, host: Host) -> _Watched:
         return _Watched(0, host.bind(DraftModel(k=K)), host.bind(PromptLookup(k=COPIED)), self.rounds)
 
@@ -78,13 +83,15 @@ class _Watched(Fusion):
         self.now = {r.id: [draft or Draft([], []) for draft in both] for r, both in zip(requests, guesses)}
         return super().draft(requests, budgets)
 
-    def learn(self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], *tops: Tensor) -> None:
+    def learn(
+        self, spans: Sequence[Span], hidden: Hidden, outcomes: Sequence[Outcome], tops: Tensor | None = None
+    ) -> None:
         for span, outcome in zip(spans, outcomes):
             if isinstance(span.note, Draft):
                 one, other = self.now[span.request.id]
                 told = [_held(draft, outcome.tokens[:-1]) for draft in (one, other, beside(one, other))]
                 self.rounds.append(Round(outcome.accepted, *told))
-        super().learn(spans, hidden, outcomes, *tops)
+        super().learn(spans, hidden, outcomes, tops)
 
 
 def beside(one: Draft, other: Draft) -> Draft:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.methods.decode._selectors import Masked, best, not_negative
+from phasewise.methods.decode._selectors import Masked, Selector, best, not_negative
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Selector):
     """Rows more confident than `threshold` become final if they are at least the step's share, else the static choice.
 
     A threshold of 1 or more is the static selector.

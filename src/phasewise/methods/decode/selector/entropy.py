@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.methods.decode._selectors import Masked, ascending, not_negative
+from phasewise.methods.decode._selectors import Masked, Selector, ascending, not_negative
 
 
 @dataclass(frozen=True)
-class Entropy:
+class Entropy(Selector):
     """The longest such prefix, one row at least; the schedule of steps has no say."""
 
     threshold: float = 0.6  # summed nats

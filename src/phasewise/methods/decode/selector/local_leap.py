@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.errors import UserError
-from phasewise.methods.decode._selectors import Masked, best, not_negative
+from phasewise.methods.decode._selectors import Masked, Selector, best, not_negative
 
 
 @dataclass(frozen=True)
-class LocalLeap:
+class LocalLeap(Selector):
     """Anchors are rows of at least `threshold`. A row within `radius` positions of an anchor becomes final from
     `relaxed` on, any other from `threshold` on, and the most confident row always.
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from phasewise.errors import UserError
-from phasewise.methods.decode._selectors import Masked, best
+from phasewise.methods.decode._selectors import Masked, Selector, best
 
 
 @dataclass(frozen=True)
-class Prophet:
+class Prophet(Selector):
     """Every masked row becomes final once the mean gap of the two largest logits reaches a threshold.
 
     The threshold is `early` in the first third of the block's denoising steps, `middle` in the second and `late` in the

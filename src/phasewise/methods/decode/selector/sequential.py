@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.methods.decode._selectors import Masked
+from phasewise.methods.decode._selectors import Masked, Selector
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(Selector):
     """A block is filled in order of position, whatever the model is sure of."""
 
     paper: ClassVar[str] = "arXiv 2510.06303"

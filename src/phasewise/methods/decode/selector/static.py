@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from phasewise.methods.decode._selectors import Masked, best
+from phasewise.methods.decode._selectors import Masked, Selector, best
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(Selector):
     """A block of B masks takes exactly `steps` passes; of equally confident rows the lower one comes first."""
 
     paper: ClassVar[str] = "arXiv 2510.06303"

@@ -1,0 +1,191 @@
+"""Traits: a method that holds another one forwards or refuses each of them, and what is declared is what is bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any, get_args
+
+import pytest
+
+from phasewise import catalog
+from phasewise.errors import UserError
+from phasewise.kv.blocks import marking, sealing
+from phasewise.methods.draft.rasd import fuse
+from phasewise.options import DEFAULTS, parse
+from phasewise.request.params import Params
+from phasewise.verbs.decode import Decode
+from phasewise.verbs.draft import Draft, Drafter
+from phasewise.verbs.method import Method
+from phasewise.verbs.sample import Sample
+from phasewise.verbs.traits import Matches, Traits, joined
+from tests import tiny
+from tests.laws.settings import options, tight
+
+# What a holder says for itself, whatever its part says: by method and trait.
+OWN = {
+    ("decode.speculative", "plain_prompts"): "its prompts are plain slices",
+    ("decode.speculative", "margin"): "the largest draft, `max_nodes`",
+    ("decode.kv_prediction", "plain_prompts"): "its prompts are not computed",
+    ("decode.augment", "margin"): "its latents come on top",
+    ("decode.augment", "single_rows"): "latents come together",
+    ("draft.paced", "idles"): "it looks at nobody whose size is 0",
+    ("draft.rasd", "idles"): "both must",
+    ("draft.rasd", "drawn"): "it is the base that draws: a source that does is refused when it is bound",
+    ("store.cachegen", "inner"): "it names the part itself",
+}
+
+
+def other(field: Field[Any]) -> Any:
+    """A value that is not the default."""
+    if field.name == "matches":
+        return next(value for value in get_args(Matches) if value != field.default)
+    if isinstance(field.default, bool):
+        return not field.default
+    if isinstance(field.default, int):
+        return field.default + 41
+    if field.name == "phases":
+        return ("decode",)
+    return {str: "other", tuple: ("other",), frozenset: frozenset({"other"})}[type(field.default)]
+
+
+TRAITS = [field for field in fields(Traits) if field.name not in ("verb", "name")]
+HOLDERS = [
+    (verb, name, part, its.kind)
+    for verb, name, cls in catalog.every()
+    for part, its in catalog.parts_of(cls).items()
+    if its.kind in catalog.VERBS
+]
+
+
+def held(verb: str, name: str, part: str, inner: Any) -> Any:
+    """The method with `inner` in one of its parts. Raises UserError where it refuses it."""
+    cls = catalog.method(verb, name)
+    others = {"draft": "prompt_lookup", "verify": "match"}
+    rest = {p: catalog.build(its.kind, its.default or others[its.kind]) for p, its in catalog.parts_of(cls).items()
+            if p != part and its.kind in catalog.VERBS}  # fmt: skip
+    knobs = {"sharer": "tiny-draft"} if "sharer" in catalog.knobs_of(cls) else {}
+    return cls(**knobs, **rest, **{part: inner})
+
+
+@pytest.mark.parametrize(("verb", "name", "part", "kind"), HOLDERS, ids=lambda value: str(value))
+def test_a_holder_forwards_or_refuses_every_trait(verb: str, name: str, part: str, kind: str) -> None:
+    """Of all fields of `Traits`, those that come later included."""
+    usual = {"decode": Traits("decode", plain_prompts=True), "draft": Traits("draft", drawn=False)}
+    for field in TRAITS:
+        if (f"{verb}.{name}", field.name) in OWN:
+            continue
+        said = replace(usual.get(kind, Traits(kind)), **{field.name: other(field)})
+
+        @dataclass(frozen=True)
+        class Inner(Method):
+            @property
+            def traits(self, said: Traits = said) -> Traits:
+                return said
+
+        try:
+            outer = held(verb, name, part, Inner()).traits
+        except UserError:
+            continue
+        mine, theirs = getattr(said, field.name), getattr(outer, field.name)
+        if isinstance(mine, tuple | frozenset) and field.name != "phases":
+            assert set(mine) <= set(theirs), f"{verb}.{name} drops {field.name} of its {part}"
+        elif isinstance(mine, int) and not isinstance(mine, bool):
+            assert theirs >= mine, f"{verb}.{name} drops {field.name} of its {part}"
+        else:
+            assert theirs == mine, f"{verb}.{name} drops {field.name} of its {part}"
+
+
+def test_what_holders_say_for_themselves_is_still_so() -> None:
+    """No exception outlives its reason."""
+    names = {f"{verb}.{name}" for verb, name, *_ in HOLDERS}
+    assert {method for method, _ in OWN} <= names and {trait for _, trait in OWN} <= {f.name for f in TRAITS}
+
+
+def test_joined_keeps_what_either_says() -> None:
+    for field in TRAITS:
+        said = replace(Traits("draft"), **{field.name: other(field)})
+        for both in (joined(said, Traits("draft")), joined(Traits("draft"), said)):
+            assert getattr(both, field.name) == getattr(said, field.name), field.name
+
+
+def members(base: type[Any]) -> set[str]:
+    """What a verb's class asks of a runtime."""
+    return {name for name in vars(base) if not name.startswith("_") or name == "__call__"}
+
+
+WRAPPERS = [("draft", "paced", Drafter), ("draft", "rasd", Drafter), ("sample", "momentum", Sample),
+            ("sample", "grammar", Sample), ("decode", "pie", Decode), ("decode", "kv_prediction", Decode),
+            ("decode", "augment", Decode)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "name", "base"), WRAPPERS, ids=str)
+def test_a_runtime_that_holds_one_leaves_nothing_to_the_defaults(verb: str, name: str, base: type[Any]) -> None:
+    """Of all that its verb's class asks, what is added later included."""
+    placed: Any = tiny.engine(options(verb, name))
+    runtime = placed.parts.recipes[""]
+    decode = runtime.phases[-1].decode
+    made = {"draft": lambda: decode.drafter, "decode": lambda: decode, "sample": lambda: runtime.sample}[verb]()
+    for member in members(base):
+        defined = member in vars(made) or any(
+            member in vars(cls) for cls in type(made).__mro__ if cls not in base.__mro__
+        )
+        assert defined, f"{type(made).__name__} leaves {member} to {base.__name__}"
+
+
+# ---- what is declared is what is bound
+def acting() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for verb, name, cls in catalog.every():
+        if verb in ("attend", "evict", "skip", "store") and name != DEFAULTS[verb]:
+            yield verb, name, tight(verb, name)
+            yield verb, name, cls.neutral
+
+
+@pytest.mark.parametrize(("verb", "name", "knobs"), list(acting()), ids=str)
+def test_traits_are_what_is_bound(verb: str, name: str, knobs: dict[str, Any]) -> None:
+    """On a model whose context is long enough for the method to act: then a flag is there exactly where it acts."""
+    placed: Any = tiny.engine(given := options(verb, name, knobs))
+    traits, runtime = parse(dict(given))[verb].traits, placed.parts.recipes[""]
+    assert traits.verb == verb
+    codec, phases = runtime.store.codec, runtime.phases
+    assert traits.packs_blocks == (sealing(codec) is not None) and traits.ranks_rows == (marking(codec) is not None)
+    assert any(phase.delta is not None for phase in phases) <= traits.low_rank
+    assert any(phase.again is not None for phase in phases) == traits.recomputes
+    assert any(phase.late is not None for phase in phases) == traits.defers_tokens
+    assert any(phase.whole for phase in phases) == traits.whole_prompts
+    assert any(not phase.dense for phase in phases) <= traits.own_attention
+    assert any(phase.skip is not None and not phase.walks for phase in phases) == traits.skips_rows
+    if verb == "evict":
+        assert any(phase.evict is not None for phase in phases) <= traits.frees_rows
+    for phase in phases:
+        if not traits.acts(phase.name) and verb in ("attend", "skip"):
+            assert phase.dense and phase.skip is None
+
+
+# ---- a verifier that wants the drafter's thoughts has them, whoever holds the drafter
+RAPID = "rapid:k=3,context=24,piece=4,query=8"
+
+
+def outs(draft: str, verify: str = "transfer:eta=30") -> list[list[int]]:
+    params = Params(max_tokens=48, ignore_eos=True)
+    placed = tiny.engine({"draft": draft, "verify": verify, "schedule": "prefill_first"})
+    return tiny.outs(tiny.run(placed, tiny.prompts(60, 41), params))
+
+
+def test_transfer_acts_inside_holders_as_outside() -> None:
+    """Greedy; the source of RASD finds nothing here, so that its guesses change no verdict."""
+    alone = outs(RAPID)
+    assert alone != outs(RAPID, "match"), "the drafter has a say"
+    assert outs(f"paced:of=({RAPID})") == alone
+    assert outs(f"rasd:base=({RAPID}),source=(prompt_lookup:min_match=64)") == alone
+    assert outs(f"paced:of=(rasd:base=({RAPID}),source=(prompt_lookup:min_match=64))") == alone
+
+
+def test_fused_drafts_keep_what_was_thought() -> None:
+    import torch
+
+    thoughts = {(): torch.ones(9), (5,): torch.zeros(9)}
+    base = Draft([5, 6], [-1, 0], thoughts=thoughts, likely=[0.9, 0.5])
+    fused = fuse(base, Draft([5, 7], [-1, 0], likely=[0.4, 0.3]))
+    assert fused.tokens == [5, 6, 7] and fused.thoughts is thoughts and fused.likely == [0.9, 0.5, 0.3]
+    assert fuse(base, Draft([5, 7], [-1, 0])).likely is None, "guesses that nobody weighs are counted by their place"
