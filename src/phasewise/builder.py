@@ -99,7 +99,7 @@ class Builder:
         return Engine(parts)
 
     def launcher(self) -> Launcher:
-        """Who starts the workers of a placement. Raises UserError for a `cluster` that is unknown or not installed."""
+        """The launcher of a placement's workers. Raises UserError for a `cluster` that is unknown or not installed."""
         self._launches = True
         name, knobs = catalog.split(self.limits.cluster, "cluster")
         if name not in CLUSTERS:

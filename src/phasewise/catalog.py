@@ -41,7 +41,7 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Part:
-    """What a field made by `part` holds: a method of `kind`; `default` is the text of the one it holds unasked."""
+    """The content of a field made by `part`: a method of `kind`; `default` is the text of the one it holds unasked."""
 
     kind: str
     default: str | None = None
@@ -180,7 +180,7 @@ def configure(cls: type[Any], knobs: Mapping[str, Any], what: str, **fixed: Any)
 
 
 def _held(its: Part, chosen: Any, inner: Mapping[str, Any], what: str) -> Any:
-    """What a part holds: the one `chosen`, else the default, with the knobs `inner` set in it."""
+    """Returns the method that a part holds: the one `chosen`, else the default, with the knobs `inner` set in it."""
     if chosen is None and its.default is None:
         raise UserError(f"{what} is not chosen, but its {', '.join(inner)} is given. {near('', names(its.kind))}")
     if chosen is None:
@@ -240,7 +240,7 @@ def _fields_alone(cls: type[Any]) -> type[Any]:
 
 
 def _vocabulary(cls: type[Any]) -> list[str]:
-    """What may stand before a `=`: the knobs, and those of all parts that come from a folder."""
+    """The names that may stand before a `=`: the knobs, and those of all parts that come from a folder."""
     words = list(_hints(cls))
     for field, its in parts_of(cls).items():
         if its.kind not in VERBS:

@@ -15,7 +15,7 @@ class UserError(PhasewiseError):
 
 
 class Unanswerable(UserError):
-    """What a request asks for leaves nothing to go on with, which was found on the way."""
+    """A request's constraints leave no token to go on with, which was found while it ran."""
 
 
 class Untrained(UserError):

@@ -42,7 +42,7 @@ FIELDS = tuple(field.name for field in fields(Params) if field.init)
 
 @dataclass(frozen=True)
 class Output:
-    """What one request gave: `tokens` (an end token included), their `text` up to a stop string, how it left, and
+    """The result of one request: `tokens` (an end token included), their `text` up to a stop string, how it left, and
     log-probabilities where they were asked for. `id` is its name, for requests that go on from its KV."""
 
     tokens: list[int]
@@ -292,7 +292,7 @@ class LLM:
 
     # ---- inside
     def _know(self, recipes: Mapping[str, Mapping[str, Any]]) -> None:
-        """What there is to know of new recipes, and of requests that name none."""
+        """Registers new recipes, and the methods of requests that name none."""
         self.lossy |= {name: lossy(own) for name, own in recipes.items()}
         self.adds |= {name: own["decode"].traits.added_rows for name, own in recipes.items()}
         every = [method for own in recipes.values() for method in own.values()]

@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def model_path(name: str, *, say: Say = log.info) -> str:
-    """Where the model called `name` lies: a directory, a `.gguf` file, or a hub id.
+    """Finds the model called `name`: a directory, a `.gguf` file, or a hub id.
 
     A known model (`phasewise models`) is fetched if it is not here; a directory of that name is `./NAME`. `say` gets a
     line per stage of fetching where there is no terminal for a bar. Whatever else could be a path or a hub id stays as

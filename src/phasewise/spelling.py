@@ -1,4 +1,4 @@
-"""How a method is written as text: `name:knob=value,knob=(name:knob=value),part.knob=value`, and back.
+"""The textual form of a method: `name:knob=value,knob=(name:knob=value),part.knob=value`, and back.
 
     method = name [":" knob {"," knob}]
     knob   = key {"." key} "=" (plain | quoted | "(" method ")")
@@ -36,7 +36,7 @@ class Spelled:
     knobs: Mapping[str, str | Spelled] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """What `read` turns into this again."""
+        """The text that `read` turns into this again."""
         knobs = ",".join(f"{key}={_written(value)}" for key, value in self.knobs.items())
         return f"{self.name}:{knobs}" if knobs else self.name
 

@@ -1,4 +1,4 @@
-"""How often one of several guesses for a token is accepted, in closed form, and how often one could be at best.
+"""Acceptance rates of several guesses for a token in closed form, and the best possible rate.
 
 `p` is what the target says, `q` what the guesses are drawn from, both float64 [V]; `n` guesses are made.
 """
@@ -64,8 +64,8 @@ def two_distinct(p: Tensor, q: Tensor) -> float:
 
 
 def distinct(p: Tensor, q: Tensor, n: int, u: Callable[[], float]) -> float:
-    """As many guesses drawn without replacement, rejected one after the other: a number that is right on average over
-    the first n - 2 of them, which are drawn by `u`. For two guesses it is exact."""
+    """The acceptance of as many guesses drawn without replacement and rejected one after the other: a number that is
+    right on average over the first n - 2 of them, which are drawn by `u`. For two guesses it is exact."""
     if n == 2:
         return two_distinct(p, q)
     first = single(p, q)

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the best that anything reaches here, so that nobody has gone faster."""
+"""Measures how fast this machine reads memory: the best rate that anything reaches here."""
 
 from __future__ import annotations
 

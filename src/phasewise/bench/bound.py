@@ -1,5 +1,5 @@
-"""How much of several guesses verifiers accept, beside the most that any could (arXiv 2502.18779), on the distributions
-of a model and one that guesses for it.
+"""Compares what verifiers accept of several guesses with the most that any could (arXiv 2502.18779), on the
+distributions of a model and one that guesses for it.
 
 A model writes by chance; then both say, token by token, what they held likely there. Nothing is drawn but the text:
 acceptance is computed from p and q (bench/acceptance.py), so differences of a tenth of a point are seen on a few
@@ -105,7 +105,8 @@ class Pair:
 
 
 def held(engine: Placed, record: Recorded, text: Sequence[int], start: int) -> dict[int, Tensor]:
-    """What the engine's model held likely at every place of a text from `start` on. Raises UserError if it fails."""
+    """The distributions of the engine's model at every place of a text from `start` on. Raises UserError if it
+    fails."""
     record.script, record.rows = [*text, 0], {}
     request = Request(text[:start], Params(max_tokens=len(text) - start, ignore_eos=True))
     _ended(engine, [request])

@@ -1,4 +1,4 @@
-"""What verifiers accept beside the best possible: a table, a plot, lines for a file."""
+"""Reports what verifiers accept beside the best possible: a table, a plot, lines for a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Total:
 
 
 def totals(found: Sequence[Found]) -> list[Total]:
-    """By number of guesses, then as the rules stand."""
+    """Totals by number of guesses, then in the order of the rules."""
     made = []
     for key in unique((one.guesses, one.drawn, one.verify) for one in found):
         own = [one for one in found if (one.guesses, one.drawn, one.verify) == key]

@@ -26,7 +26,7 @@ CHECK = (48, 32)  # prompt and new tokens of the output that contenders are held
 
 @dataclass(frozen=True)
 class Job:
-    """What one contender has to do in one round. `new` and `prompt` are the lengths of the decode tests."""
+    """The work of one contender in one round. `new` and `prompt` are the lengths of the decode tests."""
 
     contender: str
     model: str

@@ -1,4 +1,4 @@
-"""What drafters came to: tables of speed by task and of work per token, a plot, lines for a file."""
+"""Reports drafters: tables of speed by task and of work per token, a plot, lines for a file."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Result:
 
 
 def results(heats: Sequence[Heat]) -> list[Result]:
-    """By batch and drafter, plain decoding first: every task in order, then ALL, whose speed is the tasks' geometric
-    mean, so that no task counts for more because its answers are longer."""
+    """Results by batch and drafter, plain decoding first: every task in order, then ALL, whose speed is the tasks'
+    geometric mean, so that no task counts for more because its answers are longer."""
     found: list[Result] = []
     for batch in unique(heat.batch for heat in heats):
         mine = [heat for heat in heats if heat.batch == batch]

@@ -181,8 +181,8 @@ def answer(
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text ends in a stretch that has come REPEATS times in a row: what is said over and over is easily
-    guessed, and says little about drafters."""
+    """True if a text ends in a stretch that has come REPEATS times in a row. Such text is easily guessed and says
+    little about drafters."""
     for period in range(1, PERIOD + 1):
         length = max(REPEATS * period, SHORTEST)
         end = tokens[-length:]

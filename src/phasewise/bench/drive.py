@@ -30,7 +30,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a request held of the KV budget at its last token: `live` bytes of rows and of what is kept beside them and
+    """The KV bytes of a request at its last token: `live` bytes of rows and of what is kept beside them and
     in drawers, and `booked` ones, which is what the budget counts: room to grow included, the prefix cache left out."""
 
     live: int

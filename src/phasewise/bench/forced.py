@@ -71,7 +71,7 @@ class Forced(Method, Sample):
 
 @dataclass(frozen=True)
 class Written:
-    """What the model thought of each token that it was made to write: nats, and the token it would have taken."""
+    """The model's view of each token that it was made to write: nats, and the token it would have taken."""
 
     nats: list[float]
     choices: list[int]

@@ -46,7 +46,7 @@ class Point:
 
     @property
     def less(self) -> stats.Difference | None:
-        """Of paired examples; None where they are not the same ones."""
+        """The difference over paired examples; None where they are not the same ones."""
         own, base = self.line["values"], self.dense["values"]
         if not own or len(own) != len(base):
             return None
@@ -54,12 +54,12 @@ class Point:
 
     @property
     def loses(self) -> bool:
-        """Whether a loss is certain: the whole interval of the paired difference lies on the worse side."""
+        """True if a loss is certain: the whole interval of the paired difference lies on the worse side."""
         less = self.less
         return less is not None and (less.high < 0 if self.percent else less.low > 0)
 
     def share(self, cost: str) -> float | None:
-        """Of dense's bytes."""
+        """The share of dense's bytes."""
         own, base = self.line[cost], self.dense[cost]
         return own / base if own is not None and base else None
 
@@ -71,7 +71,7 @@ def _family(word: str) -> str:
 
 
 def points(lines: Sequence[Line]) -> dict[str, list[Point]]:
-    """By task, what was measured beside dense, with its fronts. What lacks dense is left out."""
+    """Points by task, measured beside dense, with their Pareto fronts. Tasks without dense are left out."""
     found: dict[str, list[Point]] = {}
     for task in report.unique(line["task"] for line in lines):
         own = [line for line in lines if line["task"] == task and "refused" not in line]
@@ -118,7 +118,7 @@ def title(task: str, some: Sequence[Point]) -> str:
 
 
 def notes(lines: Sequence[Line], reasons: bool = True) -> list[str]:
-    """What could not be measured, once per setting and reason; and bytes that no column has."""
+    """Notes on what could not be measured, once per setting and reason; and on bytes that no column has."""
     tasks: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         if "refused" in line:
@@ -137,7 +137,7 @@ def notes(lines: Sequence[Line], reasons: bool = True) -> list[str]:
 
 
 def machines(lines: Sequence[Line]) -> str:
-    """What computed these lines, where they say so."""
+    """The machines that computed these lines, where they say so."""
     return " and ".join(report.unique(str(line["on"]) for line in lines if "on" in line))
 
 

@@ -52,7 +52,7 @@ class Point:
     served: Sequence[Served]
 
     def share(self, slo: SLO) -> float:
-        """Of the requests, those that came in full and within the targets."""
+        """The share of requests that came in full and within the targets."""
         return sum(one.meets(slo) for one in self.served) / len(self.served)
 
     def row(self, targets: Sequence[Target]) -> dict[str, Any]:

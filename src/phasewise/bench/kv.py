@@ -1,4 +1,4 @@
-"""What KV methods cost in answers, over the bytes that they hold and the bytes that they read.
+"""Measures what KV methods cost in answers, over the bytes that they hold and read.
 
 Every setting answers the same examples as dense. The bytes are counted in runs of their own: some of the very prompts
 that its answers came from, drawn alike for all, each alone in its engine. What is counted does not depend on the
@@ -54,7 +54,7 @@ def every(most: int | None = None) -> list[Setting]:
 
 
 def _concerns(verb: str, name: str) -> bool:
-    """Whether a method makes anything of the KV."""
+    """True if a method changes what is kept or read of the KV."""
     if verb == CHANGING:
         return bool(catalog.method(verb, name).budgets)
     return verb in KEEPING and name != DEFAULTS[verb]
@@ -182,7 +182,7 @@ class Measuring:
     prompts: Path | None = None
 
     def about(self, setting: str, task: str) -> Line:
-        """What says which examples a line is of: equal in lines that are the same measurement. `text` is what the
+        """Identifies the examples of a line; it is equal in lines of the same measurement. `text` is what the
         examples are taken from, which another Python, or another file of the same name, has otherwise."""
         dtype = str(self.llm.model.dtype).removeprefix("torch.")
         return {"model": self.model, "dtype": dtype, "setting": setting, "task": task, "examples": self.examples,

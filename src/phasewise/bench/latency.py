@@ -25,7 +25,7 @@ class Served:
         return sum(self.trace.counts)
 
     def meets(self, slo: SLO) -> bool:
-        """Whether it came in full and within both targets (a missing target is met)."""
+        """True if it came in full and within both targets (a missing target is met)."""
         ttft, tpot = self.trace.ttft, self.trace.tpot
         if self.error is not None or ttft is None:
             return False

@@ -108,7 +108,7 @@ def served_model(url: str) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a load gave: wall-clock seconds, and by how many seconds the client itself was late at worst."""
+    """The outcome of a load: wall-clock seconds, and by how many seconds the client itself was late at worst."""
 
     model: str
     served: list[Served]

@@ -36,7 +36,7 @@ def kernels() -> str:
 
 
 def where(device: torch.device) -> str:
-    """What computes there, by its maker's name, and with which versions: texts of evaluations belong to Python's."""
+    """Names the processor and the versions that compute there: texts of evaluations belong to Python's."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
     return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
 

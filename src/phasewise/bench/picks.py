@@ -1,5 +1,5 @@
-"""How much of what a layer would pick for itself an earlier layer has picked: what selectors that hand picks from layer
-to layer live on (attend.tidal)."""
+"""Measures how much of a layer's own picks an earlier layer has picked, on which selectors that hand picks from layer
+to layer depend (attend.tidal)."""
 
 from __future__ import annotations
 

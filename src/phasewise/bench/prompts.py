@@ -1,4 +1,4 @@
-"""Where prompts come from: random ids, the standard library's source, a text file. No prompt comes twice."""
+"""Sources of prompts: random ids, the standard library's source, a text file. No prompt comes twice."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Text:
-    """How the model under test turns text into token ids and back."""
+    """Turns text into token ids of the model under test, and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]  # leaves special tokens out
@@ -132,7 +132,7 @@ def accuracy(name: str, generate: Generate, text: Text, examples: Sequence[Examp
 
 
 def next_line(generate: Generate, text: Text, rng: Random, examples: int) -> Measured:
-    """How often the next line of held-out library code is completed exactly (indentation included)."""
+    """The share of held-out library code whose next line is completed exactly (indentation included)."""
     prompts, wanted = [], []
     files = [source.splitlines(keepends=True) for source in sources(held_out=True).values()]
     lines = [(file, index) for file in files for index, line in enumerate(file) if index > 4 and line.strip()]

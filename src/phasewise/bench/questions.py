@@ -1,4 +1,4 @@
-"""What drafters are measured on: conversations by task, from a file in the form of Spec-Bench or made here."""
+"""Conversations by task on which drafters are measured, from a file in the form of Spec-Bench or made here."""
 
 from __future__ import annotations
 

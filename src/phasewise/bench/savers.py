@@ -1,4 +1,4 @@
-"""What methods that save KV, depth or reads are worth on the clock, beside what the bytes they save promise.
+"""Times methods that save KV, depth or reads beside the gain that the saved bytes promise.
 
 Every setting has an engine of its own, kept alive with the prompts of its requests computed. Then they take turns: each
 decodes a few tokens of every request, in rotating order, and only ratios to dense of the same round count. A round in
@@ -236,8 +236,8 @@ class Savers:
 
 
 def together(needs: Mapping[str, int], budget: int) -> list[list[str]]:
-    """Who is alive at the same time: dense, and as many others as the budget holds beside it. Raises UserError where it
-    does not hold dense and one other."""
+    """Groups the settings that are alive at the same time: dense, and as many others as the budget holds beside it.
+    Raises UserError where it does not hold dense and one other."""
     rest = [name for name in needs if name != DENSE]
     groups: list[list[str]] = []
     for name in rest:

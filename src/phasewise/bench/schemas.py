@@ -71,7 +71,7 @@ def read(path: Path) -> list[Case]:
 
 
 def judge(cases: Sequence[Case], tokenizer: Tokenizer, words: Words) -> Iterator[Verdict]:
-    """What becomes of each schema. Raises UserError where llguidance is not installed."""
+    """Judges each schema. Raises UserError where llguidance is not installed."""
     theirs = words.tokenizer()
     for case in cases:
         began = time.perf_counter()
@@ -90,7 +90,7 @@ def judge(cases: Sequence[Case], tokenizer: Tokenizer, words: Words) -> Iterator
 
 
 def follows(grammar: Compiled, ids: Sequence[int], words: Words, seconds: list[float]) -> bool:
-    """Whether a grammar lets a model say these tokens and then end, mask by mask."""
+    """True if a grammar lets a model say these tokens and then end, mask by mask."""
     matcher = grammar.start()
     mask = np.zeros(words.width, dtype=np.int32)
     for token in [*ids, words.ends[0]]:

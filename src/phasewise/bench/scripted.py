@@ -27,7 +27,8 @@ GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Of one request: by the number of known tokens, the chain to guess then and how many of its first are right."""
+    """The guesses for one request: by the number of known tokens, the chain to guess then and how many of its first are
+    right."""
 
     chains: dict[int, list[int]]
     right: dict[int, int]
@@ -70,7 +71,7 @@ class Scripted(Method, Drafter):
             raise UserError(f"scripted: vocab={self.vocab} leaves no token to be wrong with")
 
     def tell(self, request: Request, continuation: Sequence[int], seed: int | str) -> Script:
-        """What the target will say after the prompt of `request`. Guesses are drawn here, by `seed`."""
+        """Sets what the target will say after the prompt of `request`. Guesses are drawn here, by `seed`."""
         rng, start = Random(f"scripted {seed}"), request.prompt_len
         right = [self._right(rng.random()) for _ in continuation]
         at, u = 1, rng.random()
@@ -87,7 +88,7 @@ class Scripted(Method, Drafter):
         return script
 
     def _right(self, u: float) -> int:
-        """How many guesses are right before the first wrong one, for u uniform in [0, 1)."""
+        """The number of right guesses before the first wrong one, for u uniform in [0, 1)."""
         if self.accept in (0.0, 1.0):
             return self.k if self.accept else 0
         return min(self.k, int(log(1.0 - u) / log(self.accept)))

@@ -46,7 +46,7 @@ class Handoffs:
         self._before = self._read()
 
     def row(self) -> dict[str, float | int | None]:
-        """How many there were since the last call, and their mean in seconds (None of none)."""
+        """The number since the last call, and their mean in seconds (None of none)."""
         (n, seconds), (n_before, seconds_before) = now, _ = self._read(), self._before
         self._before = now
         moves = n - n_before

@@ -27,8 +27,8 @@ class Difference:
 
 
 def shares(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Of answers that are right (1) or wrong (0): Bonett and Price's interval, which has a width even where both
-    always agree."""
+    """The interval of a difference of answers that are right (1) or wrong (0): Bonett and Price's interval, which has a
+    width even where both always agree."""
     n = len(a)
     only_a = sum(x > y for x, y in zip(a, b, strict=True))
     only_b = sum(x < y for x, y in zip(a, b, strict=True))
@@ -38,7 +38,7 @@ def shares(a: Sequence[float], b: Sequence[float]) -> Difference:
 
 
 def means(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Of measurements: the normal interval of the mean difference."""
+    """The normal interval of the mean difference of paired measurements."""
     each = [x - y for x, y in zip(a, b, strict=True)]
     centre = statistics.fmean(each)
     half = Z * statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf

@@ -1,4 +1,4 @@
-"""What is asked of an engine: lengths, arrivals and prompts. Everything is seeded, and no prompt comes twice."""
+"""Workloads of an engine: lengths, arrivals and prompts. Everything is seeded, and no prompt comes twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shot:
 
 
 class Lengths(Protocol):
-    """Where lengths come from; `gaps` are the recorded seconds between arrivals, where there are any.
+    """A source of lengths; `gaps` are the recorded seconds between arrivals, where there are any.
 
     `prefix` tokens come before every prompt, the same for all.
     """

@@ -1,4 +1,4 @@
-"""What savers are worth: gains on the clock beside those that the bytes they save promise; a table, CSV, plot, page."""
+"""Reports KV methods' gains on the clock beside those that the saved bytes promise: a table, CSV, plot, page."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Worth:
 
 
 def promised(dense: float, saved: float, rate: float) -> float | None:
-    """How many times as fast a step of `dense` seconds is without reading `saved` bytes, at `rate` bytes/s."""
+    """The speed-up of a step of `dense` seconds that does not read `saved` bytes, at `rate` bytes/s."""
     left = dense - saved / rate
     return dense / left if left > 0 else None
 
 
 def layer_bytes(model: Model) -> float:
-    """Of a layer's weights, on average; all experts of a mixture count."""
+    """The mean bytes of a layer's weights; all experts of a mixture count."""
     embeddings = model.unembed.nbytes + (0 if model.config.tied or model.table is None else model.table.nbytes)
     return (model.weight_bytes - embeddings) / model.config.layers
 
 
 def worths(turns: Sequence[Turn], per_layer: float) -> list[Worth]:
-    """By batch, dense first. `per_layer`: bytes of a layer's weights."""
+    """Gains by batch, dense first. `per_layer`: bytes of a layer's weights."""
     runs: dict[tuple[int, int, str], list[Turn]] = {}
     for turn in turns:
         runs.setdefault((turn.batch, turn.group, turn.setting), []).append(turn)

@@ -28,7 +28,7 @@ class BlockType:
     expand: Callable[[Bytes], Floats]
 
     def bytes_of(self, shape: Sequence[int]) -> int:
-        """How many bytes a tensor of this shape takes; its last dimension must be whole blocks."""
+        """The bytes of a tensor of this shape; its last dimension must be whole blocks."""
         return math.prod(shape) // self.values * self.size
 
 

@@ -69,11 +69,11 @@ class GGUFModel:
     # ---- what Weights asks of a checkpoint
     @property
     def directory(self) -> Path:
-        """What names the model in errors: the file."""
+        """The file, which names the model in errors."""
         return self.path
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a tensor is expanded to unless another dtype is asked for."""
+        """The dtype that a tensor is expanded to unless another one is asked for."""
         return torch.float32 if self._info(self._ways[name].name).type.name == "F32" else torch.bfloat16
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -103,12 +103,12 @@ class GGUFModel:
         return out.reshape(shape)
 
     def _heads(self, change: Change) -> int:
-        """How many heads' rows a tensor has, where each must be undone by itself."""
+        """The number of heads whose rows a tensor has, where each must be undone by itself."""
         key = {"pairs of queries": "num_attention_heads", "pairs of keys": "num_key_value_heads"}.get(change)
         return int(self.settings[key]) if key else 0
 
     def let_go(self, tensor: Tensor) -> None:
-        """What was read is a copy already."""
+        """Does nothing: what was read is a copy already."""
 
 
 def _expanded(kind: BlockType, raw: Bytes) -> Floats:

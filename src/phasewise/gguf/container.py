@@ -37,7 +37,7 @@ class BrokenFile(UserError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` as torch has it, rows first; `start` and `bytes` of its data in the file."""
+    """The place of a tensor. `shape` as torch has it, rows first; `start` and `bytes` of its data in the file."""
 
     name: str
     shape: tuple[int, ...]

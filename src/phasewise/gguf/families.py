@@ -30,7 +30,7 @@ ENDS = frozenset((b"<|eot_id|>", b"<|eom_id|>", b"<|im_end|>", b"<|end|>", b"<en
 
 @dataclass(frozen=True)
 class Way:
-    """Where a tensor of the decoder lies: a tensor of the file, one entry of it (an expert's), and what to undo."""
+    """The source of a tensor of the decoder: a tensor of the file, one entry of it (an expert's), and what to undo."""
 
     name: str
     entry: int | None = None
@@ -39,7 +39,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Found:
-    """What a family is read from: the metadata below its own name, all tensors' shapes, and small ones' values."""
+    """The inputs of a family: the metadata below its own name, all tensors' shapes, and small ones' values."""
 
     meta: Metadata
     prefix: str
@@ -50,7 +50,7 @@ class Found:
         return f"{self.prefix}.{name}"
 
     def blocks(self) -> int:
-        """How many layers the tensors' names tell of."""
+        """The number of layers by the tensors' names."""
         numbers = (BLOCK.match(name) for name in self.tensors)
         return max((int(number[1]) + 1 for number in numbers if number), default=0)
 
@@ -213,7 +213,7 @@ def _olmo2(found: Found) -> dict[str, Any]:
 
 
 def _experts_of(found: Found) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a row takes."""
+    """The number of experts of a layer, and of those that a row takes."""
     meta, key, gate = found.meta, found.key, "blk.0.ffn_gate_inp.weight"
     count = meta.whole(key("expert_count"))
     if count != found.tensors.get(gate, (0,))[0]:

@@ -175,7 +175,7 @@ UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _phi3(meta: Metadata) -> bool:
-    """Whether blanks after its marks belong to them: no file says so, all published ones of this architecture do."""
+    """True if blanks after its marks belong to them: no file says so, all published ones of this architecture do."""
     return meta.text("general.architecture") == "phi3"
 
 
@@ -191,7 +191,7 @@ def _add(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, spaced
 
 
 def _ends(made: Tokenizer, meta: Metadata, tokens: Sequence[str], begin: bool) -> None:
-    """What goes before and after each text."""
+    """The tokens before and after each text."""
     wanted = {"bos": meta.get("tokenizer.ggml.add_bos_token", begin), "eos": meta.get("tokenizer.ggml.add_eos_token")}
     ids = {name: meta.index(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name, add in wanted.items() if add}
     found = [{"id": name, "ids": [i], "tokens": [tokens[i]]} for name, i in ids.items() if i is not None]

@@ -1,4 +1,4 @@
-"""How far a fetch is: a bar where somebody watches, else a line per stage for whoever wants lines."""
+"""Progress of a fetch: a bar on a terminal, else a line per stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def megabytes(size: int) -> str:
 
 @dataclass
 class Stages:
-    """What is being done (`downloading`), and how many bytes of it."""
+    """The stage of a fetch (`downloading`), and its bytes."""
 
     model: str
     say: Say

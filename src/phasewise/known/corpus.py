@@ -15,7 +15,7 @@ HELD_OUT_PERCENT = 3
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this name (relative, with forward slashes) belongs to the held-out part."""
+    """True if the file of this name (relative, with forward slashes) belongs to the held-out part."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 

@@ -31,7 +31,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Terms:
-    """What whoever fetches a model must have accepted."""
+    """The terms that a user must accept before a model is fetched."""
 
     url: str
     summary: str

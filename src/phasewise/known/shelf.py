@@ -1,4 +1,4 @@
-"""Where models lie: those of the package, and those that were fetched, in `~/.cache/phasewise/models/NAME/`.
+"""Directories of models: those of the package, and those that were fetched, in `~/.cache/phasewise/models/NAME/`.
 
 `XDG_CACHE_HOME` names another place than `~/.cache`, as it does for other programs.
 """
@@ -70,7 +70,8 @@ def _remember(model: Known, path: Path, about: os.stat_result) -> None:
 
 
 def caches() -> Path:
-    """Where programs keep what they can make or get again. Raises UserError where there is no such place."""
+    """The directory in which programs keep what they can make or get again. Raises UserError where there is no such
+    place."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():  # others do not count, says the specification
         return named

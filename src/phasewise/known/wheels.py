@@ -59,7 +59,7 @@ def download(wheels: Sequence[Wheel], into: Path, arrived: Callable[[int], None]
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it ends within the time between two looks."""
+    """True if the process ends within the time between two looks."""
     try:
         process.wait(LOOK)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What was trained for a method and a model: declared by the method, found, checked, or refused by name.
+"""Artefacts that were trained for a method and a model: declared by the method, found, checked, or refused by name.
 
 An artefact is a safetensors file bound to one base model (`fingerprint`) and to the knobs it was trained for. It lies
 in `phasewise/` beside the model's own files, or is named. Methods ask for theirs with `host.artefact`.
@@ -35,7 +35,8 @@ RANDOM = "random:"
 
 @dataclass(frozen=True)
 class Artefact:
-    """What a method needs of a model: names and shapes, and the knobs that they were or would be trained for.
+    """The tensors that a method needs of a model: names and shapes, and the knobs that they were or would be trained
+    for.
 
     A trainable method has `artefact(config) -> Artefact`, and `train/artefacts/<verb>_<name>.py` makes it.
     """
@@ -58,7 +59,7 @@ class Artefact:
         return "-".join([self.kind, *words]) + ".safetensors"
 
     def command(self, model: str) -> str:
-        """What trains it for the model of this name or directory."""
+        """The command that trains it for the model of this name or directory."""
         return f"phasewise train artefact {self.setting} --model {model} --out runs/{self.kind}"
 
 
@@ -116,7 +117,7 @@ def save(path: Path, made: Artefact, tensors: Mapping[str, Tensor], base: str, c
 
 
 def fingerprint(model: Model) -> str:
-    """What tells a base model from others (`model.fingerprint`); computed once for the files as they are."""
+    """The fingerprint of a base model (`model.fingerprint`); computed once for the files as they are."""
     return _fingerprint(model.files.path, model.files.stamp(), model.config)
 
 

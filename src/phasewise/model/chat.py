@@ -66,7 +66,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTemplate:
-        """Of a model by its path or hub id; one without templates loads, and says so when rendered."""
+        """Loads the templates of a model by its path or hub id; one without templates loads, and says so when
+        rendered."""
         from phasewise.model.source import (
             source,
         )  # torch comes with it, which a process that only renders has no need of
@@ -81,7 +82,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template that is taken when `tools` are given shows them to the model."""
+        """True if the template that is taken when `tools` are given shows them to the model."""
         name = "tool_use" if "tool_use" in self._templates else "default"
         return "tools" in self._variables.get(name, ())
 

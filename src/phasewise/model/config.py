@@ -10,7 +10,7 @@ from phasewise.model.rope import Rope
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How one layer's scores are made. A query at position i sees keys j <= i with i - j < window."""
+    """The attention of one layer. A query at position i sees keys j <= i with i - j < window."""
 
     scale: float
     window: int | None = None

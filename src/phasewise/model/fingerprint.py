@@ -1,4 +1,4 @@
-"""What tells the weights of one base model from those of others, for whatever was trained for it."""
+"""Fingerprints the weights of a base model, for whatever was trained for it."""
 
 from __future__ import annotations
 

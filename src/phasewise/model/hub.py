@@ -14,7 +14,7 @@ UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies of the wei
 
 
 def resolve(path: str | Path) -> Path:
-    """What is at `path`: a directory, a .gguf file, else the download of a hub id such as `org/name`.
+    """Resolves `path`: a directory, a .gguf file, else the download of a hub id such as `org/name`.
 
     Raises UserError naming the value and the fix when there is no such directory and it cannot be downloaded.
     """

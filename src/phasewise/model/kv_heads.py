@@ -43,7 +43,7 @@ SHARD_BYTES = 1 << 30  # a file's; what is in memory at a time
 
 @dataclass(frozen=True)
 class Moments:
-    """What the caches of one layer look like: sums of outer products, float64 [new heads, t * D, t * D] each."""
+    """Second moments of one layer's caches: sums of outer products, float64 [new heads, t * D, t * D] each."""
 
     keys: Tensor
     values: Tensor
@@ -127,7 +127,7 @@ def calibrate(model: Model, texts: Sequence[Sequence[int]], heads: int, tell: Ca
 
 
 def of_weights(files: Source, config: ModelConfig, heads: int) -> list[Moments]:
-    """What the caches would look like if inputs had no preferred direction: the control of calibration."""
+    """Moments that the caches would have if inputs had no preferred direction: the control of calibration."""
     tensors, names, found = files.tensors(), layout(config), []
     for i in range(config.layers):
         both = []
@@ -166,7 +166,7 @@ def _largest(moments: Tensor, d: int) -> Tensor:
 
 
 def _largest_pairs(moments: Tensor, d: int) -> Tensor:
-    """Of every rotary pair (numbers j and j + d / 2 of a head) the leading complex direction, as real blocks."""
+    """The leading complex direction of every rotary pair (numbers j and j + d / 2 of a head), as real blocks."""
     heads, size, _ = moments.shape
     t, half = size // d, d // 2
     if t == 1:

@@ -47,7 +47,7 @@ class Delta:
         self._tables: dict[tuple[int, ...], Structures[LowRankStruct] | None] = {}
 
     def table(self, layers: Sequence[int]) -> Structures[LowRankStruct] | None:
-        """Where native steps find both halves of these layers' four linears (LowRank of kernels.h [layers, 4]); None
+        """Both halves of these layers' four linears as native steps take them (LowRank of kernels.h [layers, 4]); None
         where they are not packed for those."""
         key = tuple(layers)
         if key not in self._tables:
@@ -59,7 +59,7 @@ class Delta:
         return self._tables[key]
 
     def __call__(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
-        """What is added to a linear layer's output, [T, in] -> [T, out]; None = nothing there."""
+        """The addition to a linear layer's output, [T, in] -> [T, out]; None = nothing there."""
         pair = self._pairs.get(f"{layer}.{linear}")
         return None if pair is None else pair[1](pair[0](x))
 

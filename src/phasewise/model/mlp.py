@@ -27,7 +27,7 @@ Beside = Callable[[str, Tensor, Tensor], None]
 
 
 class Counts(Protocol):
-    """Where a layer reports what it did."""
+    """Counters that a layer reports to."""
 
     def count(self, counter: str, n: int) -> None: ...
 

@@ -27,7 +27,7 @@ from phasewise.ops.sampling import allowed
 
 
 class LayerContext(Counts, Protocol):
-    """What a layer needs from the step it runs in."""
+    """The interface of a layer to the step it runs in."""
 
     rotary: Rotary  # from Model.rotary, for exactly the rows of this call
 
@@ -158,7 +158,7 @@ class Model:
 
     @property
     def depth(self) -> int:
-        """How many attentions of a pass have to wait for one another."""
+        """The number of attentions of a pass that have to wait for one another."""
         return self.config.layers
 
     def stack_of(self, walk: tuple[int, ...] | None) -> Stack | None:
@@ -200,7 +200,7 @@ class Model:
         return k if kind is None else self._ropes.shift(kind, k, delta)
 
     def turning(self, layer: int, delta: Tensor) -> Tensor | None:
-        """What `rotate` turns by, for whoever does it elsewhere: cos and signed sin of each of `delta` int64 [n],
+        """The rotation of `rotate` as tables: cos and signed sin of each of `delta` int64 [n],
         float32 [n, 2, R]; None on a layer without rotary positions."""
         kind = self.config.rope_of[layer]
         return None if kind is None else torch.stack(self._ropes.angles(kind, delta), -2)

@@ -24,18 +24,18 @@ class Rope:
 
     @property
     def fixed(self) -> bool:
-        """Whether the frequencies are the same for texts of all lengths."""
+        """True if the frequencies are the same for texts of all lengths."""
         return self.scheme not in ("dynamic", "longrope", "su")
 
     @property
     def dim(self) -> int:
-        """How many leading dimensions of a head are rotated."""
+        """The number of leading dimensions of a head that are rotated."""
         return 2 * len(self.inverse)
 
 
 @dataclass(frozen=True)
 class RopeRequest:
-    """What a scaling scheme is computed from. `context` is the longest sequence that the model will serve."""
+    """The inputs of a scaling scheme. `context` is the longest sequence that the model will serve."""
 
     dim: int
     theta: float

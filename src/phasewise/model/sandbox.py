@@ -1,4 +1,4 @@
-"""Where chat templates run: they come with downloaded checkpoints, and may neither reach out nor run on for ever.
+"""A sandbox for chat templates, which come with downloaded checkpoints and may neither reach out nor run for ever.
 
 A template has no loop but `for`, and no call but of macros: each turn of either is counted, and looks at the clock.
 What one expression can make is bounded as well, where it makes more than it was given.

@@ -86,8 +86,8 @@ def forget() -> None:
 
 
 def source(path: str | Path) -> Source:
-    """What is at a path: a directory in Hugging Face layout, one with low-rank weights for the model beside it or with
-    tensors instead of some of its own, a .gguf file; or the download of a hub id."""
+    """Opens a model at a path: a directory in Hugging Face layout, one with low-rank weights for the model beside it or
+    with tensors instead of some of its own, a .gguf file; or the download of a hub id."""
     found = resolve(path)
     if found.is_file():
         return GGUF(found)

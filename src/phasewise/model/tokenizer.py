@@ -27,7 +27,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Of the model in a directory or a .gguf file, or of a hub id; UserError when there is none or it is broken."""
+        """Loads the tokenizer of the model in a directory or a .gguf file, or of a hub id; UserError when there is none
+        or it is broken."""
         files = source(path)
         return cls(files.tokenizer(), files.special())
 
@@ -69,7 +70,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """How many ids the tokenizer knows; a model's vocabulary may be padded beyond that."""
+        """The number of ids that the tokenizer knows; a model's vocabulary may be padded beyond that."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
 
@@ -90,5 +91,5 @@ class Detokenizer:
         return self._stream.push(ids)
 
     def flush(self) -> str:
-        """What was held back, at the end of the output."""
+        """Returns what was held back, at the end of the output."""
         return self._stream.flush()

@@ -38,7 +38,7 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """What `read` gives unless told otherwise."""
+        """The dtype that `read` gives unless told otherwise."""
         ...
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -46,7 +46,7 @@ class Tensors(Protocol):
         ...
 
     def let_go(self, tensor: Tensor) -> None:
-        """What `read` gave is not needed again."""
+        """Tells that what `read` gave is not needed again."""
         ...
 
 
@@ -82,7 +82,7 @@ class Checkpoint:
         return tensor
 
     def let_go(self, tensor: Tensor) -> None:
-        """What was copied from a mapped file need not stay in memory: its pages are read again if they must be."""
+        """Gives back pages of a mapped file that was copied; they are read again if they must be."""
         if sys.platform != "linux":
             return
         page = mmap.PAGESIZE
@@ -91,7 +91,7 @@ class Checkpoint:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """Where the open files lie in memory. They stay: the long list is read until all are found."""
+        """The address ranges of the open files. They stay: the long list is read until all are found."""
         if len(self._mapped) < len(self._open):
             self._mapped, files = {}, {str(path.resolve()) for path in self._open}
             for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():

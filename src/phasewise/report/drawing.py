@@ -1,4 +1,4 @@
-"""What all drawings of a report share: SVG that stands in the page."""
+"""Shared parts of a report's drawings: SVG that stands in the page."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def memory(run: Run) -> Drawing | None:
 
 
 def accepted(runs: Sequence[Run]) -> Drawing | None:
-    """How many tokens came at once, where drafts were accepted, or several tokens were forced."""
+    """Draws how many tokens came at once, where drafts were accepted or several tokens were forced."""
     later = [(run, [count for row in run.served for count in row["counts"][1:]]) for run in runs]
     recorded = [(run, counts) for run, counts in later if max(counts, default=0) > 1]
     if not recorded:
@@ -116,7 +116,7 @@ def accepted(runs: Sequence[Run]) -> Drawing | None:
 
 
 def handoff(run: Run) -> Drawing | None:
-    """Where the time of a request goes that two workers compute: five stages."""
+    """Draws the five stages of a request that two workers compute."""
     parts = {} if run.recording is None else shares(run.recording.lives)
     if not parts:
         return None

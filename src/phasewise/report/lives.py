@@ -1,4 +1,4 @@
-"""What a server's event stream tells (docs/events.md) as lives of requests, and as what every worker did when."""
+"""Turns a server's event stream (docs/events.md) into lives of requests and activities of workers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _after(state: str, what: str) -> str:
 
 @dataclass(frozen=True)
 class Moment:
-    """How things were after a step."""
+    """The state of the engine after a step."""
 
     at: float
     waiting: int
@@ -88,7 +88,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker did between two looks, up to `at`."""
+    """The activity of a worker between two looks, up to `at`."""
 
     at: float
     worker: str

@@ -87,7 +87,7 @@ def apart(drawing: Drawing, number: int) -> Drawing:
 
 
 def _about(runs: Sequence[Run]) -> list[str]:
-    """Where it was measured, each machine and model once."""
+    """The machines and models of the measurement, each once."""
     rows = [row for run in runs for each in run.rows.values() for row in each]
     return list(dict.fromkeys(_machine(row) for row in rows))
 
@@ -118,7 +118,7 @@ def _load(run: Run, row: Row) -> dict[str, Any]:
 
 
 def _counters(run: Run, counters: dict[str, float]) -> dict[str, Any]:
-    """What the server counted; each beside its number per output token."""
+    """The server's counters, each beside its number per output token."""
     out = counters.get("output_tokens") or counters.get("emitted") or 0.0
     rows = [[name, f"{value:,.0f}", short(value / out) if out else "-"] for name, value in counters.items() if value]
     return {

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Run:
-    """What one file holds. `rows` by their benchmark; `served` and `events` of a recorded load."""
+    """The content of one file. `rows` by their benchmark; `served` and `events` of a recorded load."""
 
     name: str
     rows: dict[str, list[Row]] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Run:
     events: list[Row] = field(default_factory=list)
 
     def commands(self, bench: str) -> list[str]:
-        """What made those rows, each once."""
+        """The commands that made those rows, each once."""
         return list(dict.fromkeys(row["command"] for row in self.rows.get(bench, []) if "command" in row))
 
     def about(self, bench: str) -> Row:

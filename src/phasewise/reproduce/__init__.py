@@ -1,1 +1,1 @@
-"""What published systems claim, held against what is measured here: one declarative file per system, one runner."""
+"""Claims of published systems, held against measurements here: one declarative file per system, one runner."""

@@ -27,7 +27,7 @@ JUDGED = 64  # tokens of an edited one that are judged
 
 @dataclass(frozen=True)
 class Graded:
-    """What every contender got for every example: 1 or 0, or for the loss on code minus nats per token."""
+    """The grades of every contender for every example: 1 or 0, or for the loss on code minus nats per token."""
 
     grades: Mapping[str, Mapping[str, list[float]]]  # by role, then task
 
@@ -122,7 +122,7 @@ def _source(setting: Setting) -> list[int]:
 
 
 def quality_checks(quality: Quality, found: Graded) -> list[Check]:
-    """Whether the method keeps the baseline's quality, and the control does not keep the method's."""
+    """Checks that the method keeps the baseline's quality, and that the control does not keep the method's."""
     kept, lead = found.between("method", "baseline"), found.between("method", "control")
     what = "right answers" if found.percent else "log-likelihood of code"
     limit = f"{quality.allowed * 100:g} points" if found.percent else f"{quality.allowed:g} nats"

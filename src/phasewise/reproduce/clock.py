@@ -103,7 +103,7 @@ def _decode(engine: Placed, request: Request, tokens: int) -> None:
 
 
 def time_check(timing: Timing, found: Timed | None) -> Check:
-    """Whether every round was faster by more than asked for; not examined without a time."""
+    """Checks that every round was faster by more than asked for; it is not examined without a time."""
     name = f"{timing.name}, method against {timing.against}"
     expected = f"above {timing.least:g} in every round"
     part: Part = "control" if timing.against == "control" else "claim"

@@ -48,7 +48,7 @@ def drawn(*about: object) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Control(Method):
-    """What the builder asks of every method."""
+    """The class attributes that the builder asks of every method."""
 
     paper: ClassVar[str] = ""
     guarantee: ClassVar[str] = "lossy"

@@ -21,7 +21,7 @@ MANY, FEW = 60, 6  # second questions, and those of a quick run
 
 
 def number(lab: Lab) -> int:
-    """How many second questions are asked."""
+    """The number of second questions."""
     return lab.scale.examples or (FEW if lab.scale.quick else MANY)
 
 
@@ -44,8 +44,8 @@ def _talks(lab: Lab, n: int, evaluation: bool = True) -> list[Talk]:
 
 @dataclass
 class Turns:
-    """Of second questions that were requests of their own: 1 for each answered right, else 0; tokens of their prompts;
-    rows that they ran, and that they should have run if only what no turn before has rows for is computed."""
+    """Results of second questions that were requests of their own: 1 for each answered right, else 0; tokens of their
+    prompts; rows that they ran, and that they should have run if only what no turn before has rows for is computed."""
 
     grades: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -71,12 +71,12 @@ def in_turns(lab: Lab, setting: Setting, n: int) -> Turns:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix of both."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def compared(lab: Lab, method: Setting, losing: Mapping[str, Setting], beside: Mapping[str, Setting]) -> Tried:
-    """Whether `method` answers more second questions than every setting of `losing` does; those `beside` are shown."""
+    """Checks that `method` answers more second questions than every setting of `losing`; those `beside` are shown."""
     n = number(lab)
     return leading(
         {name: seconds(lab, each, n) for name, each in {"method": method, **beside, **losing}.items()}, losing
@@ -84,7 +84,7 @@ def compared(lab: Lab, method: Setting, losing: Mapping[str, Setting], beside: M
 
 
 def leading(found: Mapping[str, Sequence[float]], losing: Collection[str]) -> Tried:
-    """Whether "method" answers more questions than all of `losing` do; all are shown."""
+    """Checks that "method" answers more questions than all of `losing`; all are shown."""
     leads = {name: shares(found["method"], found[name]) for name in losing}
     said = "; ".join(f"less {name} {lead.text(True)}" for name, lead in leads.items())
     words = ", ".join(f"{name} {sum(grades) / len(grades):.0%}" for name, grades in found.items())

@@ -13,7 +13,7 @@ from phasewise.reproduce.system import System
 
 @cache
 def names() -> list[str]:
-    """Of all systems, sorted."""
+    """The names of all systems, sorted."""
     return sorted(m.name for m in pkgutil.iter_modules(systems.__path__) if not m.name.startswith("_"))
 
 

@@ -31,7 +31,7 @@ WIDTH, STEPS, AT_ONCE = 32, 200, 32
 
 
 def value(key: int) -> int:
-    """What a key means."""
+    """The meaning of a key."""
     return FIRST_VALUE + (key * 7 + key // 10) % VALUES
 
 

@@ -1,4 +1,4 @@
-"""Where systems are tried: models by name, an engine per contender, loads played and kept."""
+"""The laboratory of systems: models by name, an engine per contender, loads played and kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = {"random-experts": "tiny-experts", "random-dense": "tiny-dense"}  # stand
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done. None: as much as the system asks for."""
+    """The amount of work. None: as much as the system asks for."""
 
     examples: int | None = None
     rounds: int = 5
@@ -62,7 +62,7 @@ class Lab:
         return TINY.get(name, name) if self.scale.quick else name
 
     def asked(self, name: str, number: int = 0) -> Asked:
-        """What round `number` is made of; no prompt comes twice."""
+        """The prompts of round `number`; no prompt comes twice."""
         vocab = self.model(name).config.vocab
         return Asked(vocab, self.scale.seed * 1000 + number, self.scale.quick)
 

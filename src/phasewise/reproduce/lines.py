@@ -39,7 +39,7 @@ class _RandomLines(Looping):
 
     @staticmethod
     def _drawn(kind: Tensor, gen: torch.Generator) -> Tensor:
-        """As many in each head, the first among them."""
+        """Draws as many in each head, the first among them."""
         ranks = torch.rand(kind.shape, generator=gen)
         ranks[:, 0] = 2.0
         order = ranks.argsort(1, descending=True).argsort(1)

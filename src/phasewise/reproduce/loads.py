@@ -41,7 +41,7 @@ def lone(prompt: int, new: int, least: int = 256) -> Load:
 
 
 def together(n: int, prompt: int, new: int, least: int = 256) -> Load:
-    """So many requests at once."""
+    """A load of several requests at once."""
     return lambda asked: [Entry(asked.code(asked.size(prompt, min(least, prompt))), new) for _ in range(n)]
 
 
@@ -55,13 +55,13 @@ def answering(*rows: str, n: int) -> Load:
 
 
 def prompt_rows(case: Case) -> int:
-    """Of all requests."""
+    """The prompt rows of all requests."""
     return sum(len(entry.prompt) for entry in case.entries)
 
 
 def halves_read() -> int:
-    """How often a token's scores and its attention together read keys or values: native steps find weights on their
-    way, else keys are read once more."""
+    """The number of times that a token's scores and its attention together read keys or values: native steps find
+    weights on their way, else keys are read once more."""
     return 3 if native.library() is None else 2
 
 

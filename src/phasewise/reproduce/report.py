@@ -1,4 +1,4 @@
-"""What was found about a system: Markdown for people, plain data for programs, and back."""
+"""Findings about a system as Markdown for people and as plain data for programs, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARK = {True: "yes", False: "**no**", None: "not examined"}
 
 @dataclass(frozen=True)
 class Grade:
-    """What one contender got in one row of tasks."""
+    """The grade of one contender in one row of tasks."""
 
     role: str
     row: Row
@@ -56,7 +56,7 @@ class Report:
 
     @classmethod
     def of(cls, name: str, system: System, model: str, scale: Scale, **found: Any) -> Report:
-        """What a system says of itself, with what was found."""
+        """Builds a report from a system's own description and from what was found."""
         settings = {str(role): str(setting) for role, setting in system.roles.items()}
         return cls(
             name, system.title, str(system.paper), system.claim, system.conditions, settings, system.control_is, model,
@@ -64,12 +64,12 @@ class Report:
         )  # fmt: skip
 
     def plain(self) -> dict[str, Any]:
-        """As data that JSON can hold."""
+        """Returns the report as data that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Report:
-        """What `plain` gave, also after a way through JSON."""
+        """Rebuilds a report from what `plain` gave, also after a way through JSON."""
         speeds = tuple(Speed(**{**one, "faster": Ratio(**one["faster"])}) for one in data["speeds"])
         return cls(**{
             **data,

@@ -18,7 +18,7 @@ RUNS = "everything runs"  # a check that is there if it does not
 
 
 def stages(system: System, scale: Scale) -> int:
-    """How many stages `reproduce` will tell of."""
+    """The number of stages that `reproduce` will report."""
     own = sum(counter.load is not None for counter in system.counters)
     timings = len(system.timings) if scale.time else 0
     return 3 + own + 3 * (system.quality is not None) + len(system.attempts) + timings
@@ -26,7 +26,7 @@ def stages(system: System, scale: Scale) -> int:
 
 @dataclass
 class Found:
-    """What has been found so far."""
+    """The findings so far."""
 
     checks: list[Check] = field(default_factory=list)
     grades: list[Grade] = field(default_factory=list)
@@ -67,14 +67,14 @@ def timed(report: Report, system: System, lab: Lab, tell: Tell = lambda what: No
 
 
 def settled(report: Report, scale: Scale) -> bool:
-    """Whether a report made before stands for one of this scale, but for its times perhaps: all of it ran."""
+    """True if an earlier report stands for one of this scale, but for its times perhaps: all of it ran."""
     return replace(report.scale, rounds=scale.rounds, time=scale.time) == scale and not any(
         check.name == RUNS for check in report.checks
     )
 
 
 def complete(report: Report, scale: Scale) -> bool:
-    """Whether nothing of one of this scale is missing: it is settled, and timed if times are wanted."""
+    """True if nothing of one of this scale is missing: it is settled, and timed if times are wanted."""
     return settled(report, scale) and (not scale.time or report.scale == scale)
 
 

@@ -85,8 +85,8 @@ def mean(seen: Sequence[Seen], form: int) -> float:
 
 
 def as_expected(seen: Sequence[Seen]) -> Tried:
-    """Whether first guesses are accepted as often as their first form says, and the target's likeliest tokens come as
-    often as it says itself: within three standard errors."""
+    """Checks that first guesses are accepted as often as their closed form says, and the target's likeliest tokens come
+    as often as it says itself: within three standard errors."""
     pairs: list[tuple[str, list[tuple[bool, float]]]] = [
         ("accepted", [(each.accepted, each.forms[0]) for each in seen]),
         ("the likeliest", [(each.best, each.chance) for each in seen]),

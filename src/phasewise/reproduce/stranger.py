@@ -15,8 +15,8 @@ FEWEST = 2  # stretches of a quick run
 
 
 def lead(lab: Lab, ours: Setting, theirs: Setting, quality: Quality = CODE) -> Tried:
-    """Whether the same stretches are likelier with ours than with theirs, for certain, or less so by no more than is
-    `allowed`."""
+    """Checks that the same stretches are likelier with ours than with theirs, for certain, or less so by no more than
+    is `allowed`."""
     n = FEWEST if lab.scale.quick else lab.scale.examples or quality.examples
     gain = means(*(code(lab, replace(each, model=STRANGER), quality, n) for each in (ours, theirs)))
     return Tried(gain.low > -quality.allowed, f"log-likelihood {gain.text(False)}")

@@ -25,7 +25,7 @@ Load = Callable[["Asked"], "list[Entry]"]
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a system is described."""
+    """The paper, or another place, that describes a system."""
 
     title: str
     arxiv: str = ""  # "2404.14469"; empty where there is no paper
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """What has been run: who (by role) did what, on a model whose rows take so many bytes of KV in all layers."""
+    """The runs of a system by role, on a model whose rows take so many bytes of KV in all layers."""
 
     runs: Mapping[str, Run]
     config: ModelConfig
@@ -185,7 +185,7 @@ class System:
 
     @property
     def dtype(self) -> str | None:
-        """In which counters and tokens are taken; answers and time are those of the checkpoint's own."""
+        """The dtype in which counters and tokens are taken. Answers and times are taken in the checkpoint's own."""
         return "float32" if self.exact else None
 
     @property

@@ -1,4 +1,4 @@
-"""What loads are made of: random tokens, held-out library code, generated tasks in the pocket model's own form."""
+"""Material of loads: random tokens, held-out library code, generated tasks in the pocket model's own form."""
 
 from __future__ import annotations
 

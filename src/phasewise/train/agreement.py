@@ -1,4 +1,4 @@
-"""How far a draft agrees with its target, over what the target wrote greedily: no engine is needed to know it.
+"""Measures how far a draft agrees with its target, over what the target wrote greedily, without an engine.
 
 Greedy verification accepts the longest beginning of a guess that the target would have written, so a walk over the
 target's own text, in which every guess starts from right tokens, is what speculative decoding does.
@@ -46,7 +46,7 @@ def agreement(draft: Dense, texts: Sequence[Text], k: int = 4) -> Agreement:
 
 @torch.no_grad()
 def matches(draft: Dense, text: Text) -> list[bool]:
-    """Of each token of the reply but the first: whether the draft finds it most likely."""
+    """For each token of the reply but the first, whether the draft finds it most likely."""
     ids = torch.tensor([text.prompt + text.reply[:-1]], device=draft.embed_tokens.weight.device)
     with halved(ids.device):
         top = draft(ids)[0, len(text.prompt) :].argmax(-1)
@@ -54,8 +54,8 @@ def matches(draft: Dense, text: Text) -> list[bool]:
 
 
 def walk(hits: Sequence[bool], k: int) -> list[int]:
-    """How many guesses each step accepts; the next step is one token further, that of the target. A last step whose
-    guesses go beyond the text, all right so far, is left out."""
+    """The number of guesses that each step accepts; the next step is one token further, that of the target. A last step
+    whose guesses go beyond the text, all right so far, is left out."""
     found: list[int] = []
     at = 0
     while at < len(hits):

@@ -140,7 +140,7 @@ def reworded(rng: Random) -> Problem:
 
 
 def mixed(rng: Random) -> Problem:
-    """What training draws from: mostly two numbers."""
+    """The mixture that training draws from: mostly two numbers."""
     numbers, kind = _numbers(rng), rng.random()
     return _as_said(rng, _two(rng, numbers) if kind < 0.75 else _three(rng, numbers, kind < 0.87))
 

@@ -1,4 +1,4 @@
-"""Where training computes: on CUDA where there is some, else on the CPU; and the data of its steps, brought there.
+"""Chooses where training computes (CUDA where there is some, else the CPU) and brings the data of its steps there.
 
 Batches are made by Python on the CPU. Beside a GPU that would wait for them, other processes make them ahead: what a
 step sees is a function of its number alone, so who makes it changes nothing.
@@ -27,13 +27,13 @@ Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class Data(Protocol[Batch_co]):
-    """What is seen at each step: a pure function of the step number, so that a resumed run is the same run."""
+    """The data of each step: a pure function of the step number, so that a resumed run is the same run."""
 
     def step(self, step: int, stage: Stage) -> Batch_co: ...
 
 
 def device() -> torch.device:
-    """Where models are trained."""
+    """The device that models are trained on."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, half a second each
@@ -74,7 +74,7 @@ def moved(batch: Any, to: torch.device) -> Any:
 
 
 def batches(data: Data[Batch], stages: Sequence[Stage], start: int, to: torch.device) -> Iterator[Batch]:
-    """What steps `start`, `start` + 1 ... see, each in its stage, on that device."""
+    """The batches of steps `start`, `start` + 1 ..., each in its stage, on that device."""
     if to.type == "cpu":
         for step in range(start, len(stages)):
             yield data.step(step, stages[step])

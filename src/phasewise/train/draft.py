@@ -52,7 +52,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What a resumed run must not change."""
+        """The settings that a resumed run must not change."""
         given = {name: value for name, value in vars(self).items() if name not in ("out", "resume")}
         return {**given, "prompts": self.prompts and str(self.prompts)}
 
@@ -104,8 +104,8 @@ def pretrained(job: Job, form: Shape, mixture: Mixture) -> Run[Dense]:
 
 
 def asked(job: Job, wording: Templated, mixture: Mixture, longest: int) -> tuple[Prompts, Prompts]:
-    """What the target goes on with: to learn from, and held out. Raises UserError for a file that is none of prompts,
-    before anything has been computed."""
+    """The prompts that the target continues: to learn from, and held out. Raises UserError for a file that is none of
+    prompts, before anything has been computed."""
     if job.prompts is not None:
         return of_file(wording, job.prompts, longest, False), of_file(wording, job.prompts, longest, True)
     held = plain(wording.tokenizer, "\n\n".join(sources(held_out=True).values()))
@@ -115,7 +115,7 @@ def asked(job: Job, wording: Templated, mixture: Mixture, longest: int) -> tuple
 
 
 def continued(job: Job, prompts: Prompts, judged: Prompts) -> tuple[list[Text], list[Text]]:
-    """What the target writes to learn from, and, greedily, what the draft is judged by."""
+    """The target's continuations: to learn from, and greedy ones that the draft is judged by."""
     paths = {"written": job.out / "written.jsonl", "heldout": job.out / "heldout.jsonl"}
     if not job.resume:
         for path in paths.values():

@@ -20,7 +20,7 @@ class LowRank(nn.Module):
             self.register_parameter(_key(name), nn.Parameter(start))
 
     def forward(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
-        """What is added to a linear layer's output, [tokens, in] -> [tokens, out]; None = nothing there."""
+        """The addition to a linear layer's output, [tokens, in] -> [tokens, out]; None = nothing there."""
         name = f"{layer}.{linear}"
         if f"{name}.a" not in self.names:
             return None

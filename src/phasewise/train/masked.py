@@ -44,7 +44,7 @@ class Mask:
     seen: Callable[[Tensor, Tensor], Tensor]
 
     def over(self, blocks: Sequence[Block]) -> Callable[[int, int], Tensor | None]:
-        """What a `Pass` asks for; made once for all layers."""
+        """The tensors that a `Pass` asks for; made once for all layers."""
         made: dict[int, Tensor] = {}
 
         def sees(layer: int, block: int) -> Tensor | None:
@@ -68,7 +68,7 @@ class Mask:
 
 
 class Hidden(Protocol):
-    """What rows do not see: where, and the pass that it makes of blocks and low-rank weights."""
+    """A mask over rows: where it holds, and the pass that it makes of blocks and low-rank weights."""
 
     @property
     def layers(self) -> Collection[int]: ...

@@ -1,4 +1,4 @@
-"""What a training run asks of its process: freed memory is kept for the next step, numbers next to nothing are zero."""
+"""Settings of a training process: freed memory is kept for the next step, numbers next to nothing are zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pocket model sees at each step: a pure function of (seed, step), so a resumed run is the same run."""
+"""The pocket model's data of each step: a pure function of (seed, step), so a resumed run is the same run."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def pad_rows(rows: Sequence[Sequence[Piece]], pad: int) -> Block:
 
 
 def unpadded(ids: Tensor, pad: int) -> Tensor:
-    """Where rows [rows, length] are no padding, bool of that shape. What pads may stand inside a row too: the end token
-    of a model that has no other."""
+    """A bool mask of rows [rows, length], True where they are no padding. What pads may stand inside a row too: the end
+    token of a model that has no other."""
     return (ids != pad).flip(-1).cumsum(-1).flip(-1) > 0
 
 

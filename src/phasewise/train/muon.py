@@ -39,7 +39,7 @@ class Muon(torch.optim.Muon):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(way, alpha=-rate)
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """What the matrix would move by before it is made orthogonal (Nesterov's look ahead)."""
+        """The matrix's update before it is made orthogonal (Nesterov's look ahead)."""
         grad = parameter.grad
         assert grad is not None
         state = self.state[parameter]

@@ -1,4 +1,4 @@
-"""How one pass of the training decoder differs from plain causal decoding: what a method does when it serves, as data.
+"""Differences of one training pass from plain causal decoding: what a method does when it serves, as data.
 
 `Dense.hidden(blocks, Pass(...))` is the twin of the engine's step: layers that some rows skip, keys and values of a
 prompt that another pass computed, masks, low-rank weights, taps. tests/train/test_twin.py holds the two together.
@@ -19,7 +19,7 @@ Sizes = Sequence[tuple[int, int]]
 
 
 class Change(Protocol):
-    """What low-rank weights add to a linear layer (`qkv`, `o`, `gate_up` or `down`); None = nothing there."""
+    """The addition of low-rank weights to a linear layer (`qkv`, `o`, `gate_up` or `down`); None = nothing there."""
 
     def __call__(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
         """x [tokens, in] -> [tokens, out]; q, k and v, gate and up lie one after the other."""
@@ -36,7 +36,7 @@ class Past:
 
 @dataclass(eq=False)
 class Blend:
-    """What comes of two attentions: every head's own `share` of that over all it may see, and for the rest that over
+    """A blend of two attentions: every head's own `share` of that over all it may see, and for the rest that over
     what is `near`. `share`: [layers, kv_heads]; `near`: one per block, bool [rows, length, past + length]."""
 
     share: Tensor
@@ -45,7 +45,7 @@ class Blend:
 
 @dataclass(eq=False)
 class Pass:
-    """What a pass does besides reading causally through every layer. What is None is plain.
+    """The options of a pass besides reading causally through every layer. None is plain.
 
     `sees(layer, block)`: bool [rows or 1, length, length], what a row may read of its own block; None = causal.
     `past`: one per block. `gates`: per layer, whether it runs: for everybody, or bool [tokens]; rows that do not run it
@@ -83,7 +83,7 @@ class Scene:
         self._tuned = None if tuned is None else tuned.unsqueeze(1)
 
     def change(self, linear: str, x: Tensor) -> Tensor | None:
-        """What the low-rank weights add to a linear layer's output."""
+        """The addition of the low-rank weights to a linear layer's output."""
         change = None if self.how.delta is None else self.how.delta(self.layer, linear, x)
         return change if change is None or self._tuned is None else change * self._tuned
 
@@ -96,8 +96,8 @@ class Scene:
         return x if self.rows is None else x[self.rows]
 
     def reads(self, block: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a block's rows read, [rows, past + length, kv_heads, D] each, and the mask [rows or 1, length,
-        past + length] of it; None = causal."""
+        """The keys and values that a block's rows read, [rows, past + length, kv_heads, D] each, and the mask [rows or
+        1, length, past + length] of it; None = causal."""
         if self.how.kept is not None:
             self.how.kept[block].layers[self.layer] = (k, v)
         if self.how.instead is not None:

@@ -1,4 +1,4 @@
-"""How sure of itself attention has become: what tells a run that is getting lost, long before its losses do."""
+"""Measures how saturated attention has become, which shows that a run diverges long before its losses do."""
 
 from __future__ import annotations
 

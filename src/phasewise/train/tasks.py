@@ -245,7 +245,7 @@ ASKED = {"second": 1}
 
 
 def held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the evaluation part (one in 16, by hash)."""
+    """True if a prompt belongs to the evaluation part (one in 16, by hash)."""
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 

@@ -64,7 +64,7 @@ def answered(offer: Offer, problem: Problem, told: str, result: str) -> Messages
 
 
 def told(rng: Random, result: str) -> tuple[str, str]:
-    """What a calculator may say, and the number in it."""
+    """A calculator's result as a text, and the number in it."""
     kind = rng.random()
     if kind < 0.1 and "." not in result:
         return f"{result}.0", f"{result}.0"

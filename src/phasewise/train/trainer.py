@@ -34,7 +34,7 @@ Batch = TypeVar("Batch")
 
 
 class Loss(NamedTuple):
-    """Of one step: what is differentiated, what losses.csv shows (`<name>_loss`), and the tokens seen."""
+    """The loss of one step: what is differentiated, what losses.csv shows (`<name>_loss`), and the tokens seen."""
 
     total: Tensor
     parts: dict[str, float]
@@ -43,7 +43,7 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train. The rates are those of whole models (`start`)."""
+    """The length and the rates of a training run. The rates are those of whole models (`start`)."""
 
     tokens: int
     curriculum: tuple[Stage, ...]

@@ -1,4 +1,4 @@
-"""What a model in training can do so far, on examples that are never trained on: a row of validation.csv now and then.
+"""Validates a model in training on examples that are never trained on: a row of validation.csv now and then.
 
 An answer counts as exact if every token of it is the most likely one after the right tokens before it: that is so if
 and only if greedy decoding writes it. No random numbers are drawn, so a run does not hang on when it was looked at.

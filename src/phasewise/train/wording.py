@@ -1,4 +1,5 @@
-"""How conversations become token ids, and which of them are learned: in the pocket model's layout, or a model's own."""
+"""Turns conversations into token ids and marks those that are learned: in the pocket model's layout, or a model's
+own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Piece = tuple[list[int], bool]  # token ids, and whether they are learned
 
 
 class Wording(Protocol):
-    """How rows are written."""
+    """The layout of rows."""
 
     begin: list[int]  # of every row
     end: int  # after a file

@@ -1,4 +1,5 @@
-"""What a target model writes itself: prompts, its continuations of them in a file, and batches of these to learn from.
+"""Texts that a target model writes itself: prompts, its continuations of them in a file, and batches of these to learn
+from.
 
 Half of the continuations are greedy, half drawn at temperature 1, where the cross-entropy of a draft over them is, up
 to a constant, its Kullback-Leibler divergence from the target.

@@ -24,7 +24,7 @@ NEW = 64  # tokens of each text, at most
 
 @dataclass(frozen=True)
 class Free:
-    """What an engine wrote, greedily, up to its end token: tokens, how many came with each pass, and drafts in all."""
+    """Greedy output of an engine up to its end token: tokens, how many came with each pass, and drafts in all."""
 
     texts: list[list[int]]
     passes: list[list[int]]
@@ -110,7 +110,7 @@ def drafts(own: Free) -> list[Measured]:
 
 
 def share(a: Sequence[int], b: Sequence[int]) -> float:
-    """How many tokens are equal, place by place."""
+    """The share of tokens that are equal, place by place."""
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(b)
 
 

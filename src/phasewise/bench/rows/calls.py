@@ -84,7 +84,7 @@ def result(said: str, offered: Offer) -> tuple[str, str] | None:
 
 
 def has(answer: str, asked: Problem) -> bool:
-    """Whether an answer in words has the number that was asked for."""
+    """True if an answer in words has the number that was asked for."""
     return asked.result in NUMBER.findall(answer) and "<tool_call>" not in answer
 
 

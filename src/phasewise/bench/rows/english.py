@@ -126,7 +126,7 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
 
 
 def right(reply: str, key: str) -> bool:
-    """Whether the first number of a reply is the key."""
+    """True if the first number of a reply is the key."""
     found = re.search(r"\d[\d,]*", reply)
     return found is not None and found[0].replace(",", "") == key
 

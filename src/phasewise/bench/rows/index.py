@@ -42,7 +42,7 @@ def tokens(name: str) -> int:
 
 
 def text(name: str, prompts: Path | None) -> str | None:
-    """What tells the text that a row's examples are taken from: a digest of the library of the Python that runs, or of
+    """Identifies the text that a row's examples are taken from: a digest of the library of the Python that runs, or of
     the file of prompts. None where they are made here, of the seed alone."""
     if name == AGREEMENT and prompts is not None:
         return _digest(prompts.expanduser().read_bytes())
@@ -61,7 +61,7 @@ def _digest(text: bytes) -> str:
 
 
 def trained_for_tasks(tokenizer: Tokenizer) -> bool:
-    """Whether it is the tokenizer of a model that learned the generated tasks, as the pocket model has."""
+    """True for the tokenizer of a model that learned the generated tasks, as the pocket model has."""
     return all(tokenizer.id(token) == i for i, token in enumerate(SPECIAL) if token != BEGIN)
 
 

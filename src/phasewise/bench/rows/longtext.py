@@ -36,14 +36,14 @@ def prose() -> str:
 
 @dataclass(frozen=True)
 class Window:
-    """Where a row's text comes from, and how many tokens of it are read at once."""
+    """The source of a row's text, and the number of tokens of it that are read at once."""
 
     source: Callable[[], str]
     length: int
 
     @property
     def stretches(self) -> list[range]:
-        """What is scored: the last tokens of each quarter."""
+        """The stretches that are scored: the last tokens of each quarter."""
         ends = [self.length * i // QUARTERS for i in range(1, QUARTERS + 1)]
         size = min(STRETCH, self.length // (2 * QUARTERS))
         return [range(end - size, end) for end in ends]

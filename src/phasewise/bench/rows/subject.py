@@ -1,4 +1,4 @@
-"""What rows need of the model under test, with its methods."""
+"""The interface of rows to the model under test, with its methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stores that pack finished rows hold and read, by closed form, and how far packed rows are off."""
+"""Closed forms of what stores with packed blocks hold and read, and the error of packed rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def held(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
 
 
 def read(case: Case, cuts: Sequence[BlockCut], bits: Bits, new: int) -> float:
-    """By the decoded tokens of a lone request: each reads the rows before it, and its own."""
+    """Bytes that the decoded tokens of a lone request read: each reads the rows before it, and its own."""
     prompt = loads.prompt_rows(case)
     return sum(taken(case, cuts, bits, seen, seen + 1) for seen in range(prompt, prompt + new - 1))
 
@@ -67,7 +67,7 @@ def rows_of_a_prompt(lab: Lab, length: int = 1024, model: str = "pocket") -> lis
 
 @torch.inference_mode()
 def errors(rows: Sequence[tuple[Tensor, Tensor]], codec: Blocks) -> tuple[float, float]:
-    """How far keys and values are off once they were packed, as a share of their norm; the mean over the layers."""
+    """The error of packed keys and values as a share of their norm, a mean over the layers."""
     off: tuple[list[float], list[float]] = [], []
     for layer in rows:
         for side, x in enumerate(layer):
@@ -89,7 +89,7 @@ def written(lab: Lab, setting: Setting, stretches: int, dtype: str | None = None
 
 
 def nats(lab: Lab, setting: Setting, stretches: int = 8) -> list[float]:
-    """Of each token of this code."""
+    """Nats of each token of this code."""
     return [one for each in written(lab, setting, stretches) for one in each.nats]
 
 

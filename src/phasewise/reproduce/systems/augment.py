@@ -92,7 +92,7 @@ def losses(lab: Lab, weights: str = "auto") -> dict[str, list[float]]:
 
 
 def lead(other: str) -> Callable[[Lab], Tried]:
-    """How much smaller the loss is after a prompt's own latents than after those of `other`."""
+    """The loss after the latents of `other` less that after a prompt's own."""
 
     def tried(lab: Lab) -> Tried:
         found = losses(lab)

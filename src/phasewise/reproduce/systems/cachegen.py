@@ -62,7 +62,7 @@ def steps(at: int, count: int) -> int:
 
 @torch.inference_mode()
 def off(lab: Lab) -> Tried:
-    """How far numbers arrive from where they were, in half steps of their row."""
+    """The error of numbers that arrive, in half steps of their row."""
     worst = 0.0
     for before, after, _ in sent(lab):
         rows = planes(before)

@@ -26,7 +26,7 @@ def refused(case: Case, run: Run) -> float:
 
 
 def levels(case: Case) -> list[int]:
-    """Of every round: how many guesses in a row it made."""
+    """The number of guesses in a row that every round made."""
     found = []
     for request in case.method.requests:
         known = 1  # after the prompt's pass

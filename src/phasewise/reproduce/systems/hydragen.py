@@ -63,7 +63,7 @@ def holders(requests: list[Request], rows: int) -> Iterator[list[Tensor]]:
 
 
 def held(lab: Lab, setting: Setting = ON) -> Tried:
-    """What the common rows take while all decode, of tensors that lie apart."""
+    """Bytes of the common rows while all decode, of tensors that lie apart."""
     entries = family(PREFIX)(lab.asked("pocket"))
     requests = [Request(entry.prompt, Params(max_tokens=64, ignore_eos=True)) for entry in entries]
     rows = entries[0].shared

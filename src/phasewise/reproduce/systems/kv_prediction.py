@@ -31,7 +31,8 @@ def row_work(config: ModelConfig) -> int:
 
 
 def products(config: ModelConfig, aux: ModelConfig, computed: int, predicted: int) -> int:
-    """Of a prompt: the rows that the model computes, and of those that are predicted the auxiliary's and the maps'."""
+    """Work of a prompt: the rows that the model computes, and of those that are predicted the auxiliary's and the
+    maps'."""
     maps = 2 * config.layers * config.kv_heads * config.head_dim * aux.kv_heads * aux.head_dim
     return computed * row_work(config) + predicted * (row_work(aux) + maps)
 

@@ -14,12 +14,12 @@ DRAWN = Setting({"evict": "longgen:weights=random:0"})  # for the clock, which d
 
 
 def narrow(case: Case) -> int:
-    """How many layers do not keep everything."""
+    """The number of layers that do not keep everything."""
     return len(METHOD.narrow(case.config))
 
 
 def rows(case: Case, tokens: int) -> int:
-    """What all layers together hold of a text of so many tokens: all of them, or what the window left of them when
+    """Rows that all layers together hold of a text of so many tokens: all of them, or what the window left of them when
     EVERY rows had last gone out of it (of the prompt as soon as it was there), and all since."""
     size = METHOD.sinks + METHOD.window - 1  # what the next row sees beside itself
     first = max(loads.prompt_rows(case), size + EVERY)

@@ -74,7 +74,8 @@ class _Watched(Looping):
 
 
 def lines_hold(lab: Lab) -> Tried:
-    """Of one prompt of code, over all its rows and not the sampled ones alone."""
+    """Checks the share of attention that lines hold, over all rows of one prompt of code and not the sampled ones
+    alone."""
     watched = Watched(METHOD)
     with lab.engine(Setting(), dtype="float32", attend=watched) as engine:
         play(engine, [Entry(lab.asked("pocket").code(1000), 1)], watch=False)
@@ -98,7 +99,7 @@ def second_kept(lab: Lab) -> Tried:
 
 
 def new_rows(lab: Lab) -> Tried:
-    """Of second questions as requests of their own."""
+    """Checks the rows that second questions run as requests of their own."""
     found = in_turns(lab, KEPT, min(FEW, number(lab)))
     said = f"{found.ran:,} rows for prompts of {found.tokens:,} tokens and their answers; by the form {found.new:,}"
     return Tried(found.ran == found.new, said)

@@ -23,7 +23,7 @@ def reached(p: Tensor, q: Tensor) -> tuple[float, ...]:
 
 
 def rules(p: Tensor, q: Tensor) -> tuple[float, ...]:
-    """Of two guesses: what is accepted of top and one, of two distinct and of two independent ones by either rule; then
+    """Acceptance of two guesses: of top and one, of two distinct and of two independent ones by either rule; then
     the best possible for distinct and for independent ones."""
     return (
         acceptance.top_plus_one(p, q, 2), acceptance.two_distinct(p, q), acceptance.independent(p, q, 2),

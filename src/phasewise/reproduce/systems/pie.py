@@ -100,7 +100,7 @@ def _mean(*values: float) -> float:
 
 
 def forms(*at: float) -> tuple[Counter, ...]:
-    """What is counted for edits at so many places."""
+    """Counters of edits at so many places."""
     words = "one edit" if len(at) == 1 else f"{len(at)} edits"
 
     def kept(entries: Sequence[Entry]) -> int:

@@ -47,7 +47,7 @@ def depth(mask: Tensor) -> int:
 
 
 def hears(lab: Lab) -> Tried:
-    """Of all blocks of the model's context, as many as a row sees: in powers of two, and one after another."""
+    """Checks that a row hears of all blocks of the context in fewer layers than with a window of as many blocks."""
     blocks = torch.arange(lab.model("pocket").config.max_positions // METHOD.block)
     own = Power(1, METHOD.window, METHOD.sinks).seen(blocks[:, None], blocks[None]).tril().float()
     degree = int(own.sum(1).max())
@@ -57,7 +57,7 @@ def hears(lab: Lab) -> Tried:
 
 
 def trained(lab: Lab) -> Tried:
-    """What the training is worth where the mask leaves most of the text out: at the end of a whole context."""
+    """The gain of training where the mask leaves most of the text out: at the end of a whole context."""
     n = 2 if lab.scale.quick else lab.scale.examples or LONG.examples
     gain = means(*(losses(lab, each, LONG, n) for each in (ON, BARE)))
     return Tried(gain.low > 0, f"log-likelihood {gain.text(False)}")

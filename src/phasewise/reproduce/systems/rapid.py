@@ -31,7 +31,7 @@ LENGTHS = (512, 1024, 1920)
 
 @dataclass(frozen=True)
 class Anywhere(Rapid):
-    """As many pieces, drawn at random."""
+    """Draws as many pieces at random."""
 
     def scores(self, reader: Model) -> Scorer:
         return _drawn

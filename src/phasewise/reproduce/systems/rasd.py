@@ -51,7 +51,8 @@ def writing(asked: Asked) -> list[Entry]:
 # ---- round by round
 @dataclass(frozen=True)
 class Round:
-    """How many guesses were accepted; how many either parent alone, or both side by side, would have had accepted."""
+    """Accepted guesses of a round, and those that either parent alone, or both side by side, would have had
+    accepted."""
 
     accepted: int
     base: int

@@ -25,7 +25,7 @@ def held(case: Case, rows: int) -> int:
 
 
 def read(case: Case) -> int:
-    """What is held, and the row itself, for every decoded token."""
+    """Rows that every decoded token reads: those held, and its own."""
     prompt = loads.prompt_rows(case)
     return sum(held(case, rows) + case.row_bytes for rows in range(prompt, prompt + NEW - 1))
 

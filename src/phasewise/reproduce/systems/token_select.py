@@ -89,7 +89,7 @@ def told(lab: Lab, setting: Setting) -> list[float]:
 
 
 def told_apart(lab: Lab, theirs: Setting, allowed: float) -> Tried:
-    """Whether prompts that choose tell such answers as well."""
+    """Checks that prompts that choose answer as well."""
     gain = means(told(lab, CHUNKED), told(lab, theirs))
     return Tried(gain.low > -allowed, f"{gain.text(False)} per token")
 

@@ -41,7 +41,8 @@ def held(case: Case) -> int:
 
 
 def read(case: Case) -> int:
-    """By the decoded tokens: each reads the rows before it, and its own; the last of a block is asked what it reads."""
+    """Bytes that decoded tokens read: each reads the rows before it, and its own; the last of a block is asked what it
+    reads."""
     prompt, total = loads.prompt_rows(case), 0
     for seen in range(prompt, prompt + NEW - 1):
         once = taken(case, seen, seen + 1)
@@ -51,7 +52,7 @@ def read(case: Case) -> int:
 
 @torch.inference_mode()
 def marks(lab: Lab, share: float, length: int = 1024) -> list[Tensor]:
-    """How much each row of some code matters by a share of it as probes, layer by layer; 1 = by all rows."""
+    """The saliency of each row of some code by a share of it as probes, layer by layer; 1 = by all rows."""
     with lab.engine(Setting({"store": f"zipcache:probes={share}"})) as engine:
         request = Request(lab.asked("pocket").code(length), Params(max_tokens=4, ignore_eos=True))
         engine.add(request)
@@ -65,7 +66,7 @@ def marks(lab: Lab, share: float, length: int = 1024) -> list[Tensor]:
 
 
 def found(lab: Lab) -> Tried:
-    """How many of the rows that matter to all rows a tenth of them finds."""
+    """The share of salient rows that a tenth of the rows finds as probes."""
     shares = []
     for few, every in zip(marks(lab, METHOD.probes), marks(lab, 1.0)):
         number = round(len(every) * UPPER / GAP)

@@ -1,4 +1,4 @@
-"""What can be trained for a method: `train/artefacts/<verb>_<name>.py` makes the artefact of methods/<verb>/<name>.py.
+"""Trainers of methods' artefacts: `train/artefacts/<verb>_<name>.py` makes the artefact of methods/<verb>/<name>.py.
 
 Each module has `train(method, job) -> Path`, which writes `job.file` and returns it; the module name is the registry.
 Optional: `KEPT`, the file in `job.out` that a run goes on from, where that is no checkpoint of weights.
@@ -40,7 +40,7 @@ def frozen(model: str) -> Dense:
 
 
 def trainer(kind: str) -> Callable[[Any, Job], Path]:
-    """What trains artefacts of this kind. Raises UserError for one that nothing trains."""
+    """The trainer of artefacts of this kind. Raises UserError for one that nothing trains."""
     return cast(Callable[[Any, Job], Path], _module(kind).train)
 
 

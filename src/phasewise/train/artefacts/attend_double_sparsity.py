@@ -41,7 +41,7 @@ def train(method: DoubleSparsity, job: Job) -> Path:
 
 
 def stretches(model: str, count: int, seed: int) -> list[list[int]]:
-    """So many stretches of library source, from anywhere in it, in the model's own tokens."""
+    """Draws stretches of library source, from anywhere in it, in the model's own tokens."""
     texts, rng, found = list(sources(held_out=False).values()), Random(f"{seed} channels"), list[list[int]]()
     tokenizer = files_of(model).tokenizer()
     while len(found) < count:

@@ -32,7 +32,7 @@ def train(method: InfLLM, job: Job) -> Path:
 
 
 def mask(method: InfLLM, config: ModelConfig) -> Chosen:
-    """Who reads what when it serves."""
+    """The rows that each row reads when the method serves."""
     return Chosen(method, range(config.layers) if method.acts(config.max_positions) else range(0))
 
 

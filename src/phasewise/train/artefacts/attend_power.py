@@ -19,5 +19,5 @@ def train(method: Power, job: Job) -> Path:
 
 
 def mask(method: Power, config: ModelConfig) -> Mask:
-    """Who sees what when it serves."""
+    """The rows that each row sees when the method serves."""
     return Mask(range(config.layers) if method.acts(config) else (), method.seen)

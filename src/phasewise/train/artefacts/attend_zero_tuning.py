@@ -53,7 +53,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was tried, and the mean loss of the validation part with it, nats per predicted token."""
+    """A setting that was tried, and the mean loss of the validation part with it, nats per predicted token."""
 
     name: str
     gamma: float

@@ -84,7 +84,7 @@ def past_of(twin: Dense, exchanges: Sequence[Exchange]) -> list[Past]:
 
 
 def latents(twin: Dense, made: LowRank, exchanges: Sequence[Exchange], past: Sequence[Past]) -> Tensor:
-    """What the coprocessor makes of each prompt, [all rows, N, hidden]."""
+    """The latents that the coprocessor makes of each prompt, [all rows, N, hidden]."""
     count = len(made[SOFT])
     blocks = [_block(part, count) for part in exchanges]
     rows = sum(len(block.ids) for block in blocks)

@@ -39,7 +39,7 @@ COLDEST = 1e-3  # temperature of the gates in the end; 1 at first
 
 
 class Fuser(nn.Module):
-    """What is learned, by the names of the artefact. Gates are at first neither open nor closed, and content is 0."""
+    """Trained tensors, by the names of the artefact. Gates are at first neither open nor closed, and content is 0."""
 
     def __init__(self, made: Artefact) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def reply_loss(
 
 
 def fused(learns: Fuser, gates: Gates, own: Sequence[Past], other: Sequence[Past]) -> list[Past]:
-    """What the receiver reads, block by block."""
+    """The KV that the receiver reads, block by block."""
     weights = learns.tensors()
     out = []
     for mine, theirs in zip(own, other, strict=True):

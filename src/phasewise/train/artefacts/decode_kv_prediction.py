@@ -39,7 +39,7 @@ DECAY = ((0.4, 1.0), (1.0, 0.02))
 
 
 class Predictor(nn.Module):
-    """What is learned, by the names of the artefact; at first all of it is zero, or changes nothing."""
+    """Trained tensors, by the names of the artefact; at first all of it is zero, or changes nothing."""
 
     def __init__(self, made: Artefact) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def _two(pair: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 def placed(
     twin: Dense, blocks: Sequence[Block], flat: Sequence[dict[int, tuple[Tensor, Tensor]]]
 ) -> list[Past]:  # fmt: skip
-    """What the base reads: keys at their positions."""
+    """The KV that the base reads: keys at their positions."""
     out = []
     for block, layers in zip(blocks, flat, strict=True):
         turn = _rope(twin, block)

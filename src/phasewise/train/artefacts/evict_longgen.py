@@ -19,5 +19,5 @@ def train(method: LongGen, job: Job) -> Path:
 
 
 def mask(method: LongGen, config: ModelConfig) -> Mask:
-    """Who sees what when it serves."""
+    """The rows that each row sees when the method serves."""
     return Mask(method.narrow(config), method.seen.seen)

@@ -109,7 +109,7 @@ class Policy:
         return cls(twin, near, Past(each(past.real), layers), Exchange(prompts, each(questions.real), replies))
 
     def logits(self, ids: Tensor, gates: Tensor) -> Tensor:
-        """Of answers that begin with `ids` [rows, n], float32 [rows, n, V]."""
+        """Logits of answers that begin with `ids` [rows, n], float32 [rows, n, V]."""
         positions = self.asked.replies.positions[:, : ids.shape[1]]
         how = Pass(past=[self.past], blend=Blend(gates, [nearby(self.near, self.past, positions)]))
         with halved(ids.device):
@@ -127,7 +127,7 @@ class Policy:
 
 
 def nearby(near: Window, past: Past, positions: Tensor) -> Tensor:
-    """What heads see that are cut, of prompts at positions from 0 and of answers at `positions` [rows, n]: bool [rows,
+    """The mask of cut heads, of prompts at positions from 0 and of answers at `positions` [rows, n]: bool [rows,
     n, past + n]."""
     rows, length = positions.shape
     slots = torch.arange(past.real.shape[1], device=positions.device).expand(rows, -1)
@@ -144,14 +144,14 @@ def reward(said: Tensor, right: Tensor) -> Tensor:
 
 
 def lead(rewards: Tensor) -> Tensor:
-    """By how much an answer is better than the others to its question, in standard deviations of these."""
+    """The advantage of an answer over the others to its question, in standard deviations of these."""
     groups = rewards.view(-1, GROUP)
     away = groups - groups.mean(1, keepdim=True)
     return (away / (groups.std(1, unbiased=False, keepdim=True) + 1e-4)).flatten()
 
 
 def policy_loss(twin: Dense, gates: Gates, asked: Asked, near: Window, pressure: float = PRESSURE) -> Loss:
-    """What is differentiated at one step: the answers' log-probabilities, each times its lead, and the penalty."""
+    """The loss of one step: the answers' log-probabilities, each times its advantage, and the penalty."""
     mixed, questions = gates.within(), asked.questions
     policy = Policy.over(twin, questions, near)
     said = policy.sample(mixed, torch.Generator(twin.embed_tokens.weight.device).manual_seed(asked.seed))
