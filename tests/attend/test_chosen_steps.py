@@ -14,6 +14,7 @@ from phasewise.methods.attend.double_sparsity import DoubleSparsity
 from phasewise.methods.attend.infllm import InfLLM
 from phasewise.methods.attend.instinfer import InstInfer, _Index
 from phasewise.methods.attend.loopserve import LoopServe
+from phasewise.methods.attend.power import Power
 from phasewise.methods.attend.tidal import Tidal
 from phasewise.methods.attend.token_select import TokenSelect
 from phasewise.methods.evict.snapkv import SnapKV
@@ -39,6 +40,7 @@ METHODS: dict[str, Any] = {
     "instinfer, no mean": InstInfer(r=0.3, k=0.2, mean=False),
     "tidal": Tidal(k=20, dense=1, second=3, every=0),
     "tidal, made good": Tidal(k=20, dense=0, second=2, every=7),
+    "power": Power(block=3, window=2, sinks=1, weights="none"),
     "loopserve": LoopServe(alpha=1.0, budget=12, every=6, voters=6),
 }
 EACH = pytest.mark.parametrize("name", METHODS)
@@ -56,7 +58,7 @@ def bound(method: Any, model: Model) -> Any:
 
 def started(model: Model, name: str, **more: Any) -> Walk:
     one = Walk(model, TOKENS[:PROMPT], attend=bound(METHODS[name], model), **more)
-    if "prefill" in METHODS[name].phases:
+    if "prefill" in METHODS[name].traits.phases:
         one.plain = one.phase
     one.feed(TOKENS[:PROMPT])
     return one
@@ -64,7 +66,7 @@ def started(model: Model, name: str, **more: Any) -> Walk:
 
 def halved(patch: pytest.MonkeyPatch) -> None:
     """Nobody's choice is made natively."""
-    for each in ("_top_k", "_picks", "_given"):
+    for each in ("_top_k", "_picks", "_by_position", "_given"):
         patch.setattr(lower, each, lambda *_: "a test asks by layer")
 
 

@@ -82,7 +82,7 @@ def test_prompts_choose_as_well() -> None:
     want = torch.cat([single.feed([token]) for token in TOKENS[1:]])
     torch.testing.assert_close(whole.feed(TOKENS[1:]), want, atol=3e-3, rtol=1e-3)
     assert (want - oracle.logits(tiny.checkpoint(), TOKENS)[1:]).abs().max() > 1e-1
-    assert method.phases == ("prefill", "decode")
+    assert method.traits.phases == ("prefill", "decode")
 
 
 @pytest.mark.parametrize("entries", [1, HEADS * 120 * 7])

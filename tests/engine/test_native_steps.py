@@ -54,7 +54,7 @@ def test_who_looks_halves_the_step_and_no_one_else(verb: str, name: str, monkeyp
             assert whole == steps
         elif acts == {"decode"} or name == "rlkv":  # which looks at rows behind the prompt alone
             assert whole < steps / 2  # prompts only
-        elif acts == {"prefill"} or name in ("h2o", "tova", "keyformer"):  # these only ask for a token's weights
+        elif acts == {"prefill"} or name in ("h2o", "tova", "keyformer", "power"):  # these only look at prompts
             assert whole == steps - 1  # all but the prompt's
         else:
             assert whole == 0

@@ -220,9 +220,10 @@ def _commons(spans: Sequence[Span], some: Sequence[int], longest: int, windows: 
     for i in some:
         span = spans[i]
         how = span.plan.shared
+        if how is None or (span.rows > SLICE and span.sees is None):
+            continue
         flat = span.kv.flat(span.walk)
-        few = span.rows <= SLICE or span.sees is not None
-        if how is not None and few and flat is not None and not flat.gaps:
+        if flat is not None and not flat.gaps:
             groups.setdefault(how, []).append(i)
     return [
         common._replace(members=tuple(index[m] for m in common.members))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from phasewise.ops.native.choice import choose as choose_slots
 from phasewise.ops.native.stack import Stack, StackSpan
 from phasewise.ops.native.weighed import MOST_SHARING, Weighs
 from phasewise.step import forms
-from phasewise.step.plan import EVERYTHING, FULL, AttentionPlan, Custom, KernelScores, LayerPicks, TopK, Window
+from phasewise.step.plan import EVERYTHING, FULL, AttentionPlan, Blocks, Custom, KernelScores, LayerPicks, TopK, Window
 
 if TYPE_CHECKING:
     from phasewise.kv.contiguous import ContiguousView
@@ -90,10 +90,10 @@ def lower(span: Span, stack: Stack, windows: Sequence[int]) -> Lowered | Unlower
     whole = _everything(span, flat, windows)
     if isinstance(whole, Unlowered):
         return whole
-    hidden = any(window < whole.n for window in windows)  # some layer's own window may hide rows
     plan = span.plan
     if plan is EVERYTHING and flat.cuts is None:
         return Lowered(whole)
+    hidden = bool(windows) and min(windows) < whole.n  # some layer's own window may hide rows
     if plan.record is not None and plan.reads_all and span.phase.skip is None and not hidden:
         whole = whole._replace(weighed=_weighed(span, flat, stack, 1 if flat.cuts is None else span.rows))
     if plan.bias is not None:
@@ -319,6 +319,8 @@ def _chosen(span: Span, flat: ContiguousView, whole: StackSpan, stack: Stack, hi
     choice: Chosen | str = "a function chooses what rows read"
     if isinstance(plan.keys, TopK):
         choice = _top_k(plan.keys, span, flat)
+    elif isinstance(plan.keys, Blocks):
+        choice = _by_position(plan.keys, span, flat)
     elif isinstance(plan.keys, LayerPicks):
         choice = _picks(plan.keys, span, flat)
     elif isinstance(plan.keys, Custom):
@@ -413,6 +415,25 @@ def _turn(kernel: KernelScores, table: VectorTable, layers: Sequence[int], posit
             struct = table.structs[at]
             struct.turn, struct.turned = turn.data_ptr(), turn.shape[1]
     return [turn for turn in found if turn is not None]
+
+
+def _by_position(keys: Blocks, span: Span, flat: ContiguousView) -> Chosen | str:
+    """The blocks that a single row reads, the same in all layers and heads."""
+    own, shape = span.positions[0] // keys.block, flat.layers[0].shape
+    lists = _block_list(keys, own, shape.heads)
+    if not lists.numel():
+        return "only the row's own block is read"
+    among = Candidates(0, own * keys.block, 1, lists.shape[1], SHARE, False, 0, 0)
+    structs = Structures(LayerChoiceStruct, [LayerChoiceStruct(way=GIVEN, low=lists) for _ in flat.layers])
+    return Chosen(among, 0, Ways(structs, kept=lists), among.listed(flat.n + 1) * flat.row_bytes)
+
+
+@lru_cache(maxsize=64)
+def _block_list(keys: Blocks, own: int, heads: int) -> Tensor:
+    """The slots of the blocks before its own that a row in block `own` reads, int32 [heads, S], increasing."""
+    blocks = torch.tensor([block for block in keys.of(own) if block < own], dtype=torch.int32)
+    slots = blocks[:, None] * keys.block + torch.arange(keys.block, dtype=torch.int32)
+    return slots.flatten().repeat(heads, 1)
 
 
 def _picks(keys: LayerPicks, span: Span, flat: ContiguousView) -> Chosen | str:

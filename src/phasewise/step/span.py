@@ -53,10 +53,13 @@ class Span:
     trail: dict[str, Any] | None = None  # what methods make of its rows, until it is known which stay (step/trail.py)
     start: int = field(default=0, init=False)  # first row in the batch, filled by Batch
     rows: int = field(init=False)
+    last: int = field(init=False)  # the largest position of its rows
     _plan: AttentionPlan | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rows = len(self.tokens)
+        positions = self.positions
+        self.last = positions[-1] if isinstance(positions, range) else max(positions)
         if self.hidden is None:
             self.hidden = self.given
 
@@ -66,12 +69,6 @@ class Span:
         if self._plan is None:
             self._plan = self.phase.plan(self)
         return self._plan
-
-    @property
-    def last(self) -> int:
-        """The largest position of its rows."""
-        positions = self.positions
-        return positions[-1] if isinstance(positions, range) else max(positions)
 
     @property
     def walk(self) -> tuple[int, ...] | None:
