@@ -125,6 +125,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
 # Files that take longest, by the processor's time or by waiting: a worker that is given one of them last keeps all
 # others waiting. Those of many processes stand apart, so that they seldom run at the same time.
 LONGEST = (
+    "laws/test_golden.py",
     "laws/test_methods.py", "cluster/test_soak.py", "reproduce/test_systems.py", "laws/test_kv_methods.py",
     "cluster/test_ray_server.py", "laws/test_compositions.py", "laws/test_recipes.py", "laws/test_sampled_drafts.py",
     "cluster/test_processes.py", "serve/tools/test_forced.py", "cluster/test_ray.py", "laws/test_distribution.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from phasewise.methods.decode.block_diffusion import BlockDiffusion
 from phasewise.model.model import Model
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import oracle, tiny
+from tests import oracle, seeds, tiny
 from tests.decode.slow import Diffusion, blockwise
 
 N = 18
@@ -70,8 +71,7 @@ def twin(knobs: dict[str, object], model: Model | None = None) -> Diffusion:
     return Diffusion(model or tiny.model(), **given)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "fuse"), seeds.params(product(SETTINGS, [True, False]), 8, "block diffusion"))
 def test_equals_the_uncached_twin_at_every_step(name: str, fuse: bool) -> None:
     """The block cache is exact: the same logits for every masked row of every step as without any cache."""
     for prompt in tiny.prompts(12, 3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from phasewise.options import parse
 from phasewise.reproduce.systems.c2c import Reversed, Shuffled
 from phasewise.request.request import Request
 from phasewise.train.artefacts import Job, decode_c2c
-from tests import oracle, tiny
+from tests import oracle, seeds, tiny
 from tests.decode.test_c2c import TEXT, N, built, fused, serve
 from tests.laws import scenario
 from tests.skip.test_unified import ByHand
@@ -83,8 +83,9 @@ def by_hand(prompt: Sequence[int], sharers: Sequence[str], several: str) -> list
     return out
 
 
-@pytest.mark.parametrize("several", MODES)
-@pytest.mark.parametrize("length", [2, 17, 50])
+@pytest.mark.parametrize(
+    ("several", "length"), seeds.params(product(MODES, [2, 17, 50]), 2, "c2c", always=[(MODES[0], 50)])
+)
 def test_tokens_are_those_of_rows_fused_by_hand(several: str, length: int) -> None:
     engine = built({"decode": knobs(names(), several)})
     mine = serve(engine, TEXT[:length])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -22,7 +23,7 @@ from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.host import Host
-from tests import oracle, tiny
+from tests import oracle, seeds, tiny
 from tests.kv.harness import sliding
 from tests.skip.test_unified import ByHand
 
@@ -123,10 +124,10 @@ def by_hand(model: Model, edits: Sequence[Edit], text: Sequence[int] = TEXT, n: 
     return slow.say(now[-1], len(now) - 1, n)
 
 
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize(
-    "model", [tiny.model(), tiny.model(layers=6, seed=3), sliding(24, 3)], ids=["4", "6", "sliding"]
-)
+MODELS = [tiny.model(), tiny.model(layers=6, seed=3), sliding(24, 3)]
+
+
+@pytest.mark.parametrize(("model", "name"), seeds.params(product(MODELS, EDITS), 5, "pie by hand"))
 def test_tokens_are_those_of_rows_kept_by_hand(model: Model, name: str) -> None:
     engine = tiny.engine(VERBS, of=model)
     assert pair(engine, EDITS[name]).out == by_hand(model, EDITS[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +23,7 @@ from phasewise.verbs.method import Method
 from phasewise.verbs.place import Placed
 from phasewise.verbs.sample import Context, Dist, Sample
 from phasewise.verbs.traits import Traits
-from tests import tiny
+from tests import seeds, tiny
 from tests.laws.settings import options, spell, tight
 
 PERIOD, DICTATED = 7, range(2, 6)  # of every 7 tokens of an answer these leave no choice
@@ -107,8 +108,9 @@ def test_no_token_too_many(n: int) -> None:
     assert request.out == want(GREEDY)[0][:n]
 
 
-@HOW
-@pytest.mark.parametrize("draft", catalog.names("draft"))
+@pytest.mark.parametrize(
+    ("draft", "params"), seeds.params(product(catalog.names("draft"), [GREEDY, SAMPLED]), 16, "sure")
+)
 def test_every_drafter(draft: str, params: Params) -> None:
     """A guess and what is sure never meet in one span; the answers are plain decoding's."""
     placed = engine({"draft": spell("draft", draft, tight("draft", draft)), "verify": "match"})
@@ -120,8 +122,9 @@ def test_every_drafter(draft: str, params: Params) -> None:
         placed.close()
 
 
-@HOW
-@pytest.mark.parametrize("verify", catalog.names("verify"))
+@pytest.mark.parametrize(
+    ("verify", "params"), seeds.params(product(catalog.names("verify"), [GREEDY, SAMPLED]), 5, "sure")
+)
 def test_every_verifier_alone_and_beside_others(verify: str, params: Params) -> None:
     """Law 4, also where tokens hang on the guesses: what is sure is then never cut."""
     verbs = options("verify", verify)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from phasewise.methods.sample._grammars import Grammars
 from phasewise.methods.sample._words import words_of
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import tiny
+from tests import seeds, tiny
 from tests.sample.structured import FLAT, asking, engine, model, prompts, text, valid
 
 pytest.importorskip("llguidance")
@@ -85,8 +86,10 @@ def test_long_keys_cost_few_passes() -> None:
     assert valid(requests, KEYS) == 1 and placed.counters.forwards < requests[0].n_out / 2, text(requests[0])
 
 
-@pytest.mark.parametrize("draft", ["paced", "prompt_lookup:k=4,min_match=1", "token_recycling", "draft_model:k=3"])
-@pytest.mark.parametrize("verify", ["match", "rejection"])
+DRAFTS = ["paced", "prompt_lookup:k=4,min_match=1", "token_recycling", "draft_model:k=3"]
+
+
+@pytest.mark.parametrize(("draft", "verify"), seeds.params(product(DRAFTS, ["match", "rejection"]), 3, "forced"))
 def test_drafted_in_a_mixed_batch(draft: str, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     many = prompts(40, 7, 21, 9)
     each = [asking(ask={"json_schema": KEYS}), Params(max_tokens=20), asking(ask=FORM, temperature=0.8, seed=1),

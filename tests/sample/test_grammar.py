@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from phasewise.methods.sample._words import Words
 from phasewise.methods.sample.grammar import Line
 from phasewise.request.params import Params
 from phasewise.request.request import Request
-from tests import oracle, tiny
+from tests import oracle, seeds, tiny
 from tests.sample.structured import (
     ARRAY,
     FLAT,
@@ -45,8 +46,7 @@ def other() -> str:
     return str(tiny.checkpoint(layers=1, vocab=320, seed=4))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize(("name", "temperature"), seeds.params(product(SCHEMAS, [0.0, 1.0]), 3, "completed"))
 def test_what_is_completed_is_valid(name: str, temperature: float) -> None:
     ask, many = {"json_schema": SCHEMAS[name]}, prompts(*range(5, 17))
     each = [asking(ask=ask, temperature=temperature, seed=i) for i in range(len(many))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from phasewise.ops import native
 from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.verbs.sample import Context, Dist, Sample, distribution
-from tests import tiny
+from tests import seeds, tiny
 from tests.sample import structured
 from tests.serve.tiny_chat import chat_checkpoint
 
@@ -67,8 +68,9 @@ def test_a_greedy_step_writes_no_logits(verbs: dict[str, str], asked: Counter[st
     assert placed.counters.head_rows >= 24
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("verbs", VERBS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "verbs"), seeds.params(product([torch.float32, torch.bfloat16], VERBS), 3, "greedy under a grammar")
+)
 def test_nor_does_one_under_a_grammar(dtype: torch.dtype, verbs: dict[str, str], asked: Counter[str]) -> None:
     """Beside one that has none; the tokens are those that are found with logits."""
     pytest.importorskip("llguidance")

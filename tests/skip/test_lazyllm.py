@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -24,7 +25,7 @@ from phasewise.request.params import Params
 from phasewise.request.request import Request
 from phasewise.step.read import Read
 from phasewise.verbs.host import Host
-from tests import double, oracle, tiny
+from tests import double, oracle, seeds, tiny
 from tests.kv.harness import Walk, drafting, mixed, sliding
 from tests.skip.test_unified import ByHand
 
@@ -119,8 +120,12 @@ class Slow:
         return self.model.layer(layer, x, context), weights  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("revive", [True, False])
-@pytest.mark.parametrize("model", [tiny.model(layers=6), sliding(24, 4), mixed(20)], ids=["plain", "sliding", "mixed"])
+MODELS = [tiny.model(layers=6), sliding(24, 4), mixed(20)]
+
+
+@pytest.mark.parametrize(
+    ("model", "revive"), seeds.params(product(MODELS, [True, False]), 2, "lazyllm", always=[(MODELS[0], True)])
+)
 def test_equals_the_slow_twin(model: Model, revive: bool) -> None:
     """Sets of tokens, keys and values, who waits, and logits, at every step."""
     text = tiny.prompts(72)[0]

@@ -21,7 +21,7 @@ from phasewise.verbs.method import Method
 from phasewise.verbs.sample import Dist, uniform
 from phasewise.verbs.traits import Traits
 from phasewise.verbs.verify import Shown
-from tests import tiny
+from tests import seeds, tiny
 from tests.speculation.markov import Tree, relative, table, target
 
 VOCAB, N = 4, 24
@@ -220,7 +220,7 @@ def outs(draft: str, verify: str, params: Params | list[Params], schedule: str =
     return tiny.outs(tiny.run(placed, tiny.prompts(60, 7), params))
 
 
-@pytest.mark.parametrize("draft", [RAPID, "draft_model:model=tiny-draft,k=3,branches=2"])
+@pytest.mark.parametrize("draft", seeds.params([RAPID, "draft_model:model=tiny-draft,k=3,branches=2"], 1, "eta"))
 def test_eta_zero_gives_rejections_tokens(draft: str) -> None:
     sampled = [Params(max_tokens=N, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True) for seed in range(2)]
     for params in (sampled, tiny.greedy(N)):
